@@ -1,4 +1,4 @@
-"""Owners of experts that follow the loads: moves are exact, a resumed run is bit-equal, and training goes on as without moves."""
+"""Owners that follow the loads: moves are exact, a resumed run is bit-equal, training goes on as without moves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ OWNERS = [*ranks(4), *SHALLOW, "model.experts=8", "train.steps=12", "checkpoint.
 MOVES = ["plan.expert_owners=heterogeneous", "plan.expert_owners_every=3", "plan.expert_window=2"]
 FP64 = ["plan.compute=fp64", "train.clip_norm=null"]
 LAYOUTS = {
-    "expert ranks": [*OWNERS, "plan.expert=2"],
+    "expert ranks": [*OWNERS, "plan.expert=2", "supervision.check_state_every=1"],
     "copies": [*OWNERS, "plan.expert=4", "plan.expert_policy=flexmoe", "plan.expert_slots=1"],
     "tensor": [*OWNERS, "plan.shard=2", "plan.tensor=2", "plan.expert=1"],
     "pipeline, average": [*OWNERS, "plan.shard=2", "plan.pipeline=2", "plan.expert=2", "train.ema_decay=0.9"],

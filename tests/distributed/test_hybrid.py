@@ -134,19 +134,18 @@ def on_ranks(
         clip = clip_factor(norm, CLIP)
         whole = assemble_whole({name: weight.grad for name, weight in engine.model.named_parameters()}, spec, mesh)
         gradients = {name: gradient * clip for name, gradient in whole.items()}
-        results.append(
-            {
-                "loss": loss,
-                "z_loss": z_loss,
-                "norm": norm.item(),
-                "gradients": gradients,
-                "slots": len(slots),
-                "weights": {},
-            }
-        )
+        figures = {"loss": loss, "z_loss": z_loss, "norm": norm.item(), "gradients": gradients, "weights": {}}
+        results.append({**figures, "graphs": compiled_graphs()})
         for weight in engine.model.parameters():
             weight.grad = None
     return results
+
+
+def compiled_graphs() -> int:
+    """Graphs that were compiled on this rank so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:

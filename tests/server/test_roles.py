@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,10 +21,11 @@ import xxhash
 from meshwright.server import prefill_jobs
 from meshwright.server.addresses import check_addresses
 from meshwright.server.app import admin_app
+from meshwright.server.block_store import StoreServer
 from meshwright.server.frames import MESSAGE_BYTES, FrameSocket, listen, start_connecting
 from meshwright.server.instances import Instances
 from meshwright.server.router import ClientConnection, Router
-from meshwright.server.staging import Staging
+from meshwright.server.staging import Staging, shared_memory
 from meshwright.server.transfers import TransferFigures
 from meshwright.spec.errors import BadInput
 from meshwright.spec.route import RouteSpec
@@ -225,6 +228,86 @@ def test_only_peers_with_the_key_and_the_same_weights_are_served(folder: Path, t
     spec = ServeSpec(role="prefill", transfer_address="127.0.0.1:0")
     with pytest.raises(BadInput, match="needs transfer_key"):
         check_addresses(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["unix:{}/store", "127.0.0.1:{}"])
+def test_engines_share_blocks_through_a_store(
+    folder: Path, tmp_path: Path, expected: list[list[str]], address: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = address.format(tmp_path if "unix" in address else free.getsockname()[1])
+    settings = {"block_cache": address, "transfer_key": "right"}
+    with running_store(address) as store, ExitStack() as stack:
+        first, second = (stack.enter_context(running_server(folder, **settings)) for _ in range(2))
+        wait_until(lambda: sum(connection.identity is not None for connection in store.connections) == 2)
+        assert texts(first) == expected
+        wait_until(lambda: store.store is not None and len(store.store) == figures(first).stored_blocks > 40)
+        assert texts(second) == expected
+        wait_until(lambda: figures(second).fetched_blocks > 40)
+        assert figures(second).stored_blocks < 5 and not figures(second).damaged_blocks
+        for server in (first, second):
+            server.settle()
+        assert store.store is not None
+        wait_until(lambda: store.store.read == 0)
+
+
+@pytest.mark.slow
+def test_damaged_blocks_of_a_store_are_computed(folder: Path, tmp_path: Path, expected: list[list[str]]) -> None:
+    address = f"unix:{tmp_path}/store"
+    with running_store(address, key="") as store:
+        with running_server(folder, block_cache=address) as first:
+            wait_until(lambda: sum(connection.identity is not None for connection in store.connections) == 1)
+            assert texts(first) == expected
+            wait_until(lambda: store.store is not None and len(store.store) == figures(first).stored_blocks > 40)
+        for slot in range(0, 40, 4):
+            store.store.content(slot)[5] ^= 1
+        with running_server(folder, block_cache=address) as second:
+            wait_until(lambda: sum(connection.identity is not None for connection in store.connections) == 1)
+            assert texts(second) == expected
+            wait_until(lambda: figures(second).damaged_blocks > 0)
+            second.settle()
+
+
+def test_a_store_that_ends_while_it_answers_loses_no_request(
+    folder: Path, tmp_path: Path, expected: list[list[str]]
+) -> None:
+    with (
+        listen(f"unix:{tmp_path}/store") as listening,
+        running_server(folder, block_cache=f"unix:{tmp_path}/store") as server,
+    ):
+        size = server.engine.prefix_blocks().block_bytes
+        select.select([listening], [], [], 60)
+        store, (descriptor, _) = FrameSocket(listening.accept()[0]), shared_memory(size)
+        assert next_message(store)["hello"]["block_bytes"] == size
+        store.send({"welcome": 1}, descriptor=descriptor)
+        os.close(descriptor)
+        wait_until(lambda: figures(server).store_connected)
+        result = asyncio.run_coroutine_threadsafe(completion(server, PROMPTS[1]), server.loop)
+        number = next_message(store)["get"]
+        store.send({"found": number, "slots": [0], "checksums": ["0" * 16]})
+        store.close()
+        assert [choice["text"] for choice in result.result(60)] == expected[1]
+        server.settle()
+
+
+@contextmanager
+def running_store(address: str, key: str = "right") -> Iterator[StoreServer]:
+    """A store in a thread."""
+    store, stop = StoreServer(listen(address), key, 1 << 22), threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            store.step(0.01)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield store
+    finally:
+        stop.set()
+        thread.join()
+        store.close()
 
 
 def figures(server: RunningServer) -> TransferFigures:

@@ -22,7 +22,7 @@ from meshwright.spec.failures import as_meshwright_error
 GROUPS = {
     "Runs": ("quickstart", "train", "coordinate", "launch", "check", "chaos", "report", "trace", "monitor", "incidents", "stragglers"),
     "Plans": ("plan", "simulate", "profile", "predict"),
-    "Models": ("eval", "generate", "serve", "route", "bench-serve"),
+    "Models": ("eval", "generate", "serve", "route", "cache", "bench-serve"),
     "Data and checkpoints": ("data", "tokenizer", "checkpoint"),
     "Schemas": ("schema",),
 }  # fmt: skip

@@ -43,6 +43,7 @@ _SEE = {
     "[drafts](../design/engine.md#speculative-decoding)",
     "serve": "[HTTP server](serve.md), whose [settings](serve.md#settings) are options too",
     "route": "[several servers](serve.md#several-servers)",
+    "cache": "[roles](serve.md#roles)",
     "data": "[your data](../how-to/your-data.md)",
     "tokenizer": "[your data](../how-to/your-data.md)",
     "checkpoint": "[resume](../how-to/resume.md)",

@@ -136,6 +136,8 @@ def _unknown_key_mistake(cls: type, document: Document, path: KeyPath, meant: Ke
 def _refusal(path: KeyPath) -> str | None:
     """The reason why a key of other trainers or of earlier releases does not exist."""
     section, name = path[0], str(path[-1])
+    if path == ("serve",):
+        return "no key of a run file; `meshwright plan` and `bench-serve` read a file with it"
     if name.endswith(("dropout", "dropout_p", "dropout_prob")):
         return _NO_DROPOUT
     if section == "model" and (name.startswith(("moe", "expert")) or name == "num_experts"):

@@ -28,7 +28,7 @@ FINALISTS, COLOCATED_FINALISTS = 10, 4
 """Deployments that are simulated at most, and how many of them are colocated."""
 FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
-COARSE_REQUESTS, MOST_REQUESTS = 800, 4000
+COARSE_REQUESTS, MOST_REQUESTS = 800, 3000
 """Requests of a simulation that compares finalists, and of one that gives the printed figures, at most."""
 RESIDENCES = 6.0
 """Length of a simulation over the time that a request spends in it: its beginning and end weigh little."""
@@ -141,7 +141,8 @@ def _options(
     options = {}
     for deployment, coarse in compared.items():
         goodput = best_of_kind.get(deployment, coarse)
-        rate = goodput.rate if deployment in best_of_kind else factors.get(deployment.colocated, 1.0) * coarse.rate
+        factor = factors.get(deployment.colocated, min(factors.values()))
+        rate = goodput.rate if deployment in best_of_kind else factor * coarse.rate
         options[deployment] = Option(space.whole(deployment), rate / devices, goodput)
     return options
 
@@ -200,7 +201,7 @@ def _compare(
 def _refine(
     search: GoodputSearch, compared: Mapping[Deployment, Goodput], sizes: SizeSample, limits: ServeLimits
 ) -> dict[Deployment, Goodput]:
-    """Goodputs of the best deployment of each kind, colocated or not, from longer simulations unless it is far behind."""
+    """Goodputs of the best deployment of each kind, colocated or not, from longer simulations; a kind far behind has none."""
     refined: dict[Deployment, Goodput] = {}
     fastest = max(goodput.rate for goodput in compared.values())
     for colocated in (True, False):
@@ -208,7 +209,6 @@ def _refine(
         if kind:
             best = max(kind, key=lambda deployment: compared[deployment].rate)
             if compared[best].rate < FINALIST_SHARE * fastest:
-                refined[best] = compared[best]
                 continue
             start = compared[best].rate
             count = _requests_for(start, sizes, limits)

@@ -104,9 +104,9 @@ class BatchPolicy:
         ended, self._ended = self._ended, []
         return ended
 
-    def prompt_digests(self, prompt: Sequence[int]) -> list[bytes]:
-        """Digests of the full blocks of a prompt, for requests without a salt and the weights of now."""
-        return self._batch.prompt_digests(prompt)
+    def prompt_digests(self, prompt: Sequence[int], generation: int | None = None) -> list[bytes]:
+        """Digests of the full blocks of a prompt, for requests without a salt; `generation` of weights, None: that of now."""
+        return self._batch.prompt_digests(prompt, self._batch.generation if generation is None else generation)
 
     def forget_cache(self) -> None:
         """Empty the prefix cache, for new weights, and take the blocks of running requests, which are computed again.

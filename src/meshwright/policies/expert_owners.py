@@ -79,7 +79,7 @@ def better_owners(loads: np.ndarray, owners: np.ndarray, copied: int, ranks: int
 
 
 def position_order(owners: np.ndarray, ranks: int) -> np.ndarray:
-    """Where the expert of each position comes from, `(layers, experts)`, if position p then belongs to rank p ÷ (experts ÷ ranks).
+    """Old position of the expert of each position, `(layers, experts)`; position p belongs to rank p ÷ (experts ÷ ranks).
 
     `owners` `(layers, experts)` are the new owners by present position. Experts that stay on their rank keep their position.
     """

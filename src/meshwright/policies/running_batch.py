@@ -236,11 +236,11 @@ class RunningBatch:
         root = root_digest(progress.salt, progress.generation)
         extend_digests(progress.digests, root, progress.tokens, blocks, self.cache.tokens_per_block)
 
-    def prompt_digests(self, prompt: Sequence[int]) -> list[bytes]:
-        """Digests of the full blocks of a prompt, for requests without a salt and the generation of now."""
+    def prompt_digests(self, prompt: Sequence[int], generation: int) -> list[bytes]:
+        """Digests of the full blocks of a prompt, for requests without a salt and a generation of weights."""
         digests: list[bytes] = []
         size = self.cache.tokens_per_block
-        extend_digests(digests, root_digest(NO_SALT, self.generation), prompt, len(prompt) // size, size)
+        extend_digests(digests, root_digest(NO_SALT, generation), prompt, len(prompt) // size, size)
         return digests
 
     def forget_cache(self) -> None:

@@ -40,6 +40,10 @@ class PrefixBlocks:
         """Digests of the full blocks of a prompt."""
         return self._policy.prompt_digests(prompt)
 
+    def keys(self, prompt: Sequence[int]) -> list[bytes]:
+        """Names of the full blocks of a prompt for engines of the same `identity`, however often each has replaced its weights."""
+        return self._policy.prompt_digests(prompt, generation=0)
+
     def missing(self, digests: Sequence[bytes]) -> int:
         """Blocks of a prompt that would have to be filled; 0 if the cache cannot hold the prompt."""
         fits = len(digests) <= min(pool.blocks for pool in self._policy.cache.pools)

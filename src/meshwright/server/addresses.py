@@ -31,14 +31,19 @@ def check_addresses(spec: ServeSpec) -> None:
         )
     if spec.admin_port is not None and spec.admin_key is None:
         raise BadInput("admin_port: needs admin_key", key="admin_port")
-    addresses = {"transfer_address": [spec.transfer_address], "prefill_engines": spec.prefill_addresses}
+    addresses = {
+        "transfer_address": [spec.transfer_address],
+        "prefill_engines": spec.prefill_addresses,
+        "block_cache": [spec.block_cache],
+    }
     for key, given in addresses.items():
         for address in given:
             if address is not None and not address.startswith(UNIX):
-                _check_transfer(key, address, spec.transfer_key)
+                check_transfer(key, address, spec.transfer_key)
 
 
-def _check_transfer(key: str, address: str, transfer_key: str | None) -> None:
+def check_transfer(key: str, address: str, transfer_key: str | None) -> None:
+    """Raise BadInput for a HOST:PORT that is none, or that has no key; `key` names the setting."""
     try:
         listen_address(address)
     except ValueError as error:

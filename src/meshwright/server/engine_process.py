@@ -151,6 +151,8 @@ class EngineLoop:
             code = "grammar" if isinstance(error, BadGrammar) else None
             self._connection.send({"refused": ids, "error": str(error), "code": code})
             return
+        if self.transfers is not None and numbers:
+            self.transfers.hand_in(numbers[0], request["tokens"])
         self._numbers.update(zip(ids, numbers, strict=True))
         self._ids.update(zip(numbers, ids, strict=True))
 

@@ -79,6 +79,8 @@ class ServerMetrics:
                 "kv_blocks_sent_total": ("Cache blocks sent to other engines.", transfers.sent_blocks),
                 "kv_blocks_received_total": ("Cache blocks received from other engines.", transfers.received_blocks),
                 "kv_blocks_damaged_total": ("Received blocks with a wrong checksum.", transfers.damaged_blocks),
+                "kv_blocks_stored_total": ("Cache blocks handed in to the store.", transfers.stored_blocks),
+                "kv_blocks_fetched_total": ("Cache blocks taken from the store.", transfers.fetched_blocks),
                 "kv_prompts_lost_total": ("Prompts that another engine did not finish.", transfers.lost_prompts),
             }
             gauges["kv_prompts_waiting"] = ("Prompts at other engines.", transfers.waiting_prompts)

@@ -11,12 +11,14 @@ import hmac
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket
 from meshwright.server.staging import Staging
+from meshwright.server.store_client import StoreClient
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class PrefillConnection:
         """Memory for its blocks, once it has shown its key."""
         self.jobs: dict[int, PrefillJob] = {}
         """By the receiver's number, in the order of their arrival."""
+        self.fetching: set[int] = set()
+        """Numbers of prompts that are looked up in the store."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -70,9 +74,16 @@ class PrefillJobs:
     """Computes prompts on an engine for the engines that connect to a listening socket."""
 
     def __init__(
-        self, engine: Engine, blocks: PrefixBlocks, listening: socket.socket, key: str, lease_seconds: float
+        self,
+        engine: Engine,
+        blocks: PrefixBlocks,
+        listening: socket.socket,
+        key: str,
+        lease_seconds: float,
+        store: StoreClient | None = None,
     ) -> None:
         self._engine, self._blocks, self._key, self._lease = engine, blocks, key.encode(), lease_seconds
+        self._store = store
         self.listening, self.accepting = listening, True
         """Whether new prompts are taken."""
         self.connections: list[PrefillConnection] = []
@@ -109,7 +120,7 @@ class PrefillJobs:
                 self._take(connection, frame)
             if connection.staging is not None:
                 self._send_blocks(connection)
-        except (EOFError, BadFrame, AttributeError, KeyError, TypeError, ValueError):
+        except (EOFError, BadFrame, AttributeError, KeyError, OverflowError, TypeError, ValueError):
             self._close(connection)
 
     def _take(self, connection: PrefillConnection, frame: Frame) -> None:
@@ -140,19 +151,32 @@ class PrefillJobs:
         self.report_load()
 
     def _begin(self, connection: PrefillConnection, request: Mapping[str, Any]) -> None:
-        """Queue a prompt."""
-        from meshwright.serve.grammar import Grammar
-        from meshwright.serve.sampling_options import SamplingOptions
-
-        number, grammar = int(request["job"]), request["grammar"]
-        if number in connection.jobs:
+        """Take a prompt, and look up its beginning in the store if there is one."""
+        number, tokens = int(request["job"]), request["tokens"]
+        if number in connection.jobs or number in connection.fetching:
             raise BadFrame(f"another prompt has the number {number}")
         if not self.accepting:
             connection.frames.send({"failed": number, "error": "this engine takes no prompts"})
             return
+        connection.fetching.add(number)
+        queue = partial(self._queue, connection, number, request)
+        if self._store is None:
+            queue()
+        else:
+            self._store.fetch(tokens, queue)
+
+    def _queue(self, connection: PrefillConnection, number: int, request: Mapping[str, Any]) -> None:
+        """Queue a prompt that is still wanted."""
+        from meshwright.serve.grammar import Grammar
+        from meshwright.serve.sampling_options import SamplingOptions
+
+        if number not in connection.fetching or connection not in self.connections:
+            return
+        connection.fetching.remove(number)
+        tokens, grammar = request["tokens"], request["grammar"]
         try:
             requests = self._engine.submit_samples(
-                request["tokens"],
+                tokens,
                 request["count"],
                 sampling=SamplingOptions.from_plain(request["sampling"]),
                 new_tokens=1,
@@ -162,9 +186,11 @@ class PrefillJobs:
         except BadInput as error:
             connection.frames.send({"failed": number, "error": str(error)})
             return
-        held = self._blocks.hold(self._blocks.digests(request["tokens"]), max(0, request["first_block"]))
-        connection.jobs[number] = job = PrefillJob(number, len(request["tokens"]), held, requests)
+        held = self._blocks.hold(self._blocks.digests(tokens), max(0, request["first_block"]))
+        connection.jobs[number] = job = PrefillJob(number, len(tokens), held, requests)
         self._texts.update(dict.fromkeys(requests, job))
+        if self._store is not None:
+            self._store.hand_in(requests[0], tokens)
 
     def _free_slots(self, connection: PrefillConnection, slots: Sequence[int]) -> None:
         assert connection.staging is not None
@@ -172,6 +198,7 @@ class PrefillJobs:
         connection.staging.give_back(start, count)
 
     def _cancel(self, connection: PrefillConnection, number: int) -> None:
+        connection.fetching.discard(number)
         if (job := connection.jobs.get(number)) is not None:
             self._end(connection, job)
 

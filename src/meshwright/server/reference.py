@@ -54,6 +54,8 @@ meshwright serve MODEL --role decode --prefill-engines unix:/tmp/prefill --port 
   prompt.
 - Every block has a checksum. If a block is damaged, or the peer fails, leaves or is silent for `transfer_seconds`, the
   engine computes what is missing itself. A side that is left frees its blocks.
+- `meshwright cache unix:/tmp/blocks --gib 64` keeps blocks of prompts in host memory. Servers with
+  `--block-cache unix:/tmp/blocks`, of any role, hand in what they compute, and look up the beginning of each prompt.
 - Peers need equal weights, formats and `tokens_per_block`. After new weights all connections begin again.
 
 ## Several servers

@@ -167,6 +167,7 @@ def transfer_setup(spec: ServeSpec) -> TransferSetup | None:
         role=spec.role,
         address=spec.transfer_address,
         peers=spec.prefill_addresses,
+        store=spec.block_cache,
         key=spec.transfer_key or "",
         seconds=spec.transfer_seconds,
     )

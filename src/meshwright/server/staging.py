@@ -22,11 +22,7 @@ class Staging:
 
     def __init__(self, block_bytes: int, most_bytes: int = STAGING_BYTES) -> None:
         self.block_bytes, self.slots = block_bytes, max(1, min(MOST_SLOTS, most_bytes // block_bytes))
-        self.descriptor = os.memfd_create("meshwright-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, self.slots * block_bytes)
-        self._memory = memoryview(mmap.mmap(self.descriptor, self.slots * block_bytes))
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+        self.descriptor, self._memory = shared_memory(self.slots * block_bytes)
         self._used = [False] * self.slots
 
     @property
@@ -58,6 +54,15 @@ class Staging:
     def close(self) -> None:
         """Close the descriptor; the memory is freed once nothing refers to it."""
         os.close(self.descriptor)
+
+
+def shared_memory(size: int) -> tuple[int, memoryview]:
+    """Memory without a name, and its descriptor, with which other processes can read it. The caller closes the descriptor."""
+    descriptor = os.memfd_create("meshwright-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    memory = memoryview(mmap.mmap(descriptor, size))
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
+    return descriptor, memory
 
 
 def map_staging(descriptor: int, size: int) -> memoryview:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright.server.frames import FrameSocket, listen
 from meshwright.server.prefill_jobs import PrefillJobs
 from meshwright.server.remote_prefill import RemotePrefill, Submit
+from meshwright.server.store_client import StoreClient
 from meshwright.spec.deployment import Role
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class TransferSetup:
     """Where other engines ask for prompts; None: nowhere."""
     peers: tuple[str, ...] = ()
     """Addresses of the engines that compute prompts."""
+    store: str | None = None
+    """Address of a store of blocks; None: there is none."""
     key: str = ""
     """What peers must show."""
     seconds: float = 30.0
@@ -50,6 +53,12 @@ class TransferFigures(NamedTuple):
     """Prompts that are at a peer, or wait for room in the cache."""
     usable_peers: int = 0
     """Peers that take prompts of this engine now."""
+    stored_blocks: int = 0
+    """Blocks handed in to the store."""
+    fetched_blocks: int = 0
+    """Blocks that came from the store."""
+    store_connected: bool = False
+    """Whether the store answers."""
 
 
 class Transfers:
@@ -58,9 +67,13 @@ class Transfers:
     def __init__(self, engine: Engine, setup: TransferSetup, submit: Submit) -> None:
         """`submit` queues the texts of a request on the engine. Raises BadInput if `setup.address` cannot be used."""
         self._blocks = blocks = engine.prefix_blocks()
+        self._store = None if setup.store is None else StoreClient(blocks, setup.store, setup.key)
+        self._submit, self._fetching, self._unwanted = submit, set[int](), set[int]()
+        """Ids of texts whose prompts are looked up in the store, and those of them that were aborted."""
         self._sender = None
         if setup.address is not None:
-            self._sender = PrefillJobs(engine, blocks, listen(setup.address), setup.key, setup.seconds)
+            listening = listen(setup.address)
+            self._sender = PrefillJobs(engine, blocks, listening, setup.key, setup.seconds, self._store)
         peers = [address for address in setup.peers if address != setup.address]
         self._receiver = RemotePrefill(blocks, peers, setup.key, setup.seconds, submit)
         self._selector = selectors.DefaultSelector()
@@ -86,30 +99,56 @@ class Transfers:
         if self._sender is not None:
             self._sender.use_identity(identity)
         self._receiver.use_identity(identity)
+        if self._store is not None:
+            self._store.use_identity(identity)
 
     @property
     def figures(self) -> TransferFigures:
         """What has been exchanged so far."""
-        receiver, sent = self._receiver, 0 if self._sender is None else self._sender.sent_blocks
+        receiver, store, sent = self._receiver, self._store, 0 if self._sender is None else self._sender.sent_blocks
         return TransferFigures(
             sent,
             receiver.received_blocks,
-            receiver.damaged_blocks,
+            receiver.damaged_blocks + (0 if store is None else store.damaged_blocks),
             receiver.lost_prompts,
             len(receiver.prompts),
             sum(peer.usable for peer in receiver.peers),
+            0 if store is None else store.stored_blocks,
+            0 if store is None else store.fetched_blocks,
+            store is not None and store.usable,
         )
 
     def begin(self, request: Mapping[str, Any]) -> bool:
-        """Have the prompt of a request computed elsewhere; false if the caller is to submit it here."""
-        return self._receiver.begin(request)
+        """Have the prompt of a request computed or looked up elsewhere; false if the caller is to submit it here."""
+        if self._store is None:
+            return self._receiver.begin(request)
+        self._fetching.update(request["ids"])
+        self._store.fetch(request["tokens"], partial(self._begin_fetched, request))
+        return True
+
+    def _begin_fetched(self, request: Mapping[str, Any]) -> None:
+        """Go on with a request when its prompt has been looked up."""
+        ids = set(request["ids"])
+        wanted = not ids <= self._unwanted
+        self._fetching -= ids
+        self._unwanted -= ids
+        if wanted and not self._receiver.begin(request):
+            self._submit(request, None)
+
+    def hand_in(self, number: int, prompt: Sequence[int]) -> None:
+        """Give the store what the engine computes of the prompt of its request `number`."""
+        if self._store is not None:
+            self._store.hand_in(number, prompt)
 
     def abort(self, ids: Sequence[int]) -> None:
         """Forget texts whose prompts are elsewhere."""
+        self._unwanted.update(self._fetching.intersection(ids))
         self._receiver.abort(ids)
 
     def after_step(self, updates: Sequence[Update]) -> Sequence[Update]:
         """Send what a step has computed for other engines; returns the updates of other requests."""
+        if self._store is not None:
+            self._store.after_step(updates)
         if self._sender is not None:
             updates = self._sender.after_step(updates)
         return updates
@@ -122,6 +161,8 @@ class Transfers:
             self._next_tick = now + TICK_SECONDS
             self._receiver.end_late(now)
             self._receiver.connect(now)
+            if self._store is not None:
+                self._store.tick(now)
             if self._sender is not None:
                 self._sender.end_late(now)
         self._watch()
@@ -151,11 +192,15 @@ class Transfers:
         found: list[tuple[FrameSocket, Callable[..., None]]] = []
         if self._sender is not None:
             found += [(receiver.frames, partial(self._sender.serve, receiver)) for receiver in self._sender.connections]
+        if self._store is not None and self._store.frames is not None:
+            found.append((self._store.frames, self._store.serve))
         peers = [(peer.frames, partial(self._receiver.serve, peer)) for peer in self._receiver.peers]
         return found + [(frames, serve) for frames, serve in peers if frames is not None]
 
     def close(self) -> None:
         """End all connections, and listen no more."""
+        if self._store is not None:
+            self._store.close()
         self._receiver.close()
         if self._sender is not None:
             self._sender.close()

@@ -1,4 +1,4 @@
-"""What copies of experts and owners that follow the loads change in a plan's costs: their policies are played over the recorded loads.
+"""What copies and moved owners of experts change in a plan's costs: their policies are played over recorded loads.
 
 Of a long recording some steps and layers are played, evenly spaced over its layers and from its end.
 """

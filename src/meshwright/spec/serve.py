@@ -73,6 +73,8 @@ class ServeSpec(EngineSettings, HttpSettings):
     """Key that engines show each other; MESHWRIGHT_TRANSFER_KEY sets it too."""
     prefill_engines: str | None = None
     """Transfer addresses of the engines that compute prompts for the role decode, with commas between them."""
+    block_cache: str | None = None
+    """Address of a `meshwright cache`, in which engines share the blocks of prompts."""
     transfer_seconds: Annotated[float, Bound(more_than=0)] = 30.0
     """Longest time without news of a prompt at another engine, or of blocks sent to one."""
 
@@ -94,7 +96,7 @@ class ServeSpec(EngineSettings, HttpSettings):
     @property
     def exchanges(self) -> bool:
         """Whether the engine exchanges blocks with others."""
-        return self.role != "both" or self.transfer_address is not None or self.prefill_engines is not None
+        return self.role != "both" or any((self.transfer_address, self.prefill_engines, self.block_cache))
 
     @property
     def prefill_addresses(self) -> tuple[str, ...]:

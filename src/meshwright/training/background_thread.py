@@ -1,4 +1,4 @@
-"""A thread for work beside the training loop. The end of the process does not wait for it, as that of a hung device may never come."""
+"""A thread for work beside the training loop, for which the end of the process does not wait."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class ExpertMoves:
     def _exchange(self, parts: StateParts, transfers: RowTransfers) -> None:
         assert parts.encoded is None, "the planner refuses moves of state that is in host memory"
         rows = parts.local.view(parts.local.shape[0], -1)
-        sent = self._rows(rows, transfers.sent).view(torch.uint8).flatten()
-        received = torch.empty_like(self._rows(rows, transfers.received))
+        sent = self._selected(rows, transfers.sent).view(torch.uint8).flatten()
+        received = torch.empty_like(self._selected(rows, transfers.received))
         if self._group is None:
             received.view(torch.uint8).flatten().copy_(sent)
         else:
@@ -74,8 +74,8 @@ class ExpertMoves:
             dist.all_to_all_single(received.view(torch.uint8).flatten(), sent, *counts, group=self._group)
         rows[_flat(transfers.received)] = received
 
-    def _rows(self, rows: Tensor, parts: Sequence[Sequence[int]]) -> Tensor:
-        return rows[_flat(parts)].contiguous()
+    def _selected(self, matrix: Tensor, parts: Sequence[Sequence[int]]) -> Tensor:
+        return matrix[_flat(parts)].contiguous()
 
 
 def row_transfers(boxes: Sequence[Sequence[Box]], order: Sequence[int], index: int) -> RowTransfers:

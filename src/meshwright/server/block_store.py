@@ -1,0 +1,239 @@
+"""Blocks of the caches of engines in host memory, by name: the process of `meshwright cache`."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import selectors
+import signal
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, listen
+from meshwright.server.staging import map_staging, shared_memory
+
+HELLO_SECONDS = 5.0
+"""Time in which an engine must show the key."""
+COPY_SECONDS = 30.0
+"""Time after which an engine that has not copied blocks loses its connection."""
+TICK_SECONDS = 1.0
+
+
+class BlockStore:
+    """Blocks of one size. The least recently used of those that nobody reads makes room for a new one."""
+
+    def __init__(self, block_bytes: int, most_bytes: int) -> None:
+        self.block_bytes, self.slots = block_bytes, max(1, most_bytes // block_bytes)
+        self.descriptor, self._memory = shared_memory(self.slots * block_bytes)
+        self._free = list(range(self.slots - 1, -1, -1))
+        self._blocks: OrderedDict[str, tuple[int, str]] = OrderedDict()
+        """Slot and checksum by name, the least recently used first."""
+        self._names: dict[int, str] = {}
+        self._readers = [0] * self.slots
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def read(self) -> int:
+        """Slots that somebody reads."""
+        return sum(map(bool, self._readers))
+
+    def content(self, slot: int) -> memoryview:
+        """The memory of a slot."""
+        return self._memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]
+
+    def begin_read(self, names: Sequence[str]) -> list[tuple[int, str]]:
+        """Slots and checksums of the first of `names` that are all here; call `end_read` for each slot."""
+        found = []
+        for name in names:
+            if name not in self._blocks:
+                break
+            self._blocks.move_to_end(name)
+            found.append(self._blocks[name])
+        for slot, _ in found:
+            self._readers[slot] += 1
+        return found
+
+    def end_read(self, slot: int) -> None:
+        """Note that a slot was copied."""
+        self._readers[slot] -= 1
+
+    def put(self, name: str, content: memoryview, checksum: str) -> bool:
+        """Keep a block; false if its checksum is wrong, or all slots are read."""
+        if name in self._blocks:
+            self._blocks.move_to_end(name)
+            return True
+        if xxhash.xxh3_64_hexdigest(content) != checksum:
+            return False
+        slot = self._free.pop() if self._free else self._evict()
+        if slot is None:
+            return False
+        self.content(slot)[:] = content
+        self._blocks[name], self._names[slot] = (slot, checksum), name
+        return True
+
+    def _evict(self) -> int | None:
+        for name, (slot, _) in self._blocks.items():
+            if not self._readers[slot]:
+                del self._blocks[name], self._names[slot]
+                return slot
+        return None
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.descriptor)
+
+
+class StoreConnection:
+    """An engine, and the slots that it reads."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.frames, self.heard = FrameSocket(end), time.monotonic()
+        self.identity: str | None = None
+        """Weights and layout of its blocks, once it has shown the key."""
+        self.memory: memoryview | None = None
+        """Staging memory of an engine on this host."""
+        self.reading: list[int] = []
+
+
+class StoreServer:
+    """Serves one store to engines. The first engine decides the size of blocks."""
+
+    def __init__(self, listening: socket.socket, key: str, most_bytes: int) -> None:
+        self._listening, self._key, self._most_bytes = listening, key.encode(), most_bytes
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listening, selectors.EVENT_READ, self._accept)
+        self.store: BlockStore | None = None
+        self.connections: list[StoreConnection] = []
+
+    def step(self, seconds: float = TICK_SECONDS) -> None:
+        """Take what engines send, waiting up to so many seconds for it."""
+        for connection in list(self.connections):
+            limit = HELLO_SECONDS if connection.identity is None else COPY_SECONDS if connection.reading else None
+            if limit is not None and time.monotonic() > connection.heard + limit:
+                self._close(connection)
+                continue
+            sending = selectors.EVENT_WRITE if connection.frames.sending else 0
+            self._selector.modify(connection.frames, selectors.EVENT_READ | sending, partial(self._serve, connection))
+        for key, events in self._selector.select(seconds):
+            key.data(events)
+
+    def _accept(self, events: int) -> None:
+        try:
+            connection = StoreConnection(self._listening.accept()[0])
+        except OSError:
+            return
+        self.connections.append(connection)
+        self._selector.register(connection.frames, selectors.EVENT_READ, partial(self._serve, connection))
+
+    def _serve(self, connection: StoreConnection, events: int) -> None:
+        try:
+            connection.frames.flush()
+            for frame in connection.frames.receive() if events & selectors.EVENT_READ else []:
+                self._take(connection, frame)
+        except (EOFError, BadFrame, AttributeError, IndexError, KeyError, TypeError, ValueError):
+            self._close(connection)
+
+    def _take(self, connection: StoreConnection, frame: Frame) -> None:
+        message, connection.heard = frame.message, time.monotonic()
+        if connection.identity is None:
+            self._greet(connection, message["hello"])
+        elif "get" in message:
+            self._answer(connection, message)
+        elif "copied" in message:
+            self._end_reads(connection, message["copied"])
+        else:
+            self._put(connection, message, frame.payload)
+
+    def _greet(self, connection: StoreConnection, hello: Mapping[str, Any]) -> None:
+        """Let an engine with the key in."""
+        if not hmac.compare_digest(str(hello["key"]).encode(), self._key):
+            raise BadFrame("a wrong key")
+        size, frames = hello["block_bytes"], connection.frames
+        if self.store is None:
+            self.store = BlockStore(size, self._most_bytes)
+        if size != self.store.block_bytes:
+            raise BadFrame("blocks of another size")
+        if frames.local:
+            descriptor = frames.take_descriptor()
+            if descriptor is None:
+                raise BadFrame("staging memory is missing")
+            connection.memory = map_staging(descriptor, hello["slots"] * size)
+        connection.identity, frames.limit = hello["identity"], MESSAGE_BYTES
+        frames.send({"welcome": self.store.slots}, descriptor=self.store.descriptor if frames.local else None)
+
+    def _answer(self, connection: StoreConnection, message: Mapping[str, Any]) -> None:
+        """Tell where the first of the blocks asked for are; they stay until they are copied or the connection ends."""
+        store, frames = self._opened_store, connection.frames
+        most = len(message["names"]) if frames.local else MESSAGE_BYTES // store.block_bytes
+        names = [f"{connection.identity}/{name}" for name in message["names"][:most]]
+        found = store.begin_read(names)
+        slots = [slot for slot, _ in found]
+        payload = None
+        if frames.local:
+            connection.reading += slots
+        else:
+            payload = memoryview(b"".join(store.content(slot) for slot in slots))
+            for slot in slots:
+                store.end_read(slot)
+        checksums = [checksum for _, checksum in found]
+        frames.send({"found": message["get"], "slots": slots, "checksums": checksums}, payload)
+
+    def _end_reads(self, connection: StoreConnection, slots: Sequence[int]) -> None:
+        for slot in slots:
+            connection.reading.remove(slot)
+            self._opened_store.end_read(slot)
+
+    def _put(self, connection: StoreConnection, message: Mapping[str, Any], payload: bytearray) -> None:
+        """Copy blocks of an engine up to the first that is damaged, and acknowledge them."""
+        size, (start, count) = self._opened_store.block_bytes, message["slots"]
+        content = memoryview(payload)
+        if connection.memory is not None:
+            content = connection.memory[start * size : (start + count) * size]
+        names, checksums = message["put"], message["checksums"]
+        if not len(names) == len(checksums) == count or content.nbytes != count * size or start < 0:
+            raise BadFrame("blocks without their content")
+        for index, name in enumerate(names):
+            block = content[index * size : (index + 1) * size]
+            if not self._opened_store.put(f"{connection.identity}/{name}", block, checksums[index]):
+                break
+        connection.frames.send({"stored": [start, count]})
+
+    @property
+    def _opened_store(self) -> BlockStore:
+        assert self.store is not None
+        return self.store
+
+    def _close(self, connection: StoreConnection) -> None:
+        self._selector.unregister(connection.frames)
+        for slot in connection.reading:
+            self._opened_store.end_read(slot)
+        connection.frames.close()
+        self.connections.remove(connection)
+
+    def close(self) -> None:
+        """End all connections, and listen no more."""
+        for connection in list(self.connections):
+            self._close(connection)
+        self._selector.close()
+        self._listening.close()
+        if self.store is not None:
+            self.store.close()
+
+
+def run_store(address: str, key: str, most_bytes: int, say: Callable[[str], None]) -> None:
+    """Keep blocks until SIGTERM or Ctrl-C; `say` receives the address once engines can connect. Raises BadInput."""
+    server, stopped = StoreServer(listen(address), key, most_bytes), []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.append(True))
+    say(f"keeping cache blocks at {address}")
+    while not stopped:
+        server.step()
+    server.close()

@@ -1,0 +1,217 @@
+"""An engine's end of a store of cache blocks: fetches the beginning of prompts, and hands in what the engine computes.
+
+Nothing waits for the store longer than `FETCH_SECONDS`, and what it does not have is computed. Blocks that find no room in staging memory
+are not handed in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, start_connecting
+from meshwright.server.staging import Staging, map_staging
+
+if TYPE_CHECKING:
+    from meshwright.policies.moving_blocks import HeldBlocks
+    from meshwright.serve.generation import Update
+    from meshwright.serve.prefix_blocks import PrefixBlocks
+
+FETCH_SECONDS = 2.0
+"""Longest time that a prompt waits for the store."""
+RETRY_SECONDS = 0.5
+
+
+@dataclass(eq=False)
+class Fetch:
+    """A prompt whose beginning is asked for."""
+
+    digests: Sequence[bytes]
+    first: int
+    """Index of the first block that is asked for."""
+    done: Callable[[], None]
+    """Called once what the store has is in the cache, or will not come."""
+    since: float
+
+
+class StoreClient:
+    """One engine's connection to a store."""
+
+    def __init__(self, blocks: PrefixBlocks, address: str, key: str) -> None:
+        self._blocks, self._address, self._key = blocks, address, key
+        self.frames: FrameSocket | None = None
+        self._staging: Staging | None = None
+        self._memory: memoryview | None = None
+        """Memory of a store on this host."""
+        self.usable = False
+        self._identity, self._retry = "", 0.0
+        self._fetches: dict[int, Fetch] = {}
+        self._numbers = itertools.count()
+        self._computing: dict[int, tuple[HeldBlocks, list[str]]] = {}
+        """Blocks to be handed in, and the names of all blocks, of prompts that are computed, by the engine's number."""
+        self.fetched_blocks = self.damaged_blocks = self.stored_blocks = 0
+
+    def use_identity(self, identity: str) -> None:
+        """Exchange blocks of these weights from now on."""
+        self._lose(retry=0.0)
+        self._identity = identity
+
+    def fetch(self, prompt: Sequence[int], done: Callable[[], None]) -> None:
+        """Bring what the store has of a prompt into the cache, and then call `done`; at once if there is nothing to ask for."""
+        digests = self._blocks.digests(prompt)
+        missing = self._blocks.missing(digests)
+        if not self.usable or not missing or self.frames is None:
+            done()
+            return
+        number, keys = next(self._numbers), self._blocks.keys(prompt)
+        self._fetches[number] = Fetch(digests, len(digests) - missing, done, time.monotonic())
+        try:
+            self.frames.send({"get": number, "names": [key.hex() for key in keys[len(keys) - missing :]]})
+        except EOFError:
+            self._lose()
+
+    def hand_in(self, number: int, prompt: Sequence[int]) -> None:
+        """Hand in the blocks of a prompt that are not cached yet, once the request `number` of the engine has computed them."""
+        digests = self._blocks.digests(prompt)
+        missing = self._blocks.missing(digests)
+        if self.usable and missing:
+            held = self._blocks.hold(digests, len(digests) - missing)
+            self._computing[number] = held, [key.hex() for key in self._blocks.keys(prompt)]
+
+    def after_step(self, updates: Sequence[Update]) -> None:
+        """Send the blocks that a step has computed, as far as staging memory has room."""
+        for number, (held, names) in list(self._computing.items()):
+            held.extend()
+            try:
+                while held and self._send_run(held, names):
+                    pass
+            except EOFError:
+                self._lose()
+                return
+            if held:  # without them, those that follow would not be found
+                held.release()
+                del self._computing[number]
+        for update in updates:  # a request with a new token has computed its prompt
+            self._computing.pop(update.number, None)
+
+    def _send_run(self, held: HeldBlocks, names: Sequence[str]) -> bool:
+        """Send some blocks; whether there was room for any."""
+        staging, frames, size = self._staging, self.frames, self._blocks.block_bytes
+        if staging is None or frames is None:
+            return False
+        start, count = staging.take(min(len(held), max(1, MESSAGE_BYTES // size)))
+        if not count:
+            return False
+        content, index = staging.content(start, count), held.next
+        self._blocks.read(held.take(count), content)
+        held.copied(count)
+        checksums = [xxhash.xxh3_64_hexdigest(content[at : at + size]) for at in range(0, count * size, size)]
+        message = {"put": names[index : index + count], "slots": [start, count], "checksums": checksums}
+        frames.send(message, None if frames.local else content)
+        self.stored_blocks += count
+        return True
+
+    def tick(self, now: float) -> None:
+        """Connect if there is no connection, and give a store up that does not answer."""
+        if any(now > fetch.since + FETCH_SECONDS for fetch in self._fetches.values()):
+            self._lose()
+        if self.frames is not None or now < self._retry:
+            return
+        self._retry = now + RETRY_SECONDS
+        if (end := start_connecting(self._address)) is None:
+            return
+        self.frames, self._staging = FrameSocket(end), Staging(self._blocks.block_bytes)
+        sizes = {"block_bytes": self._blocks.block_bytes, "slots": self._staging.slots}
+        hello = {"key": self._key, "identity": self._identity, **sizes}
+        try:
+            self.frames.send({"hello": hello}, descriptor=self._staging.descriptor if self.frames.local else None)
+        except EOFError:
+            self._lose()
+
+    def serve(self, *, readable: bool) -> None:
+        """Send what is left to be sent, and take the store's messages; a wrong one ends the connection."""
+        if self.frames is None:
+            return
+        try:
+            self.frames.flush()
+            for frame in [] if not readable else self.frames.receive():
+                self._take(self.frames, frame)
+        except (EOFError, BadFrame, AttributeError, KeyError, TypeError, ValueError):
+            self._lose()
+
+    def _take(self, frames: FrameSocket, frame: Frame) -> None:
+        message = frame.message
+        if "found" in message:
+            self._copy(frames, message, frame.payload)
+        elif "stored" in message:
+            start, count = message["stored"]
+            assert self._staging is not None
+            self._staging.give_back(start, count)
+        else:
+            slots = message["welcome"]
+            frames.limit = MESSAGE_BYTES
+            if frames.local:
+                descriptor = frames.take_descriptor()
+                if descriptor is None:
+                    raise BadFrame("the store's memory is missing")
+                self._memory = map_staging(descriptor, slots * self._blocks.block_bytes)
+            self.usable = True
+
+    def _copy(self, frames: FrameSocket, message: Mapping[str, Any], payload: bytearray) -> None:
+        """Copy the blocks that the store has into the cache, up to the first with a wrong checksum."""
+        fetch, slots = self._fetches.pop(message["found"], None), message["slots"]
+        try:
+            if fetch is not None and slots:
+                memory, starts = (
+                    (memoryview(payload), range(len(slots))) if self._memory is None else (self._memory, slots)
+                )
+                self._enter(fetch, memory, starts, message["checksums"])
+            if frames.local:
+                frames.send({"copied": slots})
+        finally:  # the store may have ended, or sent something wrong
+            if fetch is not None:
+                fetch.done()
+
+    def _enter(self, fetch: Fetch, memory: memoryview, slots: Sequence[int], checksums: Sequence[str]) -> None:
+        """Copy blocks in `slots` of a memory into the cache, if it has room, up to the first with a wrong checksum."""
+        size = self._blocks.block_bytes
+        reserved = self._blocks.reserve(fetch.digests[: fetch.first + len(slots)], 0)
+        if reserved is None:
+            return
+        try:
+            for index, (slot, checksum) in enumerate(zip(slots, checksums, strict=True), fetch.first):
+                content, table = memory[slot * size : (slot + 1) * size], reserved.blocks(index)
+                if xxhash.xxh3_64_hexdigest(content) != checksum:
+                    self.damaged_blocks += 1
+                    break
+                if table is not None:  # else it was computed meanwhile
+                    self._blocks.write([table], content)
+                    reserved.enter(index)
+                    self.fetched_blocks += 1
+        finally:
+            reserved.release()
+
+    def close(self) -> None:
+        """End the connection; prompts that wait for it are forgotten."""
+        self._fetches.clear()
+        self._lose()
+
+    def _lose(self, retry: float | None = None) -> None:
+        """End the connection; prompts that wait for it go on."""
+        if self.frames is not None:
+            self.frames.close()
+        if self._staging is not None:
+            self._staging.close()
+        self.frames, self._staging, self._memory, self.usable = None, None, None, False
+        self._retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
+        fetches, self._fetches = list(self._fetches.values()), {}
+        for held, _ in self._computing.values():
+            held.release()
+        self._computing.clear()
+        for fetch in fetches:
+            fetch.done()

@@ -1,0 +1,77 @@
+"""The choice of a deployment: finalists, ties, the band, and the best of an exhaustive simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.config.load import load_run
+from meshwright.config.trace_file import workload_requests
+from meshwright.costs.serve_costs import ServeCosts
+from meshwright.planner import deployment_search
+from meshwright.planner.deployment_goodput import Goodput, GoodputSearch, RatePoint
+from meshwright.planner.deployment_search import FINALISTS, plan_deployment
+from meshwright.planner.deployment_space import deployment_space
+from meshwright.simulator.serve_simulation import simulate
+from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, Role, ServeLimits, Workload
+
+RUN = load_run(None, ["model=llama3-8b", "cluster.gpu=H200", "cluster.gpus_per_node=2"])
+
+
+def instances(*entries: tuple[Role, int, int]) -> Deployment:
+    return Deployment(instances=tuple(InstanceSpec(role=role, count=n, tensor=tensor) for role, n, tensor in entries))
+
+
+COLOCATED, PAIR = instances(("both", 8, 1)), instances(("prefill", 5, 1), ("decode", 3, 1))
+
+
+def goodput(rate: float) -> Goodput:
+    return Goodput(rate, "tpot", ())
+
+
+@pytest.mark.parametrize(
+    ("colocated", "pair", "chosen"),
+    [(10.0, 9.0, COLOCATED), (10.0, 10.4, COLOCATED), (10.0, 10.6, PAIR), (0.0, 1.0, PAIR)],
+)
+def test_of_a_tie_the_colocated_deployment_is_chosen(colocated: float, pair: float, chosen: Deployment) -> None:
+    assert deployment_search._choose({COLOCATED: goodput(colocated), PAIR: goodput(pair)}) == chosen
+    assert deployment_search._choose({PAIR: goodput(pair)}) == PAIR
+
+
+def test_finalists_are_the_best_of_each_kind_and_of_each_tensor_degree() -> None:
+    estimates = {instances(("both", n, 1)): 100.0 + n for n in range(1, 9)}
+    wide, slow, pairs = instances(("both", 4, 2)), instances(("both", 2, 4)), []
+    estimates |= {wide: 90.0, slow: 50.0, instances(("both", 1, 8)): 0.0}
+    for n in range(1, 9):
+        pairs.append(instances(("prefill", n, 1), ("decode", 1, 1)))
+        estimates[pairs[-1]] = 20.0 + n
+    finalists = deployment_search._finalists(estimates)
+    assert wide in finalists and slow not in finalists and len(finalists) == FINALISTS
+    assert [d for d in finalists if not d.colocated] == pairs[:1:-1]
+
+
+def test_the_curve_gives_the_rate_of_an_attainment() -> None:
+    points = tuple(RatePoint(rate, share, 1.0, share) for rate, share in ((1.0, 1.0), (4.0, 0.8), (16.0, 0.0)))
+    curve = Goodput(4.0, "tpot", points)
+    assert curve.rate_at(0.9) == pytest.approx(2.0) and curve.rate_at(0.4) == pytest.approx(8.0)
+    assert (curve.rate_at(0.0), curve.rate_at(1.0)) == (16.0, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ttft", "tpot"), [(0.5, 0.008), (0.4, 0.012), (2.0, 0.05)])
+def test_the_choice_is_near_the_best_of_all_deployments(
+    ttft: float, tpot: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"COARSE_REQUESTS": 400, "MOST_REQUESTS": 400}.items():
+        monkeypatch.setattr(deployment_search, name, value)
+    limits = ServeLimits(ttft_seconds=ttft, tpot_seconds=tpot)
+    requests = workload_requests(Workload(rate=10.0, input_tokens=1500, output_tokens=20))
+    answer = plan_deployment(RUN.model, RUN.cluster, requests, limits, Quantisation())
+    again = plan_deployment(RUN.model, RUN.cluster, requests, limits, Quantisation())
+    assert replace(answer, search_seconds=0.0) == replace(again, search_seconds=0.0)
+    costs = ServeCosts(RUN.model, RUN.cluster)
+    search = GoodputSearch(lambda d, r: simulate(d, r, costs, limits), limits, requests)
+    space = deployment_space(RUN.model, RUN.cluster, Quantisation(), costs.of)
+    best = max(search.goodput(deployment, 20.0, 400, tolerance=0.03).rate for deployment in space.deployments)
+    assert answer.chosen.goodput_per_gpu * RUN.cluster.ranks > 0.93 * best

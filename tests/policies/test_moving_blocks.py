@@ -1,0 +1,89 @@
+"""Blocks between two caches: whatever is interrupted, no reference is left, and what arrives is found."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from meshwright.policies.batch_request import CacheGroup
+from meshwright.policies.cache_blocks import CacheBlocks, extend_digests, root_digest
+from meshwright.policies.moving_blocks import HeldBlocks, ReservedBlocks
+from tests.slow import examples
+
+SIZE = 4
+
+
+def digests_of(tokens: list[int]) -> list[bytes]:
+    digests: list[bytes] = []
+    extend_digests(digests, root_digest("=", 0), tokens, len(tokens) // SIZE, SIZE)
+    return digests
+
+
+def compute(cache: CacheBlocks, digests: list[bytes]) -> list[list[int]]:
+    """The tables of a request whose prompt was computed."""
+    tables: list[list[int]] = [[] for _ in cache.pools]
+    matched = cache.matching(digests)
+    cache.share(tables, digests, matched)
+    cache.grow(tables, len(digests) * SIZE)
+    cache.register(tables, digests, matched, len(digests))
+    return tables
+
+
+def assert_unused(cache: CacheBlocks) -> None:
+    for pool in cache.pools:
+        assert pool.free == pool.blocks and not any(pool.references)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 9)])
+def test_interrupted_transfers_leave_nothing(windows: tuple[int | None, ...]) -> None:
+    source = random.Random(3)
+    sender, receiver = (CacheBlocks([CacheGroup(24, window) for window in windows], SIZE) for _ in range(2))
+    for _ in range(examples(25, 2000)):
+        tokens = [source.randrange(2) for _ in range(source.randrange(1, 8 * SIZE))]
+        digests = digests_of(tokens)
+        reserved = ReservedBlocks(receiver, digests)
+        assert reserved.fit(0)
+        reserved.take()
+        held, tables, sent = HeldBlocks(sender, digests, reserved.first), compute(sender, digests), reserved.first
+        held.extend()
+        assert len(held) == len(reserved) == len(digests) - reserved.first
+        sender.release(tables)
+        others: list[list[list[int]]] = []
+        while held and source.random() < 0.9:  # else it is interrupted
+            count = source.randrange(1, len(held) + 1)
+            assert held.next == sent and len(held.take(count)) == count
+            others.append(compute(sender, digests_of([7] * SIZE)))  # takes blocks, but none that is held
+            for index in range(sent, sent + count):
+                assert all(digests[index] in pool.block_of for pool in sender.pools)
+                if source.random() < 0.95:  # else it was damaged
+                    assert reserved.blocks(index) is not None
+                    reserved.enter(index)
+                    assert reserved.blocks(index) is None
+            held.copied(count)
+            sent += count
+        held.release()
+        reserved.release()
+        for other in others:
+            sender.release(other)
+        assert_unused(sender)
+        assert_unused(receiver)
+        receiver.release(compute(receiver, digests))
+        assert_unused(receiver)
+
+
+def test_what_arrives_is_found_and_what_is_cached_is_not_asked_for() -> None:
+    cache, digests = CacheBlocks([CacheGroup(12)], SIZE), digests_of(list(range(6 * SIZE)))
+    reserved = ReservedBlocks(cache, digests)
+    reserved.take()
+    assert (reserved.first, len(reserved), cache.pools[0].free) == (0, 6, 5)
+    for index in (0, 1, 3):
+        reserved.enter(index)
+    reserved.release()
+    assert cache.matching(digests) == 2
+    again = ReservedBlocks(cache, digests)
+    assert (again.first, len(again)) == (2, 4) and again.fit(0) and not again.fit(0.6)
+    again.take()
+    assert cache.pools[0].free == 5
+    again.release()
+    assert_unused(cache)
