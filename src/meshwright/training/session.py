@@ -136,7 +136,9 @@ class Session:
     def plain_state(self, step: int, tokens: int) -> dict[str, Any]:
         """The plain values of a checkpoint of `step`, after which `tokens` were consumed."""
         others = self.numerics.state(step) | ({} if self.decisions is None else self.decisions.state(step))
-        return run_state(step, self.run.train, tokens, self.next_sample, self.data.record(), others)
+        # A background save describes its step when later steps have been launched.
+        next_sample = self.samples_of[step][1] if step in self.samples_of else self.next_sample
+        return run_state(step, self.run.train, tokens, next_sample, self.data.record(), others)
 
     def state(self) -> dict[str, StateParts]:
         """This rank's tensors of the run's state by logical name; waits for the last update of offloaded state."""
