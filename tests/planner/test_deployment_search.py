@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
 
 import pytest
 
@@ -23,6 +24,7 @@ def instances(*entries: tuple[Role, int, int]) -> Deployment:
     return Deployment(instances=tuple(InstanceSpec(role=role, count=n, tensor=tensor) for role, n, tensor in entries))
 
 
+LIMITS = ServeLimits(ttft_seconds=1.0, tpot_seconds=0.1)
 COLOCATED, PAIR = instances(("both", 8, 1)), instances(("prefill", 5, 1), ("decode", 3, 1))
 
 
@@ -58,12 +60,27 @@ def test_the_curve_gives_the_rate_of_an_attainment() -> None:
     assert (curve.rate_at(0.0), curve.rate_at(1.0)) == (16.0, 1.0)
 
 
+def test_the_band_spans_samples_that_are_harder_and_easier() -> None:
+    harder = {None: 1.0, 1: 1.1, 2: 0.9, 3: 1.2, 4: 1.0}
+    """By how much the load of a sample counts more."""
+
+    class Curve(GoodputSearch):
+        def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
+            return RatePoint(rate, 1.0 - 0.1 * log(harder[seed] * rate / 10.0), 1.0, 1.0)
+
+    search = Curve(lambda deployment, requests: pytest.fail("no simulation"), LIMITS, [])
+    chosen = Goodput(10.0, "tpot", (search.point(PAIR, 10.0, 1), search.point(PAIR, 10.1, 1)))
+    rates = sorted(10.0 / factor for factor in harder.values())
+    low, high = rates[0] + 0.4 * (rates[1] - rates[0]), rates[3] + 0.6 * (rates[4] - rates[3])
+    assert deployment_search._band(search, PAIR, chosen) == pytest.approx((low, high))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ttft", "tpot"), [(0.5, 0.008), (0.4, 0.012), (2.0, 0.05)])
 def test_the_choice_is_near_the_best_of_all_deployments(
     ttft: float, tpot: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"COARSE_REQUESTS": 400, "MOST_REQUESTS": 400}.items():
+    for name, value in {"COARSE_REQUESTS": 400, "FINE_REQUESTS": 400}.items():
         monkeypatch.setattr(deployment_search, name, value)
     limits = ServeLimits(ttft_seconds=ttft, tpot_seconds=tpot)
     requests = workload_requests(Workload(rate=10.0, input_tokens=1500, output_tokens=20))

@@ -130,10 +130,9 @@ class GoodputSearch:
         points.sort(key=lambda point: point.rate)
         return Goodput(low, self._binding(points), tuple(points), best)
 
-    def attainment(self, deployment: Deployment, rate: float, count: int, seed: int) -> float:
-        """The attainment of another sample of the requests."""
-        served = self._simulate(deployment, RequestSample(self._requests, count, seed).at(rate))
-        return _rate_point(rate, served).attainment
+    def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
+        """One rate; with a seed, of another sample of the requests."""
+        return _rate_point(rate, self._simulate(deployment, RequestSample(self._requests, count, seed).at(rate)))
 
     def _binding(self, points: Sequence[RatePoint]) -> Limit:
         missed = [point for point in points if point.attainment < self._limits.attainment]

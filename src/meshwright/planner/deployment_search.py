@@ -28,14 +28,14 @@ FINALISTS, COLOCATED_FINALISTS = 10, 4
 """Deployments that are simulated at most, and how many of them are colocated."""
 FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
-COARSE_REQUESTS, MOST_REQUESTS = 800, 3000
-"""Requests of a simulation that compares finalists, and of one that gives the printed figures, at most."""
-RESIDENCES = 6.0
-"""Length of a simulation over the time that a request spends in it: its beginning and end weigh little."""
+COARSE_REQUESTS, FINE_REQUESTS = 1000, 4000
+"""Requests of a simulation that compares finalists, and of one that gives the printed figures: bursts are rare."""
 COARSE, FINE = 0.06, 0.015
 """Relative distance of rates at which the bisection ends: for finalists, and for the best two."""
 RESAMPLES = 4
 """Further samples of the requests, for the band."""
+BAND_RATES = 0.75, 1.3
+"""Rates beside the goodput, as factors of it, between which the band lies."""
 BAND = 0.8
 """Share of samples in the band."""
 TIE = 0.05
@@ -102,12 +102,12 @@ def plan_deployment(
     if not finalists:
         raise OutOfResources(unreachable(space.deployments, sizes, costs.of, limits))
     search = GoodputSearch(_simulator(costs, limits), limits, requests)
-    compared = _compare(search, finalists, estimates, sizes, limits, note)
+    compared = _compare(search, finalists, estimates, note)
     if not any(goodput.rate for goodput in compared.values()):
         raise OutOfResources(unreachable(space.deployments, sizes, costs.of, limits))
-    best_of_kind = _refine(search, compared, sizes, limits)
+    best_of_kind = _refine(search, compared)
     chosen = _choose(best_of_kind)
-    low, high = _band(search, chosen, best_of_kind[chosen], sizes, limits)
+    low, high = _band(search, chosen, best_of_kind[chosen])
     devices = cluster.ranks / space.units
     options = _options(space, compared, best_of_kind, devices)
     best = options.pop(chosen)
@@ -175,8 +175,6 @@ def _compare(
     search: GoodputSearch,
     finalists: Sequence[Deployment],
     estimates: dict[Deployment, float],
-    sizes: SizeSample,
-    limits: ServeLimits,
     note: Callable[[str], None],
 ) -> dict[Deployment, Goodput]:
     """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind."""
@@ -189,8 +187,7 @@ def _compare(
         start = ratios[deployment.colocated] * estimates[deployment]
         if start < FINALIST_SHARE * fastest and any(d.colocated == deployment.colocated for d in compared):
             continue
-        count = min(COARSE_REQUESTS, _requests_for(start, sizes, limits))
-        compared[deployment] = found = search.goodput(deployment, start, count, tolerance=COARSE)
+        compared[deployment] = found = search.goodput(deployment, start, COARSE_REQUESTS, tolerance=COARSE)
         fastest = max(fastest, found.rate)
         if found.rate:
             ratios[deployment.colocated] = found.rate / estimates[deployment]
@@ -198,9 +195,7 @@ def _compare(
     return compared
 
 
-def _refine(
-    search: GoodputSearch, compared: Mapping[Deployment, Goodput], sizes: SizeSample, limits: ServeLimits
-) -> dict[Deployment, Goodput]:
+def _refine(search: GoodputSearch, compared: Mapping[Deployment, Goodput]) -> dict[Deployment, Goodput]:
     """Goodputs of the best deployment of each kind, colocated or not, from longer simulations; a kind far behind has none."""
     refined: dict[Deployment, Goodput] = {}
     fastest = max(goodput.rate for goodput in compared.values())
@@ -210,17 +205,9 @@ def _refine(
             best = max(kind, key=lambda deployment: compared[deployment].rate)
             if compared[best].rate < FINALIST_SHARE * fastest:
                 continue
-            start = compared[best].rate
-            count = _requests_for(start, sizes, limits)
-            found = search.goodput(best, start, count, tolerance=FINE, step=1.05)
+            found = search.goodput(best, compared[best].rate, FINE_REQUESTS, tolerance=FINE, step=1.05)
             refined[best] = found if found.rate else compared[best]
     return refined
-
-
-def _requests_for(rate: float, sizes: SizeSample, limits: ServeLimits) -> int:
-    """Requests of a simulation that is long beside the time that a request spends in it."""
-    residence = limits.ttft_seconds + limits.tpot_seconds * sizes.new_tokens
-    return int(min(MOST_REQUESTS, max(COARSE_REQUESTS, RESIDENCES * rate * residence)))
 
 
 def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
@@ -231,17 +218,16 @@ def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
     return second[0] if best_of_kind[best].rate < (1 + TIE) * best_of_kind[second[0]].rate else best
 
 
-def _band(
-    search: GoodputSearch, chosen: Deployment, goodput: Goodput, sizes: SizeSample, limits: ServeLimits
-) -> tuple[float, float]:
+def _band(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> tuple[float, float]:
     """The band of goodputs over samples of the requests; it contains the goodput itself.
 
     A sample is simulated at the goodput alone. The rate at which the first sample has the same attainment says by which
     factor the new one is harder.
     """
-    count = _requests_for(goodput.rate, sizes, limits)
-    attained = [search.attainment(chosen, goodput.rate, count, seed) for seed in range(1, RESAMPLES + 1)]
-    rates = sorted([goodput.rate, *(goodput.rate**2 / goodput.rate_at(attainment) for attainment in attained)])
+    beside = [search.point(chosen, factor * goodput.rate, FINE_REQUESTS) for factor in BAND_RATES]
+    curve = replace(goodput, points=tuple(sorted((*goodput.points, *beside), key=lambda point: point.rate)))
+    attained = [search.point(chosen, goodput.rate, FINE_REQUESTS, seed).attainment for seed in range(1, RESAMPLES + 1)]
+    rates = sorted([goodput.rate, *(goodput.rate**2 / curve.rate_at(attainment) for attainment in attained)])
     tail = (1 - BAND) / 2
     return min(goodput.rate, _quantile(rates, tail)), max(goodput.rate, _quantile(rates, 1 - tail))
 
