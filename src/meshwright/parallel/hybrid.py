@@ -53,7 +53,7 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
 
 
 class DividedSamples:
-    """Builds the inputs that the blocks of a slot share; other methods return whole tensors as they are."""
+    """Builds the inputs that the blocks of a slot share; the other methods change nothing."""
 
     def __init__(self, model: Decoder, ranks: int) -> None:
         self._model, self._ranks = model, ranks

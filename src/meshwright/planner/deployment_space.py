@@ -84,17 +84,11 @@ def _colocated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[In
 
 
 def _disaggregated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
-    """Prefill and decode instances that together use as many devices as they can."""
-    for prefill in budgets:
-        for count in range(1, (devices - min(budgets)) // prefill + 1):
-            for decode in (tensor for tensor in budgets if tensor <= devices - count * prefill):
-                prefill_budget = max(budget for budget in budgets[prefill] if budget <= PREFILL_BUDGET)
-                yield (
-                    InstanceSpec(role="prefill", count=count, tensor=prefill, token_budget=prefill_budget),
-                    InstanceSpec(
-                        role="decode",
-                        count=(devices - count * prefill) // decode,
-                        tensor=decode,
-                        token_budget=DECODE_BUDGET,
-                    ),
-                )
+    """Prefill and decode instances of one device each: this release moves no blocks between tensor ranks."""
+    if 1 in budgets:
+        prefill_budget = max(budget for budget in budgets[1] if budget <= PREFILL_BUDGET)
+        for count in range(1, devices):
+            yield (
+                InstanceSpec(role="prefill", count=count, token_budget=prefill_budget),
+                InstanceSpec(role="decode", count=devices - count, token_budget=DECODE_BUDGET),
+            )

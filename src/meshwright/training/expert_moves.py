@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ class ExpertMoves:
 
     def _exchange(self, parts: StateParts, transfers: RowTransfers) -> None:
         assert parts.encoded is None, "the planner refuses moves of state that is in host memory"
-        rows = parts.local.view(parts.local.shape[0], -1)
+        rows = parts.local.view(parts.local.shape[0], prod(parts.local.shape[1:]))  # also without rows
         sent = self._selected(rows, transfers.sent).view(torch.uint8).flatten()
         received = torch.empty_like(self._selected(rows, transfers.received))
         if self._group is None:
@@ -81,7 +82,7 @@ class ExpertMoves:
 def row_transfers(boxes: Sequence[Sequence[Box]], order: Sequence[int], index: int) -> RowTransfers:
     """What the rank `index` exchanges of a tensor of which each rank has `boxes`, if row p becomes the old row `order[p]`.
 
-    A rank that has a row sends it to itself; of several others the first one sends it.
+    A rank that has the old row keeps it; otherwise the first rank that has the old row sends it.
     """
     holders: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     for rank, own in enumerate(boxes):
