@@ -21,8 +21,7 @@ from meshwright.policies.skipped_samples import SampleRange
 class SampleSteps:
     """Reads steps of at most `tokens` tokens, divided over `pool`, for data rank `rank`.
 
-    With `equal_slots` all ranks get as many slots as the rank with most of them; the further ones are empty. Every rank gets at
-    least one.
+    Every rank gets at least one slot. With `equal_slots` all ranks get as many as the fullest rank, the last ones empty.
     """
 
     def __init__(self, source: DataSource, *, tokens: int, pool: RankPool, rank: int, equal_slots: bool = True) -> None:

@@ -43,7 +43,7 @@ class CopyStreams:
     def copy_in(self, buffer: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
         """Context of the copies to the staging buffer, after the copies to the host from it.
 
-        These are the latest copies of its last chunk, and so later than those of the chunk that is copied now.
+        The event is that of the newest copy out of the buffer, which is not before the copy out of the chunk that is fetched.
         """
         if self._runtime is None:
             return _in_span(span)

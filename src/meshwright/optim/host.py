@@ -369,7 +369,7 @@ class HostAdamW:
 
 
 def _chunks_on_device(chunks: Sequence[Chunk], fraction: float) -> int:
-    """How many of the first chunks have `1 - fraction` of the elements, at most."""
+    """The most first chunks that together have at most `1 - fraction` of the elements."""
     limit = (1 - fraction) * sum(chunk.size for chunk in chunks)
     return sum(chunk.start + chunk.size <= limit for chunk in chunks)
 

@@ -63,7 +63,7 @@ class DividedSamples:
         return batch
 
     def shared_inputs(self, batch: MicroBatch, dtype: torch.dtype) -> SharedInputs:
-        """The inputs that all blocks of a slot share; those of sequences without documents for other micro-batches."""
+        """The inputs that all blocks of a slot share; micro-batches without documents get the model's usual ones."""
         if batch.documents is None:
             return self._model.shared_inputs(batch.tokens, batch.positions, None, dtype)
         part = None if batch.slot is None else batch.slot.divided

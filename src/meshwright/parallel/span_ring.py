@@ -4,8 +4,8 @@ A span is the set of ranks that divide a sample. Rank i of k has part i: blocks 
 Parts may differ in length, so ranks exchange tensors of different sizes; each rank knows all of them from the sample's length. Keys,
 values and gradient sums travel as in `parallel.ring`, between neighbours of the span only: no group is created for a span.
 
-A slot is a micro-batch `(1, capacity)` that begins with at most one part. Which part is data: an int64 tensor on the CPU whose shape does
-not depend on the span, so that a compiled block serves all slots.
+A slot is a micro-batch `(1, capacity)` that begins with at most one part. Which part that is, an int64 tensor on the CPU says, whose shape
+does not depend on the span, so that a compiled block serves all slots.
 
 All ranks must run the spans that they share in the same order; the spans of a `policies.sample_balance.Balance` have one.
 
@@ -149,7 +149,7 @@ def span_backward(
             partial = partial_gradients(
                 grad[:, queries], q[:, queries], k, v, out[:, queries], logsumexp[..., queries], causal, plain=plain
             )
-        # The sums of these keys and values so far; the first rank to attend to them is the one that has them.
+        # The sums of these keys and values so far; each rank begins those of its own keys and values.
         sums = (
             torch.zeros(keys_values.shape, dtype=wide, device=q.device) if pending_sums is None else pending_sums.wait()
         )

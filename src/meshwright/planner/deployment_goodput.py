@@ -16,7 +16,7 @@ Simulate = Callable[[Deployment, Sequence[TimedRequest]], ServedDeployment]
 BLOCKS = 8
 """Runs of consecutive requests that make a sample: arrivals stay as bursty as they are, and prefixes near each other."""
 SMALLEST_SHARE, LARGEST_SHARE = 1e-3, 1e3
-"""Rates that are tried, as shares of the estimate; a deployment that fails at the first has no goodput."""
+"""Rates that are tried, as shares of the estimate; a deployment that fails even at the smallest has no goodput."""
 SERVED_SHARE = 0.9
 """Share of the requests that have their first token when the last one arrives, at a rate that can be sustained."""
 

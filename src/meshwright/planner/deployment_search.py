@@ -160,7 +160,10 @@ def _simulator(costs: ServeCosts, limits: ServeLimits) -> Simulate:
 
 
 def _finalists(estimates: Mapping[Deployment, float]) -> list[Deployment]:
-    """The best estimates of each kind, colocated or not, as estimates of one kind err alike; the best of each tensor degree first."""
+    """The best estimates of each kind, colocated or not, as estimates of one kind err alike.
+
+    The best of each tensor degree comes first.
+    """
     chosen: list[Deployment] = []
     for colocated, most in ((True, COLOCATED_FINALISTS), (False, FINALISTS - COLOCATED_FINALISTS)):
         kind = sorted((d for d in estimates if d.colocated == colocated and estimates[d]), key=lambda d: -estimates[d])

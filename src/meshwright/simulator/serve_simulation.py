@@ -169,7 +169,10 @@ class _Simulation:
         self._post(index, now, partial(self._submit if here else self._begin_elsewhere, number))
 
     def _digests(self, number: int, request: TimedRequest) -> list[bytes]:
-        """Digests of a prompt's full blocks, of those with prefix ids by these; for a chain, of all the text's blocks."""
+        """Digests of a prompt's full blocks: blocks with a prefix id are named by it, others by the request.
+
+        With counted blocks one name stands for all blocks of the text.
+        """
         size = self._members[0].instance.costs.tokens_per_block
         own = b"o" + number.to_bytes(8, "little")
         if self._counted:

@@ -16,7 +16,7 @@ from meshwright.policies.expert_owners import better_owners, even_owners, positi
 
 
 class ExpertOwners:
-    """The experts at the positions of all layers `(layers, ranks, experts)`, of which `first` is the first.
+    """The experts at the positions of all layers `(layers, ranks, experts)`, of which the layer `first` is the first.
 
     The `copied` most loaded experts of a layer are on all ranks anyway. `move` exchanges the state of layers by the order of their
     positions (`ExpertMoves.move`).
@@ -30,9 +30,9 @@ class ExpertOwners:
         self._first, self._move = first, move
         layers, _, experts = shape
         self.numbers = np.tile(np.arange(experts), (layers, 1))
-        """First number of the expert at each position, `(layers, experts)`."""
+        """Original number of the expert at each position, `(layers, experts)`."""
         self.positions = torch.empty(layers, experts, dtype=torch.int64, device=device)
-        """Position of the expert with each first number, `(layers, experts)`."""
+        """Position of the expert with each original number, `(layers, experts)`."""
         self._upload()
 
     def due(self, step: int) -> bool:
