@@ -411,7 +411,9 @@ def test_a_name_that_is_not_found_keeps_its_addresses(monkeypatch: pytest.Monkey
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("answer", [b"\r\n\r\n{}", b"HTTP/1.1 200 OK\r\n\r\n" + b'{"a":' * 9999 + b"}", b"x\r\n\r\n[]}"])
+@pytest.mark.parametrize(
+    "answer", [b"\r\n\r\n{}", b"HTTP/1.1 200 OK\r\n\r\n" + b'{"a":' * 9999 + b"}", b"x\r\n\r\n[]}"]
+)
 def test_a_wrong_answer_about_health_is_that_of_an_unhealthy_server(answer: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)

@@ -96,7 +96,11 @@ class Instances:
         prefixes = prefix_hashes(body)
         for prefix in reversed(prefixes):
             instance = self._prefixes.get(prefix)
-            if instance is not None and instance in free and instance.requests <= PREFIX_FACTOR * least.requests + PREFIX_SLACK:
+            if (
+                instance is not None
+                and instance in free
+                and instance.requests <= PREFIX_FACTOR * least.requests + PREFIX_SLACK
+            ):
                 least = instance
                 break
         for prefix in prefixes:

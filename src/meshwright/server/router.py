@@ -374,7 +374,7 @@ class ServerConnection(asyncio.Protocol):
         """Pass on the beginning of an answer, unless its head is incomplete or another server is to be tried."""
         status = self._frames.status
         refused = status in _RETRIED and client.can_retry(self._instance)
-        if not status or refused and not self._frames.complete and len(data) <= _MOST_REFUSAL_BYTES:
+        if not status or (refused and not self._frames.complete and len(data) <= _MOST_REFUSAL_BYTES):
             self._first = data
             return False
         if refused and _ENGINE_FAILED not in data:
