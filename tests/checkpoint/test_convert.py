@@ -84,7 +84,7 @@ def test_an_imported_folder_is_a_committed_step_zero_that_any_reader_takes(run: 
     assert path == tmp_path / "base" / "checkpoints" / step_name(0) and verify(path) == []
     loaded = {name: torch.zeros_like(tensor) for name, tensor in weights(20).items()}
     state = CheckpointStore(path.parent).load(path, loaded)
-    assert state == {"step": 0, "samples": 0, "tokens": 0}
+    assert state == {"step": 0, "next_sample": 0, "tokens": 0}
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(20).items())
     assert (tmp_path / "base" / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
     model = load_run(path / "config.yaml").model

@@ -28,6 +28,7 @@ from tests.house.test_architecture import LAYERS, TORCH_FREE
 from meshwright.cli.main import app_for
 from meshwright.cli.reference import commands_markdown
 from meshwright.config.cluster_reference import cluster_markdown
+from meshwright.config.deployment_file import load_deployment_spec
 from meshwright.config.load import load_plan, load_run
 from meshwright.config.presets import MODEL_PRESETS, run_preset
 from meshwright.config.reference import reference_markdown
@@ -76,6 +77,7 @@ NOT_RUN = {
         "docs/how-to/measure-a-machine.md",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m meshwright profile --out cluster.json",
     ),
+    ("docs/how-to/measure-a-machine.md", "meshwright profile --serve model=llama3-8b --out h200.json"),
     ("docs/how-to/measure-a-machine.md", "meshwright profile --from-run runs/quickstart --out here.json"),
     ("docs/reference/serve.md", "meshwright serve runs/quickstart"),
     (
@@ -296,6 +298,9 @@ def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> 
         load_plan(file)
     elif re.search(r"^gpus_per_node:", block.text, re.MULTILINE):
         load_run(None, [f"cluster={file}", "train.global_batch=128"])
+    elif re.search(r"^serve:", block.text, re.MULTILINE):
+        (tmp_path / "requests.csv").write_text("arrival_seconds,input_tokens,output_tokens\n0,8,2\n")
+        load_deployment_spec(file, [])
     else:
         load_run(file)
 

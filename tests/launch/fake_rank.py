@@ -35,6 +35,8 @@ def main() -> None:
             channel.send(Step(step, {"loss": 1.0 / step} if rank == 0 else {}))
     elif behaviour == "one-fails":
         if rank == 1:
+            while not (folder / "pid-0").exists():
+                time.sleep(0.01)
             sys.exit(3)
         time.sleep(60)
     elif behaviour == "victim-first":

@@ -107,11 +107,14 @@ def test_an_offloaded_optimizer_takes_its_transfer_time_and_no_device_memory() -
         timing_of(LLAMA, job(update_plan), update_plan, NODES).optim_seconds[0]
         for update_plan in (chosen_plan, offloaded)
     )
-    owned = sum(costs(LLAMA, chosen_plan).parameters(unit).shard for unit in ("embed", *range(32), "head"))
+    unit_costs = costs(LLAMA, chosen_plan)
+    owned = sum(unit_costs.parameters(unit).shard for unit in ("embed", *range(32), "head"))
+    # The last block's forward waits for all copies, since the head is gathered meanwhile; the forwards before hide some.
+    hidden = sum(unit_costs.compute(unit).forward for unit in ("embed", *range(31)))
     assert offloaded_seconds > 10 * on_device_seconds
-    assert offloaded_seconds == pytest.approx(owned * 10 / 13e9, rel=0.02)
+    assert offloaded_seconds == pytest.approx(owned * 10 / 13e9 - hidden, rel=0.02)
     memory = memory_of(LLAMA, job(offloaded), offloaded, cpu=False)[0]
-    assert memory["optimizer"] == (STAGING_BUFFERS * 10 + 14) * STAGED_ELEMENTS
+    assert memory["optimizer"] == STAGING_BUFFERS * 10 * STAGED_ELEMENTS
 
 
 def test_time_of_a_plan_with_two_strategies_is_their_weighted_mean() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, listen
-from meshwright.server.staging import map_staging, shared_memory
+from meshwright.server.staging import map_staging, memory_file
 
 HELLO_SECONDS = 5.0
 """Time in which an engine must show the key."""
@@ -30,7 +30,7 @@ class BlockStore:
 
     def __init__(self, block_bytes: int, most_bytes: int) -> None:
         self.block_bytes, self.slots = block_bytes, max(1, most_bytes // block_bytes)
-        self.descriptor, self._memory = shared_memory(self.slots * block_bytes)
+        self.descriptor, self._memory = memory_file(self.slots * block_bytes)
         self._free = list(range(self.slots - 1, -1, -1))
         self._blocks: OrderedDict[str, tuple[int, str]] = OrderedDict()
         """Slot and checksum by name, the least recently used first."""

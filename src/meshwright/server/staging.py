@@ -22,7 +22,7 @@ class Staging:
 
     def __init__(self, block_bytes: int, most_bytes: int = STAGING_BYTES) -> None:
         self.block_bytes, self.slots = block_bytes, max(1, min(MOST_SLOTS, most_bytes // block_bytes))
-        self.descriptor, self._memory = shared_memory(self.slots * block_bytes)
+        self.descriptor, self._memory = memory_file(self.slots * block_bytes)
         self._used = [False] * self.slots
 
     @property
@@ -56,7 +56,7 @@ class Staging:
         os.close(self.descriptor)
 
 
-def shared_memory(size: int) -> tuple[int, memoryview]:
+def memory_file(size: int) -> tuple[int, memoryview]:
     """Memory without a name, and its descriptor, with which other processes can read it. The caller closes the descriptor."""
     descriptor = os.memfd_create("meshwright-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
