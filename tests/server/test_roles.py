@@ -25,7 +25,7 @@ from meshwright.server.block_store import StoreServer
 from meshwright.server.frames import MESSAGE_BYTES, FrameSocket, listen, start_connecting
 from meshwright.server.instances import Instances
 from meshwright.server.router import ClientConnection, Router
-from meshwright.server.staging import Staging, shared_memory
+from meshwright.server.staging import Staging, memory_file
 from meshwright.server.transfers import TransferFigures
 from meshwright.spec.errors import BadInput
 from meshwright.spec.route import RouteSpec
@@ -278,7 +278,7 @@ def test_a_store_that_ends_while_it_answers_loses_no_request(
     ):
         size = server.engine.prefix_blocks().block_bytes
         select.select([listening], [], [], 60)
-        store, (descriptor, _) = FrameSocket(listening.accept()[0]), shared_memory(size)
+        store, (descriptor, _) = FrameSocket(listening.accept()[0]), memory_file(size)
         assert next_message(store)["hello"]["block_bytes"] == size
         store.send({"welcome": 1}, descriptor=descriptor)
         os.close(descriptor)
