@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -259,6 +260,11 @@ def test_a_client_that_leaves_ends_its_request() -> None:
         (b"POST /x HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}", 400),
         (b"POST /x HTTP/1.1\r\ncontent-length: +2\r\n\r\n{}", 400),
         (b"POST /x HTTP/1.1\r\ncontent-length : 2\r\n\r\n{}", 400),
+        (b"POST /x HTTP/1.1\r\ncontent-length: %b2\r\n\r\n{}" % (b"0" * 20), 400),
+        (b"POST /x\n HTTP/1.1\r\n\r\n", 400),
+        (b"POST /\0 HTTP/1.1\r\n\r\n", 400),
+        (b"PO\rST / HTTP/1.1\r\n\r\n", 400),
+        (b"POST /x HTTP/1.1\r\ncontent-length: 999\r\n\r\n", 401),
         (b"POST /x HTTP/1.1\r\na: b\n c\r\n\r\n{}", 400),
         (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n{}", 411),
         (b"POST /x HTTP/1.1\r\ncontent-length: 1001\r\n\r\n", 413),
@@ -296,6 +302,134 @@ def test_the_end_of_an_answer_is_found_however_its_bytes_are_split() -> None:
             assert frames.complete and frames.keeps_open and frames.status == 200
             with pytest.raises(BadAnswer):
                 frames.add(b"x")
+
+
+@pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified", b"200 OK"])
+def test_answers_without_content_end_with_their_head(status: bytes) -> None:
+    answer = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nx: y\r\n\r\nHTTP/1.1 %b\r\n" % status
+    answer += b"content-length: 5\r\n\r\n"
+
+    async def check() -> None:
+        server = Server(answer)
+        async with routed(server) as (_, port):
+            method = b"HEAD" if status == b"200 OK" else b"GET"
+            sent = method + b" /x HTTP/1.1\r\n"
+            assert await exchange(port, sent + b"\r\n", sent + b"connection: close\r\n\r\n") == answer * 2
+            assert server.connections == 1
+            head, _, content = (await exchange(port, b"HEAD /health HTTP/1.0\r\n\r\n")).partition(b"\r\n\r\n")
+            assert b"content-length: 19" in head and not content
+
+    asyncio.run(check())
+
+
+def test_a_request_that_ends_servers_does_not_reach_them_all() -> None:
+    refusal = b'{"error": {"code": "engine_failed"}}'
+    failed = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n%b" % (len(refusal), refusal)
+
+    async def check(count: int, **settings: Any) -> bytes:
+        servers = [Server(**settings) for _ in range(4)]
+        async with routed(*servers) as (_, port):
+            content = await exchange(port, request(b"{}", b"/x", LAST))
+            assert sum(len(server.bodies) for server in servers) == count
+            return content
+
+    assert asyncio.run(check(1, answer=failed)) == failed
+    content = asyncio.run(check(2, answer=b"", ends=True))
+    assert content.startswith(b"HTTP/1.1 503") and b"server_lost" in content
+
+
+def test_a_client_that_does_not_read_is_not_read_from() -> None:
+    count, sent = 1000, b"GET /health HTTP/1.1\r\n\r\n"
+
+    async def check() -> None:
+        async with routed(Server()) as (router, port):
+            end = socket.socket()
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+            end.connect(("127.0.0.1", port))
+            reader, writer = await asyncio.open_connection(sock=end)
+            writer.transport.pause_reading()
+            await wait_for(lambda: bool(router.clients))
+            (client,) = router.clients
+            client.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+            while not client.paused:
+                writer.write(sent * 200)
+                await asyncio.sleep(0.001)
+            written = router.statuses[200]
+            writer.write(sent * count)
+            await asyncio.sleep(0.01)
+            assert router.statuses[200] == written and client.transport.get_write_buffer_size() < 1 << 18
+            writer.transport.resume_reading()
+            writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+            content = await asyncio.wait_for(reader.read(), 60)
+            assert content.count(b"HTTP/1.1 200") == router.statuses[200] > written + count
+
+    asyncio.run(check())
+
+
+def test_clients_that_send_nothing_or_are_too_many_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.server.router.MOST_CLIENTS", 2)
+    monkeypatch.setattr("meshwright.server.router.IDLE_SECONDS", 0.1)
+
+    async def ends(port: int, sent: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        try:
+            return await asyncio.wait_for(reader.read(), 60)
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+
+    async def check() -> None:
+        async with routed(Server(WHOLE)) as (router, port):
+            held = [asyncio.ensure_future(ends(port, sent)) for sent in (b"", request())]
+            await wait_for(lambda: len(router.clients) == 2)
+            assert await ends(port, request()) == b""
+            assert await asyncio.gather(*held) == [b"", WHOLE] and not router.clients
+
+    asyncio.run(check())
+
+
+def test_a_name_that_is_not_found_keeps_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"a": "127.0.0.1", "b": "127.0.0.2"}
+
+    async def look_up(host: str, port: int, **_: Any) -> list[Any]:
+        if host not in names:
+            raise OSError
+        return [(0, 0, 0, "", (names[host], port))]
+
+    async def check() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+        instances = Instances(["http://a:1", "http://b:1", "http://c:1"], 1, 1, 1)
+        await instances._refresh()
+        assert set(instances.all) == {("127.0.0.1", 1), ("127.0.0.2", 1)}
+        del names["a"]
+        names["b"] = "127.0.0.3"
+        await instances._refresh()
+        assert set(instances.all) == {("127.0.0.1", 1), ("127.0.0.3", 1)}
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "answer", [b"\r\n\r\n{}", b"HTTP/1.1 200 OK\r\n\r\n" + b'{"a":' * 9999 + b"}", b"x\r\n\r\n[]}"]
+)
+def test_a_wrong_answer_about_health_is_that_of_an_unhealthy_server(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async def check() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as end:
+            instances = Instances([f"http://127.0.0.1:{end.sockets[0].getsockname()[1]}"], 1, 1, 1)
+            await instances._refresh()
+            (instance,) = instances.all.values()
+            instance.healthy = True
+            await instances.look()
+            assert not instance.healthy
+
+    asyncio.run(check())
 
 
 def test_addresses_are_urls_of_hosts() -> None:

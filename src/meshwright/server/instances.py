@@ -21,20 +21,17 @@ PREFIX_BYTES = 256
 MOST_PREFIX_BLOCKS = 128
 MOST_PREFIXES = 1 << 17
 """Prefixes that are remembered."""
+PREFIX_FACTOR = 1.25
 PREFIX_SLACK = 4
-"""Requests that the server with a prefix may have beyond a quarter above the least, before another is taken."""
+"""The server with a prefix is kept up to PREFIX_FACTOR × the fewest requests + this many."""
 _PROMPT_KEYS = (b'"messages"', b'"prompt"')
 
 
 class Connection(Protocol):
     """A connection to a server."""
 
-    def close(self) -> None:
-        """Close it."""
-        ...
-
-    def lost(self) -> None:
-        """End the request on it: the server is taken as dead."""
+    def abort(self) -> None:
+        """End it; a request on it ends or goes elsewhere."""
         ...
 
 
@@ -51,7 +48,7 @@ class Instance:
     answered: int = 0
     idle: list[Any] = field(default_factory=list)
     """Open connections without a request."""
-    busy: set[Any] = field(default_factory=set)
+    busy: set[Connection] = field(default_factory=set)
     """Connections with a request."""
 
     @property
@@ -67,11 +64,9 @@ class Instance:
     def fail(self) -> None:
         """Take it as dead: its requests end or go elsewhere."""
         self.healthy = False
-        for connection in self.idle:
-            connection.close()
+        for connection in [*self.idle, *self.busy]:
+            connection.abort()
         self.idle.clear()
-        for connection in list(self.busy):
-            connection.lost()
 
 
 class Instances:
@@ -82,6 +77,8 @@ class Instances:
         self._targets = [target_of(url) for url in urls]
         self._most, self._health_seconds, self._silent_seconds = most_requests, health_seconds, silent_seconds
         self.all: dict[tuple[str, int], Instance] = {}
+        self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
+        """Addresses of each target when its name was last found."""
         self._prefixes: OrderedDict[int, Instance] = OrderedDict()
 
     @property
@@ -99,7 +96,11 @@ class Instances:
         prefixes = prefix_hashes(body)
         for prefix in reversed(prefixes):
             instance = self._prefixes.get(prefix)
-            if instance is not None and instance in free and instance.requests <= 1.25 * least.requests + PREFIX_SLACK:
+            if (
+                instance is not None
+                and instance in free
+                and instance.requests <= PREFIX_FACTOR * least.requests + PREFIX_SLACK
+            ):
                 least = instance
                 break
         for prefix in prefixes:
@@ -122,22 +123,20 @@ class Instances:
 
     async def _refresh(self) -> None:
         """Look up the addresses of all host names; a server without an address ends its requests and gets no more."""
-        found: set[tuple[str, int]] = set()
         for host, port in self._targets:
-            try:
+            with contextlib.suppress(OSError, UnicodeError):  # the name server may be away for a while
                 infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except OSError:  # the name server may be away for a while
-                return
-            found.update((str(info[4][0]), port) for info in infos)
+                self._addresses[host, port] = {(str(info[4][0]), port) for info in infos}
+        found = {address for addresses in self._addresses.values() for address in addresses}
         for address in found - set(self.all):
             self.all[address] = Instance(*address)
         for address in set(self.all) - found:
             self.all.pop(address).fail()
 
     async def _check(self, instance: Instance) -> None:
-        """Ask one server for its health."""
+        """Ask one server for its health; any error, as of an answer that is none, is that of an unhealthy server."""
         status, role = 0, instance.role
-        with contextlib.suppress(OSError, TimeoutError, ValueError, EOFError):
+        with contextlib.suppress(Exception):
             async with asyncio.timeout(self._silent_seconds):
                 status, role = await _health(instance)
         if status == 200:

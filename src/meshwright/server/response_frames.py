@@ -4,6 +4,7 @@ from __future__ import annotations
 
 MOST_HEAD_BYTES = 64 << 10
 _LONGEST_SIZE_LINE = 1024
+_WITHOUT_CONTENT = (204, 304)
 
 
 class BadAnswer(Exception):
@@ -11,9 +12,11 @@ class BadAnswer(Exception):
 
 
 class ResponseFrames:
-    """Follows one answer."""
+    """Follows one answer, with the interim ones (1xx) before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, method: bytes = b"GET") -> None:
+        """`method` is that of the request: HEAD is answered without content."""
+        self._method = method
         self.status = 0
         """The status, once the head is complete."""
         self.complete = self.chunked = False
@@ -40,9 +43,9 @@ class ResponseFrames:
 
     def add(self, data: bytes) -> None:
         """Take in the next bytes. Raises BadAnswer if they are none of an answer, or come after its end."""
-        if not self.status:
+        while not self.status:
             data = self._take_head(data)
-            if not self.status:
+            if not self.status and not data:
                 return
         if self.complete:
             if data:
@@ -56,7 +59,7 @@ class ResponseFrames:
             self.complete = self._left == 0
 
     def _take_head(self, data: bytes) -> bytes:
-        """The bytes behind the head, once it is complete."""
+        """The bytes behind the head, once it is complete; `status` stays 0 after an interim answer."""
         head = self.head + data
         end = head.find(b"\r\n\r\n")
         if end < 0:
@@ -64,10 +67,14 @@ class ResponseFrames:
                 raise BadAnswer("a head that is too long")
             self.head = head
             return b""
+        self.head = b""
         lines = head[:end].split(b"\r\n")
         try:
             version, status = lines[0].split(b" ", 2)[:2]
-            self.status = int(status)
+            number = int(status)
+            if 100 <= number < 200:
+                return head[end + 4 :]
+            self.status = number
             headers = {
                 name.strip().lower(): value.strip().lower()
                 for name, _, value in (line.partition(b":") for line in lines[1:])
@@ -77,12 +84,13 @@ class ResponseFrames:
         except ValueError:
             raise BadAnswer("a head that is no HTTP") from None
         self.chunked = headers.get(b"transfer-encoding") == b"chunked"
+        if self._method == b"HEAD" or self.status in _WITHOUT_CONTENT:
+            self.chunked, self._left = False, 0
         closes = headers.get(b"connection") == b"close" or version != b"HTTP/1.1"
         self.keeps_open = not closes and (self.chunked or self._left >= 0)
         self.complete = not self.chunked and self._left == 0
         if self.chunked:
             self._left = 0
-        self.head = b""
         return head[end + 4 :]
 
     def _take_chunks(self, data: bytes) -> None:

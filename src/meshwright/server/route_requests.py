@@ -8,6 +8,8 @@ from typing import Any
 from meshwright.server.errors import RequestError
 
 MOST_HEAD_BYTES = 64 << 10
+_MOST_DIGITS = 19
+"""Digits of a content-length; servers may cut or refuse longer ones."""
 
 
 @dataclass(eq=False)
@@ -28,6 +30,8 @@ class RoutedRequest:
     """Whether the client may send another request on the connection."""
     tried: set[Any] = field(default_factory=set)
     """Servers that could not answer it."""
+    losses: int = 0
+    """Connections that were lost after it was written to them."""
 
 
 def read_head(data: bytes | bytearray, most_body: int) -> RoutedRequest | None:
@@ -41,6 +45,8 @@ def read_head(data: bytes | bytearray, most_body: int) -> RoutedRequest | None:
             raise RequestError(400, "the head is too long")
         return None
     lines = bytes(data[:end]).split(b"\r\n")
+    if any(character in line for line in lines for character in (b"\n", b"\r", b"\0")):
+        raise RequestError(400, "a line of the head is wrong")
     words = lines[0].split(b" ")
     if len(words) != 3 or words[2] not in (b"HTTP/1.1", b"HTTP/1.0") or not words[1].startswith(b"/"):
         raise RequestError(400, "expected a request of HTTP/1.1")
@@ -48,7 +54,7 @@ def read_head(data: bytes | bytearray, most_body: int) -> RoutedRequest | None:
     kept, lengths = [lines[0]], []
     for line in lines[1:]:
         name, colon, value = line.partition(b":")
-        if not colon or not name or name != name.strip() or b"\n" in line or b"\r" in line or b"\0" in line:
+        if not colon or not name or name != name.strip():
             raise RequestError(400, "a header is wrong")
         name, value = name.lower(), value.strip()
         if name == b"expect":
@@ -64,9 +70,9 @@ def read_head(data: bytes | bytearray, most_body: int) -> RoutedRequest | None:
         elif name == b"connection":
             request.keeps_open = request.keeps_open and value.lower() != b"close"
         kept.append(line)
-    if len(lengths) > 1 or any(not length.isdigit() for length in lengths):
+    if len(lengths) > 1 or any(not length.isdigit() or len(length) > _MOST_DIGITS for length in lengths):
         raise RequestError(400, "content-length: expected one number")
-    request.length = int(lengths[0][:20]) if lengths else 0
+    request.length = int(lengths[0]) if lengths else 0
     if request.length > most_body:
         raise RequestError(413, f"the body is longer than {most_body} bytes")
     request.head = b"\r\n".join(kept) + b"\r\n\r\n"

@@ -1,7 +1,8 @@
 """Passes HTTP requests on to servers of one model, and their answers back as raw bytes.
 
 A request whose server cannot be reached, ends the connection or answers 429 or 503 before the first byte of the answer has gone to the
-client is sent to another server. After that the client gets an error: in a stream an event, else the end of the connection.
+client is sent to another server. After that the client gets an error: in a stream an event, else the end of the connection. So that a
+request that ends servers does not reach them all, it is sent again only once after a lost connection, and not if an engine failed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import Counter
+from collections.abc import Callable
 from typing import cast
 
 from meshwright.events.exposition import CONTENT_TYPE, Histogram, Metric, exposition
@@ -21,12 +23,19 @@ from meshwright.spec.route import RouteSpec
 PREFIX = "meshwright_router:"
 BODY_SECONDS = 30.0
 """Longest time that a client may take to send a request."""
+IDLE_SECONDS = 75.0
+"""Longest time that a client may be connected without sending a request, or without reading the end of an answer."""
+MOST_CLIENTS = 1 << 14
+"""Connected clients; further ones are disconnected."""
 CONNECT_SECONDS = 2.0
 """Longest time for a connection to a server."""
 MOST_IDLE = 256
 """Open connections to one server that wait for a request."""
 RETRY_SECONDS = 1
 _RETRIED = (429, 503)
+_ENGINE_FAILED = b'"engine_failed"'
+_MOST_REFUSAL_BYTES = 64 << 10
+"""Bytes of an answer 429 or 503 that are kept to find its code."""
 _REASONS = {
     200: b"OK",
     400: b"Bad Request",
@@ -74,7 +83,6 @@ class Router:
                 else (503, b"application/json", b'{"status": "no servers"}')
             )
         if request.path == b"/metrics":
-            self.check(request)
             return 200, CONTENT_TYPE.encode("ascii"), self.metrics().encode()
         return None
 
@@ -109,11 +117,19 @@ class ClientConnection(asyncio.Protocol):
         """A request whose body is still coming."""
         self.server: ServerConnection | None = None
         """The connection to its server."""
+        self.paused = False
+        """Whether so much is written that the client must read first."""
+        self._receiving = False
+        """Whether the timer is that of a request that has begun to come."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        if len(self._router.clients) >= MOST_CLIENTS:
+            self.transport.abort()
+            return
         self._router.clients.add(self)
+        self._start_timer(IDLE_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._router.clients.discard(self)
@@ -121,7 +137,7 @@ class ClientConnection(asyncio.Protocol):
         self.request = None
         if (server := self.server) is not None:
             self.server = None
-            server.give_up()
+            server.cancel()
 
     def data_received(self, data: bytes) -> None:
         self._incoming += data
@@ -131,43 +147,53 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
+        self.paused = True
+        self.transport.pause_reading()
         if self.server is not None:
-            self.server.transport.pause_reading()
+            self.server.pause()
 
     def resume_writing(self) -> None:
+        self.paused = False
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
         if self.server is not None:
-            self.server.transport.resume_reading()
+            self.server.resume()
+        self._loop.call_soon(self._read_next)
 
     def _read_request(self) -> None:
-        """Answer the next request once it is complete."""
-        if not self._incoming:
+        """Answer the next request once it is complete and the client reads."""
+        if self.paused or not self._incoming:
             return
         try:
             request = self._pending or read_head(self._incoming, self._router.spec.max_body_bytes)
             if request is not None and self._pending is None:
                 del self._incoming[: self._incoming.find(b"\r\n\r\n") + 4]
                 self._pending = request
+                if request.path != b"/health":
+                    self._router.check(request)  # before its body takes memory
                 if request.expects and len(self._incoming) < request.length:
                     self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             if request is None or len(self._incoming) < request.length:
-                if self._timer is None:
-                    self._timer = self._loop.call_later(BODY_SECONDS, self.transport.abort)
+                if not self._receiving:
+                    self._receiving = True
+                    self._start_timer(BODY_SECONDS, self.transport.abort)
                 return
             self._stop_timer()
-            self._pending, self.request = None, request
+            self._pending, self.request, self._receiving = None, request, False
             request.body = bytes(self._incoming[: request.length])
             del self._incoming[: request.length]
             self._started = self._loop.time()
             if (own := self._router.own_answer(request)) is not None:
                 self._answer(*own)
                 return
-            self._router.check(request)
+            self._router.check(request)  # it may be stopping by now
         except RequestError as error:
-            if self.request is None:  # what follows cannot be understood
-                self.request = RoutedRequest(b"", b"", b"", b"", 0, keeps_open=False)
+            if self.request is None:  # what follows is not read
+                self.request, self._pending = self._pending or RoutedRequest(b"", b"", b"", b"", 0), None
+                self.request.keeps_open = False
             self._refuse(error)
             return
-        self._timer = self._loop.call_later(self._router.spec.first_seconds, self._time_out)
+        self._start_timer(self._router.spec.first_seconds, self._time_out)
         self.forward()
 
     def forward(self) -> None:
@@ -185,10 +211,14 @@ class ClientConnection(asyncio.Protocol):
             error = RequestError(503, "no server can answer; try again", code="no_server", retry_after=RETRY_SECONDS)
             self._refuse(error)
 
-    def retry(self, instance: Instance, *, same: bool = False) -> None:
-        """Send the request elsewhere, or with `same` to the same server on another connection."""
+    def retry(self, instance: Instance, *, same: bool = False, lost: bool = False) -> None:
+        """Send the request elsewhere, or with `same` to the same server on another connection; refuse it if `lost` twice."""
         self.server = None
         if self.request is None:
+            return
+        self.request.losses += lost
+        if self.request.losses > 1:
+            self._refuse(RequestError(503, "two servers were lost with the request", code="server_lost"))
             return
         if not same:
             self.request.tried.add(instance)
@@ -210,6 +240,7 @@ class ClientConnection(asyncio.Protocol):
         """End the request; the next of the client follows."""
         self.server = None
         request, self.request = self.request, None
+        self._start_timer(IDLE_SECONDS, self.transport.abort)
         if not keeps_open or request is None or not request.keeps_open:
             self.transport.close()
         elif self._incoming:
@@ -228,7 +259,7 @@ class ClientConnection(asyncio.Protocol):
     def _time_out(self) -> None:
         if (server := self.server) is not None:
             self.server = None
-            server.give_up()
+            server.cancel()
         self._refuse(
             RequestError(503, "no server has answered in time; try again", code="late", retry_after=RETRY_SECONDS)
         )
@@ -243,11 +274,18 @@ class ClientConnection(asyncio.Protocol):
         self.begin_answer(status)
         lines = [(b"content-type", type), (b"content-length", b"%d" % len(content)), *(headers or [])]
         keeps_open = self.request is not None and self.request.keeps_open
+        if self.request is not None and self.request.method == b"HEAD":
+            content = b""
         if not keeps_open:
             lines.append((b"connection", b"close"))
         head = b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Service Unavailable"))
         self.transport.write(head + b"".join(b"%b: %b\r\n" % line for line in lines) + b"\r\n" + content)
         self.finish(keeps_open=keeps_open)
+
+    def _start_timer(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call `action` after a time, in place of the action before."""
+        self._stop_timer()
+        self._timer = self._loop.call_later(seconds, action)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -273,13 +311,13 @@ class ServerConnection(asyncio.Protocol):
         self._client, self._request, self._frames, self._begun, self._first = (
             client,
             request,
-            ResponseFrames(),
+            ResponseFrames(request.method),
             False,
             b"",
         )
         self._instance.busy.add(self)
         if self._connected:
-            self.transport.write(request.head + request.body)
+            self._send(client, request)
         else:
             self._task = asyncio.ensure_future(self._connect())
 
@@ -297,7 +335,22 @@ class ServerConnection(asyncio.Protocol):
         if self._request is None or self._client is None:  # the client left while it was opened
             self.transport.abort()
         else:
-            self.transport.write(self._request.head + self._request.body)
+            self._send(self._client, self._request)
+
+    def _send(self, client: ClientConnection, request: RoutedRequest) -> None:
+        if client.paused:
+            self.transport.pause_reading()
+        self.transport.write(request.head + request.body)
+
+    def pause(self) -> None:
+        """Read no more of the answer for now; a connection that is still being opened looks at its client then."""
+        if self._connected:
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._connected:
+            self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         client, frames = self._client, self._frames
@@ -320,10 +373,11 @@ class ServerConnection(asyncio.Protocol):
     def _begin(self, client: ClientConnection, data: bytes) -> bool:
         """Pass on the beginning of an answer, unless its head is incomplete or another server is to be tried."""
         status = self._frames.status
-        if not status:
+        refused = status in _RETRIED and client.can_retry(self._instance)
+        if not status or (refused and not self._frames.complete and len(data) <= _MOST_REFUSAL_BYTES):
             self._first = data
             return False
-        if status in _RETRIED and client.can_retry(self._instance):
+        if refused and _ENGINE_FAILED not in data:
             self._release(keeps_open=False)
             client.retry(self._instance)
             return False
@@ -343,25 +397,20 @@ class ServerConnection(asyncio.Protocol):
             return
         if not begun:
             # A server may close an idle connection just when a request is sent on it.
-            client.retry(self._instance, same=connected and used and self._instance.healthy)
+            client.retry(self._instance, same=connected and used and self._instance.healthy, lost=connected)
         elif frames.ends_with_connection:
             client.finish(keeps_open=False)
         else:
             client.break_off(_LOST_EVENT if frames.between_chunks else b"")
 
-    def give_up(self) -> None:
-        """The client has left: end the connection, so that the server stops."""
+    def cancel(self) -> None:
+        """End the request, whose client has left, and the connection, so that the server stops."""
         self._release(keeps_open=False)
 
-    def lost(self) -> None:
-        """End the request on it: the server is taken as dead."""
+    def abort(self) -> None:
+        """End the connection; a request on it ends or goes elsewhere."""
         if self._connected:
             self.transport.abort()
-
-    def close(self) -> None:
-        """Close it."""
-        if self._connected:
-            self.transport.close()
 
     def _release(self, *, keeps_open: bool) -> None:
         """End the request; the connection is used again or closed."""
