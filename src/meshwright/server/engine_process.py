@@ -106,10 +106,9 @@ class EngineLoop:
                 for message in self._connection.receive(wait=self.transfers is None and not self._busy()):
                     self._take(message)
                 if self._busy():
-                    updates: Sequence[Update] = self._engine.step()
-                    if self.transfers is not None:
-                        updates = self.transfers.after_step(updates)
-                    self._send(updates)
+                    updates = self._engine.step()
+                    self._send(updates if self.transfers is None else self.transfers.after_step(updates))
+                    self._count_failure(updates)
         if self.transfers is not None:
             self.transfers.close()
 
@@ -206,7 +205,7 @@ class EngineLoop:
         self._connection.send({"loaded": folder, "error": error})
 
     def _send(self, updates: Sequence[Update]) -> None:
-        entries, failure = [], None
+        entries = []
         for update in updates:
             id = self._ids[update.number]
             if update.reason is None and not update.logprobs:
@@ -215,16 +214,16 @@ class EngineLoop:
                 entries.append([id, update.tokens, update.reason, update.error, update.logprobs])
             if update.reason is not None:
                 del self._numbers[id], self._ids[update.number]
-                failure = update.error or failure
         self._connection.send({"step": entries, "figures": self._engine.figures()})
-        self._count_failure(failure)
 
     def _report_transfers(self, figures: TransferFigures) -> None:
         if figures != self._transfer_figures:
             self._transfer_figures = figures
             self._connection.send({"transfers": figures})
 
-    def _count_failure(self, failure: str | None) -> None:
+    def _count_failure(self, updates: Sequence[Update]) -> None:
+        """Count a step by all its updates, those of other engines' prompts too; a step without errors ends the count."""
+        failure = next((update.error for update in reversed(updates) if update.error), None)
         if failure is None:
             self._failed_steps = 0
             return

@@ -98,7 +98,7 @@ class FrameSocket:
             raise EOFError from None
 
     def receive(self) -> list[Frame]:
-        """Messages that have arrived. Raises EOFError if the peer has closed, BadFrame for a message that is too long or no JSON."""
+        """Messages that have arrived. Raises EOFError if the peer has closed, BadFrame for a wrong message or descriptor."""
         try:
             data = self._receive()
         except BlockingIOError:
@@ -115,6 +115,8 @@ class FrameSocket:
             return self._end.recv(_RECEIVE_BYTES)
         data, descriptors, _, _ = socket.recv_fds(self._end, _RECEIVE_BYTES, 1)
         self._descriptors += descriptors
+        if len(self._descriptors) > 1:
+            raise BadFrame("more than one descriptor waits")
         return data
 
     def _complete(self) -> list[Frame]:
@@ -148,6 +150,11 @@ class FrameSocket:
         self._descriptors.clear()
         self._outgoing.clear()
         self._end.close()
+
+
+def is_list_of_ids(value: object) -> bool:
+    """Whether a value of a message is a list of token ids."""
+    return isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value)
 
 
 def listen(address: str) -> socket.socket:

@@ -11,12 +11,13 @@ import hmac
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket
+from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, is_list_of_ids
 from meshwright.server.staging import Staging
 from meshwright.server.store_client import StoreClient
 from meshwright.spec.errors import BadInput
@@ -32,6 +33,46 @@ HELLO_SECONDS = 5.0
 """Time in which a peer must show its key."""
 RUN_BYTES = 32 << 20
 """Most bytes of blocks in one message."""
+MOST_TEXTS = 4096
+"""Most texts of one prompt."""
+_PEER_ERRORS = (EOFError, BadFrame, AttributeError, KeyError, OverflowError, TypeError, ValueError)
+"""What a peer that leaves, or sends something wrong, can cause."""
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """The fields of a message `prefill`, checked."""
+
+    tokens: list[int]
+    count: int
+    first_block: int
+    """Index of the first block that the receiver lacks."""
+    options: Mapping[str, Any]
+    """Of `Engine.submit_samples`."""
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> PrefillRequest:
+        """Raises BadInput for a value out of range, BadFrame, KeyError, TypeError or ValueError for what no receiver sends."""
+        from meshwright.serve.grammar import Grammar
+        from meshwright.serve.sampling_options import SamplingOptions
+
+        tokens, stop_ids, grammar = message["tokens"], message["stop_ids"], message["grammar"]
+        count, first_block = message["count"], message["first_block"]
+        if not is_list_of_ids(tokens) or not is_list_of_ids(stop_ids):
+            raise BadFrame("tokens and stop_ids: expected lists of token ids")
+        if type(count) is not int or type(first_block) is not int:
+            raise BadFrame("count and first_block: expected integers")
+        if grammar is not None and not all(isinstance(text, str) for text in grammar):
+            raise BadFrame("grammar: expected its notation and text")
+        if not 1 <= count <= MOST_TEXTS:
+            raise BadInput(f"count: expected 1 to {MOST_TEXTS}, got {count}")
+        options = {
+            "sampling": SamplingOptions.from_plain(message["sampling"]),
+            "new_tokens": 1,
+            "stop_ids": stop_ids,
+            "grammar": None if grammar is None else Grammar(*grammar),
+        }
+        return cls(tokens, count, max(0, first_block), options)
 
 
 class PrefillJob:
@@ -55,14 +96,16 @@ class PrefillConnection:
     """A receiver: its prompts, and the blocks that are on their way to it."""
 
     def __init__(self, end: socket.socket, now: float) -> None:
-        self.frames, self.heard = FrameSocket(end), now
-        """`heard`: when it last said something while it had a reason to."""
+        self.frames, self.silent_since = FrameSocket(end), now
+        """`silent_since`: from when its silence counts."""
         self.staging: Staging | None = None
         """Memory for its blocks, once it has shown its key."""
         self.jobs: dict[int, PrefillJob] = {}
         """By the receiver's number, in the order of their arrival."""
         self.fetching: set[int] = set()
         """Numbers of prompts that are looked up in the store."""
+        self.load_due = False
+        """Whether a report of the load waits until what was sent before has gone."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -87,7 +130,7 @@ class PrefillJobs:
         self.listening, self.accepting = listening, True
         """Whether new prompts are taken."""
         self.connections: list[PrefillConnection] = []
-        self._texts: dict[int, PrefillJob | None] = {}
+        self._job_of_text: dict[int, PrefillJob | None] = {}
         """The prompts of unfinished texts by the engine's number; None for aborted ones."""
         self._identity = ""
         self.sent_blocks = 0
@@ -120,7 +163,9 @@ class PrefillJobs:
                 self._take(connection, frame)
             if connection.staging is not None:
                 self._send_blocks(connection)
-        except (EOFError, BadFrame, AttributeError, KeyError, OverflowError, TypeError, ValueError):
+                if connection.load_due and not connection.frames.sending:
+                    self.report_load()
+        except _PEER_ERRORS:
             self._close(connection)
 
     def _take(self, connection: PrefillConnection, frame: Frame) -> None:
@@ -132,7 +177,7 @@ class PrefillJobs:
             "copied": self._free_slots,
             "cancel": self._cancel,
         }
-        connection.heard = time.monotonic()
+        connection.silent_since = time.monotonic()
         for key, value in frame.message.items():
             actions[key](connection, value)
 
@@ -143,7 +188,10 @@ class PrefillJobs:
         if hello["identity"] != self._identity:
             connection.frames.send({"refused": "other weights, formats or sizes of blocks"})
             raise EOFError
-        staging = Staging(self._blocks.block_bytes)
+        try:
+            staging = Staging(self._blocks.block_bytes)
+        except OSError:  # files or memory are exhausted
+            raise EOFError from None
         connection.staging, connection.frames.limit = staging, MESSAGE_BYTES
         sizes = {"block_bytes": staging.block_bytes, "slots": staging.slots}
         local = connection.frames.local
@@ -152,45 +200,46 @@ class PrefillJobs:
 
     def _begin(self, connection: PrefillConnection, request: Mapping[str, Any]) -> None:
         """Take a prompt, and look up its beginning in the store if there is one."""
-        number, tokens = int(request["job"]), request["tokens"]
+        number = int(request["job"])
         if number in connection.jobs or number in connection.fetching:
             raise BadFrame(f"another prompt has the number {number}")
         if not self.accepting:
             connection.frames.send({"failed": number, "error": "this engine takes no prompts"})
             return
-        connection.fetching.add(number)
-        queue = partial(self._queue, connection, number, request)
-        if self._store is None:
-            queue()
-        else:
-            self._store.fetch(tokens, queue)
-
-    def _queue(self, connection: PrefillConnection, number: int, request: Mapping[str, Any]) -> None:
-        """Queue a prompt that is still wanted."""
-        from meshwright.serve.grammar import Grammar
-        from meshwright.serve.sampling_options import SamplingOptions
-
-        if number not in connection.fetching or connection not in self.connections:
-            return
-        connection.fetching.remove(number)
-        tokens, grammar = request["tokens"], request["grammar"]
         try:
-            requests = self._engine.submit_samples(
-                tokens,
-                request["count"],
-                sampling=SamplingOptions.from_plain(request["sampling"]),
-                new_tokens=1,
-                stop_ids=request["stop_ids"],
-                grammar=None if grammar is None else Grammar(*grammar),
-            )
+            prompt = PrefillRequest.from_message(request)
         except BadInput as error:
             connection.frames.send({"failed": number, "error": str(error)})
             return
-        held = self._blocks.hold(self._blocks.digests(tokens), max(0, request["first_block"]))
-        connection.jobs[number] = job = PrefillJob(number, len(tokens), held, requests)
-        self._texts.update(dict.fromkeys(requests, job))
+        connection.fetching.add(number)
+        queue = partial(self._queue, connection, number, prompt)
+        if self._store is None:
+            queue()
+        else:
+            self._store.fetch(prompt.tokens, queue)
+
+    def _queue(self, connection: PrefillConnection, number: int, prompt: PrefillRequest) -> None:
+        """Queue a prompt that is still wanted. The store calls it at any time, so it closes the connection by itself."""
+        if number not in connection.fetching or connection not in self.connections:
+            return
+        connection.fetching.remove(number)
+        try:
+            self._submit(connection, number, prompt)
+        except _PEER_ERRORS:
+            self._close(connection)
+
+    def _submit(self, connection: PrefillConnection, number: int, prompt: PrefillRequest) -> None:
+        digests = self._blocks.digests(prompt.tokens)
+        try:
+            requests = self._engine.submit_samples(prompt.tokens, prompt.count, **prompt.options)
+        except BadInput as error:
+            connection.frames.send({"failed": number, "error": str(error)})
+            return
+        held = self._blocks.hold(digests, prompt.first_block)
+        connection.jobs[number] = job = PrefillJob(number, len(prompt.tokens), held, requests)
+        self._job_of_text.update(dict.fromkeys(requests, job))
         if self._store is not None:
-            self._store.hand_in(requests[0], tokens)
+            self._store.hand_in(requests[0], prompt.tokens)
 
     def _free_slots(self, connection: PrefillConnection, slots: Sequence[int]) -> None:
         assert connection.staging is not None
@@ -206,9 +255,9 @@ class PrefillJobs:
         """Note the first tokens in the updates of a step, and send what is computed; returns the updates of other requests."""
         others = []
         for update in updates:
-            if update.number not in self._texts:
+            if update.number not in self._job_of_text:
                 others.append(update)
-            elif update.reason is not None and (job := self._texts.pop(update.number)) is not None:
+            elif update.reason is not None and (job := self._job_of_text.pop(update.number)) is not None:
                 job.firsts[update.number] = [update.tokens, update.reason, update.error, update.logprobs]
         for connection in list(self.connections):
             if connection.jobs:
@@ -238,7 +287,7 @@ class PrefillJobs:
         if not count:
             return False
         if staging.used == count:
-            connection.heard = time.monotonic()  # from now on the receiver has something to acknowledge
+            connection.silent_since = time.monotonic()  # from now on the receiver has something to acknowledge
         content, index = staging.content(start, count), job.held.next
         self._blocks.read(job.held.take(count), content)
         job.held.copied(count)
@@ -254,7 +303,8 @@ class PrefillJobs:
         """Tell receivers how many tokens of others' prompts go before theirs, which is also a sign of life."""
         total = sum(connection.prompt_tokens for connection in self.connections)
         for connection in list(self.connections):
-            if connection.staging is not None:
+            connection.load_due = connection.frames.sending  # reports to a receiver that is stuck would pile up
+            if connection.staging is not None and not connection.load_due:
                 try:
                     others = total - connection.prompt_tokens
                     connection.frames.send({"load": others, "accepting": self.accepting})
@@ -266,15 +316,15 @@ class PrefillJobs:
         for connection in list(self.connections):
             staging = connection.staging
             limit = HELLO_SECONDS if staging is None else self._lease if staging.used else float("inf")
-            if now > connection.heard + limit:
+            if now > connection.silent_since + limit:
                 self._close(connection)
 
     def _end(self, connection: PrefillConnection, job: PrefillJob) -> None:
         """Forget a prompt: what is computed stays in the prefix cache, the remainder is aborted."""
         del connection.jobs[job.number]
         for number in job.requests:
-            if number in self._texts:
-                self._texts[number] = None
+            if number in self._job_of_text:
+                self._job_of_text[number] = None
                 self._engine.abort(number)
         job.held.release()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
-from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, start_connecting
+from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, is_list_of_ids, start_connecting
 from meshwright.server.staging import map_staging
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class RemotePrompt:
     heard: float = 0.0
     """When its peer last said something."""
     intact: bool = True
-    """Whether all blocks were as their checksums say. After one that was not, later ones are of no use."""
+    """Whether all blocks were as their checksums say. Blocks behind a damaged one are not written: no prefix leads to them."""
     aborted: set[int] = field(default_factory=set)
     """Ids of texts that are not wanted any more."""
 
@@ -105,7 +105,7 @@ class RemotePrefill:
         """Take blocks of these weights from now on; prompts at peers are computed here."""
         for peer in self.peers:
             self.lose(peer, retry=0.0)
-        self.start()
+        self.start()  # no peer is usable before it is connected with the new identity: what waits is computed here
         self._identity = identity
 
     def begin(self, request: Mapping[str, Any]) -> bool:
@@ -190,7 +190,7 @@ class RemotePrefill:
             peer.frames.flush()
             for frame in [] if not readable else peer.frames.receive():
                 self._take(peer, frame)
-        except (EOFError, BadFrame, AttributeError, KeyError, TypeError, ValueError):
+        except (EOFError, BadFrame, AttributeError, KeyError, OverflowError, TypeError, ValueError):
             self.lose(peer)
 
     def _take(self, peer: Peer, frame: Frame) -> None:
@@ -200,7 +200,7 @@ class RemotePrefill:
         if "blocks" in message:
             self._copy(peer, message, frame.payload)
         elif "load" in message:
-            peer.load, peer.usable = message["load"], bool(message["accepting"])
+            peer.load, peer.usable = int(message["load"]), bool(message["accepting"])
         elif "first" in message:
             if (prompt := peer.prompts.get(message["first"])) is not None:
                 self._finish(prompt, message["texts"])
@@ -223,7 +223,10 @@ class RemotePrefill:
             descriptor = frames.take_descriptor()
             if descriptor is None:
                 raise BadFrame("staging memory is missing")
-            peer.memory = map_staging(descriptor, sizes["slots"] * sizes["block_bytes"])
+            try:
+                peer.memory = map_staging(descriptor, sizes["slots"] * sizes["block_bytes"])
+            except OSError:  # memory is exhausted
+                raise EOFError from None
 
     def _copy(self, peer: Peer, message: Mapping[str, Any], payload: bytearray) -> None:
         """Copy the blocks of a message into the cache, up to the first with a wrong checksum, and acknowledge them."""
@@ -258,6 +261,9 @@ class RemotePrefill:
         """Continue the texts of a prompt after their first tokens."""
         if len(firsts) != len(prompt.request["ids"]):
             raise BadFrame("not all texts have a first token")
+        for tokens, _, error, logprobs in firsts:
+            if not is_list_of_ids(tokens) or not isinstance(error, str | None) or not isinstance(logprobs, list):
+                raise BadFrame("a first token of a wrong type")
         if any(reason not in ("length", "stop") for _, reason, _, _ in firsts):
             self.lost_prompts += 1
             self._submit_here(prompt)

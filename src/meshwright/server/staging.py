@@ -59,9 +59,13 @@ class Staging:
 def memory_file(size: int) -> tuple[int, memoryview]:
     """Memory without a name, and its descriptor, with which other processes can read it. The caller closes the descriptor."""
     descriptor = os.memfd_create("meshwright-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, size)
-    memory = memoryview(mmap.mmap(descriptor, size))
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
+    try:
+        os.ftruncate(descriptor, size)
+        memory = memoryview(mmap.mmap(descriptor, size))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor, memory
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -125,12 +126,13 @@ class StoreClient:
         self._retry = now + RETRY_SECONDS
         if (end := start_connecting(self._address)) is None:
             return
-        self.frames, self._staging = FrameSocket(end), Staging(self._blocks.block_bytes)
-        sizes = {"block_bytes": self._blocks.block_bytes, "slots": self._staging.slots}
-        hello = {"key": self._key, "identity": self._identity, **sizes}
+        self.frames = FrameSocket(end)
         try:
+            self._staging = Staging(self._blocks.block_bytes)
+            sizes = {"block_bytes": self._blocks.block_bytes, "slots": self._staging.slots}
+            hello = {"key": self._key, "identity": self._identity, **sizes}
             self.frames.send({"hello": hello}, descriptor=self._staging.descriptor if self.frames.local else None)
-        except EOFError:
+        except (EOFError, OSError):  # the store has closed, or files or memory are exhausted
             self._lose()
 
     def serve(self, *, readable: bool) -> None:
@@ -159,7 +161,10 @@ class StoreClient:
                 descriptor = frames.take_descriptor()
                 if descriptor is None:
                     raise BadFrame("the store's memory is missing")
-                self._memory = map_staging(descriptor, slots * self._blocks.block_bytes)
+                try:
+                    self._memory = map_staging(descriptor, slots * self._blocks.block_bytes)
+                except OSError:  # memory is exhausted
+                    raise EOFError from None
             self.usable = True
 
     def _copy(self, frames: FrameSocket, message: Mapping[str, Any], payload: bytearray) -> None:
@@ -213,5 +218,6 @@ class StoreClient:
         for held, _ in self._computing.values():
             held.release()
         self._computing.clear()
-        for fetch in fetches:
-            fetch.done()
+        with ExitStack() as stack:  # calls all, in order, even if one raises
+            for fetch in reversed(fetches):
+                stack.callback(fetch.done)

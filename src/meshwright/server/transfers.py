@@ -156,21 +156,24 @@ class Transfers:
     def wait(self, client: int, busy: Callable[[], bool]) -> None:
         """Take what peers send, and wait for it or for data at descriptor `client` unless the engine is `busy`."""
         self._receiver.start()
-        now = time.monotonic()
-        if now >= self._next_tick:
-            self._next_tick = now + TICK_SECONDS
-            self._receiver.end_late(now)
-            self._receiver.connect(now)
-            if self._store is not None:
-                self._store.tick(now)
-            if self._sender is not None:
-                self._sender.end_late(now)
         self._watch()
         if client not in self._selector.get_map():
             self._selector.register(client, selectors.EVENT_READ, None)
         for key, events in self._selector.select(0 if busy() else TICK_SECONDS):
             if key.data is not None:
                 key.data(readable=bool(events & selectors.EVENT_READ))
+        if (now := time.monotonic()) >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS
+            self._tick(now)
+
+    def _tick(self, now: float) -> None:
+        """Give up who is late, after what has arrived was read, and connect to who is not connected."""
+        self._receiver.end_late(now)
+        self._receiver.connect(now)
+        if self._store is not None:
+            self._store.tick(now)
+        if self._sender is not None:
+            self._sender.end_late(now)
 
     def _watch(self) -> None:
         """Keep the selector up to date with the connections."""

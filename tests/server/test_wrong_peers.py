@@ -1,0 +1,283 @@
+"""Peers that send something wrong, are stuck or leave: they end their own connection, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshwright.serve.generation import Update
+from meshwright.server import prefill_jobs, store_client
+from meshwright.server.engine_process import FAILED_STEPS, Connection, EngineLoop, EngineLost
+from meshwright.server.frames import BadFrame, FrameSocket, listen
+from meshwright.server.prefill_jobs import MOST_TEXTS, PrefillConnection, PrefillJobs
+from meshwright.server.staging import Staging
+from meshwright.server.store_client import Fetch, StoreClient
+from meshwright.server.transfers import TransferFigures, Transfers, TransferSetup
+
+PROMPT = {
+    "job": 1, "tokens": [5, 6], "count": 2, "first_block": 0, "sampling": {}, "stop_ids": [], "grammar": None,
+}  # fmt: skip
+HELLO = {"hello": {"key": "", "identity": "weights"}}
+
+
+class Engine:
+    """An engine, and the cache and store beside it, that notes prompts and computes nothing."""
+
+    block_bytes = 64
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+        self.aborted: list[int] = []
+        self.looked_up: list[Callable[[], None]] = []
+
+    def prefix_blocks(self) -> Engine:
+        return self
+
+    def identity(self) -> str:
+        return "weights"
+
+    def submit_samples(self, tokens: list[int], count: int, **_: Any) -> list[int]:
+        if tokens == [0]:
+            raise TypeError("a value that only the engine refuses")
+        self.prompts.append(tokens)
+        return list(range(10 * len(self.prompts), 10 * len(self.prompts) + count))
+
+    def abort(self, number: int) -> None:
+        self.aborted.append(number)
+
+    def digests(self, tokens: list[int]) -> list[bytes]:
+        return [b"digest"]
+
+    def missing(self, digests: Sequence[bytes]) -> int:
+        return 1
+
+    def hold(self, digests: Sequence[bytes], first: int) -> Any:
+        class Held(list[int]):
+            def release(self) -> None:
+                self.clear()
+
+            def extend(self, *_: Any) -> None: ...
+
+        return Held()
+
+    def reserve(self, digests: Sequence[bytes], others: int) -> Any:
+        class Reserved(list[bytes]):
+            first = 0
+
+            def release(self) -> None:
+                self.clear()
+
+        return Reserved(digests)
+
+    def fetch(self, tokens: list[int], done: Callable[[], None]) -> None:
+        self.looked_up.append(done)
+
+    def hand_in(self, number: int, tokens: list[int]) -> None:
+        pass
+
+
+class Sender:
+    """A sender of blocks on such an engine, and receivers that are connected to it."""
+
+    def __init__(self, folder: Path, *, store: bool = False) -> None:
+        self.engine, self.peers = Engine(), list[FrameSocket]()
+        engine = cast("Any", self.engine)
+        self.jobs = PrefillJobs(engine, engine, listen(f"unix:{folder}/a"), "", 1.0, engine if store else None)
+        self.jobs.use_identity("weights")
+
+    def connect(self) -> tuple[PrefillConnection, FrameSocket]:
+        ours, theirs = socket.socketpair()
+        connection, peer = PrefillConnection(ours, 0.0), FrameSocket(theirs)
+        peer.limit = 1 << 20
+        self.peers.append(peer)
+        self.jobs.connections.append(connection)
+        self.say(connection, peer, HELLO)
+        return connection, peer
+
+    def say(self, connection: PrefillConnection, peer: FrameSocket, message: dict[str, Any]) -> None:
+        peer.send(message)
+        self.jobs.serve(connection, readable=True)
+
+
+@pytest.fixture
+def sender(tmp_path: Path) -> Iterator[Sender]:
+    sender = Sender(tmp_path)
+    yield sender
+    sender.jobs.close()
+    for peer in sender.peers:
+        peer.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": ["5"]}, {"tokens": [5, -1]}, {"tokens": "5"}, {"count": "2"}, {"count": 1.5}, {"first_block": None},
+        {"sampling": {"heat": 1}}, {"sampling": None}, {"stop_ids": None}, {"grammar": [1, 2]}, {"grammar": ["regex"]},
+    ],
+)  # fmt: skip
+def test_a_wrong_prompt_ends_the_connection_and_is_not_submitted(sender: Sender, wrong: dict[str, Any]) -> None:
+    connection, peer = sender.connect()
+    sender.say(connection, peer, {"prefill": PROMPT | wrong})
+    assert not sender.engine.prompts and not sender.jobs.connections
+
+
+def test_a_number_of_texts_out_of_range_is_refused(sender: Sender) -> None:
+    connection, peer = sender.connect()
+    for _ in ("welcome", "load"):  # a descriptor ends what is read at once
+        peer.receive()
+    for number, count in enumerate((0, MOST_TEXTS + 1)):
+        sender.say(connection, peer, {"prefill": PROMPT | {"job": number, "count": count}})
+        assert [frame.message["failed"] for frame in peer.receive()] == [number]
+    assert not sender.engine.prompts and sender.jobs.connections
+
+
+def test_an_error_after_a_look_up_ends_the_connection_of_its_prompt(tmp_path: Path) -> None:
+    sender = Sender(tmp_path, store=True)
+    for tokens in ([0], [5, 6]):
+        sender.say(*sender.connect(), {"prefill": PROMPT | {"tokens": tokens}})
+    other = sender.jobs.connections[1]
+    for done in sender.engine.looked_up:
+        done()
+    assert sender.jobs.connections == [other] and sender.engine.prompts == [[5, 6]]
+    sender.jobs.close()
+    for peer in sender.peers:
+        peer.close()
+
+
+def test_reports_to_a_stuck_receiver_do_not_pile_up(sender: Sender) -> None:
+    connection, peer = sender.connect()
+    while not connection.frames.sending:
+        connection.frames.send({"load": 1, "accepting": True})
+    waiting = len(connection.frames._outgoing)
+    sender.jobs.accepting = False
+    for _ in range(10):
+        sender.jobs.report_load()
+    assert len(connection.frames._outgoing) == waiting
+    messages = []
+    while connection.frames.sending or not messages or messages[-1]["accepting"]:
+        messages += [frame.message for frame in peer.receive()]
+        sender.jobs.serve(connection, readable=False)
+    assert [message.get("accepting") for message in messages].count(False) == 1
+
+
+def test_a_greeting_without_memory_ends_the_connection(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: Any) -> Staging:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(prefill_jobs, "Staging", exhausted)
+    monkeypatch.setattr(store_client, "Staging", exhausted)
+    sender.connect()
+    assert not sender.jobs.connections
+    client = StoreClient(cast("Any", sender.engine), f"unix:{sender.jobs.listening.getsockname()}", "")
+    client.tick(1.0)
+    assert client.frames is None and client._retry > 1.0
+
+
+def test_a_lost_store_lets_all_prompts_go_on(sender: Sender) -> None:
+    def fail() -> None:
+        raise ConnectionError
+
+    client, done = StoreClient(cast("Any", sender.engine), "unix:none", ""), list[int]()
+    calls = (lambda: done.append(0), fail, lambda: done.append(2))
+    client._fetches = {number: Fetch([], 0, call, 0.0) for number, call in enumerate(calls)}
+    with pytest.raises(ConnectionError):
+        client.tick(1e9)
+    assert done == [0, 2]
+
+
+def test_descriptors_of_a_peer_do_not_pile_up() -> None:
+    ours, theirs = socket.socketpair()
+    frames, open_before = FrameSocket(ours), len(os.listdir("/proc/self/fd"))
+    with theirs, open(os.devnull) as file:
+        for _ in range(2):
+            socket.send_fds(theirs, [b"\0"], [file.fileno()])
+        with pytest.raises(BadFrame):
+            for _ in range(2):
+                frames.receive()
+    frames.close()
+    assert len(os.listdir("/proc/self/fd")) == open_before - 2
+
+
+class Receiver:
+    """A receiver of blocks whose one prompt is at a peer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.submitted: list[Any] = []
+        with listen(f"unix:{folder}/a") as listening:
+            setup = TransferSetup(role="decode", peers=(f"unix:{folder}/a",))
+            submit = lambda request, firsts: self.submitted.append(firsts)  # noqa: E731
+            self.transfers = Transfers(cast("Any", Engine()), setup, submit)
+            self.frames, self.staging = FrameSocket(listening.accept()[0]), Staging(Engine.block_bytes)
+        self.client, self._other = socket.socketpair()
+        sizes = {"block_bytes": Engine.block_bytes, "slots": self.staging.slots}
+        self.frames.send({"welcome": sizes}, descriptor=self.staging.descriptor)
+        self.transfers.wait(self.client.fileno(), lambda: True)  # a descriptor ends what is read at once
+        self.say({"load": 0, "accepting": True})
+        assert self.transfers.begin(
+            {"ids": [0], **{key: PROMPT[key] for key in ("tokens", "sampling", "stop_ids", "grammar")}}
+        )
+
+    def say(self, message: dict[str, Any]) -> None:
+        self.frames.send(message)
+        self.transfers.wait(self.client.fileno(), lambda: True)
+
+    def close(self) -> None:
+        self.transfers.close()
+        self.staging.close()
+        for end in (self.frames, self.client, self._other):
+            end.close()
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Iterator[Receiver]:
+    receiver = Receiver(tmp_path)
+    yield receiver
+    receiver.close()
+
+
+@pytest.mark.parametrize(
+    "first", [[["5"], "length", None, []], [[5], "length", 3, []], [[5], "length", None, 0], [5, "length", None, []]]
+)
+def test_a_prompt_with_a_wrong_first_token_is_computed_here(receiver: Receiver, first: list[Any]) -> None:
+    receiver.say({"first": 0, "texts": [first]})
+    assert receiver.submitted == [None] and receiver.transfers.figures.usable_peers == 0
+
+
+def test_a_first_token_continues_the_text(receiver: Receiver) -> None:
+    receiver.say({"first": 0, "texts": [[[5], "length", None, []]]})
+    assert receiver.submitted == [[[[5], "length", None, []]]] and receiver.transfers.figures.usable_peers == 1
+
+
+def test_what_has_arrived_is_read_before_a_lease_ends(receiver: Receiver) -> None:
+    for peer in receiver.transfers._receiver.peers:
+        for prompt in peer.prompts.values():
+            prompt.heard = -1e9
+    receiver.transfers._next_tick = 0.0
+    receiver.say({"load": 3, "accepting": True})
+    assert receiver.transfers.figures.waiting_prompts == 1 and not receiver.submitted
+
+
+def test_failed_steps_of_prompts_for_other_engines_count() -> None:
+    steps = []
+
+    def step() -> list[Update]:
+        steps.append(len(steps))
+        assert len(steps) <= FAILED_STEPS
+        return [Update(steps[-1], (), "", "failed", "wrong")]
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = SimpleNamespace(unfinished=1, step=step, figures=dict)
+        loop = EngineLoop(cast("Any", engine), Connection(theirs))
+        nothing: Callable[..., Any] = lambda *_: None  # noqa: E731
+        transfers = SimpleNamespace(wait=nothing, figures=TransferFigures(), after_step=lambda _: [], close=nothing)
+        loop.transfers = cast("Any", transfers)
+        with pytest.raises(EngineLost):
+            loop.run()
