@@ -205,7 +205,7 @@ class EngineLoop:
         self._connection.send({"loaded": folder, "error": error})
 
     def _send(self, updates: Sequence[Update]) -> None:
-        entries = []
+        entries: list[list[Any]] = []
         for update in updates:
             id = self._ids[update.number]
             if update.reason is None and not update.logprobs:
