@@ -59,13 +59,14 @@ NOT_RUN = {
         "docs/how-to/deploy.md",
         "meshwright bench-serve serve.yaml --plan deployment.yaml --model MODEL --out report.html",
     ),
+    ("docs/how-to/deploy.md", "mkdir -m 700 sockets"),
     (
         "docs/how-to/deploy.md",
-        "meshwright serve MODEL --plan deployment.yaml --role prefill --transfer-address unix:/tmp/prefill --port 8001",
+        'curl http://127.0.0.1:9001/role -H "Authorization: Bearer $MESHWRIGHT_ADMIN_KEY" \\',
     ),
     (
         "docs/reference/serve.md",
-        "meshwright serve MODEL --role prefill --transfer-address unix:/tmp/prefill --port 8001",
+        "meshwright serve MODEL --role prefill --transfer-address unix:sockets/prefill --port 8001",
     ),
     ("docs/reference/serve.md", "meshwright route http://127.0.0.1:8001 http://127.0.0.1:8002 --port 8000"),
     ("docs/how-to/choose-a-plan.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),

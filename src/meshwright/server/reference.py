@@ -42,8 +42,8 @@ An engine of role `decode` has its prompts computed by engines of role `prefill`
 do not delay tokens. The default `both` computes whole requests, and prompts for others if it has a `transfer_address`.
 
 ```bash norun
-meshwright serve MODEL --role prefill --transfer-address unix:/tmp/prefill --port 8001
-meshwright serve MODEL --role decode --prefill-engines unix:/tmp/prefill --port 8002
+meshwright serve MODEL --role prefill --transfer-address unix:sockets/prefill --port 8001
+meshwright serve MODEL --role decode --prefill-engines unix:sockets/prefill --port 8002
 ```
 
 - Clients talk to `decode`; `prefill` answers requests for text with 503 (`role`).
