@@ -69,8 +69,9 @@ sends texts to those of role `decode` or `both`: to the one that had the same be
 far fewer requests, else to the one with the fewest. A host name with several addresses, as a headless service of
 Kubernetes has, is several servers.
 
-- A request that a server refuses with 429 or 503, or does not begin to answer before it dies, goes to another. After
-  the first byte a stream ends with an event `{"error": …}`, code `server_lost`; the client may try again.
+- A request that a server refuses with 429 or 503, or does not begin to answer before it dies, goes to another: after a
+  lost connection once, after `engine_failed` never. After the first byte a stream ends with an event `{"error": …}`,
+  code `server_lost`; the client may try again.
 - If every server has `--requests` unfinished, the answer is 429; if none can answer, 503. Both have `Retry-After`.
 - The router answers `/health` and `/metrics` itself. It checks its `--api-key` and passes it on to the servers.
 
