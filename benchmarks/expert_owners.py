@@ -76,7 +76,7 @@ def compare(name: str, balance: str) -> list[dict[str, object]]:
     for policy, slots in POLICIES:
         even = None
         for kind in OWNERS:
-            seconds, imbalance = played(steps, costs, policy, slots, kind)
+            seconds, imbalance = layer_figures(steps, costs, policy, slots, kind)
             even = seconds if even is None else even
             found.append(
                 {
@@ -88,7 +88,9 @@ def compare(name: str, balance: str) -> list[dict[str, object]]:
     return found
 
 
-def played(steps: list[np.ndarray], costs: ExpertCosts, policy: str, slots: int, kind: str) -> tuple[float, float]:
+def layer_figures(
+    steps: list[np.ndarray], costs: ExpertCosts, policy: str, slots: int, kind: str
+) -> tuple[float, float]:
     """Mean seconds of the layer with attention, forward and backward, and mean of the busiest rank's rows over the mean."""
     layers, ranks, experts = steps[0].shape
     copied = copied_everywhere(policy, slots, costs, ranks)

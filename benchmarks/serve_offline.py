@@ -27,6 +27,7 @@ from meshwright.config.presets import MODEL_PRESETS
 from meshwright.launch.machine import found_cluster
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.world import World, join
+from meshwright.serve import engine_profile
 from meshwright.serve.engine import Engine
 from meshwright.serve.sampling import GREEDY, SamplingOptions
 from meshwright.serve.tensor_group import RankModel, TensorEngine
@@ -165,12 +166,7 @@ def random_model(preset: str, context: int = 0) -> Decoder:
     values = TINY if preset == "tiny" else MODEL_PRESETS[preset]
     spec = from_plain(ModelSpec, {**values, "vocab_size": values["vocab_size"] or 4096})
     spec = replace(spec, max_seq_len=max(spec.max_seq_len, context))
-    device, dtype = device_and_dtype()
-    with torch.device("meta"):
-        model = Decoder(spec)
-    model = model.to(dtype).to_empty(device=device)
-    fill_at_random(model)
-    return model
+    return engine_profile.random_model(spec, *device_and_dtype())
 
 
 def random_part(preset: str, world: World) -> RankModel:
@@ -178,19 +174,8 @@ def random_part(preset: str, world: World) -> RankModel:
     values = MODEL_PRESETS[preset]
     spec = from_plain(ModelSpec, {**values, "vocab_size": values["vocab_size"] or 4096})
     part = RankModel.empty(spec, world, device_and_dtype()[1])
-    fill_at_random(part.model)
+    engine_profile.fill_at_random(part.model)
     return part
-
-
-def fill_at_random(model: Decoder) -> None:
-    """Normal weights; norms and biases are 1."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.02)
-            else:
-                parameter.fill_(1.0)
 
 
 def join_launched() -> World:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.config.test_key_rules import mistakes as mistakes_of_run
 
 from meshwright.config.load import differences, load_resolved, load_run, plan_yaml, resolved_yaml
-from meshwright.spec.errors import BadConfig, Mistake
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, SamplePlan
 
 RUN = """\
@@ -24,14 +25,7 @@ PLAN = Plan(
 )
 
 
-def mistakes(tmp_path: Path, *overrides: str, text: str = RUN) -> list[Mistake]:
-    file = tmp_path / "run.yaml"
-    file.write_text(text)
-    try:
-        load_run(file, overrides)
-    except BadConfig as error:
-        return list(error.mistakes)
-    return []
+mistakes = partial(mistakes_of_run, text=RUN)
 
 
 @pytest.mark.parametrize(

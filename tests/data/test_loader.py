@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.loader import Loader, MicroBatch, Windows, open_data
+from meshwright.data.loader import Loader, MicroBatch, Samples, Windows, open_data
 from meshwright.data.source import Batch, DataSource
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import DataSpec
@@ -34,13 +34,13 @@ class Counting:
 
 
 def steps_of_all_ranks(
-    source: object, ranks: int, micro_batch: int, steps: int, start: int = 0, global_batch: int = 8
+    source: Samples, ranks: int, micro_batch: int, steps: int, start: int = 0, global_batch: int = 8
 ) -> list[torch.Tensor]:
     """Tokens of each step, the ranks' parts put together in the order of the ranks."""
     loaders = [
         Loader(
             Windows(
-                source,  # type: ignore[arg-type]  # Counting has what is used of a DataSource
+                source,
                 global_batch=global_batch, data_rank=rank, data_ranks=ranks, micro_batch=micro_batch,
             ),
             start_sample=start,
@@ -111,7 +111,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(source: DataSource) -> None
                 raise Damaged("shard.bin: offset 12: broken")
             return super().samples(indices)
 
-    loader = Loader(Windows(Broken(), global_batch=4, data_rank=0, data_ranks=1, micro_batch=4))  # type: ignore[arg-type]  # as above
+    loader = Loader(Windows(Broken(), global_batch=4, data_rank=0, data_ranks=1, micro_batch=4))
     next(loader), next(loader)
     with pytest.raises(Damaged, match="offset 12"):
         next(loader)
@@ -146,7 +146,7 @@ def test_no_more_is_read_ahead_than_asked_for(prefetch: int) -> None:
             return super().samples(indices)
 
     watched = Watched()
-    with Loader(Windows(watched, global_batch=1, data_rank=0, data_ranks=1, micro_batch=1), prefetch=prefetch):  # type: ignore[arg-type]  # as above
+    with Loader(Windows(watched, global_batch=1, data_rank=0, data_ranks=1, micro_batch=1), prefetch=prefetch):
         assert watched.enough.wait(10)
     # `prefetch` steps lie in the queue and one is in the thread's hands; closing makes room for at most one more.
     assert prefetch + 1 <= len(watched.read) <= prefetch + 2

@@ -14,6 +14,7 @@ from meshwright.config.load import load_run
 from meshwright.config.trace_file import workload_requests
 from meshwright.costs.serve_costs import InstanceCosts, ServeCosts
 from meshwright.costs.serve_work import PromptPart
+from meshwright.costs.step_times import StepTimes
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
 from meshwright.planner.deployment_goodput import GoodputSearch, RequestSample
 from meshwright.planner.deployment_space import TOKEN_BUDGETS, deployment_space
@@ -85,8 +86,11 @@ def test_a_sample_keeps_runs_of_requests_and_has_its_rate() -> None:
     assert len(RequestSample(requests[:3], 80).at(1.0)) == 80
 
 
-class QueueTimes:
+class QueueTimes(StepTimes):
     """Step times: a whole prompt takes `SERVICE`, a decode step 1 ms and 0.1 ms for each request."""
+
+    def __init__(self) -> None:
+        """No work of a model stands behind them."""
 
     def seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = ()) -> float:
         whole = sum(chunk.start == 0 for chunk in chunks)
@@ -98,7 +102,7 @@ class QueueTimes:
 
 def stub_costs(instance: InstanceSpec) -> InstanceCosts:
     real = ServeCosts(RUN.model, RUN.cluster).of(instance)
-    return replace(real, times=QueueTimes(), port_bytes_per_s=1e18)  # type: ignore[arg-type]
+    return replace(real, times=QueueTimes(), port_bytes_per_s=1e18)
 
 
 def test_the_estimate_of_a_prefill_instance_is_near_its_queue() -> None:

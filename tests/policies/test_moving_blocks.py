@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.policies.batch_request import CacheGroup
 from meshwright.policies.cache_blocks import CacheBlocks, extend_digests, root_digest
-from meshwright.policies.moving_blocks import HeldBlocks, ReservedBlocks
+from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from tests.slow import examples
 
 SIZE = 4
@@ -45,24 +45,24 @@ def test_interrupted_transfers_leave_nothing(windows: tuple[int | None, ...]) ->
         reserved = ReservedBlocks(receiver, digests)
         assert reserved.fit(0)
         reserved.take()
-        held, tables, sent = HeldBlocks(sender, digests, reserved.first), compute(sender, digests), reserved.first
-        held.extend()
-        assert len(held) == len(reserved) == len(digests) - reserved.first
+        unsent, tables, sent = UnsentBlocks(sender, digests, reserved.first), compute(sender, digests), reserved.first
+        unsent.extend()
+        assert len(unsent) == len(reserved) == len(digests) - reserved.first
         sender.release(tables)
         others: list[list[list[int]]] = []
-        while held and source.random() < 0.9:  # else it is interrupted
-            count = source.randrange(1, len(held) + 1)
-            assert held.next == sent and len(held.take(count)) == count
-            others.append(compute(sender, digests_of([7] * SIZE)))  # takes blocks, but none that is held
+        while unsent and source.random() < 0.9:  # else it is interrupted
+            count = source.randrange(1, len(unsent) + 1)
+            assert unsent.next == sent and len(unsent.take(count)) == count
+            others.append(compute(sender, digests_of([7] * SIZE)))  # takes blocks, but none that is unsent
             for index in range(sent, sent + count):
                 assert all(digests[index] in pool.block_of for pool in sender.pools)
                 if source.random() < 0.95:  # else it was damaged
                     assert reserved.blocks(index) is not None
                     reserved.enter(index)
                     assert reserved.blocks(index) is None
-            held.copied(count)
+            unsent.copied(count)
             sent += count
-        held.release()
+        unsent.release()
         reserved.release()
         for other in others:
             sender.release(other)

@@ -58,14 +58,14 @@ class Engine:
     def missing(self, digests: Sequence[bytes]) -> int:
         return 1
 
-    def hold(self, digests: Sequence[bytes], first: int) -> Any:
-        class Held(list[int]):
+    def unsent(self, digests: Sequence[bytes], first: int) -> Any:
+        class UnsentNumbers(list[int]):
             def release(self) -> None:
                 self.clear()
 
             def extend(self, *_: Any) -> None: ...
 
-        return Held()
+        return UnsentNumbers()
 
     def reserve(self, digests: Sequence[bytes], others: int) -> Any:
         class Reserved(list[bytes]):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -186,21 +187,21 @@ def _engine_times(
         now = max(now, ends[launched.step.number])
         complete(launched, updates)
 
-    engine._policy.next_step, engine._complete = next_step, wait  # type: ignore[method-assign]
     tokens: dict[int, list[float]] = {}
     index_of: dict[int, int] = {}
     sent = 0
-    while sent < len(requests) or engine.unfinished:
-        while sent < len(requests) and requests[sent].arrival_seconds <= now:
-            index_of[
-                engine.submit([sent + 1] * requests[sent].input_tokens, new_tokens=requests[sent].output_tokens)
-            ] = sent
-            sent += 1
-        if not engine.unfinished:
-            now = requests[sent].arrival_seconds
-            continue
-        for update in engine.step():
-            tokens.setdefault(index_of[update.number], []).extend([now] * len(update.tokens))
+    with patch.object(engine._policy, "next_step", next_step), patch.object(engine, "_complete", wait):
+        while sent < len(requests) or engine.unfinished:
+            while sent < len(requests) and requests[sent].arrival_seconds <= now:
+                index_of[
+                    engine.submit([sent + 1] * requests[sent].input_tokens, new_tokens=requests[sent].output_tokens)
+                ] = sent
+                sent += 1
+            if not engine.unfinished:
+                now = requests[sent].arrival_seconds
+                continue
+            for update in engine.step():
+                tokens.setdefault(index_of[update.number], []).extend([now] * len(update.tokens))
     assert all(len(tokens[index]) == request.output_tokens for index, request in enumerate(requests))
     assert all(first.arrival_seconds <= second.arrival_seconds for first, second in pairwise(requests))
     return [tokens[index][0] for index in range(sent)], [tokens[index][-1] for index in range(sent)]

@@ -64,7 +64,7 @@ class ReservedBlocks:
         self._tables, self._shared = {}, [[] for _ in self._cache.pools]
 
 
-class HeldBlocks:
+class UnsentBlocks:
     """References on the computed blocks of a prompt, of the sender: each from its computation until it is copied."""
 
     def __init__(self, cache: CacheBlocks, digests: Sequence[bytes], first: int) -> None:
@@ -87,11 +87,11 @@ class HeldBlocks:
             self._tables.append(blocks)
 
     def take(self, count: int) -> list[list[int]]:
-        """The blocks of each group of the next `count` held blocks; call `copied` when they are copied."""
+        """The blocks of each group of the next `count` blocks; call `copied` when they are copied."""
         return self._tables[:count]
 
     def copied(self, count: int) -> None:
-        """Return the references on the next `count` held blocks."""
+        """Return the references on the next `count` blocks."""
         for blocks in self._tables[:count]:
             for pool, block in zip(self._cache.pools, blocks, strict=True):
                 pool.release(block)

@@ -135,6 +135,12 @@ def random_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> D
     with torch.device("meta"):
         model = Decoder(spec)
     model = model.to(dtype).to_empty(device=device)
+    fill_at_random(model)
+    return model
+
+
+def fill_at_random(model: Decoder) -> None:
+    """Set normal weights; norms and biases are 1."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -142,7 +148,6 @@ def random_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> D
                 parameter.normal_(std=0.02)
             else:
                 parameter.fill_(1.0)
-    return model
 
 
 def _machine(cluster: ClusterSpec, options: EngineOptions) -> Machine:

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.kernels import checksum
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batching import BatchPolicy
-from meshwright.policies.moving_blocks import HeldBlocks, ReservedBlocks
+from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.serve.kv_cache import KVCache
 
 
@@ -62,9 +62,9 @@ class PrefixBlocks:
         blocks.take()
         return blocks
 
-    def hold(self, digests: Sequence[bytes], first: int) -> HeldBlocks:
+    def unsent(self, digests: Sequence[bytes], first: int) -> UnsentBlocks:
         """References on blocks of a prompt, from block `first` on, as they are computed."""
-        return HeldBlocks(self._policy.cache, digests, first)
+        return UnsentBlocks(self._policy.cache, digests, first)
 
     def read(self, tables: Sequence[Sequence[int]], out: memoryview) -> None:
         """Copy blocks into host memory one after the other; a table has the block of each group."""

@@ -23,7 +23,7 @@ from meshwright.server.store_client import StoreClient
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
-    from meshwright.policies.moving_blocks import HeldBlocks
+    from meshwright.policies.moving_blocks import UnsentBlocks
     from meshwright.serve.engine import Engine
     from meshwright.serve.generation import Update
     from meshwright.serve.prefix_blocks import PrefixBlocks
@@ -78,8 +78,8 @@ class PrefillRequest:
 class PrefillJob:
     """One prompt, and the first token of each of its texts."""
 
-    def __init__(self, number: int, prompt_tokens: int, held: HeldBlocks, requests: Sequence[int]) -> None:
-        self.number, self.prompt_tokens, self.held = number, prompt_tokens, held
+    def __init__(self, number: int, prompt_tokens: int, unsent: UnsentBlocks, requests: Sequence[int]) -> None:
+        self.number, self.prompt_tokens, self.unsent = number, prompt_tokens, unsent
         """`number` is the receiver's."""
         self.requests = list(requests)
         """The engine's numbers."""
@@ -235,8 +235,8 @@ class PrefillJobs:
         except BadInput as error:
             connection.frames.send({"failed": number, "error": str(error)})
             return
-        held = self._blocks.hold(digests, prompt.first_block)
-        connection.jobs[number] = job = PrefillJob(number, len(prompt.tokens), held, requests)
+        unsent = self._blocks.unsent(digests, prompt.first_block)
+        connection.jobs[number] = job = PrefillJob(number, len(prompt.tokens), unsent, requests)
         self._job_of_text.update(dict.fromkeys(requests, job))
         if self._store is not None:
             self._store.hand_in(requests[0], prompt.tokens)
@@ -271,10 +271,10 @@ class PrefillJobs:
     def _send_blocks(self, connection: PrefillConnection) -> None:
         """Send the computed blocks of all prompts as far as there is room, and the first tokens behind the last of them."""
         for job in list(connection.jobs.values()):
-            job.held.extend()
-            while job.held and self._send_run(connection, job):
+            job.unsent.extend()
+            while job.unsent and self._send_run(connection, job):
                 pass
-            if job.computed and not job.held:
+            if job.computed and not job.unsent:
                 firsts = [job.firsts[number] for number in job.requests]
                 self._end(connection, job)
                 connection.frames.send({"first": job.number, "texts": firsts})
@@ -283,14 +283,14 @@ class PrefillJobs:
         """Send some blocks of a prompt; whether there was room for any."""
         staging, size = connection.staging, self._blocks.block_bytes
         assert staging is not None
-        start, count = staging.take(min(len(job.held), max(1, RUN_BYTES // size)))
+        start, count = staging.take(min(len(job.unsent), max(1, RUN_BYTES // size)))
         if not count:
             return False
         if staging.used == count:
             connection.silent_since = time.monotonic()  # from now on the receiver has something to acknowledge
-        content, index = staging.content(start, count), job.held.next
-        self._blocks.read(job.held.take(count), content)
-        job.held.copied(count)
+        content, index = staging.content(start, count), job.unsent.next
+        self._blocks.read(job.unsent.take(count), content)
+        job.unsent.copied(count)
         checksums = [xxhash.xxh3_64_hexdigest(content[at : at + size]) for at in range(0, count * size, size)]
         connection.frames.send(
             {"blocks": job.number, "index": index, "slots": [start, count], "checksums": checksums},
@@ -326,7 +326,7 @@ class PrefillJobs:
             if number in self._job_of_text:
                 self._job_of_text[number] = None
                 self._engine.abort(number)
-        job.held.release()
+        job.unsent.release()
 
     def _close(self, connection: PrefillConnection) -> None:
         if connection not in self.connections:

@@ -19,7 +19,7 @@ from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket
 from meshwright.server.staging import Staging, map_staging
 
 if TYPE_CHECKING:
-    from meshwright.policies.moving_blocks import HeldBlocks
+    from meshwright.policies.moving_blocks import UnsentBlocks
     from meshwright.serve.generation import Update
     from meshwright.serve.prefix_blocks import PrefixBlocks
 
@@ -53,7 +53,7 @@ class StoreClient:
         self._identity, self._retry = "", 0.0
         self._fetches: dict[int, Fetch] = {}
         self._numbers = itertools.count()
-        self._computing: dict[int, tuple[HeldBlocks, list[str]]] = {}
+        self._computing: dict[int, tuple[UnsentBlocks, list[str]]] = {}
         """Blocks to be handed in, and the names of all blocks, of prompts that are computed, by the engine's number."""
         self.fetched_blocks = self.damaged_blocks = self.stored_blocks = 0
 
@@ -81,36 +81,36 @@ class StoreClient:
         digests = self._blocks.digests(prompt)
         missing = self._blocks.missing(digests)
         if self.usable and missing:
-            held = self._blocks.hold(digests, len(digests) - missing)
-            self._computing[number] = held, [key.hex() for key in self._blocks.keys(prompt)]
+            unsent = self._blocks.unsent(digests, len(digests) - missing)
+            self._computing[number] = unsent, [key.hex() for key in self._blocks.keys(prompt)]
 
     def after_step(self, updates: Sequence[Update]) -> None:
         """Send the blocks that a step has computed, as far as staging memory has room."""
-        for number, (held, names) in list(self._computing.items()):
-            held.extend()
+        for number, (unsent, names) in list(self._computing.items()):
+            unsent.extend()
             try:
-                while held and self._send_run(held, names):
+                while unsent and self._send_run(unsent, names):
                     pass
             except EOFError:
                 self._lose()
                 return
-            if held:  # without them, those that follow would not be found
-                held.release()
+            if unsent:  # without them, those that follow would not be found
+                unsent.release()
                 del self._computing[number]
         for update in updates:  # a request with a new token has computed its prompt
             self._computing.pop(update.number, None)
 
-    def _send_run(self, held: HeldBlocks, names: Sequence[str]) -> bool:
+    def _send_run(self, unsent: UnsentBlocks, names: Sequence[str]) -> bool:
         """Send some blocks; whether there was room for any."""
         staging, frames, size = self._staging, self.frames, self._blocks.block_bytes
         if staging is None or frames is None:
             return False
-        start, count = staging.take(min(len(held), max(1, MESSAGE_BYTES // size)))
+        start, count = staging.take(min(len(unsent), max(1, MESSAGE_BYTES // size)))
         if not count:
             return False
-        content, index = staging.content(start, count), held.next
-        self._blocks.read(held.take(count), content)
-        held.copied(count)
+        content, index = staging.content(start, count), unsent.next
+        self._blocks.read(unsent.take(count), content)
+        unsent.copied(count)
         checksums = [xxhash.xxh3_64_hexdigest(content[at : at + size]) for at in range(0, count * size, size)]
         message = {"put": names[index : index + count], "slots": [start, count], "checksums": checksums}
         frames.send(message, None if frames.local else content)
@@ -215,8 +215,8 @@ class StoreClient:
         self.frames, self._staging, self._memory, self.usable = None, None, None, False
         self._retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
         fetches, self._fetches = list(self._fetches.values()), {}
-        for held, _ in self._computing.values():
-            held.release()
+        for unsent, _ in self._computing.values():
+            unsent.release()
         self._computing.clear()
         with ExitStack() as stack:  # calls all, in order, even if one raises
             for fetch in reversed(fetches):

@@ -17,17 +17,19 @@ from meshwright.policies.cache_blocks import BlockPool, CacheBlocks
 class Chain:
     """The blocks of one request."""
 
-    __slots__ = ("cached", "held", "idle", "owned", "sent")
+    __slots__ = ("cached", "idle", "owned", "unsent", "unsent_start")
 
     def __init__(self) -> None:
         self.cached = self.owned = self.idle = 0
-        self.sent = self.held = 0
-        """A sender holds the blocks from `sent` on, `held` of them."""
+        self.unsent = self.unsent_start = 0
+        """A sender has references on `unsent` blocks, from `unsent_start` on."""
 
     @property
     def referenced(self) -> int:
         """Blocks with a reference."""
-        return self.owned + (max(0, self.sent + self.held - max(self.sent, self.owned)) if self.held else 0)
+        return self.owned + (
+            max(0, self.unsent_start + self.unsent - max(self.unsent_start, self.owned)) if self.unsent else 0
+        )
 
 
 class CountedPool(BlockPool):
@@ -41,10 +43,12 @@ class CountedPool(BlockPool):
         self.idle: OrderedDict[int, tuple[bytes | None, Chain]] = OrderedDict()
         """Chains with blocks that are cached and have no references, the one that was released first first."""
 
-    def change(self, digest: bytes | None, chain: Chain, *, owned: int, cached: int, sent: int, held: int) -> None:
+    def change(
+        self, digest: bytes | None, chain: Chain, *, owned: int, cached: int, unsent_start: int, unsent: int
+    ) -> None:
         """Give a chain other numbers, and take or release the blocks that differ."""
         before = chain.referenced
-        chain.owned, chain.cached, chain.sent, chain.held = owned, cached, sent, held
+        chain.owned, chain.cached, chain.unsent_start, chain.unsent = owned, cached, unsent_start, unsent
         more = chain.referenced - before
         idle = max(0, cached - chain.referenced)
         self.free -= more
@@ -129,7 +133,9 @@ class CountedBlocks(CacheBlocks):
             self._chain_of[id(tables)] = digest, chain
             self.pool.chains[digest] = chain
         if last > chain.cached:
-            self.pool.change(digest, chain, owned=chain.owned, cached=last, sent=chain.sent, held=chain.held)
+            self.pool.change(
+                digest, chain, owned=chain.owned, cached=last, unsent_start=chain.unsent_start, unsent=chain.unsent
+            )
 
     def release(self, tables: list[list[int]]) -> None:
         """Release the blocks of a request; cached ones stay in the prefix cache."""
@@ -137,7 +143,9 @@ class CountedBlocks(CacheBlocks):
             self._own(*self._chain_of.pop(id(tables)), 0)
 
     def _own(self, digest: bytes | None, chain: Chain, owned: int) -> None:
-        self.pool.change(digest, chain, owned=owned, cached=chain.cached, sent=chain.sent, held=chain.held)
+        self.pool.change(
+            digest, chain, owned=owned, cached=chain.cached, unsent_start=chain.unsent_start, unsent=chain.unsent
+        )
 
 
 class CountedReservation:
@@ -170,29 +178,31 @@ class CountedReservation:
 
     def _change(self, owned: int, cached: int) -> None:
         chain = self._cache.chain(self._digests)
-        self._cache.pool.change(self._digests[0], chain, owned=owned, cached=cached, sent=0, held=0)
+        self._cache.pool.change(self._digests[0], chain, owned=owned, cached=cached, unsent_start=0, unsent=0)
 
 
-class CountedHold:
-    """`policies.moving_blocks.HeldBlocks` of a chain."""
+class CountedUnsent:
+    """`policies.moving_blocks.UnsentBlocks` of a chain."""
 
     def __init__(self, cache: CountedBlocks, digests: Sequence[bytes], first: int) -> None:
-        self._cache, self._digests, self.next, self._held = cache, digests, first, 0
+        self._cache, self._digests, self.next, self._count = cache, digests, first, 0
 
     def __len__(self) -> int:
-        return self._held
+        return self._count
 
     def extend(self) -> None:
         """Hold the blocks that follow, as far as they are cached."""
         chain = self._cache.chain(self._digests)
-        self._held = max(0, min(chain.cached, len(self._digests)) - self.next)
+        self._count = max(0, min(chain.cached, len(self._digests)) - self.next)
         self._change(chain)
 
     def copied(self, count: int) -> None:
         """Release the next `count` blocks."""
-        self.next, self._held = self.next + count, self._held - count
+        self.next, self._count = self.next + count, self._count - count
         self._change(self._cache.chain(self._digests))
 
     def _change(self, chain: Chain) -> None:
         pool = self._cache.pool
-        pool.change(self._digests[0], chain, owned=chain.owned, cached=chain.cached, sent=self.next, held=self._held)
+        pool.change(
+            self._digests[0], chain, owned=chain.owned, cached=chain.cached, unsent_start=self.next, unsent=self._count
+        )

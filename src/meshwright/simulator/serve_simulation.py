@@ -17,9 +17,9 @@ from functools import partial
 from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts, ServeCosts
 from meshwright.policies.batch_request import Part, Request
 from meshwright.policies.cache_blocks import CacheBlocks
-from meshwright.policies.moving_blocks import HeldBlocks, ReservedBlocks
+from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.policies.request_routing import RequestRouting
-from meshwright.simulator.counted_blocks import CountedBlocks, CountedHold, CountedReservation
+from meshwright.simulator.counted_blocks import CountedBlocks, CountedReservation, CountedUnsent
 from meshwright.simulator.serve_instance import NEVER, Instance
 from meshwright.simulator.serve_links import Port, transfer
 from meshwright.simulator.serve_types import RequestTimes, ServedDeployment
@@ -57,12 +57,12 @@ def can_count(requests: Sequence[TimedRequest], costs: InstanceCosts) -> bool:
 class _Prompt:
     """A request on its way: digests of its blocks, and the blocks that are reserved and held for it."""
 
-    __slots__ = ("come", "digests", "front", "held", "reserved", "times")
+    __slots__ = ("come", "digests", "front", "reserved", "times", "unsent")
 
     def __init__(self, times: RequestTimes, digests: Sequence[bytes], front: _Member) -> None:
         self.times, self.digests, self.front = times, digests, front
         self.reserved: ReservedBlocks | CountedReservation | None = None
-        self.held: HeldBlocks | CountedHold | None = None
+        self.unsent: UnsentBlocks | CountedUnsent | None = None
         self.come = 0.0
         """When the last of the blocks that were sent has come."""
 
@@ -233,7 +233,7 @@ class _Simulation:
         cache, digests = instance.policy.cache, prompt.digests[: self._full_blocks(prompt)]
         first = prompt.reserved.first
         counted = isinstance(cache, CountedBlocks)
-        prompt.held = CountedHold(cache, digests, first) if counted else HeldBlocks(cache, digests, first)
+        prompt.unsent = CountedUnsent(cache, digests, first) if counted else UnsentBlocks(cache, digests, first)
 
     def _reservation(self, cache: CacheBlocks, prompt: _Prompt) -> ReservedBlocks | CountedReservation:
         digests = prompt.digests[: self._full_blocks(prompt)]
@@ -256,16 +256,16 @@ class _Simulation:
 
     def _send(self, sender: _Member, prompt: _Prompt, last: bool, number: int, now: float) -> None:
         """Send the full blocks that are computed; `last` says whether the first token is known too."""
-        held, reserved, front = prompt.held, prompt.reserved, prompt.front
-        assert held is not None and reserved is not None
-        before = held.next + len(held)
-        held.extend()
-        count = held.next + len(held) - before
+        unsent, reserved, front = prompt.unsent, prompt.reserved, prompt.front
+        assert unsent is not None and reserved is not None
+        before = unsent.next + len(unsent)
+        unsent.extend()
+        count = unsent.next + len(unsent) - before
         if count:
             size = count * sender.instance.costs.block_bytes
             self._bytes += size
             prompt.come = transfer(sender.out, front.into, now, size, TRANSFER_SECONDS)
-            self._at(prompt.come, lambda now: held.copied(count))
+            self._at(prompt.come, lambda now: unsent.copied(count))
             index = self._members.index(front)
             enter = partial(_enter, reserved, before, before + count)
             self._at(prompt.come, lambda now: self._post(index, now, enter))
