@@ -161,11 +161,14 @@ def finish(engine: Engine, requests: Sequence[tuple[list[int], int]], sampling: 
     return steps, time.perf_counter() - start
 
 
-def random_model(preset: str, context: int = 0) -> Decoder:
-    """A preset's model, or a "tiny" one, with normal weights, made on the device; with a context of `context` tokens if that is longer."""
+def random_model(preset: str, context: int = 0, *, predictions: int = 0) -> Decoder:
+    """A preset's model, or a "tiny" one, with normal weights, made on the device.
+
+    It has a context of at least `context` tokens, and so many `predictions` modules.
+    """
     values = TINY if preset == "tiny" else MODEL_PRESETS[preset]
     spec = from_plain(ModelSpec, {**values, "vocab_size": values["vocab_size"] or 4096})
-    spec = replace(spec, max_seq_len=max(spec.max_seq_len, context))
+    spec = replace(spec, max_seq_len=max(spec.max_seq_len, context), prediction_depth=predictions)
     return engine_profile.random_model(spec, *device_and_dtype())
 
 

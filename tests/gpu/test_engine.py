@@ -67,17 +67,19 @@ def test_no_kernel_is_compiled_after_the_engine_is_built(name: str, monkeypatch:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("source", ["lookup", "layer", "model"])
+@pytest.mark.parametrize("source", ["lookup", "layer", "model", "modules"])
 def test_graphs_compute_drafts_and_their_check(
     source: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp32; only steps with chunks of prompts replay no graph."""
     options = EngineOptions(sequences=5, tokens_per_block=16, cache_blocks=64, context=64)
-    model, sampling = tiny(LLAMA).cuda(), SamplingOptions(temperature=temperature, top_k=20, seed=3)
+    modules = source == "modules"
+    model = tiny(replace(LLAMA, prediction_depth=3 * modules)).cuda()
+    sampling = SamplingOptions(temperature=temperature, top_k=20, seed=3)
     expected = texts(Engine(copy.deepcopy(model), options=options), sampling=sampling)
     drafts = {"lookup": None, "layer": tiny(replace(LLAMA, layers=1)).cuda(), "model": copy.deepcopy(model)}
-    speculation = Speculation(tokens=3, shortest=1, least=0)
-    engine = Engine(model, options=replace(options, speculation=speculation), draft_model=drafts[source])
+    speculation = Speculation(tokens=3, shortest=1, least=0, mtp=modules)
+    engine = Engine(model, options=replace(options, speculation=speculation), draft_model=drafts.get(source))
     forward, chunks = ModelRunner.forward, []
 
     def recorded(runner: ModelRunner, inputs: StepInputs) -> torch.Tensor:

@@ -217,7 +217,17 @@ def test_settings_reach_the_engine(folder: Path) -> None:
     assert proposed >= 15 and accepted > 0
 
 
-@pytest.mark.parametrize("given", [{"invariant": True}, {"speculate": 2}])
+def test_prediction_modules_are_asked_for(folder: Path) -> None:
+    """The model has none."""
+    spec = ServeSpec(**SIZES, mtp=True)
+    setup = EngineSetup(folder=str(folder), tokenizer=None, options=spec.engine, mtp=spec.mtp)
+    with pytest.raises(BadInput, match="the model has 0; expected at most that many draft tokens, got 1"):
+        load_engine(from_plain(EngineSetup, json.loads(json.dumps(to_plain(setup)))))
+    with pytest.raises(BadInput, match="mtp and draft_model exclude each other"):
+        ServeSpec(mtp=True, draft_model="small")
+
+
+@pytest.mark.parametrize("given", [{"invariant": True}, {"speculate": 2}, {"mtp": True}])
 def test_ranks_exclude_what_is_for_one_device(given: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="for one device only; leave out tensor"):
         ServeSpec(tensor=2, **given)

@@ -30,10 +30,18 @@ DRAFT_TOKENS = 4
 
 
 class Drafting(NamedTuple):
-    """Speculative decoding: draft tokens of a text in a step at most, and the folder of the draft model, if there is one."""
+    """Speculative decoding: draft tokens of a text in a step at most, and who proposes them; prompt lookup without either."""
 
     tokens: int = 0
     model: Path | None = None
+    """Folder of a draft model."""
+    mtp: bool = False
+    """The model's modules for multi-token prediction."""
+
+    @property
+    def modules(self) -> int:
+        """Prediction modules that propose drafts."""
+        return self.tokens if self.mtp else 0
 
 
 class Fp8Format(StrEnum):
@@ -66,12 +74,18 @@ def generate(
     ] = False,
     speculate: Annotated[
         int,
-        typer.Option(min=0, help="Draft tokens that a step checks for each text; 0 for none, or 4 with --draft-model."),
+        typer.Option(
+            min=0,
+            help="Draft tokens that a step checks for each text; 0 for none, or 4 with --draft-model, 1 with --mtp.",
+        ),
     ] = 0,
     draft_model: Annotated[
         Path | None,
         typer.Option(metavar="MODEL", help="A smaller model that proposes the draft tokens (default: prompt lookup)."),
     ] = None,
+    mtp: Annotated[
+        bool, typer.Option("--mtp", help="Let the model's modules for multi-token prediction propose them, one each.")
+    ] = False,
     plan: PlanFile = None,
     tensor: Annotated[
         int,
@@ -93,7 +107,9 @@ def generate(
         raise BadInput("--plan and --tensor exclude each other: a plan has its own ranks")
     folder = model_folder(model)
     show = _unseen if as_json else partial(print, end="", flush=True)
-    drafting = Drafting(speculate)
+    if mtp and draft_model is not None:
+        raise BadInput("--mtp and --draft-model exclude each other: both propose the draft tokens")
+    drafting = Drafting(speculate or int(mtp), mtp=mtp)
     if draft_model is not None:
         drafting = Drafting(speculate or DRAFT_TOKENS, model_folder(draft_model))
     samples = sample(
@@ -145,7 +161,7 @@ def sample(
             refused = "--invariant is" if plan is None else "--weights, --kv-cache and --invariant are"
             raise BadInput(f"{refused} for one device: leave out {option}")
         if drafting.tokens:
-            raise BadInput(f"--speculate and --draft-model are for one device: leave out {option}")
+            raise BadInput(f"--speculate, --draft-model and --mtp are for one device: leave out {option}")
     candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
     file = next((path for path in candidates if path.exists()), None)
     if file is None:
@@ -233,7 +249,8 @@ def _continue_here(
 
     draft_model = None if drafting.model is None else load_model(drafting.model, *device_and_dtype())
     options = engine_options(prompts, how, formats, drafting)
-    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options, draft_model=draft_model)
+    model = load_model(folder, *device_and_dtype(), predictions=drafting.modules)
+    engine = Engine(model, tokenizer, options, draft_model=draft_model)
     for number, update in continued(engine, prompts, how):
         texts.add(number, update.text, ended=update.reason is not None)
     if drafting.tokens:
@@ -255,7 +272,7 @@ def engine_options(
         weights=weights,
         kv_cache=kv_cache,
         invariant=formats.invariant,
-        speculation=Speculation(tokens=drafting.tokens) if drafting.tokens else None,
+        speculation=Speculation(tokens=drafting.tokens, mtp=drafting.mtp) if drafting.tokens else None,
     )
 
 

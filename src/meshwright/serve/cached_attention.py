@@ -212,17 +212,20 @@ class CachedLatents:
         return attention.expand_values(sums)
 
 
-def use_cached_attention(model: Decoder, cache: KVCache, context: int, *, invariant: bool = False) -> CurrentStep:
-    """Let every layer of `model` attend to the cache, in texts of up to `context` tokens.
+def use_cached_attention(
+    model: Decoder, cache: KVCache, context: int, *, invariant: bool = False, predictions: int = 0
+) -> CurrentStep:
+    """Let every layer of `model` attend to the cache, in texts of up to `context` tokens, and its first `predictions` modules too.
 
     The model then computes only steps whose inputs are set in the result.
     """
     weight = model.embed.weight
     rope = model.rope(torch.arange(context, device=weight.device), weight.dtype)
     step = CurrentStep(None if rope is None else (rope[0][0, :, 0], rope[1][0, :, 0]), cache, invariant=invariant)
-    for number, layer in model.layers.items():
-        group, cache_layer = cache.layer(int(number))
-        attention = layer.attention
+    blocks = [*model.layers.values(), *(module.block for module in model.predictions[:predictions])]
+    for number, block in enumerate(blocks):
+        group, cache_layer = cache.layer(number)
+        attention = block.attention
         if isinstance(attention, LatentAttention):
             attention.attend_latents = CachedLatents(step, cache_layer, group)
         else:

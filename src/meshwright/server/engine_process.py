@@ -240,8 +240,9 @@ def load_engine(setup: EngineSetup) -> Engine:
     from meshwright.serve.engine import Engine
 
     draft = None if setup.draft_model is None else load_model(Path(setup.draft_model), *device_and_dtype())
-    model = load_model(Path(setup.folder), *device_and_dtype())
-    return Engine(model, _tokenizer(setup), _options(setup), draft_model=draft)
+    options = _options(setup)
+    model = load_model(Path(setup.folder), *device_and_dtype(), predictions=options.predictions)
+    return Engine(model, _tokenizer(setup), options, draft_model=draft)
 
 
 def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
@@ -274,7 +275,8 @@ def _tokenizer(setup: EngineSetup) -> Tokenizer | None:
 def _options(setup: EngineSetup) -> EngineOptions:
     from meshwright.spec.engine import EngineOptions, Speculation
 
-    speculation = Speculation(tokens=setup.speculate) if setup.speculate else None
+    tokens = setup.speculate or int(setup.mtp)
+    speculation = Speculation(tokens=tokens, mtp=setup.mtp) if tokens else None
     return EngineOptions(**setup.options, texts=False, speculation=speculation)
 
 

@@ -46,6 +46,8 @@ class EngineSetup:
     speculate: int = 0
     draft_model: str | None = None
     """Folder of the draft model."""
+    mtp: bool = False
+    """Whether the model's prediction modules propose `speculate` drafts."""
     cluster: ClusterSpec | None = None
     """This host with a device for each tensor rank; None: one process."""
     transfer: TransferSetup | None = None

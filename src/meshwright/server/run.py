@@ -52,6 +52,7 @@ def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None], cluste
         tokenizer=None if (file := tokenizer_file(served)) is None else str(file),
         options=spec.engine,
         speculate=spec.speculate,
+        mtp=spec.mtp,
         draft_model=spec.draft_model,
         cluster=cluster,
         transfer=transfer_setup(spec),

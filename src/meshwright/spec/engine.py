@@ -14,7 +14,10 @@ Fp8 = Literal["fp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Speculative decoding, by prompt lookup or by the engine's draft model. Raises BadInput for sizes below 1."""
+    """Speculative decoding: by prompt lookup, the engine's draft model or, with `mtp`, the model's own modules.
+
+    Raises BadInput for sizes below 1.
+    """
 
     tokens: int = 4
     """Draft tokens of a request in a step at most."""
@@ -24,6 +27,8 @@ class Speculation:
     """And at least so many."""
     least: float | None = None
     """Accepted drafts a step below which those of a request pause; 0 never, None by their cost (`policies.drafting`)."""
+    mtp: bool = False
+    """Whether the model's modules for multi-token prediction propose the drafts, one each."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -72,7 +77,12 @@ class EngineOptions(EngineSettings):
     texts: bool = True
     """Whether updates have texts and stop strings are found; a caller that decodes the tokens itself needs neither."""
     speculation: Speculation | None = None
-    """Drafts by prompt lookup, or by a draft model; None: no drafts."""
+    """Drafts by prompt lookup, a draft model or prediction modules; None: no drafts."""
+
+    @property
+    def predictions(self) -> int:
+        """Prediction modules that propose drafts."""
+        return self.speculation.tokens if self.speculation is not None and self.speculation.mtp else 0
 
     @property
     def most_step_tokens(self) -> int:

@@ -60,9 +60,11 @@ class ServeSpec(EngineSettings, HttpSettings):
     """How a model is served. Raises BadInput for settings that exclude each other."""
 
     speculate: NotNegative = 0
-    """Draft tokens that a step checks for each text; 0 for none, or 4 with `draft_model`."""
+    """Draft tokens that a step checks for each text; 0 for none, or 4 with `draft_model`, 1 with `mtp`."""
     draft_model: str | None = None
     """Folder of a smaller model that proposes the draft tokens; prompt lookup if none."""
+    mtp: bool = False
+    """Whether the model's modules for multi-token prediction propose them, one each."""
     tensor: Positive = 1
     """Devices of this host over which the engine divides every layer."""
     role: Role = "both"
@@ -80,10 +82,12 @@ class ServeSpec(EngineSettings, HttpSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ("invariant", "speculate", "draft_model")
+        names = ("invariant", "speculate", "draft_model", "mtp")
         given = [name for name in names if getattr(self, name)]
         if self.tensor > 1 and given:
             raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor")
+        if self.mtp and self.draft_model is not None:
+            raise BadInput("mtp and draft_model exclude each other: both propose the draft tokens")
         if not self.exchanges:
             return
         if self.tensor > 1 or self.draft_model is not None or not self.prefix_cache:
