@@ -77,7 +77,7 @@ def test_no_update_reaches_a_snapshot(tmp_path: Path, monkeypatch: pytest.Monkey
     def gated(target: torch.Tensor, source: torch.Tensor) -> None:
         if count[0] == stop_at[0]:
             reached.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
         copy(target, source)
         count[0] += 1
 
@@ -90,11 +90,11 @@ def test_no_update_reaches_a_snapshot(tmp_path: Path, monkeypatch: pytest.Monkey
         updating = threading.Thread(target=rank.begin, args=(k,))
         updating.start()
         if k < copied_tensors:
-            assert reached.wait(20)
+            assert reached.wait(60)
             time.sleep(0.01)  # the update goes as far as it may
         go_on.set()
-        updating.join(20)
-        assert rank.saver.wait(20) and newest(tmp_path) == k
+        updating.join(60)
+        assert rank.saver.wait(60) and newest(tmp_path) == k
         for name, tensor in rank.tensors.items():
             at_snapshot = tensor.clone()
             rank.update_one(name, k + 1)
@@ -128,7 +128,7 @@ def test_a_writer_killed_in_a_save_costs_that_save(tmp_path: Path) -> None:
     rank.begin(2)
     until(lambda: any(path.name.startswith(".step-00000002") for path in (tmp_path / "checkpoints").iterdir()))
     os.kill(writer.pid, signal.SIGKILL)
-    assert rank.saver.wait(20)
+    assert rank.saver.wait(60)
     result = rank.saver.result()
     assert result is not None and "the writer was ended by signal 9; another writer was started" in str(result.failure)
     until(lambda: {path.name for path in (tmp_path / "checkpoints").iterdir()} == {step_name(1)})
@@ -145,7 +145,7 @@ def test_a_writer_woken_after_another_start_took_over_commits_nothing(tmp_path: 
     rank.begin(2)
     take_over(tmp_path)
     os.kill(writer.pid, signal.SIGCONT)
-    assert rank.saver.wait(20)
+    assert rank.saver.wait(60)
     result = rank.saver.result()
     assert (
         result is not None
@@ -166,7 +166,7 @@ def test_a_save_without_its_description_is_not_committed(tmp_path: Path) -> None
     assert not rank.saver.wait(0.1)
     rank.update(3)
     rank.begin(3)
-    assert rank.saver.wait(20) and newest(tmp_path) == 3
+    assert rank.saver.wait(60) and newest(tmp_path) == 3
     assert step_name(2) not in {path.name for path in (tmp_path / "checkpoints").iterdir()}
 
 
@@ -181,7 +181,7 @@ def test_an_arena_that_changes_behind_the_copies_fails_that_save(tmp_path: Path,
     assert arena is not None
     arena.data[position] ^= 16
     rank.saver.describe(2, dict)
-    assert rank.saver.wait(20)
+    assert rank.saver.wait(60)
     result = rank.saver.result()
     assert result is not None and "changed in host memory after it was copied there" in str(result.failure)
     assert arena.read_record() is None, "the memory tier does not offer it either"

@@ -266,7 +266,7 @@ def test_sigint_writes_a_checkpoint_and_ends_with_130(story: Story) -> None:
 
 
 def test_a_killed_rank_ends_the_job_with_5(story: Story) -> None:
-    assert story.lost.code == 5 and story.lost.seconds < 20
+    assert story.lost.code == 5 and story.lost.seconds < 60
     assert "rank 1 was killed by signal 9" in story.lost.output and "the last step it finished is" in story.lost.output
     assert (
         f"the same command (without --fresh) continues after step {story.lost.checkpoints[-1]}, from "
