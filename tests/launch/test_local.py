@@ -37,7 +37,7 @@ def launch(behaviour: str, folder: Path, ranks: int = 2) -> int:
 
 
 def until(is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not is_done():
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
