@@ -44,7 +44,9 @@ class ReservedBlocks:
         """Take the blocks, and references on the cached prefix; `fit` says whether that is possible."""
         self._cache.share(self._shared, self._digests, self.cached)
         taken = [pool.take_all(len(self)) for pool in self._cache.pools]
-        self._tables = dict(zip(range(self.first, len(self._digests)), map(list, zip(*taken, strict=True)), strict=True))
+        self._tables = dict(
+            zip(range(self.first, len(self._digests)), map(list, zip(*taken, strict=True)), strict=True)
+        )
 
     def blocks(self, index: int) -> list[int] | None:
         """The empty block of each group for block `index` of the prompt; None if none is reserved or it is filled."""
