@@ -29,8 +29,9 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.world import World, join
 from meshwright.serve import engine_profile
 from meshwright.serve.engine import Engine
+from meshwright.serve.rank_group import RankModel
 from meshwright.serve.sampling import GREEDY, SamplingOptions
-from meshwright.serve.tensor_group import RankModel, TensorEngine
+from meshwright.serve.tensor_group import TensorEngine
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.fields import from_plain

@@ -1,4 +1,4 @@
-"""Drafts by prediction modules, on a CPU in fp32: texts beside the trainer's forward, drafts beside its prediction modules."""
+"""Drafts by prediction modules, on a CPU in fp32: texts beside the trainer's forward, drafts beside its modules."""
 
 from __future__ import annotations
 

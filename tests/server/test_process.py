@@ -29,7 +29,8 @@ from meshwright.server.metrics import ServerMetrics
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.serve import ServeSpec
-from tests.server.helpers import SIZES
+from tests.models.tiny import QWEN3_MOE
+from tests.server.helpers import SIZES, write_folder
 
 OPTIONS = [word for key, value in SIZES.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
@@ -82,7 +83,7 @@ def test_sigterm_lets_running_requests_end(folder: Path, ranks: int) -> None:
         events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert lines[-2] == b"data: [DONE]\n"
-        assert process.wait(30) == EXIT_DONE
+        assert process.wait(60) == EXIT_DONE
         assert not any(Path(f"/proc/{engine}").exists() for engine in engines)
         log = process.stderr.read()
     assert "killed" not in log
@@ -104,7 +105,7 @@ def test_an_engine_that_dies_is_reported(folder: Path) -> None:
                 assert json.load(error) == {"status": "failed"}
         assert status == 503
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == EXIT_COMMUNICATION
+        assert process.wait(60) == EXIT_COMMUNICATION
         assert "engine" in process.stderr.read()
 
 
@@ -196,11 +197,11 @@ def test_tensor_ranks_give_the_texts_of_one_device(folder: Path) -> None:
                 texts.append(json.load(answer)["choices"][0]["text"])
             if options:
                 os.kill(engines_of(process)[-1], signal.SIGKILL)
-                assert process.wait(30) == EXIT_COMMUNICATION
+                assert process.wait(60) == EXIT_COMMUNICATION
                 assert "ranks" in process.stderr.read()
             else:
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(30) == EXIT_DONE
+                assert process.wait(60) == EXIT_DONE
     assert texts[0] == texts[1]
 
 
@@ -229,5 +230,32 @@ def test_prediction_modules_are_asked_for(folder: Path) -> None:
 
 @pytest.mark.parametrize("given", [{"invariant": True}, {"speculate": 2}, {"mtp": True}])
 def test_ranks_exclude_what_is_for_one_device(given: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match="for one device only; leave out tensor"):
-        ServeSpec(tensor=2, **given)
+    for several in ("tensor", "expert"):
+        with pytest.raises(BadInput, match=f"for one device only; leave out {several}"):
+            ServeSpec(**{several: 2}, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor": 2, "expert": 2}, "tensor and expert exclude each other"),
+        ({"expert_dispatch": "int8"}, "tokens travel to experts only with expert above 1"),
+        ({"expert": 2, "role": "prefill", "transfer_address": "unix:/x"}, "roles: for an engine on one device"),
+    ],
+)
+def test_expert_ranks_exclude_other_divisions(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        ServeSpec(**given)
+
+
+@pytest.mark.slow
+def test_expert_ranks_serve_requests_of_their_own(tmp_path: Path) -> None:
+    """The choices of a prompt are on one rank, other prompts on the other one."""
+    folder, texts = write_folder(tmp_path / "experts", QWEN3_MOE), []
+    for options in ((), ("--expert", "2")):
+        with served(folder, *options) as (process, url):
+            with ask(url, prompt=["def", "class", "import"], n=2, max_tokens=20, temperature=0.5, seed=1) as answer:
+                texts.append([choice["text"] for choice in json.load(answer)["choices"]])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == EXIT_DONE
+    assert texts[0] == texts[1]

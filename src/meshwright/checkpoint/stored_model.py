@@ -31,17 +31,17 @@ class StoredModel:
     A Hugging Face folder has no digests; its headers and sizes were checked when it was opened.
     """
 
-    def tensors(self, part: Part = WHOLE) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and value of each parameter: of all, or of the part of a tensor rank of the inference engine."""
+    def tensors(self, part: Part = WHOLE, experts: Part = WHOLE) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields name and value of each parameter: of all, or of the part of a tensor or expert rank of the inference engine."""
         for parameter in parameters(self.spec):
-            if pieces := rank_pieces(self.spec, parameter, part):
+            if pieces := rank_pieces(self.spec, parameter, part, experts):
                 yield parameter.name, self._combined(parameter, pieces)
 
     @torch.no_grad()
-    def copy_to(self, model: Decoder, part: Part = WHOLE) -> None:
-        """Copy the weights into the parameters of `model`, in place; `part` as in `tensors`."""
+    def copy_to(self, model: Decoder, part: Part = WHOLE, experts: Part = WHOLE) -> None:
+        """Copy the weights into the parameters of `model`, in place; the parts are those of `tensors`."""
         weights = dict(model.named_parameters())
-        for name, value in self.tensors(part):
+        for name, value in self.tensors(part, experts):
             weights[name].copy_(value)
 
     def _combined(self, parameter: ParameterSpec, pieces: Sequence[Piece]) -> torch.Tensor:

@@ -13,7 +13,8 @@ import torch
 
 from meshwright.cli.generate import Sampling, continued, engine_options
 from meshwright.parallel.world import join
-from meshwright.serve.tensor_group import RankModel, TensorEngine
+from meshwright.serve.rank_group import RankModel
+from meshwright.serve.tensor_group import TensorEngine
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.engine import Fp8
 from meshwright.spec.fields import from_plain

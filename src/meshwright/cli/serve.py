@@ -11,7 +11,7 @@ import typer
 from meshwright.cli.evaluate import Model
 from meshwright.cli.options import model_folder, print_now
 from meshwright.cli.setting_options import add_options
-from meshwright.cli.spread import check_split, cluster_here, model_in
+from meshwright.cli.spread import check_experts, check_split, cluster_here, model_in
 from meshwright.spec.serve import ServeSpec
 
 
@@ -52,10 +52,11 @@ def serve(
     if spec.draft_model is not None:
         spec = replace(spec, draft_model=str(model_folder(Path(spec.draft_model))))
     cluster = None
-    if spec.tensor > 1:
+    if spec.ranks > 1:
         served, _ = model_in(folder)
-        check_split(served, spec.tensor)
-        cluster = cluster_here(spec.tensor, f"--tensor {spec.tensor}", "expected at most that many")
+        option = "tensor" if spec.tensor > 1 else "expert"
+        (check_split if spec.tensor > 1 else check_experts)(served, spec.ranks)
+        cluster = cluster_here(spec.ranks, f"--{option} {spec.ranks}", "expected at most that many")
     run_server(folder, spec, print_now, cluster)
 
 

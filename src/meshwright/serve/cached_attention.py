@@ -215,9 +215,9 @@ class CachedLatents:
 def use_cached_attention(
     model: Decoder, cache: KVCache, context: int, *, invariant: bool = False, predictions: int = 0
 ) -> CurrentStep:
-    """Let every layer of `model` attend to the cache, in texts of up to `context` tokens, and its first `predictions` modules too.
+    """Let all layers of `model` and its first `predictions` modules attend to the cache.
 
-    The model then computes only steps whose inputs are set in the result.
+    `context` is the length of a text at most. The model then computes only steps whose inputs are set in the result.
     """
     weight = model.embed.weight
     rope = model.rope(torch.arange(context, device=weight.device), weight.dtype)

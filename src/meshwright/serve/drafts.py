@@ -143,7 +143,10 @@ class LookupDrafter(Drafter):
 
 
 class SampledDrafter(Drafter):
-    """Drafts are drawn from a distribution on the device, and accepted by rejection sampling. The host plans them as placeholders."""
+    """Drafts are drawn from a distribution on the device, and accepted by rejection sampling.
+
+    The host plans them as placeholders.
+    """
 
     def __init__(self, longest: int, pauses: DraftPauses, inputs: BatchInputs, sampler: Sampler) -> None:
         super().__init__(longest, pauses)

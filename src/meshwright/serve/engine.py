@@ -166,6 +166,18 @@ class Engine:
         return self._queue(TextRequest(prompt=ids, new_tokens=new_tokens, **options))
 
     def _queue(self, request: TextRequest) -> int:
+        generation, planned = self._prepare(request)
+        self._policy.add(planned)
+        number = planned.number
+        self._next_number += 1
+        self._grammar_requests += generation.matcher is not None
+        if generation.matcher is None and not generation.sampling.penalises:
+            self._drafter.begin(number)
+        self._generations[number] = generation
+        return number
+
+    def _prepare(self, request: TextRequest) -> tuple[Generation, Request]:
+        """The output of a request, and what the policy plans; raises as `submit`."""
         ids, sampling, grammar = tuple(request.prompt), request.sampling, request.grammar
         check_request(ids, request.new_tokens, context=self.context, vocab=self.spec.vocab_size)
         if request.stop_strings and (self._tokenizer is None or not self.options.texts):
@@ -175,25 +187,19 @@ class Engine:
         tokenizer = self._tokenizer if self.options.texts else None
         generation = Generation(sampling, tokenizer, request.stop_ids, request.stop_strings, matcher)
         generation.begin_after(request.given)
-        number, now = self._next_number, self._clock()
-        self._policy.add(
-            Request(
-                number,
-                ids,
-                min(request.new_tokens, self.context - len(ids)),
-                priority=request.priority,
-                deadline=None if request.seconds is None else now + request.seconds,
-                arrival=now,
-                samples_of=request.samples_of,
-                given=tuple(request.given),
-            )
+        now = self._clock()
+        planned = Request(
+            self._next_number,
+            ids,
+            min(request.new_tokens, self.context - len(ids)),
+            priority=request.priority,
+            deadline=None if request.seconds is None else now + request.seconds,
+            arrival=now,
+            samples_of=request.samples_of,
+            given=tuple(request.given),
         )
-        self._next_number += 1
-        self._grammar_requests += grammar is not None
-        if grammar is None and not sampling.penalises:
-            self._drafter.begin(number)
-        self._generations[number] = generation
-        return number
+        self._policy.check(planned)
+        return generation, planned
 
     def submit_samples(
         self, prompt: str | Sequence[int], count: int, *, sampling: SamplingOptions, **options: Any
@@ -246,7 +252,7 @@ class Engine:
 
     def run(self) -> Iterator[Update]:
         """Yields the updates of all steps until no request is left."""
-        while self._generations:
+        while self.unfinished:
             yield from self.step()
 
     @torch.inference_mode()

@@ -250,13 +250,15 @@ def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
     import torch
 
     from meshwright.parallel.world import join
-    from meshwright.serve.tensor_group import RankModel, TensorEngine
+    from meshwright.serve.expert_group import ExpertEngine
+    from meshwright.serve.rank_group import RankModel
+    from meshwright.serve.tensor_group import TensorEngine
 
     assert setup.cluster is not None
     world = join(RankEnvironment.from_environment(), setup.cluster, timeout_seconds=LOAD_SECONDS)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    part = RankModel.load(Path(setup.folder), world, dtype)
-    engine = TensorEngine(part, world, _tokenizer(setup), _options(setup))
+    part = RankModel.load(Path(setup.folder), world, dtype, experts=setup.share_experts, dispatch=setup.expert_dispatch)
+    engine = (ExpertEngine if setup.share_experts else TensorEngine)(part, world, _tokenizer(setup), _options(setup))
     keep_loaded()
     if connection is None:
         engine.follow()

@@ -19,6 +19,7 @@ from meshwright.events.parent import PARENT
 from meshwright.server.engine_client import EngineClient, connect
 from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.engine import Dispatch
 from meshwright.spec.errors import EXIT_COMMUNICATION
 from meshwright.spec.fields import to_plain
 from meshwright.spec.rank_environment import STORE_SOCKET
@@ -49,7 +50,10 @@ class EngineSetup:
     mtp: bool = False
     """Whether the model's prediction modules propose `speculate` drafts."""
     cluster: ClusterSpec | None = None
-    """This host with a device for each tensor rank; None: one process."""
+    """This host with a device for each rank; None: one process."""
+    share_experts: bool = False
+    """Whether ranks share the experts, rather than divide each layer."""
+    expert_dispatch: Dispatch | None = None
     transfer: TransferSetup | None = None
     """Role and peers; None: the engine exchanges nothing with others."""
 

@@ -39,7 +39,7 @@ LARGEST_HEADERS = 64 << 10
 def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None], cluster: ClusterSpec | None = None) -> None:
     """Serve the model in `folder` until SIGTERM or Ctrl-C; `say` receives the address once requests are taken.
 
-    `cluster` is this host, with as many devices as `spec.tensor`; None: the engine runs on one device.
+    `cluster` is this host, with as many devices as `spec.ranks`; None: the engine runs on one device.
 
     Raises BadInput for wrong settings, and the engine's error if it cannot continue.
     """
@@ -55,6 +55,8 @@ def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None], cluste
         mtp=spec.mtp,
         draft_model=spec.draft_model,
         cluster=cluster,
+        share_experts=spec.expert > 1,
+        expert_dispatch=spec.expert_dispatch,
         transfer=transfer_setup(spec),
     )
     process = EngineProcess(setup)

@@ -10,6 +10,8 @@ from meshwright.spec.fields import Positive
 
 Fp8 = Literal["fp8"]
 """e4m3: 4 significant bits, up to 448."""
+Dispatch = Literal["int8"]
+"""A format of tokens on their way to experts: integers from -127 to 127, with a scale for each token."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from meshwright.spec.deployment import Role
-from meshwright.spec.engine import EngineSettings
+from meshwright.spec.engine import Dispatch, EngineSettings
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import Bound, NotNegative, Positive
 
@@ -67,6 +67,10 @@ class ServeSpec(EngineSettings, HttpSettings):
     """Whether the model's modules for multi-token prediction propose them, one each."""
     tensor: Positive = 1
     """Devices of this host over which the engine divides every layer."""
+    expert: Positive = 1
+    """Devices of this host that share the experts of each layer; each has requests and a cache of its own."""
+    expert_dispatch: Dispatch | None = None
+    """Format of tokens on their way to experts of other devices; none is the model's dtype."""
     role: Role = "both"
     """Work of this engine: prompts for other engines, texts whose prompts others compute, or both and whole requests."""
     transfer_address: str | None = None
@@ -84,18 +88,28 @@ class ServeSpec(EngineSettings, HttpSettings):
         super().__post_init__()
         names = ("invariant", "speculate", "draft_model", "mtp")
         given = [name for name in names if getattr(self, name)]
-        if self.tensor > 1 and given:
-            raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor")
+        for name in ("tensor", "expert"):
+            if getattr(self, name) > 1 and given:
+                raise BadInput(f"{' and '.join(given)}: for one device only; leave out {name}")
+        if self.tensor > 1 and self.expert > 1:
+            raise BadInput("tensor and expert exclude each other: give one of them more than 1 device")
+        if self.expert_dispatch is not None and self.expert == 1:
+            raise BadInput("expert_dispatch: tokens travel to experts only with expert above 1")
         if self.mtp and self.draft_model is not None:
             raise BadInput("mtp and draft_model exclude each other: both propose the draft tokens")
         if not self.exchanges:
             return
-        if self.tensor > 1 or self.draft_model is not None or not self.prefix_cache:
+        if self.ranks > 1 or self.draft_model is not None or not self.prefix_cache:
             raise BadInput("roles: for an engine on one device with a prefix cache and no draft_model")
         if self.role == "prefill" and self.transfer_address is None:
             raise BadInput("role prefill: needs transfer_address, where others ask for prompts", key="role")
         if self.role == "decode" and not self.prefill_addresses:
             raise BadInput("role decode: needs prefill_engines, which compute its prompts", key="role")
+
+    @property
+    def ranks(self) -> int:
+        """Devices of the engine."""
+        return self.tensor * self.expert
 
     @property
     def exchanges(self) -> bool:
