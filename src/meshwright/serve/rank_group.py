@@ -80,7 +80,8 @@ class RankModel:
     ) -> RankModel:
         """The part of this rank of the model in `folder`: a run, a checkpoint or a Hugging Face folder. Collective.
 
-        The options are those of `empty`. Raises the same error on all ranks: BadInput if the ranks cannot divide the model, Damaged for damaged files.
+        The options are those of `empty`. Raises the same error on all ranks: BadInput if the ranks cannot divide the model, Damaged for
+        damaged files.
         """
         loaded: list[RankModel] = []
 
