@@ -128,7 +128,7 @@ def fail_on(world: World, spec: ModelSpec, failing: int) -> None:
 
 def fail_on_expert_ranks(world: World, spec: ModelSpec, failing: int) -> None:
     """The fourth step of expert ranks raises on one of them."""
-    _fail_at_fourth_step(expert_engine(world, spec, options_of(), None), world, failing)
+    _fail_at_fourth_step(expert_engine(world, spec, options_of()), world, failing)
 
 
 def _fail_at_fourth_step(engine: RankEngine, world: World, failing: int) -> None:
@@ -169,19 +169,27 @@ def save_newer(folder: Path, spec: ModelSpec) -> str:
     return str(save_run(folder, newer(spec)))
 
 
-def expert_engine(world: World, spec: ModelSpec, options: EngineOptions, dispatch: Dispatch | None) -> ExpertEngine:
+def expert_engine(
+    world: World, spec: ModelSpec, options: EngineOptions, dispatch: Dispatch | None = None, micro_batches: int = 1
+) -> ExpertEngine:
     """This expert rank's engine of the model `tiny(spec)`."""
     weights = dict(tiny(spec).named_parameters())
     part = RankModel.empty(spec, world, torch.float32, experts=True, dispatch=dispatch)
     part.copy_from(StoredModel(spec, lambda parameter, start, stop: weights[parameter.name][start:stop], lambda: None))
-    return ExpertEngine(part, world, options=options)
+    return ExpertEngine(part, world, options=options, micro_batches=micro_batches)
 
 
 def play_on_expert_ranks(
-    world: World, spec: ModelSpec, options: EngineOptions, dispatch: Dispatch | None, play: Play, *arguments: Any
+    world: World,
+    spec: ModelSpec,
+    options: EngineOptions,
+    dispatch: Dispatch | None,
+    micro_batches: int,
+    play: Play,
+    *arguments: Any,
 ) -> tuple[Any, int]:
     """The result of `play(engine, *arguments)` on rank 0, and this rank's requests. All blocks are free at the end."""
-    engine = expert_engine(world, spec, options, dispatch)
+    engine = expert_engine(world, spec, options, dispatch, micro_batches)
     add, requests, result = engine._policy.add, [], None
 
     def counted(*given: Any) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from meshwright.parallel.expert_inference import pack_int8, unpack_int8
+from meshwright.serve.batch_inputs import StepInputs
+from meshwright.serve.micro_batches import Stream, run_in_turn, split_decodes
 from meshwright.spec.inference_layout import experts_error
 from meshwright.spec.model import ModelSpec
 from tests.distributed.cases_tensor_engine import (
@@ -26,11 +28,11 @@ from tests.slow import quick_first
 
 
 @pytest.mark.parametrize("spec", quick_first(1, [QWEN3_MOE, DEEPSEEK_V3, SHARED]), ids=["qwen3", "deepseek", "shared"])
-@pytest.mark.parametrize(("ranks", "overlap"), quick_first(1, [(2, True), (2, False)]))
-def test_texts_are_those_of_one_device(pool: Pool, spec: ModelSpec, ranks: int, overlap: bool) -> None:
-    options = options_of(overlap=overlap)
+@pytest.mark.parametrize("micro_batches", quick_first(1, [2, 1, 3]))
+def test_texts_are_those_of_one_device(pool: Pool, spec: ModelSpec, micro_batches: int) -> None:
+    options = options_of(overlap=micro_batches == 2)
     expected = play_alone(spec, options, continue_some)
-    results = pool.run(play_on_expert_ranks, ranks, spec, options, None, continue_some)
+    results = pool.run(play_on_expert_ranks, 2, spec, options, None, micro_batches, continue_some)
     assert results[0][0] == expected
     requests = [count for _, count in results]
     assert sum(requests) == 11 and min(requests) >= 3, "each rank has requests of its own"
@@ -40,10 +42,44 @@ def test_texts_are_those_of_one_device(pool: Pool, spec: ModelSpec, ranks: int, 
 def test_rounded_tokens_change_few_choices(pool: Pool) -> None:
     """Greedy texts of int8 tokens begin as exact ones do, and are equal on any number of ranks."""
     two, four = (
-        pool.run(play_on_expert_ranks, ranks, DEEPSEEK_V3, options_of(), "int8", continue_some)[0][0]
+        pool.run(play_on_expert_ranks, ranks, DEEPSEEK_V3, options_of(), "int8", 1, continue_some)[0][0]
         for ranks in (2, 4)
     )
     assert two == four
+
+
+def test_a_micro_batch_is_computed_while_the_tokens_of_another_travel() -> None:
+    """Each stops once for its tokens' way to the experts and once for that back, in the same order on all ranks."""
+    events: list[str] = []
+
+    def stream(name: str) -> Stream:
+        for stage in ("sent", "returning"):
+            events.append(f"{name} {stage}")
+            yield
+            events.append(f"{name} arrived")
+        return torch.zeros(1), None
+
+    run_in_turn([stream("a"), stream("b")])
+    assert events == [
+        "a sent", "b sent", "a arrived", "a returning", "b arrived", "b returning", "a arrived", "b arrived",
+    ]  # fmt: skip
+
+
+def test_decodes_are_divided_and_steps_with_prompts_are_not() -> None:
+    def step(decodes: int, counts: list[int]) -> StepInputs:
+        tokens, count = sum(counts), len(counts)
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        places = torch.arange(tokens, dtype=torch.int32)
+        tables = (torch.arange(2 * count, dtype=torch.int32).view(count, 2),)
+        return StepInputs(places, places + 10, places[None] + 20, tables, starts[1:], starts, decodes, (), None)
+
+    first, second = split_decodes(step(5, [1] * 5), 2)
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([0, 1], [2, 3, 4])
+    assert second.slots.tolist() == [[22, 23, 24]] and second.block_tables[0].tolist() == [[4, 5], [6, 7], [8, 9]]
+    assert second.query_starts.tolist() == [0, 1, 2, 3] and second.decodes == 3 and second.positions[0] == 12
+    for whole in (step(1, [1]), step(1, [1, 4])):
+        first, second = split_decodes(whole, 2)
+        assert first is whole and not len(second.tokens)
 
 
 def test_int8_tokens_are_within_half_a_step_of_their_scale() -> None:
@@ -65,7 +101,7 @@ def test_newer_weights_reach_all_ranks(pool: Pool, tmp_path: Path) -> None:
         save_newer(tmp_path / "other", replace(QWEN3_MOE, rope_theta=500.0)),
     )
     before, _, after = play_alone(QWEN3_MOE, options_of(), continue_with_newer_weights, *folders)
-    results = pool.run(play_on_expert_ranks, 2, QWEN3_MOE, options_of(), None, continue_with_newer_weights, *folders)
+    results = pool.run(play_on_expert_ranks, 2, QWEN3_MOE, options_of(), None, 1, continue_with_newer_weights, *folders)
     result, _ = results[0]
     assert (result[0], result[2]) == (before, after) and before != after and "rope_theta" in result[1]
 

@@ -239,7 +239,8 @@ def test_ranks_exclude_what_is_for_one_device(given: dict[str, Any]) -> None:
     ("given", "message"),
     [
         ({"tensor": 2, "expert": 2}, "tensor and expert exclude each other"),
-        ({"expert_dispatch": "int8"}, "tokens travel to experts only with expert above 1"),
+        ({"expert_dispatch": "int8"}, "tokens travel between devices only with expert above 1"),
+        ({"expert_micro_batches": 2}, "tokens travel between devices only with expert above 1"),
         ({"expert": 2, "role": "prefill", "transfer_address": "unix:/x"}, "roles: for an engine on one device"),
     ],
 )
@@ -252,7 +253,7 @@ def test_expert_ranks_exclude_other_divisions(given: dict[str, Any], message: st
 def test_expert_ranks_serve_requests_of_their_own(tmp_path: Path) -> None:
     """The choices of a prompt are on one rank, other prompts on the other one."""
     folder, texts = write_folder(tmp_path / "experts", QWEN3_MOE), []
-    for options in ((), ("--expert", "2")):
+    for options in ((), ("--expert", "2", "--expert-micro-batches", "2")):
         with served(folder, *options) as (process, url):
             with ask(url, prompt=["def", "class", "import"], n=2, max_tokens=20, temperature=0.5, seed=1) as answer:
                 texts.append([choice["text"] for choice in json.load(answer)["choices"]])

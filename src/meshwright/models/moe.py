@@ -70,7 +70,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> RoutedOutput:
         """Route and process x `(batch, seq, hidden)`."""
         logits = self.router(x)
-        probabilities, weights, chosen = self._route(logits)
+        probabilities, weights, chosen = self.route(logits)
         loads = _loads(chosen, self.count)
         load = loads.sum(0)
         order = order_by_expert(chosen.flatten(0, 1), load)
@@ -84,7 +84,7 @@ class MixtureOfExperts(nn.Module):
         balance = _balance(probabilities, self.whole_sequence_loads(loads), self.per_token)
         return RoutedOutput(y, balance, load, squares)
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities `(batch, seq, experts)`, and weights and indices of the chosen experts, of the router's output.
 
         A sigmoid's scores are not probabilities: their share in the token's sum is (DeepSeek-V3, equation 18). They choose experts with

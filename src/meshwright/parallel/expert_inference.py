@@ -6,20 +6,23 @@ a step at the same time; one without tokens takes part in the exchanges (`exchan
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.kernels.grouped import ExpertOrder, from_groups, order_by_expert, to_groups
+from meshwright.kernels.grouped import ExpertOrder, from_groups, order_by_expert, sorted_weights, sum_copies, to_groups
 from meshwright.models.decoder import Block, Decoder
-from meshwright.models.moe import MixtureOfExperts
-from meshwright.parallel.experts import AllToAll, DistributedExperts, exchange_loads, exchange_rows, experts_of_rows
-from meshwright.parallel.token_exchange import Compute, TokenExchange
+from meshwright.models.moe import Experts, MixtureOfExperts
+from meshwright.parallel.experts import exchange_loads, experts_of_rows
+from meshwright.parallel.products import group_by_name
 from meshwright.spec.engine import Dispatch
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import experts_error
 from meshwright.spec.layout import Part, even_rows
 
+Stages = Generator[None, None, Tensor]
 LARGEST = 127
 """Of int8, without -128."""
 SCALE_BYTES = 4
@@ -34,13 +37,12 @@ def distribute_for_inference(
     """
     if expected := experts_error(model.spec, part.count):
         raise BadInput(f"expert ranks: expected {expected}, got {part.count}")
-    exchange = (RoundedAllToAll if dispatch == "int8" else AllToAll)(group.group_name, part.count)
     for mixture in mixtures(model):
         for name, weight in list(mixture.experts.named_parameters()):
             owned = even_rows(model.spec.experts, part.count, part.index)
             local = weight.new_empty(len(owned), *weight.shape[1:])
             mixture.experts.register_parameter(name, nn.Parameter(local, requires_grad=False))
-        mixture.experts = DistributedExperts(mixture.experts, exchange)
+        mixture.experts = SharedExperts(mixture.experts, group.group_name, part.count, dispatch)
 
 
 def mixtures(model: Decoder) -> list[MixtureOfExperts]:
@@ -48,31 +50,75 @@ def mixtures(model: Decoder) -> list[MixtureOfExperts]:
     return [block.moe for block in model.layers.values() if isinstance(block, Block) and block.routed]
 
 
-def exchange_nothing(model: Decoder) -> None:
-    """Take part in the exchanges of a step without tokens of this rank's own."""
-    weight, count = model.embed.weight, model.spec.experts
-    none = torch.empty(0, dtype=torch.int64, device=weight.device)
-    order = ExpertOrder(none, none[:, None], torch.zeros(count, dtype=torch.int32, device=weight.device))
+def mixture_in_stages(mixture: MixtureOfExperts, x: Tensor) -> Stages:
+    """The output of a mixture for x `(1, tokens, hidden)`; yields while tokens travel, so that other work can be done."""
+    _, weights, chosen = mixture.route(mixture.router(x))
+    load = chosen.flatten().bincount(minlength=mixture.count)
+    order = order_by_expert(chosen.flatten(0, 1), load)
+    rows = yield from _exchange(mixture.experts, to_groups(x.flatten(0, 1), order), load)
+    scale = sorted_weights(weights.flatten(0, 1), order)
+    y = sum_copies((rows * scale[:, None]).to(rows.dtype), order).view_as(x)
+    return y if mixture.shared is None else y + mixture.shared(x)
+
+
+def exchange_nothing(model: Decoder) -> Generator[None]:
+    """Take part in the exchanges of a step without tokens of this rank's own; yields as `mixture_in_stages` does."""
+    none = model.embed.weight.new_empty(0, model.spec.hidden)
+    load = torch.zeros(model.spec.experts, dtype=torch.int64, device=none.device)
     for mixture in mixtures(model):
-        mixture.experts(weight.new_empty(0, model.spec.hidden), order)
+        yield from _exchange(mixture.experts, none, load)
 
 
-class RoundedAllToAll(TokenExchange):
-    """The exchange by messages in which tokens travel to the experts in int8, with one scale each; outputs return unrounded.
+def _exchange(experts: nn.Module, sorted_rows: Tensor, load: Tensor) -> Stages:
+    """The outputs of rows by the experts of all ranks, in three parts: behind the first two, rows travel."""
+    assert isinstance(experts, SharedExperts)
+    loads, splits = exchange_loads(load, experts.group, experts.ranks)
+    sent, received = splits.tolist()
+    packed = pack_int8(sorted_rows) if experts.dispatch == "int8" else sorted_rows
+    arriving, work = _start(packed, sent, received, experts.group)
+    yield
+    work.wait()
+    rows = unpack_int8(arriving, sorted_rows.dtype) if experts.dispatch == "int8" else arriving
+    order = order_by_expert(experts_of_rows(loads, rows), loads.sum(0))
+    outputs = from_groups(experts.compute(to_groups(rows, order), order), order).squeeze(1)
+    returning, work = _start(outputs, received, sent, experts.group)
+    yield
+    work.wait()
+    return returning
 
-    It is for inference: rounding has no gradient.
-    """
 
-    def __init__(self, group: str, ranks: int) -> None:
-        self._group, self._ranks = group, ranks
+def _start(rows: Tensor, sent: list[int], received: list[int], group: str) -> tuple[Tensor, dist.Work]:
+    """Start to exchange rows `(rows, width)`; numbers of rows to and from each rank."""
+    arriving, rows = rows.new_empty(sum(received), rows.shape[1]), rows.contiguous()
+    work = dist.all_to_all_single(arriving, rows, received, sent, group=group_by_name(group), async_op=True)
+    assert work is not None
+    return arriving, work
 
-    def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
-        loads, splits = exchange_loads(load, self._group, self._ranks, local)
-        packed = exchange_rows(pack_int8(sorted_rows), splits, None, False, self._group)
-        received = unpack_int8(packed, sorted_rows.dtype)
-        order = order_by_expert(experts_of_rows(loads, received), loads.sum(0))
-        outputs = from_groups(compute(to_groups(received, order), order), order).squeeze(1)
-        return exchange_rows(outputs, splits, sorted_rows.shape[0], True, self._group)
+
+class SharedExperts(Experts):
+    """This rank's experts of a mixture; tokens travel to the other ranks' in the format `dispatch`."""
+
+    def __init__(self, whole: Experts, group: str, ranks: int, dispatch: Dispatch | None) -> None:
+        nn.Module.__init__(self)
+        self.gated, self.plain = whole.gated, whole.plain
+        self.group, self.ranks, self.dispatch = group, ranks, dispatch
+        for name, weight in whole.named_parameters():
+            self.register_parameter(name, weight)
+
+    def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
+        """The outputs of this rank's experts for rows `(rows, hidden)` sorted by expert."""
+        return super().forward(sorted_rows, order)
+
+    def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
+        """The outputs of all ranks' experts, each times its element of `weights`; waits for each exchange."""
+        load = order.offsets.diff(prepend=order.offsets.new_zeros(1)).long()
+        stages = _exchange(self, sorted_rows, load)
+        while True:
+            try:
+                next(stages)
+            except StopIteration as end:
+                outputs = end.value
+                return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
 
 
 def pack_int8(tokens: Tensor) -> Tensor:

@@ -53,6 +53,9 @@ class Engine:
     (without it by its defaults).
     """
 
+    runner_class: type[ModelRunner] = ModelRunner
+    """Of the forward pass."""
+
     def __init__(
         self,
         model: Decoder,
@@ -108,7 +111,7 @@ class Engine:
         graphs = cuda and not _host_reads_experts(model) if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
         invariant = options.invariant
-        runner, sampler = classes_for(weight.device) if invariant else (ModelRunner, Sampler)
+        runner, sampler = classes_for(weight.device) if invariant else (self.runner_class, Sampler)
         self._runner = runner(
             model,
             cache,

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from meshwright.parallel.expert_inference import exchange_nothing
 from meshwright.parallel.world import World
 from meshwright.serve.engine import Engine
 from meshwright.serve.figures import EngineFigures
 from meshwright.serve.generation import Update
+from meshwright.serve.micro_batches import MicroBatchRunner
 from meshwright.serve.rank_group import RankEngine, RankModel
 from meshwright.serve.readback import LaunchedStep
 from meshwright.serve.text_request import TextRequest
@@ -33,11 +33,21 @@ if TYPE_CHECKING:
 class ExpertEngine(RankEngine):
     """The engine of a rank that has some experts of each mixture. Sizes of the options are those of each rank.
 
-    Steps have no CUDA graphs: the host reads how many tokens an exchange moves. Raises BadInput for speculation.
+    Steps have no CUDA graphs: the host reads how many tokens an exchange moves. With several `micro_batches` a step's decodes are computed
+    in turn, so that tokens travel meanwhile. Raises BadInput for speculation.
     """
 
+    runner_class = MicroBatchRunner
+    _runner: MicroBatchRunner
+
     def __init__(
-        self, part: RankModel, world: World, tokenizer: Tokenizer | None = None, options: EngineOptions | None = None
+        self,
+        part: RankModel,
+        world: World,
+        tokenizer: Tokenizer | None = None,
+        options: EngineOptions | None = None,
+        *,
+        micro_batches: int = 1,
     ) -> None:
         options = options or EngineOptions()
         if options.speculation is not None:
@@ -46,6 +56,7 @@ class ExpertEngine(RankEngine):
         """On rank 0: the rank of each unfinished request."""
         self._sum = EngineFigures()
         super().__init__(part, world, tokenizer, replace(options, graphs=False))
+        self._runner.micro_batches = micro_batches
 
     @property
     def unfinished(self) -> int:
@@ -108,7 +119,7 @@ class ExpertEngine(RankEngine):
     def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
         launched = super()._launch(updates, drafting)
         if launched is None:
-            exchange_nothing(self._model)
+            self._runner.compute_nothing()
         return launched
 
 

@@ -258,7 +258,10 @@ def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
     world = join(RankEnvironment.from_environment(), setup.cluster, timeout_seconds=LOAD_SECONDS)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     part = RankModel.load(Path(setup.folder), world, dtype, experts=setup.share_experts, dispatch=setup.expert_dispatch)
-    engine = (ExpertEngine if setup.share_experts else TensorEngine)(part, world, _tokenizer(setup), _options(setup))
+    given = part, world, _tokenizer(setup), _options(setup)
+    engine = (
+        ExpertEngine(*given, micro_batches=setup.expert_micro_batches) if setup.share_experts else TensorEngine(*given)
+    )
     keep_loaded()
     if connection is None:
         engine.follow()

@@ -54,6 +54,7 @@ class EngineSetup:
     share_experts: bool = False
     """Whether ranks share the experts, rather than divide each layer."""
     expert_dispatch: Dispatch | None = None
+    expert_micro_batches: int = 1
     transfer: TransferSetup | None = None
     """Role and peers; None: the engine exchanges nothing with others."""
 

@@ -57,6 +57,7 @@ def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None], cluste
         cluster=cluster,
         share_experts=spec.expert > 1,
         expert_dispatch=spec.expert_dispatch,
+        expert_micro_batches=spec.expert_micro_batches,
         transfer=transfer_setup(spec),
     )
     process = EngineProcess(setup)

@@ -71,6 +71,8 @@ class ServeSpec(EngineSettings, HttpSettings):
     """Devices of this host that share the experts of each layer; each has requests and a cache of its own."""
     expert_dispatch: Dispatch | None = None
     """Format of tokens on their way to experts of other devices; none is the model's dtype."""
+    expert_micro_batches: Positive = 1
+    """Parts of a step's decodes; the tokens of one travel between devices while another is computed."""
     role: Role = "both"
     """Work of this engine: prompts for other engines, texts whose prompts others compute, or both and whole requests."""
     transfer_address: str | None = None
@@ -93,8 +95,10 @@ class ServeSpec(EngineSettings, HttpSettings):
                 raise BadInput(f"{' and '.join(given)}: for one device only; leave out {name}")
         if self.tensor > 1 and self.expert > 1:
             raise BadInput("tensor and expert exclude each other: give one of them more than 1 device")
-        if self.expert_dispatch is not None and self.expert == 1:
-            raise BadInput("expert_dispatch: tokens travel to experts only with expert above 1")
+        if self.expert == 1 and (self.expert_dispatch is not None or self.expert_micro_batches > 1):
+            raise BadInput(
+                "expert_dispatch, expert_micro_batches: tokens travel between devices only with expert above 1"
+            )
         if self.mtp and self.draft_model is not None:
             raise BadInput("mtp and draft_model exclude each other: both propose the draft tokens")
         if not self.exchanges:
