@@ -55,9 +55,9 @@ def mixture_in_stages(mixture: MixtureOfExperts, x: Tensor) -> Stages:
     _, weights, chosen = mixture.route(mixture.router(x))
     load = chosen.flatten().bincount(minlength=mixture.count)
     order = order_by_expert(chosen.flatten(0, 1), load)
-    rows = yield from _exchange(mixture.experts, to_groups(x.flatten(0, 1), order), load)
+    outputs = yield from _exchange(mixture.experts, to_groups(x.flatten(0, 1), order), load)
     scale = sorted_weights(weights.flatten(0, 1), order)
-    y = sum_copies((rows * scale[:, None]).to(rows.dtype), order).view_as(x)
+    y = sum_copies((outputs * scale[:, None]).to(outputs.dtype), order).view_as(x)
     return y if mixture.shared is None else y + mixture.shared(x)
 
 
@@ -78,9 +78,9 @@ def _exchange(experts: nn.Module, sorted_rows: Tensor, load: Tensor) -> Stages:
     arriving, work = _start(packed, sent, received, experts.group)
     yield
     work.wait()
-    rows = unpack_int8(arriving, sorted_rows.dtype) if experts.dispatch == "int8" else arriving
-    order = order_by_expert(experts_of_rows(loads, rows), loads.sum(0))
-    outputs = from_groups(experts.compute(to_groups(rows, order), order), order).squeeze(1)
+    tokens = unpack_int8(arriving, sorted_rows.dtype) if experts.dispatch == "int8" else arriving
+    order = order_by_expert(experts_of_rows(loads, tokens), loads.sum(0))
+    outputs = from_groups(experts.compute(to_groups(tokens, order), order), order).squeeze(1)
     returning, work = _start(outputs, received, sent, experts.group)
     yield
     work.wait()

@@ -62,7 +62,7 @@ def run_in_turn(
 
 
 def split_decodes(step: StepInputs, count: int) -> list[StepInputs]:
-    """`count` steps with about as many decodes each, the last ones without any if there are too few; a mixed step is the first.
+    """`count` steps with about as many decodes each; if it has too few or is mixed, the step itself and empty ones.
 
     Their tokens in order are those of the step. The inputs of an empty step have no tokens only.
     """
