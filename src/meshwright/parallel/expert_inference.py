@@ -87,10 +87,12 @@ def _exchange(experts: nn.Module, sorted_rows: Tensor, load: Tensor) -> Stages:
     return returning
 
 
-def _start(rows: Tensor, sent: list[int], received: list[int], group: str) -> tuple[Tensor, dist.Work]:
-    """Start to exchange rows `(rows, width)`; numbers of rows to and from each rank."""
-    arriving, rows = rows.new_empty(sum(received), rows.shape[1]), rows.contiguous()
-    work = dist.all_to_all_single(arriving, rows, received, sent, group=group_by_name(group), async_op=True)
+def _start(tokens: Tensor, sent: list[int], received: list[int], group: str) -> tuple[Tensor, dist.Work]:
+    """Start to exchange tokens `(tokens, width)`: their numbers to and from each rank. Returns those that arrive by the end."""
+    arriving = tokens.new_empty(sum(received), tokens.shape[1])
+    work = dist.all_to_all_single(
+        arriving, tokens.contiguous(), received, sent, group=group_by_name(group), async_op=True
+    )
     assert work is not None
     return arriving, work
 

@@ -38,7 +38,6 @@ class ExpertEngine(RankEngine):
     """
 
     runner_class = MicroBatchRunner
-    _runner: MicroBatchRunner
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class ExpertEngine(RankEngine):
         """On rank 0: the rank of each unfinished request."""
         self._sum = EngineFigures()
         super().__init__(part, world, tokenizer, replace(options, graphs=False))
-        self._runner.micro_batches = micro_batches
+        self._micro_batch_runner.micro_batches = micro_batches
 
     @property
     def unfinished(self) -> int:
@@ -119,8 +118,13 @@ class ExpertEngine(RankEngine):
     def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
         launched = super()._launch(updates, drafting)
         if launched is None:
-            self._runner.compute_nothing()
+            self._micro_batch_runner.compute_nothing()
         return launched
+
+    @property
+    def _micro_batch_runner(self) -> MicroBatchRunner:
+        assert isinstance(self._runner, MicroBatchRunner)
+        return self._runner
 
 
 def _sum_of(ranks: list[EngineFigures]) -> EngineFigures:
