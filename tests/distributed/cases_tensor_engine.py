@@ -207,15 +207,16 @@ def play_on_expert_ranks(
 
 
 def continue_some(engine: Engine) -> Any:
-    """Greedy and drawn texts; one request is aborted, and a second round has fewer requests than ranks."""
+    """Greedy and drawn texts; one is aborted, one ends by its deadline; a second round has fewer requests than ranks."""
     numbers = [engine.submit(prompt, new_tokens=TOKENS) for prompt in PROMPTS]
     numbers += [engine.submit(prompt, new_tokens=TOKENS, sampling=DRAWN) for prompt in PROMPTS[:3]]
     numbers += engine.submit_samples(PROMPTS[1], 2, sampling=DRAWN, new_tokens=TOKENS)
     engine.abort(numbers[2])
+    numbers.append(engine.submit(PROMPTS[0], new_tokens=TOKENS, seconds=1e-9))
     tokens: dict[int, list[int]] = {number: [] for number in numbers}
     ends: dict[int, str | None] = {}
     for update in engine.run():
         tokens[update.number] += update.tokens
         ends[update.number] = update.reason
-    assert ends.pop(numbers[2]) == "abort"
+    assert (ends.pop(numbers[2]), ends[numbers[-1]]) == ("abort", "deadline")
     return tokens, ends, texts(engine, PROMPTS[:1])

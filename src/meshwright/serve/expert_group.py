@@ -69,7 +69,7 @@ class ExpertEngine(RankEngine):
     def abort(self, number: int) -> None:
         """End a request, as `Engine.abort`."""
         if (rank := self._rank_of.get(number)) is not None:
-            self._give({"now": time.monotonic(), "rank": rank, "abort": number})
+            self._give({"now": time.monotonic(), "rank": rank, "number": number, "abort": number})
 
     def _queue(self, request: TextRequest) -> int:
         self._now, number = time.monotonic(), self._next_number
@@ -96,10 +96,12 @@ class ExpertEngine(RankEngine):
             self._calls.append(call)
 
     def _apply(self, call: Mapping[str, Any]) -> int:
+        """Submit or abort a request on this rank, if it is one of its own; the number of the request."""
+        number = call["number"]
         if call["rank"] != self._world.rank:
-            return -1
+            return number
         if "submit" in call:
-            self._next_number = call["number"]
+            self._next_number = number
         return super()._apply(call)
 
     def _compute_step(self) -> list[Update]:

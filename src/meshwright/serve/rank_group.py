@@ -134,7 +134,8 @@ class RankEngine(Engine):
         An error ends the group: it is raised as a MeshwrightError, CommunicationFailure if another rank has failed.
         """
         with self._ending_on_error("a step"):
-            self._send(now=time.monotonic())
+            self._now = time.monotonic()
+            self._send(now=self._now)
             return self._compute_step()
 
     def load_weights(self, folder: Path) -> None:
