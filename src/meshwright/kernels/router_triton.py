@@ -72,7 +72,7 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     if parts:
         _count[(parts,)](chosen, counts, count, experts, copies, tokens, block, num_warps=8)
         _scan[(experts,)](counts, before, totals, parts, experts, SCAN_BLOCK, num_warps=4)
-        _place[(parts,)](
+        _order[(parts,)](
             chosen, before, totals, order, positions, count, experts, copies, tokens, block, num_warps=8
         )  # fmt: skip
     return order, positions
@@ -209,7 +209,7 @@ def _scan(counts, before, totals, parts, experts, block: tl.constexpr) -> None:
 
 
 @triton.jit
-def _place(
+def _order(
     chosen,
     before,
     totals,
