@@ -1,4 +1,4 @@
-"""The router's kernels in Triton's interpreter against torch's operators in fp64, and the order of copies against a stable sort."""
+"""The router's kernels against torch's operators in fp64, and the order of copies against a stable sort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of tokens' experts by a kernel: scores, experts, weights, probabilities and loads in one pass over the logits.
+"""The choice of tokens' experts by a kernel: experts, weights, probabilities and loads in one pass over the logits.
 
 `models.moe` has the same computation in torch's operators, for other devices, for groups of experts and for replayed loads.
 """
@@ -34,9 +34,9 @@ def has_kernel(x: Tensor, experts: int) -> bool:
 
 
 def choose(logits: Tensor, bias: Tensor | None, *, copies: int, normalised: bool, scale: float) -> Choice:
-    """The `copies` experts of the highest score of each token, of router logits `(batch, seq, experts)` that `has_kernel` takes.
+    """The `copies` experts of the highest score of each token.
 
-    Scores are a softmax, or with `bias` `(experts,)` sigmoids, to which it is added for the choice only. Of equal scores the first expert's
+    `logits` `(batch, seq, experts)` are a router's output that `has_kernel` takes. Scores are a softmax, or with `bias` `(experts,)` sigmoids, to which it is added for the choice only. Of equal scores the first expert's
     comes first. Weights are the scores, by token divided by their sum if `normalised`, times `scale`.
     """
     return Choice(*_choose_experts(logits, bias, copies, normalised, scale))

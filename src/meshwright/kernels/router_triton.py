@@ -171,7 +171,7 @@ def _choose_backward(
 
 @triton.jit
 def _scores(x, is_expert, sigmoid: tl.constexpr) -> tl.tuple:
-    """Scores and probabilities of logits `x` `(tokens, experts)` in fp32, and the scores' sums `(tokens, 1)`; 0 where no expert is."""
+    """Scores and probabilities of logits `x` `(tokens, experts)`, and sums of scores `(tokens, 1)`; 0 where no expert is."""
     x = x.to(tl.float32)
     if sigmoid:
         scores = tl.where(is_expert, 1.0 / (1.0 + tl.exp(-x)), 0.0)
