@@ -36,8 +36,9 @@ def has_kernel(x: Tensor, experts: int) -> bool:
 def choose(logits: Tensor, bias: Tensor | None, *, copies: int, normalised: bool, scale: float) -> Choice:
     """The `copies` experts of the highest score of each token.
 
-    `logits` `(batch, seq, experts)` are a router's output that `has_kernel` takes. Scores are a softmax, or with `bias` `(experts,)` sigmoids, to which it is added for the choice only. Of equal scores the first expert's
-    comes first. Weights are the scores, by token divided by their sum if `normalised`, times `scale`.
+    `logits` `(batch, seq, experts)` are a router's output that `has_kernel` takes. Scores are a softmax, or with `bias` `(experts,)`
+    sigmoids, to which it is added for the choice only. Of equal scores the first expert's comes first. Weights are the scores, by token
+    divided by their sum if `normalised`, times `scale`.
     """
     return Choice(*_choose_experts(logits, bias, copies, normalised, scale))
 

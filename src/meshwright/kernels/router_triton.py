@@ -1,8 +1,8 @@
 """The Triton kernels of a mixture's router and of the order of its token copies; imported only with a CUDA device.
 
-torch's top-k takes 0.23 ms for 32,768 tokens and 128 experts on an H200, though the logits are 8 MB, and its order is a radix sort. Here one
-kernel per direction computes scores, choice, weights, sums of probabilities and loads; the order takes three: counts per block of tokens,
-their scan, and the positions.
+torch's top-k takes 0.23 ms for 32,768 tokens and 128 experts on an H200, though the logits are 8 MB, and its order is a radix sort. Here
+one kernel per direction computes scores, choice, weights, sums of probabilities and loads; the order takes three: counts per block of
+tokens, their scan, and the positions.
 
 A program has a tile of tokens by experts in registers.
 """
