@@ -1,4 +1,4 @@
-"""Experts that move between two GPUs over NCCL: all state changes places bit for bit, and training goes on as without moves."""
+"""Experts that move between two GPUs over NCCL: all state changes places bit for bit, training continues."""
 
 from __future__ import annotations
 
