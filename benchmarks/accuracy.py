@@ -329,7 +329,7 @@ def _dense_runs(file: Path) -> Iterator[KeptRun]:
 
 
 def _train_runs(file: Path) -> Iterator[KeptRun]:
-    """The lines of a file of single runs that have a step time; their plans are those that the planner makes of their words today."""
+    """The lines of a file of single runs that have a step time, with the plans that the planner makes of their words."""
     for line in json.loads(file.read_text(encoding="utf-8"))["lines"]:
         if "step_ms" not in line:
             continue

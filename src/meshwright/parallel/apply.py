@@ -42,7 +42,17 @@ from meshwright.parallel.tied import TiedGradientSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
 from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
-from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, local_boxes, rank_parameters, stage_table
+from meshwright.spec.layout import (
+    UNDIVIDED,
+    WHOLE,
+    Box,
+    Division,
+    Part,
+    gradients_final_in_backward,
+    local_boxes,
+    rank_parameters,
+    stage_table,
+)
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Moments, Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
@@ -66,7 +76,8 @@ class Engine:
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
-    plan has no separate master weights. `present_experts` has by layer the experts that are present beside their owners; empty if the plan
+    plan has no separate master weights. `use_rounded` maps each parameter whose weight the optimizer may round for the next step's gather
+    to the function that takes it. `present_experts` has by layer the experts that are present beside their owners; empty if the plan
     copies none. `moments` and `offload_fraction` are the plan's.
     """
 
@@ -78,6 +89,7 @@ class Engine:
     weights: Mapping[str, StateParts]
     duplicate_rows: Mapping[str, Sequence[range]]
     host_offloaded: Mapping[str, Callable[[], torch.Tensor] | None]
+    use_rounded: Mapping[str, Callable[[torch.Tensor], None]]
     present_experts: Mapping[int, PresentExperts]
     moments: Moments = "fp32"
     offload_fraction: float = 1.0
@@ -188,6 +200,7 @@ def build_engine(
         local_weights(model, division),
         _duplicate_rows(boxes_by_parameter, tied),
         _host_offloaded(model, plan, sharded),
+        _use_rounded(model, plan, sharded),
         presents,
         plan.precision.moments,
         plan.offload_fraction,
@@ -231,6 +244,23 @@ def _host_offloaded(
         for name, weight in model.named_parameters()
         if weight.requires_grad and plan.strategy_of(name, model.spec.layers).optimizer_offloaded
     }
+
+
+def _use_rounded(model: Decoder, plan: Plan, units: Sequence[ShardedUnit]) -> dict[str, Callable[[torch.Tensor], None]]:
+    """See `Engine.use_rounded`: on one rank, if weights stay gathered until their backward.
+
+    The rounded weights take the memory of the gradients, and all of them are in memory before the backward anyway.
+    """
+    if not gradients_final_in_backward(model.spec, plan) or any(layer.reshard for layer in plan.layers):
+        return {}
+    setters = {
+        id(parameter.shard): parameter.set_rounded_weight
+        for unit in units
+        for group in unit.owners
+        for parameter in group.parameters
+        if parameter.gathered_by_cast
+    }
+    return {name: setters[id(weight)] for name, weight in model.named_parameters() if id(weight) in setters}
 
 
 def _duplicate_rows(
