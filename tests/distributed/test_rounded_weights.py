@@ -24,10 +24,15 @@ SETTINGS = [*ranks(1), "plan.compute=bf16", f"train.steps={STEPS}", f"train.vali
 
 
 def counted(
-    world: World, assignment: Assignment, rounds: bool, poison: str
+    world: World, assignment: Assignment, rounds: bool, skipped_step: int
 ) -> tuple[cases_training.Seen, Counter[bool]]:
     """A run, and how many gathers of a parameter used a rounded weight and how many cast it."""
-    counts, original = Counter[bool](), ShardedParameter.use_rounded_weight
+    counts, steps = Counter[bool](), count(1)
+    original, gradient_norm = ShardedParameter.use_rounded_weight, train_step.gradient_norm
+
+    def norm_of(*arguments: Any) -> torch.Tensor:
+        norm = gradient_norm(*arguments)
+        return norm * torch.nan if next(steps) == skipped_step else norm
 
     def use_rounded_weight(parameter: ShardedParameter) -> bool:
         used = original(parameter)
