@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
