@@ -1,4 +1,4 @@
-"""The update rounds weights into the memory of their gradients, and the next gather uses them: equal to a separate cast, bit for bit."""
+"""Weights that the update rounds into the memory of their gradients for the next gather equal separately cast ones."""
 
 from __future__ import annotations
 
