@@ -41,9 +41,9 @@ def counted(
         counts[used] += 1
         return used
 
-    chosen = apply._use_rounded if rounds else lambda *_: {}
+    chosen = apply._rounded_weight_setters if rounds else lambda *_: {}
     with (
-        patch.object(apply, "_use_rounded", chosen),
+        patch.object(apply, "_rounded_weight_setters", chosen),
         patch.object(ShardedParameter, "use_rounded_weight", use_rounded_weight),
         patch.object(train_step, "gradient_norm", norm_of),
     ):

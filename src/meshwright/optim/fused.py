@@ -67,8 +67,8 @@ def update(
     """One in-place update of contiguous tensors, to be called inside `count_updates`.
 
     Gradients may have a narrower dtype than the other tensors; their values are overwritten: with `rounds` by the new weights in the
-    gradients' dtype, also if the update is skipped. On CUDA in fp32 one launch of a Triton kernel
-    clips and updates all tensors; elsewhere torch's fused kernel runs after clipping.
+    gradients' dtype, also if the update is skipped. On CUDA in fp32 one launch of a Triton kernel clips and updates all tensors; elsewhere
+    torch's fused kernel runs after clipping.
     """
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         indices = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]

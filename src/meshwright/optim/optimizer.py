@@ -39,7 +39,7 @@ from meshwright.state.parts import StateParts, average_name, moment_name, weight
 from meshwright.state.shared_ranks import SharedRanks
 from meshwright.state.snapshot import HostState, SnapshotCopies
 
-UseRounded = Callable[[torch.Tensor], None]
+SetRoundedWeight = Callable[[torch.Tensor], None]
 """Takes a weight in the dtype of its gradient."""
 
 
@@ -48,9 +48,9 @@ class Optimizer:
 
     `host_offloaded` maps each parameter whose state is in host memory to the function that releases its master weight from the device, or
     to None if the master weight remains on the device; only AdamW takes any. Call `release_master_weights` once the weights have their
-    values. `use_rounded` maps parameters whose new weight AdamW may round into the memory of the gradient, so that no separate pass casts
-    it for the next step, to the function that takes it. `weights` has this rank's pieces of each parameter. `ranks` share them, for a rule
-    that updates whole matrices; None: this rank has them whole. `moments` and `offload_fraction` are the plan's.
+    values. `rounded_weight_setters` maps parameters whose new weight AdamW may round into the memory of the gradient, so that no separate
+    pass casts it for the next step, to the function that takes it. `weights` has this rank's pieces of each parameter. `ranks` share them,
+    for a rule that updates whole matrices; None: this rank has them whole. `moments` and `offload_fraction` are the plan's.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Optimizer:
         host_offloaded: Mapping[str, Release | None] = MappingProxyType({}),
         ranks: SharedRanks | None = None,
         *,
-        use_rounded: Mapping[str, UseRounded] = MappingProxyType({}),
+        rounded_weight_setters: Mapping[str, SetRoundedWeight] = MappingProxyType({}),
         moments: Moments = "fp32",
         offload_fraction: float = 1.0,
     ) -> None:
@@ -83,7 +83,7 @@ class Optimizer:
                 self._states.setdefault(state, {})[name] = torch.zeros_like(part)
         self._counts = {name: new_count(part.device) for name, part in self._on_device.items()}
         tensors = RuleTensors(self._specs, self._on_device, self._states, self._counts, self._decays)
-        self._use_rounded = use_rounded if isinstance(train.optimizer, AdamWSpec) else {}
+        self._rounded_weight_setters = rounded_weight_setters if isinstance(train.optimizer, AdamWSpec) else {}
         self._rule = _rule(train.optimizer, tensors, ranks or SharedRanks.alone())
         self._ema = WeightAverage(self._parts, train.ema_decay) if train.ema_decay is not None else None
         self._copies: SnapshotCopies | None = None
@@ -125,7 +125,7 @@ class Optimizer:
         }
         rounded = frozenset(
             name
-            for name in self._use_rounded.keys() & gradients.keys() & self._on_device.keys()
+            for name in self._rounded_weight_setters.keys() & gradients.keys() & self._on_device.keys()
             if is_whole(gradients[name])
         )
         inputs = StepInputs(learning_rate, factor, (~norm.isfinite()).float(), rounded)
@@ -145,7 +145,7 @@ class Optimizer:
     def _update(self, names: Sequence[str], gradients: Mapping[str, torch.Tensor], inputs: StepInputs) -> None:
         self._rule.update(names, gradients, inputs)
         for name in inputs.rounded.intersection(names):
-            self._use_rounded[name](gradients[name])
+            self._rounded_weight_setters[name](gradients[name])
         if self._ema is not None:
             self._ema.update(names, inputs)
 

@@ -76,9 +76,9 @@ class Engine:
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
-    plan has no separate master weights. `use_rounded` maps each parameter whose weight the optimizer may round for the next step's gather
-    to the function that takes it. `present_experts` has by layer the experts that are present beside their owners; empty if the plan
-    copies none. `moments` and `offload_fraction` are the plan's.
+    plan has no separate master weights. `rounded_weight_setters` maps each parameter whose weight the optimizer may round for the next
+    step's gather to the function that takes it. `present_experts` has by layer the experts that are present beside their owners; empty if
+    the plan copies none. `moments` and `offload_fraction` are the plan's.
     """
 
     model: Decoder
@@ -89,7 +89,7 @@ class Engine:
     weights: Mapping[str, StateParts]
     duplicate_rows: Mapping[str, Sequence[range]]
     host_offloaded: Mapping[str, Callable[[], torch.Tensor] | None]
-    use_rounded: Mapping[str, Callable[[torch.Tensor], None]]
+    rounded_weight_setters: Mapping[str, Callable[[torch.Tensor], None]]
     present_experts: Mapping[int, PresentExperts]
     moments: Moments = "fp32"
     offload_fraction: float = 1.0
@@ -200,7 +200,7 @@ def build_engine(
         local_weights(model, division),
         _duplicate_rows(boxes_by_parameter, tied),
         _host_offloaded(model, plan, sharded),
-        _use_rounded(model, plan, sharded),
+        _rounded_weight_setters(model, plan, sharded),
         presents,
         plan.precision.moments,
         plan.offload_fraction,
@@ -246,8 +246,10 @@ def _host_offloaded(
     }
 
 
-def _use_rounded(model: Decoder, plan: Plan, units: Sequence[ShardedUnit]) -> dict[str, Callable[[torch.Tensor], None]]:
-    """See `Engine.use_rounded`: on one rank, if weights stay gathered until their backward.
+def _rounded_weight_setters(
+    model: Decoder, plan: Plan, units: Sequence[ShardedUnit]
+) -> dict[str, Callable[[torch.Tensor], None]]:
+    """See `Engine.rounded_weight_setters`: on one rank, if weights stay gathered until their backward.
 
     The rounded weights take the memory of the gradients, and all of them are in memory before the backward anyway.
     """
