@@ -36,7 +36,7 @@ from meshwright.parallel.recompute import with_recompute
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import RoutingStatistics
 from meshwright.parallel.sharded_unit import ShardedUnit
-from meshwright.parallel.stages import RankModel, make_units, remove_other_modules, shrink_to_local_parts
+from meshwright.parallel.stages import RankModel, Unit, make_units, remove_other_modules, shrink_to_local_parts
 from meshwright.parallel.tensor import TensorCopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedGradientSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
@@ -161,17 +161,7 @@ def build_engine(
     sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))
     streams = CommunicationStreams((group for unit in sharded for group in unit.owners), mesh.device)
     if plan.gather_engine == "copy":
-        # The last parameter group of a unit is gathered by copy engines. Experts may have a group before it, which NCCL kernels gather.
-        blocks, ends = (
-            dict.fromkeys(
-                unit.sharded.owners[-1]
-                for stage_units in units
-                for unit in stage_units
-                if (unit.layer is not None) is of_block
-            )
-            for of_block in (True, False)
-        )
-        use_copy_engines(list(blocks), list(ends), mesh)
+        _gather_by_copy_engines([unit for stage_units in units for unit in stage_units], mesh)
     rank_model = RankModel(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
@@ -205,6 +195,15 @@ def build_engine(
         plan.precision.moments,
         plan.offload_fraction,
     )
+
+
+def _gather_by_copy_engines(units: Sequence[Unit], mesh: Mesh) -> None:
+    """Have copy engines gather the last parameter group of each unit; NCCL gathers a group of experts before it."""
+    blocks, ends = (
+        dict.fromkeys(unit.sharded.owners[-1] for unit in units if (unit.layer is not None) is of_block)
+        for of_block in (True, False)
+    )
+    use_copy_engines(list(blocks), list(ends), mesh)
 
 
 def _routing(
