@@ -46,7 +46,8 @@ def order_by_expert(chosen: Tensor, load: Tensor) -> ExpertOrder:
     if has_kernel(chosen, load.shape[0]):
         from meshwright.kernels.router_triton import sort_by_expert
 
-        return ExpertOrder(*sort_by_expert(chosen, load.shape[0]), offsets)
+        order, positions = sort_by_expert(chosen, load.shape[0])
+        return ExpertOrder(order, positions, offsets)
     order = chosen.flatten().to(torch.int16).argsort(stable=True)  # a radix sort passes over the bytes of a key
     indices = torch.arange(order.numel(), device=order.device)
     positions = torch.empty_like(order).scatter(0, order, indices)
