@@ -30,13 +30,11 @@ class AdamWRule:
         tensors = self._tensors
         by_name = (tensors.weights, gradients, *(tensors.states[moment] for moment in MOMENTS), tensors.counts)
         with count_updates([tensors.counts[name] for name in names], inputs.skip):
-            options = {name: (tensors.decays[name], name in inputs.rounded) for name in names}
-            for weight_decay, rounds in dict.fromkeys(options.values()):
-                selected = [name for name in names if options[name] == (weight_decay, rounds)]
+            for weight_decay in dict.fromkeys(tensors.decays[name] for name in names):
+                selected = [name for name in names if tensors.decays[name] == weight_decay]
                 update(
                     *([tensor[name] for name in selected] for tensor in by_name),
                     coefficients=self._coefficients,
                     weight_decay=weight_decay,
                     inputs=inputs,
-                    rounds=rounds,
                 )

@@ -27,14 +27,12 @@ class Coefficients:
 class StepInputs:
     """Inputs of one step.
 
-    `factor` multiplies every gradient; `skip` is 1 to skip the update, else 0. Both are scalars on the device. AdamW overwrites the
-    gradients of the parameters `rounded` with their new weights.
+    `factor` multiplies every gradient; `skip` is 1 to skip the update, else 0. Both are scalars on the device.
     """
 
     learning_rate: float
     factor: Tensor
     skip: Tensor
-    rounded: frozenset[str] = frozenset()
 
 
 def new_count(device: torch.device) -> Tensor:
@@ -62,19 +60,17 @@ def update(
     coefficients: Coefficients,
     weight_decay: float,
     inputs: StepInputs,
-    rounds: bool = False,
 ) -> None:
     """One in-place update of contiguous tensors, to be called inside `count_updates`.
 
-    Gradients may have a narrower dtype than the other tensors; their values are overwritten: with `rounds` by the new weights in the
-    gradients' dtype, also if the update is skipped. On CUDA in fp32 one launch of a Triton kernel clips and updates all tensors; elsewhere
-    torch's fused kernel runs after clipping.
+    Gradients may have a narrower dtype than the other tensors; their values are overwritten. On CUDA in fp32 one launch of a Triton kernel
+    clips and updates all tensors; elsewhere torch's fused kernel runs after clipping.
     """
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         indices = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
         selected = ([tensors[index] for index in indices] for tensors in (weights, gradients, first, second, counts))
         step = _fast if weights[0].is_cuda and weights[0].dtype == torch.float32 else _plain
-        step(*selected, coefficients=coefficients, weight_decay=weight_decay, inputs=inputs, rounds=rounds)
+        step(*selected, coefficients=coefficients, weight_decay=weight_decay, inputs=inputs)
 
 
 def corrected_rates(counts: list[Tensor], coefficients: Coefficients, inputs: StepInputs) -> Tensor:
@@ -86,20 +82,19 @@ def corrected_rates(counts: list[Tensor], coefficients: Coefficients, inputs: St
 
 def _fast(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
-    coefficients: Coefficients, weight_decay: float, inputs: StepInputs, rounds: bool = False,
+    coefficients: Coefficients, weight_decay: float, inputs: StepInputs,
 ) -> None:  # fmt: skip
     from meshwright.optim.fused_triton import fused_update
 
     fused_update(
         weights, gradients, first, second, corrected_rates(counts, coefficients, inputs), factor=inputs.factor.float(), skip=inputs.skip,
         betas=coefficients.betas, epsilon=coefficients.epsilon, decay_factor=1 - inputs.learning_rate * weight_decay,
-        rounds=rounds,
     )  # fmt: skip
 
 
 def _plain(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
-    coefficients: Coefficients, weight_decay: float, inputs: StepInputs, rounds: bool = False,
+    coefficients: Coefficients, weight_decay: float, inputs: StepInputs,
 ) -> None:  # fmt: skip
     dtype = weights[0].dtype
     wide = [gradient.to(dtype) for gradient in gradients]
@@ -108,5 +103,3 @@ def _plain(
         weights, wide, first, second, [], counts, lr=inputs.learning_rate, beta1=coefficients.betas[0], beta2=coefficients.betas[1],
         weight_decay=weight_decay, eps=coefficients.epsilon, amsgrad=False, maximize=False, found_inf=inputs.skip,
     )  # fmt: skip
-    if rounds:
-        torch._foreach_copy_(gradients, weights)

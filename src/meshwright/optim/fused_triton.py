@@ -27,7 +27,7 @@ VECTOR = 16
 
 def fused_update(
     weights: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], rates: Tensor, *,
-    factor: Tensor, skip: Tensor, betas: tuple[float, float], epsilon: float, decay_factor: float, rounds: bool,
+    factor: Tensor, skip: Tensor, betas: tuple[float, float], epsilon: float, decay_factor: float,
 ) -> None:  # fmt: skip
     """See `fused.update`. All tensors are contiguous, all gradients have one dtype, all others are fp32.
 
@@ -52,7 +52,7 @@ def fused_update(
     table = torch.tensor(entries, pin_memory=True).to(device, non_blocking=True)
     _adamw[(programs,)](
         table, rates, factor, skip, len(entries), *betas, *(1 - beta for beta in betas), epsilon, decay_factor, programs,
-        TRITON_DTYPES[gradients[0].dtype], aligned, rounds, BLOCK, num_warps=WARPS,
+        TRITON_DTYPES[gradients[0].dtype], aligned, BLOCK, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -60,11 +60,10 @@ def fused_update(
 @triton.jit(do_not_specialize=["entries", "programs"])
 def _adamw(
     table, rates, factor, skip, entries, beta1, beta2, one_minus_beta1, one_minus_beta2, epsilon, decay_factor, programs,
-    gradient_dtype: tl.constexpr, aligned: tl.constexpr, rounds: tl.constexpr, block: tl.constexpr,
+    gradient_dtype: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
 ) -> None:  # fmt: skip
-    scale, skipped = tl.load(factor), tl.load(skip) != 0
-    # A skipped update still rounds the weights, which are those of the next step too.
-    active_entries = entries if rounds else tl.where(skipped, 0, entries)
+    scale = tl.load(factor)
+    active_entries = tl.where(tl.load(skip) == 0, entries, 0)
     lanes = tl.arange(0, block)
     for number in range(active_entries):
         entry = table + number * 6
@@ -83,32 +82,20 @@ def _adamw(
             # Only whole blocks are loaded without a mask, in vectors.
             if begin + block <= size:
                 _update_lanes(weights + index, gradients + index, first + index, second + index, None,
-                       scale, skipped, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root,
-                       epsilon, decay_factor, rounds)  # fmt: skip
+                       scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor)  # fmt: skip
             else:
                 _update_lanes(weights + index, gradients + index, first + index, second + index, index < size,
-                       scale, skipped, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root,
-                       epsilon, decay_factor, rounds)  # fmt: skip
+                       scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor)  # fmt: skip
 
 
 @triton.jit
 def _update_lanes(
-    weights, gradients, first, second, inside, scale, skipped, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon,
-    decay_factor, rounds: tl.constexpr,
+    weights, gradients, first, second, inside, scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
 ) -> None:  # fmt: skip
-    old_weight, old_mean, old_square = (
-        tl.load(weights, mask=inside),
-        tl.load(first, mask=inside),
-        tl.load(second, mask=inside),
-    )
     weight, mean, square = updated(
-        old_weight, tl.load(gradients, mask=inside), old_mean, old_square,
+        tl.load(weights, mask=inside), tl.load(gradients, mask=inside), tl.load(first, mask=inside), tl.load(second, mask=inside),
         scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
     )  # fmt: skip
-    if rounds:
-        weight = tl.where(skipped, old_weight, weight)
-        mean, square = tl.where(skipped, old_mean, mean), tl.where(skipped, old_square, square)
-        tl.store(gradients, weight.to(gradients.dtype.element_ty), mask=inside)
     tl.store(first, mean, mask=inside)
     tl.store(second, square, mask=inside)
     tl.store(weights, weight, mask=inside)

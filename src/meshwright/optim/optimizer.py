@@ -6,7 +6,7 @@ finite; the host reads no value. `optim.host` updates parameters whose state is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -21,7 +21,7 @@ from meshwright.optim.lamb import LambRule
 from meshwright.optim.muon import MuonRule
 from meshwright.optim.rule import RuleTensors, UpdateRule
 from meshwright.optim.sgd import SgdRule
-from meshwright.optim.shards import is_whole, local
+from meshwright.optim.shards import local
 from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
@@ -39,18 +39,14 @@ from meshwright.state.parts import StateParts, average_name, moment_name, weight
 from meshwright.state.shared_ranks import SharedRanks
 from meshwright.state.snapshot import HostState, SnapshotCopies
 
-SetRoundedWeight = Callable[[torch.Tensor], None]
-"""Takes a weight in the dtype of its gradient."""
-
 
 class Optimizer:
     """Optimizer of a (sharded) model, and the moving average of its weights if the run keeps one (`train.ema_decay`).
 
     `host_offloaded` maps each parameter whose state is in host memory to the function that releases its master weight from the device, or
     to None if the master weight remains on the device; only AdamW takes any. Call `release_master_weights` once the weights have their
-    values. `rounded_weight_setters` maps parameters whose new weight AdamW may round into the memory of the gradient, so that no separate
-    pass casts it for the next step, to the function that takes it. `weights` has this rank's pieces of each parameter. `ranks` share them,
-    for a rule that updates whole matrices; None: this rank has them whole. `moments` and `offload_fraction` are the plan's.
+    values. `weights` has this rank's pieces of each parameter. `ranks` share them, for a rule that updates whole matrices; None: this
+    rank has them whole. `moments` and `offload_fraction` are the plan's.
     """
 
     def __init__(
@@ -62,7 +58,6 @@ class Optimizer:
         host_offloaded: Mapping[str, Release | None] = MappingProxyType({}),
         ranks: SharedRanks | None = None,
         *,
-        rounded_weight_setters: Mapping[str, SetRoundedWeight] = MappingProxyType({}),
         moments: Moments = "fp32",
         offload_fraction: float = 1.0,
     ) -> None:
@@ -83,7 +78,6 @@ class Optimizer:
                 self._states.setdefault(state, {})[name] = torch.zeros_like(part)
         self._counts = {name: new_count(part.device) for name, part in self._on_device.items()}
         tensors = RuleTensors(self._specs, self._on_device, self._states, self._counts, self._decays)
-        self._rounded_weight_setters = rounded_weight_setters if isinstance(train.optimizer, AdamWSpec) else {}
         self._rule = _rule(train.optimizer, tensors, ranks or SharedRanks.alone())
         self._ema = WeightAverage(self._parts, train.ema_decay) if train.ema_decay is not None else None
         self._copies: SnapshotCopies | None = None
@@ -120,15 +114,10 @@ class Optimizer:
         `factor` and `norm` are scalars on the device. Gradients are freed afterwards. `concurrent_span` creates the profiler spans of
         copies to and from host memory. Collective over the ranks of a pipeline stage if the rule is.
         """
+        inputs = StepInputs(learning_rate, factor, (~norm.isfinite()).float())
         gradients = {
             name: local(parameter.grad) for name, parameter in self._parameters.items() if parameter.grad is not None
         }
-        rounded = frozenset(
-            name
-            for name in self._rounded_weight_setters.keys() & gradients.keys() & self._on_device.keys()
-            if is_whole(gradients[name])
-        )
-        inputs = StepInputs(learning_rate, factor, (~norm.isfinite()).float(), rounded)
         copies, self._copies = self._copies, None
         if self._host is not None:
             offloaded = {name: gradient for name, gradient in gradients.items() if name not in self._on_device}
@@ -144,8 +133,6 @@ class Optimizer:
 
     def _update(self, names: Sequence[str], gradients: Mapping[str, torch.Tensor], inputs: StepInputs) -> None:
         self._rule.update(names, gradients, inputs)
-        for name in inputs.rounded.intersection(names):
-            self._rounded_weight_setters[name](gradients[name])
         if self._ema is not None:
             self._ema.update(names, inputs)
 

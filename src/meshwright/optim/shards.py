@@ -19,11 +19,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is contiguous and alone in its memory."""
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
 def local_gradients(
     model: nn.Module, duplicate_rows: Mapping[str, Sequence[range]] = MappingProxyType({})
 ) -> list[torch.Tensor]:

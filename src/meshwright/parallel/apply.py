@@ -36,23 +36,13 @@ from meshwright.parallel.recompute import with_recompute
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import RoutingStatistics
 from meshwright.parallel.sharded_unit import ShardedUnit
-from meshwright.parallel.stages import RankModel, Unit, make_units, remove_other_modules, shrink_to_local_parts
+from meshwright.parallel.stages import RankModel, make_units, remove_other_modules, shrink_to_local_parts
 from meshwright.parallel.tensor import TensorCopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedGradientSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
 from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
-from meshwright.spec.layout import (
-    UNDIVIDED,
-    WHOLE,
-    Box,
-    Division,
-    Part,
-    gradients_final_in_backward,
-    local_boxes,
-    rank_parameters,
-    stage_table,
-)
+from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, local_boxes, rank_parameters, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Moments, Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
@@ -76,9 +66,8 @@ class Engine:
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
-    plan has no separate master weights. `rounded_weight_setters` maps each parameter whose weight the optimizer may round for the next
-    step's gather to the function that takes it. `present_experts` has by layer the experts that are present beside their owners; empty if
-    the plan copies none. `moments` and `offload_fraction` are the plan's.
+    plan has no separate master weights. `present_experts` has by layer the experts that are present beside their owners; empty if the plan
+    copies none. `moments` and `offload_fraction` are the plan's.
     """
 
     model: Decoder
@@ -89,7 +78,6 @@ class Engine:
     weights: Mapping[str, StateParts]
     duplicate_rows: Mapping[str, Sequence[range]]
     host_offloaded: Mapping[str, Callable[[], torch.Tensor] | None]
-    rounded_weight_setters: Mapping[str, Callable[[torch.Tensor], None]]
     present_experts: Mapping[int, PresentExperts]
     moments: Moments = "fp32"
     offload_fraction: float = 1.0
@@ -161,7 +149,17 @@ def build_engine(
     sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))
     streams = CommunicationStreams((group for unit in sharded for group in unit.owners), mesh.device)
     if plan.gather_engine == "copy":
-        _gather_by_copy_engines([unit for stage_units in units for unit in stage_units], mesh)
+        # The last parameter group of a unit is gathered by copy engines. Experts may have a group before it, which NCCL kernels gather.
+        blocks, ends = (
+            dict.fromkeys(
+                unit.sharded.owners[-1]
+                for stage_units in units
+                for unit in stage_units
+                if (unit.layer is not None) is of_block
+            )
+            for of_block in (True, False)
+        )
+        use_copy_engines(list(blocks), list(ends), mesh)
     rank_model = RankModel(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
@@ -190,20 +188,10 @@ def build_engine(
         local_weights(model, division),
         _duplicate_rows(boxes_by_parameter, tied),
         _host_offloaded(model, plan, sharded),
-        _rounded_weight_setters(model, plan, sharded),
         presents,
         plan.precision.moments,
         plan.offload_fraction,
     )
-
-
-def _gather_by_copy_engines(units: Sequence[Unit], mesh: Mesh) -> None:
-    """Have copy engines gather the last parameter group of each unit; NCCL gathers a group of experts before it."""
-    blocks, ends = (
-        dict.fromkeys(unit.sharded.owners[-1] for unit in units if (unit.layer is not None) is of_block)
-        for of_block in (True, False)
-    )
-    use_copy_engines(list(blocks), list(ends), mesh)
 
 
 def _routing(
@@ -243,25 +231,6 @@ def _host_offloaded(
         for name, weight in model.named_parameters()
         if weight.requires_grad and plan.strategy_of(name, model.spec.layers).optimizer_offloaded
     }
-
-
-def _rounded_weight_setters(
-    model: Decoder, plan: Plan, units: Sequence[ShardedUnit]
-) -> dict[str, Callable[[torch.Tensor], None]]:
-    """See `Engine.rounded_weight_setters`: on one rank, if weights stay gathered until their backward.
-
-    The rounded weights take the memory of the gradients, and all of them are in memory before the backward anyway.
-    """
-    if not gradients_final_in_backward(model.spec, plan) or any(layer.reshard for layer in plan.layers):
-        return {}
-    setters = {
-        id(parameter.shard): parameter.set_rounded_weight
-        for unit in units
-        for group in unit.owners
-        for parameter in group.parameters
-        if parameter.gathered_by_cast
-    }
-    return {name: setters[id(weight)] for name, weight in model.named_parameters() if id(weight) in setters}
 
 
 def _duplicate_rows(

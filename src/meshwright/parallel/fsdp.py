@@ -183,9 +183,8 @@ class UnsharedParameterGroup(ParameterGroup):
     def wait_for_gather(self) -> None:
         if self._group._all_gather_result is None:
             return
-        cast = [parameter for parameter in self.parameters if not parameter.use_rounded_weight()]
-        fsdp_parameters = [parameter._parameter for parameter in cast]
-        sources = [parameter.gather_sources() for parameter in cast]
+        fsdp_parameters = self._group.fsdp_params
+        sources = [parameter.gather_sources() for parameter in self.parameters]
         for parameter, pairs in zip(fsdp_parameters, sources, strict=True):
             sizes, dtypes = [source.numel() for source, _ in pairs], [dtype for _, dtype in pairs]
             parameter.init_all_gather_outputs(sizes, dtypes, 1, self._group.device)
@@ -193,7 +192,7 @@ class UnsharedParameterGroup(ParameterGroup):
         outputs = tuple(output for parameter in fsdp_parameters for output in parameter.all_gather_outputs)
         with torch.autograd._unsafe_preserve_version_counter(outputs):
             cast_tensors(outputs, [source for pairs in sources for source, _ in pairs])
-        for parameter in self._group.fsdp_params:
+        for parameter in fsdp_parameters:
             parameter.init_unsharded_param()
         self._group._to_unsharded()
         self._group._all_gather_result = None
@@ -214,7 +213,6 @@ class ShardedParameter:
         is_weight = isinstance(module, Linear) and self.name == "weight"
         self.linear: Linear | None = module if is_weight else None
         """The linear layer whose weight this is; None for other parameters."""
-        self._rounded: tuple[torch.Tensor, int] | None = None
 
     @property
     def shard(self) -> nn.Parameter:
@@ -262,29 +260,6 @@ class ShardedParameter:
     def set_gradient_sum(self, total: torch.Tensor) -> None:
         """Set the sum of gradients of the gathered weight that the next `reduce_scatter` reduces."""
         self._parameter.unsharded_accumulated_grad = total
-
-    @property
-    def gathered_by_cast(self) -> bool:
-        """Whether gathering on a single rank casts the weight to a narrower dtype, and does nothing else."""
-        in_fp8 = hasattr(self._parameter._sharded_local_tensor, "fsdp_pre_all_gather")
-        return not in_fp8 and (self._parameter.param_dtype or self.stored_dtype) != self.stored_dtype
-
-    def set_rounded_weight(self, weight: torch.Tensor) -> None:
-        """Let the next gather on a single rank use `weight`, the master weight in the gathered dtype, instead of casting it.
-
-        Unless the master weight is written before, which its version shows.
-        """
-        assert weight.dtype == self._parameter.param_dtype
-        self._rounded = weight, self.flat_shard._version
-
-    def use_rounded_weight(self) -> bool:
-        """Make the weight of `set_rounded_weight` the gathered one; returns False, without effect, if there is none that is valid."""
-        rounded, self._rounded = self._rounded, None
-        if rounded is None or rounded[1] != self.flat_shard._version:
-            return False
-        self._parameter.all_gather_outputs = [rounded[0].view(-1)]
-        self.gathered.data = rounded[0]
-        return True
 
     def gather_sources(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The tensors from which the gathered weight is cast on a single rank, each with its dtype when gathered."""

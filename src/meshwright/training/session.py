@@ -230,7 +230,7 @@ def open_optimizer(engine: Engine, model: ModelSpec, train: TrainSpec, mesh: Mes
     ranks = ranks_of_stage(mesh, model) if isinstance(train.optimizer, (LambSpec, MuonSpec)) else None
     optimizer = Optimizer(
         engine.model, model, train, engine.weights, engine.host_offloaded, ranks,
-        rounded_weight_setters=engine.rounded_weight_setters, moments=engine.moments, offload_fraction=engine.offload_fraction,
+        moments=engine.moments, offload_fraction=engine.offload_fraction,
     )  # fmt: skip
     if engine.host_offloaded:
         _defer_updates(engine, optimizer)
