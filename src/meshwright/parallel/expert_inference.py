@@ -52,11 +52,11 @@ def mixtures(model: Decoder) -> list[MixtureOfExperts]:
 
 def mixture_in_stages(mixture: MixtureOfExperts, x: Tensor) -> Stages:
     """The output of a mixture for x `(1, tokens, hidden)`; yields while tokens travel, so that other work can be done."""
-    _, weights, chosen = mixture.route(mixture.router(x))
-    load = chosen.flatten().bincount(minlength=mixture.count)
-    order = order_by_expert(chosen.flatten(0, 1), load)
+    choice = mixture.choose_experts(mixture.router(x))
+    load = choice.loads.sum(0)
+    order = order_by_expert(choice.chosen.flatten(0, 1), load)
     outputs = yield from _exchange(mixture.experts, to_groups(x.flatten(0, 1), order), load)
-    scale = sorted_weights(weights.flatten(0, 1), order)
+    scale = sorted_weights(choice.weights.flatten(0, 1), order)
     y = sum_copies((outputs * scale[:, None]).to(outputs.dtype), order).view_as(x)
     return y if mixture.shared is None else y + mixture.shared(x)
 
