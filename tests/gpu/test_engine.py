@@ -108,9 +108,13 @@ def test_graphs_compute_with_newer_weights(tmp_path: Path) -> None:
     assert texts(engine) == after
 
 
-def test_two_tensor_ranks_with_graphs_end_after_their_last_request() -> None:
+SHARED_EXPERTS = ("--model", "deepseek-v2-lite", "--share-experts", "--dispatch", "int8", "--micro-batches", "2")
+
+
+@pytest.mark.parametrize("form", [(), SHARED_EXPERTS], ids=["tensor ranks with graphs", "expert ranks"])
+def test_two_ranks_end_after_their_last_request(form: tuple[str, ...]) -> None:
     needs(2)
     script = Path(__file__).parents[2] / "benchmarks" / "serve_offline.py"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     options = ["--repeats", "0", "--decode", "1", "--decode-prompt", "64", "--context", "512"]
-    subprocess.run([*launcher, str(script), *options], check=True, timeout=LIMIT)
+    subprocess.run([*launcher, str(script), *options, *form], check=True, timeout=LIMIT)
