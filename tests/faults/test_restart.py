@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from meshwright.observe.metrics import read_metrics
 from tests.training.test_processes import Job, last_step, until
 from tests.training.tiny import make_tiny
 
-STEPS = 60
+STEPS = 80
 
 
 def words(tmp_path_factory: pytest.TempPathFactory, runs: Path, *more: str) -> list[object]:
@@ -28,28 +27,29 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
 
 
-def only_incident(run: Path) -> dict[str, Any]:
-    """The one incident of a run."""
-    (incident,) = read_incidents(run)
-    return incident
-
-
-def test_a_stopped_rank_counts_as_hung_and_is_replaced(
+def test_a_killed_rank_and_a_stopped_rank_are_replaced(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """A stopped rank counts as hung."""
     run = tmp_path / "tiny"
-    job = Job(words(tmp_path_factory, tmp_path, "supervision.restarts=1"), run)
+    job = Job(words(tmp_path_factory, tmp_path, "supervision.restarts=2"), run)
     until(lambda: last_step(run) >= 12, job)
+    os.kill(job.ranks()[0], signal.SIGKILL)
+    until(lambda: "restart 1 of 2" in job.output() and "resumed after step" in job.output(), job)
+    resumed = last_step(run)
+    until(lambda: last_step(run) > resumed, job)
     os.kill(job.ranks()[1], signal.SIGSTOP)
     stopped = time.monotonic()
-    until(lambda: "restart 1 of 1" in job.output(), job)
+    until(lambda: "restart 2 of 2" in job.output(), job)
     assert time.monotonic() - stopped > 4
-    assert job.process.wait(60) == 0, job.output()
+    assert job.process.wait(180) == 0, job.output()
     assert re.search(r"rank 1 has made no progress for ([5-9]|\d\d) s in step ", job.output()), job.output()
-    incident = only_incident(run)
+    killed, incident = read_incidents(run)
+    assert (killed["cause"], killed["rank"]) == ("killed", 0)
+    assert re.fullmatch(r"restart 1 of 2 from the checkpoint of step \d+0", killed["answer"])
     assert (incident["cause"], incident["rank"], incident["confidence"]) == ("hang", 1, "certain")
     assert [wait["rank"] for wait in incident["waiting"]] == [0] and "and is stopped" in incident["reason"]
-    assert incident["answer"] == "restart 1 of 1 from the checkpoint of step 10"
+    assert re.fullmatch(r"restart 2 of 2 from the checkpoint of step \d+0", incident["answer"])
     stacks = Path(incident["evidence"], "stacks")
     assert "State:\tT (stopped)" in (stacks / "rank-1.txt").read_text()
     waiting = (stacks / "rank-0.txt").read_text()
