@@ -1,4 +1,4 @@
-"""A supervised run of real processes: a stopped rank is replaced, and training continues by itself."""
+"""Supervised runs of real processes: a killed or stopped rank is replaced, and training continues by itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from meshwright.observe.metrics import read_metrics
 from tests.training.test_processes import Job, last_step, until
 from tests.training.tiny import make_tiny
 
-STEPS = 80
+STEPS = 60
 
 
 def words(tmp_path_factory: pytest.TempPathFactory, runs: Path, *more: str) -> list[object]:
@@ -27,29 +28,41 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
 
 
-def test_a_killed_rank_and_a_stopped_rank_are_replaced(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A stopped rank counts as hung."""
+def only_incident(run: Path) -> dict[str, Any]:
+    """The one incident of a run."""
+    (incident,) = read_incidents(run)
+    return incident
+
+
+def test_training_goes_on_after_a_rank_was_killed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     run = tmp_path / "tiny"
-    job = Job(words(tmp_path_factory, tmp_path, "supervision.restarts=2"), run)
+    job = Job(words(tmp_path_factory, tmp_path, "supervision.restarts=1"), run)
     until(lambda: last_step(run) >= 12, job)
     os.kill(job.ranks()[0], signal.SIGKILL)
-    until(lambda: "restart 1 of 2" in job.output() and "resumed after step" in job.output(), job)
-    resumed = last_step(run)
-    until(lambda: last_step(run) > resumed, job)
+    assert job.process.wait(180) == 0, job.output()
+    incident = only_incident(run)
+    assert (incident["cause"], incident["rank"]) == ("killed", 0) and "killed by signal 9" in incident["reason"]
+    assert re.fullmatch(r"restart 1 of 1 from the checkpoint of step \d+0", incident["answer"])
+    assert [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_counts_as_hung_and_is_replaced(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = tmp_path / "tiny"
+    job = Job(words(tmp_path_factory, tmp_path, "supervision.restarts=1"), run)
+    until(lambda: last_step(run) >= 12, job)
     os.kill(job.ranks()[1], signal.SIGSTOP)
     stopped = time.monotonic()
-    until(lambda: "restart 2 of 2" in job.output(), job)
+    until(lambda: "restart 1 of 1" in job.output(), job)
     assert time.monotonic() - stopped > 4
     assert job.process.wait(180) == 0, job.output()
     assert re.search(r"rank 1 has made no progress for ([5-9]|\d\d) s in step ", job.output()), job.output()
-    killed, incident = read_incidents(run)
-    assert (killed["cause"], killed["rank"]) == ("killed", 0)
-    assert re.fullmatch(r"restart 1 of 2 from the checkpoint of step \d+0", killed["answer"])
+    incident = only_incident(run)
     assert (incident["cause"], incident["rank"], incident["confidence"]) == ("hang", 1, "certain")
     assert [wait["rank"] for wait in incident["waiting"]] == [0] and "and is stopped" in incident["reason"]
-    assert re.fullmatch(r"restart 2 of 2 from the checkpoint of step \d+0", incident["answer"])
+    assert re.fullmatch(r"restart 1 of 1 from the checkpoint of step \d+0", incident["answer"])
     stacks = Path(incident["evidence"], "stacks")
     assert "State:\tT (stopped)" in (stacks / "rank-1.txt").read_text()
     waiting = (stacks / "rank-0.txt").read_text()
