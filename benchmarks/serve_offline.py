@@ -35,7 +35,7 @@ from meshwright.serve.rank_group import RankModel
 from meshwright.serve.sampling import GREEDY, SamplingOptions
 from meshwright.serve.tensor_group import TensorEngine
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.engine import EngineOptions
+from meshwright.spec.engine import EngineOptions, ExpertRanks
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
@@ -186,7 +186,8 @@ def random_part(options: argparse.Namespace, world: World) -> RankModel:
     values = MODEL_PRESETS[options.model]
     spec = from_plain(ModelSpec, {**values, "vocab_size": values["vocab_size"] or 4096})
     dtype = device_and_dtype()[1]
-    part = RankModel.empty(spec, world, dtype, experts=options.share_experts, dispatch=options.dispatch)
+    count = world.ranks if options.share_experts else 1
+    part = RankModel.empty(spec, world, dtype, ExpertRanks(count=count, dispatch=options.dispatch))
     engine_profile.fill_at_random(part.model)
     return part
 

@@ -16,7 +16,7 @@ from meshwright.serve.formats import Fp8Linear
 from meshwright.serve.rank_group import RankEngine, RankModel
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.serve.tensor_group import TensorEngine
-from meshwright.spec.engine import Dispatch, EngineOptions
+from meshwright.spec.engine import Dispatch, EngineOptions, ExpertRanks
 from meshwright.spec.inference_layout import rank_pieces
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec, parameters
@@ -174,7 +174,7 @@ def expert_engine(
 ) -> ExpertEngine:
     """This expert rank's engine of the model `tiny(spec)`."""
     weights = dict(tiny(spec).named_parameters())
-    part = RankModel.empty(spec, world, torch.float32, experts=True, dispatch=dispatch)
+    part = RankModel.empty(spec, world, torch.float32, ExpertRanks(count=world.ranks, dispatch=dispatch))
     part.copy_from(StoredModel(spec, lambda parameter, start, stop: weights[parameter.name][start:stop], lambda: None))
     return ExpertEngine(part, world, options=options, micro_batches=micro_batches)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 from meshwright.parallel.expert_inference import pack_int8, unpack_int8
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.micro_batches import Stream, run_in_turn, split_decodes
+from meshwright.spec.engine import ExpertRanks
+from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import experts_error
 from meshwright.spec.model import ModelSpec
 from tests.distributed.cases_tensor_engine import (
@@ -114,6 +117,12 @@ def test_an_error_on_one_rank_ends_all(pool: Pool, failing: int) -> None:
     answers = dict(zip((0, 1), str(failed.value).split("rank 1:\n"), strict=True))
     assert f"rank {failing} of 2, a step: internal error: ValueError: out of luck" in answers[failing]
     assert f"CommunicationFailure: rank {1 - failing} of 2, a step: communication failed" in answers[1 - failing]
+
+
+@pytest.mark.parametrize("alone", [{"dispatch": "int8"}, {"micro_batches": 2}])
+def test_one_rank_exchanges_nothing(alone: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="tokens travel between several devices only"):
+        ExpertRanks(**alone)
 
 
 def test_models_that_ranks_cannot_share_are_refused() -> None:

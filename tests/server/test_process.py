@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import pytest
 
+from meshwright.config.deployment_file import deployment_yaml
 from meshwright.server import run
 from meshwright.server.addresses import listening_socket
 from meshwright.server.endpoints import Api
@@ -26,9 +27,10 @@ from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_process import load_engine
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
 from meshwright.server.metrics import ServerMetrics
+from meshwright.spec.deployment import Deployment, InstanceSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.serve import ServeSpec
+from meshwright.spec.serve import MTP, ServeSpec
 from tests.models.tiny import QWEN3_MOE
 from tests.server.helpers import SIZES, write_folder
 
@@ -220,40 +222,25 @@ def test_settings_reach_the_engine(folder: Path) -> None:
 
 def test_prediction_modules_are_asked_for(folder: Path) -> None:
     """The model has none."""
-    spec = ServeSpec(**SIZES, mtp=True)
-    setup = EngineSetup(folder=str(folder), tokenizer=None, options=spec.engine, mtp=spec.mtp)
+    spec = ServeSpec(**SIZES, draft_model=MTP)
+    setup = EngineSetup(folder=str(folder), tokenizer=None, options=spec.engine, draft_model=spec.draft_model)
     with pytest.raises(BadInput, match="the model has 0; expected at most that many draft tokens, got 1"):
         load_engine(from_plain(EngineSetup, json.loads(json.dumps(to_plain(setup)))))
-    with pytest.raises(BadInput, match="mtp and draft_model exclude each other"):
-        ServeSpec(mtp=True, draft_model="small")
 
 
-@pytest.mark.parametrize("given", [{"invariant": True}, {"speculate": 2}, {"mtp": True}])
+@pytest.mark.parametrize("given", [{"invariant": True}, {"speculate": 2}])
 def test_ranks_exclude_what_is_for_one_device(given: dict[str, Any]) -> None:
-    for several in ("tensor", "expert"):
-        with pytest.raises(BadInput, match=f"for one device only; leave out {several}"):
-            ServeSpec(**{several: 2}, **given)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"tensor": 2, "expert": 2}, "tensor and expert exclude each other"),
-        ({"expert_dispatch": "int8"}, "tokens travel between devices only with expert above 1"),
-        ({"expert_micro_batches": 2}, "tokens travel between devices only with expert above 1"),
-        ({"expert": 2, "role": "prefill", "transfer_address": "unix:/x"}, "roles: for an engine on one device"),
-    ],
-)
-def test_expert_ranks_exclude_other_divisions(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        ServeSpec(**given)
+    with pytest.raises(BadInput, match="for one device only; leave out tensor"):
+        ServeSpec(tensor=2, **given)
 
 
 @pytest.mark.slow
 def test_expert_ranks_serve_requests_of_their_own(tmp_path: Path) -> None:
     """The choices of a prompt are on one rank, other prompts on the other one."""
-    folder, texts = write_folder(tmp_path / "experts", QWEN3_MOE), []
-    for options in ((), ("--expert", "2", "--expert-micro-batches", "2")):
+    folder, texts, plan = write_folder(tmp_path / "experts", QWEN3_MOE), [], tmp_path / "plan.yaml"
+    deployment = Deployment(instances=(InstanceSpec(expert=2, token_budget=64),))
+    plan.write_text(deployment_yaml(deployment), encoding="utf-8")
+    for options in ((), ("--plan", str(plan))):
         with served(folder, *options) as (process, url):
             with ask(url, prompt=["def", "class", "import"], n=2, max_tokens=20, temperature=0.5, seed=1) as answer:
                 texts.append([choice["text"] for choice in json.load(answer)["choices"]])

@@ -31,7 +31,7 @@ from meshwright.serve.generation import Update
 from meshwright.serve.step_messages import StepMessages
 from meshwright.serve.text_request import TextRequest
 from meshwright.serve.weights import check_same_model, open_newer
-from meshwright.spec.engine import Dispatch, EngineOptions
+from meshwright.spec.engine import ONE_RANK, EngineOptions, ExpertRanks
 from meshwright.spec.errors import BadInput, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.layout import WHOLE, Part
@@ -51,43 +51,33 @@ class RankModel:
     experts: Part = WHOLE
 
     @classmethod
-    def empty(
-        cls,
-        spec: ModelSpec,
-        world: World,
-        dtype: torch.dtype,
-        *,
-        experts: bool = False,
-        dispatch: Dispatch | None = None,
-    ) -> RankModel:
+    def empty(cls, spec: ModelSpec, world: World, dtype: torch.dtype, experts: ExpertRanks = ONE_RANK) -> RankModel:
         """The part of this rank of `world`, on its device, without values. Raises BadInput if the ranks cannot divide the model.
 
-        With `experts` the ranks share the experts, to which tokens travel in the format `dispatch`; else they divide each layer.
+        With several `experts` the ranks share the experts; else they divide each layer.
         """
         with torch.device("meta"):
             model = Decoder(spec)
         part = Part(world.rank, world.ranks)
-        if experts:
-            distribute_for_inference(model, part, world_group(), dispatch)
+        if experts.count > 1:
+            distribute_for_inference(model, part, world_group(), experts.dispatch)
         else:
             divide_for_inference(model, part, world_group())
-        parts = (WHOLE, part) if experts else (part, WHOLE)
+        parts = (WHOLE, part) if experts.count > 1 else (part, WHOLE)
         return cls(model.to(dtype).to_empty(device=world.device), spec, *parts)
 
     @classmethod
-    def load(
-        cls, folder: Path, world: World, dtype: torch.dtype, *, experts: bool = False, dispatch: Dispatch | None = None
-    ) -> RankModel:
+    def load(cls, folder: Path, world: World, dtype: torch.dtype, experts: ExpertRanks = ONE_RANK) -> RankModel:
         """The part of this rank of the model in `folder`: a run, a checkpoint or a Hugging Face folder. Collective.
 
-        The options are those of `empty`. Raises the same error on all ranks: BadInput if the ranks cannot divide the model, Damaged for
+        `experts` is that of `empty`. Raises the same error on all ranks: BadInput if the ranks cannot divide the model, Damaged for
         damaged files.
         """
         loaded: list[RankModel] = []
 
         def load() -> None:
             with open_newer(folder) as stored:
-                loaded.append(cls.empty(stored.spec, world, dtype, experts=experts, dispatch=dispatch))
+                loaded.append(cls.empty(stored.spec, world, dtype, experts))
                 loaded[0].copy_from(stored)
 
         Ranks(world.control).run_on_all(f"loading {folder}", load)

@@ -15,6 +15,25 @@ Dispatch = Literal["int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertRanks:
+    """Devices of one host that share the experts of each layer; each has requests and a cache of its own."""
+
+    count: int = 1
+    dispatch: Dispatch | None = None
+    """Format of tokens on their way to experts of other devices; none is the model's dtype."""
+    micro_batches: int = 1
+    """Parts of a step's decodes; the tokens of one travel between devices while another is computed."""
+
+    def __post_init__(self) -> None:
+        if self.count == 1 and (self.dispatch is not None or self.micro_batches > 1):
+            raise BadInput("dispatch and micro-batches of experts: tokens travel between several devices only")
+
+
+ONE_RANK = ExpertRanks()
+"""A device that has all experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Speculation:
     """Speculative decoding: by prompt lookup, the engine's draft model or, with `mtp`, the model's own modules.
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from meshwright.spec.deployment import Role
-from meshwright.spec.engine import Dispatch, EngineSettings
+from meshwright.spec.engine import EngineSettings
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import Bound, NotNegative, Positive
 
+MTP = "mtp"
+"""In the place of a draft model: the model's own modules for multi-token prediction."""
 Port = Annotated[int, Bound(at_least=0, at_most=65_535)]
 
 
@@ -60,19 +62,11 @@ class ServeSpec(EngineSettings, HttpSettings):
     """How a model is served. Raises BadInput for settings that exclude each other."""
 
     speculate: NotNegative = 0
-    """Draft tokens that a step checks for each text; 0 for none, or 4 with `draft_model`, 1 with `mtp`."""
+    """Draft tokens that a step checks for each text; 0 for none, or 4 with `draft_model`, 1 if that is `mtp`."""
     draft_model: str | None = None
-    """Folder of a smaller model that proposes the draft tokens; prompt lookup if none."""
-    mtp: bool = False
-    """Whether the model's modules for multi-token prediction propose them, one each."""
+    """Folder of a smaller model that proposes the draft tokens, or `mtp`: the model's own prediction modules; prompt lookup if none."""
     tensor: Positive = 1
     """Devices of this host over which the engine divides every layer."""
-    expert: Positive = 1
-    """Devices of this host that share the experts of each layer; each has requests and a cache of its own."""
-    expert_dispatch: Dispatch | None = None
-    """Format of tokens on their way to experts of other devices; none is the model's dtype."""
-    expert_micro_batches: Positive = 1
-    """Parts of a step's decodes; the tokens of one travel between devices while another is computed."""
     role: Role = "both"
     """Work of this engine: prompts for other engines, texts whose prompts others compute, or both and whole requests."""
     transfer_address: str | None = None
@@ -88,32 +82,18 @@ class ServeSpec(EngineSettings, HttpSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ("invariant", "speculate", "draft_model", "mtp")
+        names = ("invariant", "speculate", "draft_model")
         given = [name for name in names if getattr(self, name)]
-        for name in ("tensor", "expert"):
-            if getattr(self, name) > 1 and given:
-                raise BadInput(f"{' and '.join(given)}: for one device only; leave out {name}")
-        if self.tensor > 1 and self.expert > 1:
-            raise BadInput("tensor and expert exclude each other: give one of them more than 1 device")
-        if self.expert == 1 and (self.expert_dispatch is not None or self.expert_micro_batches > 1):
-            raise BadInput(
-                "expert_dispatch, expert_micro_batches: tokens travel between devices only with expert above 1"
-            )
-        if self.mtp and self.draft_model is not None:
-            raise BadInput("mtp and draft_model exclude each other: both propose the draft tokens")
+        if self.tensor > 1 and given:
+            raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor")
         if not self.exchanges:
             return
-        if self.ranks > 1 or self.draft_model is not None or not self.prefix_cache:
+        if self.tensor > 1 or self.draft_model not in (None, MTP) or not self.prefix_cache:
             raise BadInput("roles: for an engine on one device with a prefix cache and no draft_model")
         if self.role == "prefill" and self.transfer_address is None:
             raise BadInput("role prefill: needs transfer_address, where others ask for prompts", key="role")
         if self.role == "decode" and not self.prefill_addresses:
             raise BadInput("role decode: needs prefill_engines, which compute its prompts", key="role")
-
-    @property
-    def ranks(self) -> int:
-        """Devices of the engine."""
-        return self.tensor * self.expert
 
     @property
     def exchanges(self) -> bool:
