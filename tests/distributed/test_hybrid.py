@@ -15,14 +15,15 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from meshwright.data.slots import Slot, rank_slots, slot_arrays
+from meshwright.data.slots import Slot, slot_arrays, slots_to_run
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
+from meshwright.spec.hybrid import slot_numbering
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.plan import AxisName, BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import CLIP, GPT, LLAMA, assemble_whole, compare
 from tests.distributed.test_schedules import named
@@ -34,6 +35,7 @@ LONGEST = 64
 TIME = SampleTime(1e-3, 1.0, 2.0)
 Z_LOSS = 0.02
 LLAMA64, GPT64 = replace(LLAMA, max_seq_len=LONGEST), replace(GPT, max_seq_len=LONGEST, tied=True)
+DEEP = replace(LLAMA64, layers=4)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Case:
     recompute: str = "none"
     offload: str = "none"
     tensor: int = 1
+    pipeline: int = 1
     compile: bool = False
 
     @property
@@ -74,9 +77,9 @@ class Case:
         strategy = LayerStrategy(
             reshard=not kept, gradients="whole" if kept else "shard", recompute=self.recompute, offload=self.offload
         )
-        axes = (MeshAxis(axis="hybrid", size=self.ranks), MeshAxis(axis="tensor", size=self.tensor))
+        sizes: dict[AxisName, int] = {"pipeline": self.pipeline, "hybrid": self.ranks, "tensor": self.tensor}
         return Plan(
-            mesh=tuple(axis for axis in axes if axis.size > 1 or axis.axis == "hybrid"),
+            mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in sizes.items() if size > 1 or axis == "hybrid"),
             batch=BatchPlan(global_batch=self.ranks, micro_batch=1, accumulate=1),
             schedule=SchedulePlan(name=self.schedule),
             layers=(strategy,),
@@ -116,6 +119,7 @@ def on_ranks(
     from meshwright.optim.shards import local_gradients
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
+    from meshwright.data.loader import scheduled_micro_batches
     from meshwright.training.train_step import count_valid, loss_divisor
 
     if plan.compile:
@@ -124,11 +128,12 @@ def on_ranks(
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, z_loss=Z_LOSS)
     results = []
     for samples in steps:
-        pool = RankPool(mesh.data_ranks, samples.capacity, TIME)
-        slots = rank_slots(balance_samples(samples.lengths, pool), mesh.data_rank) or [Slot(samples.capacity)]
+        pool = RankPool(mesh.data_ranks, samples.capacity, TIME, mesh.axis_size("pipeline"))
+        slots = slots_to_run(balance_samples(samples.lengths, pool), mesh.data_rank, slot_numbering(plan))
         batches = [micro_batch(slot, samples, spec.vocab_size) for slot in slots]
         divisor = loss_divisor(count_valid(batches, mesh)) * factor
-        loss = engine.executor.play(engine.training_schedule(len(batches)), batches, NullRecorder(), divisor)
+        schedule = engine.training_schedule(scheduled_micro_batches(batches))
+        loss = engine.executor.play(schedule, batches, NullRecorder(), divisor)
         loss, z_loss = mesh.sum_over_all(torch.stack([loss, engine.executor.z_loss])).tolist()
         norm = gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
         clip = clip_factor(norm, CLIP)
@@ -171,7 +176,7 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
 
 def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float = 1.0) -> list[Any]:
     steps = [Samples(seed, case.ranks) for seed in seeds]
-    results = pool.run(on_ranks, case.ranks * case.tensor, spec, case.plan, steps, factor)
+    results = pool.run(on_ranks, case.plan.ranks, spec, case.plan, steps, factor)
     compare(results, [one_device(spec, samples) for samples in steps], 1e-9, weights=False)
     return results
 
@@ -185,6 +190,13 @@ CASES = [
     (GPT64, Case(4, recompute="full", offload="activations")),
     (LLAMA64, Case(8)),
     (LLAMA64, Case(4, tensor=2, schedule="breadth_first", recompute="full")),
+    (LLAMA64, Case(3, pipeline=2, recompute="all_but_attention")),
+    (GPT64, Case(3, pipeline=2, schedule="breadth_first", offload="activations")),
+    (DEEP, Case(2, pipeline=4, recompute="full", offload="activations")),
+    (DEEP, Case(2, pipeline=2, tensor=2, schedule="zbv")),
+    (DEEP, Case(3, pipeline=2, schedule="interleaved")),
+    (GPT64, Case(4, pipeline=2, schedule="zb_h1", recompute="selective")),
+    (LLAMA64, Case(4, pipeline=2, schedule="gpipe")),
 ]
 
 
