@@ -17,15 +17,16 @@ from torch.nn.functional import cross_entropy
 
 from meshwright.data.slots import Slot, slot_arrays, slots_to_run
 from meshwright.events.span import NullRecorder
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
 from meshwright.spec.hybrid import slot_numbering
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import AxisName, BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.plan import AxisName, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import CLIP, GPT, LLAMA, assemble_whole, compare
+from tests.distributed.test_experts import SHARED
 from tests.distributed.test_schedules import named
 from tests.distributed.test_training import trained
 from tests.slow import examples, quick_first
@@ -33,9 +34,10 @@ from tests.training.tiny import make_tiny
 
 LONGEST = 64
 TIME = SampleTime(1e-3, 1.0, 2.0)
-Z_LOSS = 0.02
+Z_LOSS, ROUTER_Z_LOSS = 0.02, 0.03
 LLAMA64, GPT64 = replace(LLAMA, max_seq_len=LONGEST), replace(GPT, max_seq_len=LONGEST, tied=True)
 DEEP = replace(LLAMA64, layers=4)
+EXPERTS = replace(SHARED, max_seq_len=LONGEST)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Case:
     offload: str = "none"
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 0
     compile: bool = False
 
     @property
@@ -85,6 +88,7 @@ class Case:
             layers=(strategy,),
             precision=Precision(compute="fp64", reduce="fp64"),
             compile=self.compile,
+            experts=ExpertPlan(expert=self.expert, expert_shard=self.ranks // self.expert) if self.expert else None,
         )
 
     def __str__(self) -> str:
@@ -115,17 +119,18 @@ def on_ranks(
     world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0
 ) -> list[dict[str, Any]]:
     """Loss, norm and clipped gradients of each step on this rank, as the trainer computes them."""
+    from meshwright.data.loader import scheduled_micro_batches
     from meshwright.optim.clip import clip_factor, gradient_norm
     from meshwright.optim.shards import local_gradients
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.data.loader import scheduled_micro_batches
     from meshwright.training.train_step import count_valid, loss_divisor
 
     if plan.compile:
         torch._dynamo.reset()  # what other cases compiled counts against a limit
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, z_loss=Z_LOSS)
+    weights = {"z_loss": Z_LOSS, "router_z_loss": ROUTER_Z_LOSS}
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, **weights)
     results = []
     for samples in steps:
         pool = RankPool(mesh.data_ranks, samples.capacity, TIME, mesh.axis_size("pipeline"))
@@ -140,10 +145,16 @@ def on_ranks(
         whole = assemble_whole({name: weight.grad for name, weight in engine.model.named_parameters()}, spec, mesh)
         gradients = {name: gradient * clip for name, gradient in whole.items()}
         figures = {"loss": loss, "z_loss": z_loss, "norm": norm.item(), "gradients": gradients, "weights": {}}
-        results.append({**figures, "graphs": compiled_graphs()})
+        results.append({**figures, "graphs": compiled_graphs(), "routed": routed_sums(engine, mesh)})
         for weight in engine.model.parameters():
             weight.grad = None
     return results
+
+
+def routed_sums(engine: Any, mesh: Any) -> torch.Tensor | None:
+    """By layer with experts, the sum of squared log-sum-exps of routers and each expert's tokens, over all ranks."""
+    routing = engine.executor.rank_model.routing
+    return None if routing is None else mesh.sum_over_all(routing.sums)[:, 1:]
 
 
 def compiled_graphs() -> int:
@@ -157,6 +168,7 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
     """The same of a plain decoder that sees each sample alone."""
     model = Decoder(spec, plain=True).double()
     initialise(model, spec, seed=0)
+    router_logits = collect_router_logits(model)
     logits, targets = [], []
     for sample in range(len(samples.lengths)):
         tokens, sample_targets = samples.read(sample, spec.vocab_size)
@@ -165,23 +177,46 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
     every, trained = torch.cat(logits), torch.cat(targets) >= 0
     if not trained.any():
         zeros = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
-        return {"loss": 0.0, "z_loss": 0.0, "norm": 0.0, "gradients": zeros}
+        return {"loss": 0.0, "z_loss": 0.0, "norm": 0.0, "gradients": zeros, "routed": torch.zeros(())}
     loss = cross_entropy(every[trained], torch.cat(targets)[trained])
     z_loss = every[trained].exp().sum(-1).log().square().mean()
-    (loss + Z_LOSS * z_loss).backward()
+    routed = torch.zeros(spec.layers, 1 + spec.experts, dtype=torch.float64)
+    router_loss = torch.zeros(())
+    for layer, outputs in router_logits.items():
+        of_trained = torch.cat(outputs, dim=1)[0, trained]
+        squares = of_trained.exp().sum(-1).log().square()
+        router_loss = router_loss + squares.mean()
+        chosen = of_trained.topk(spec.experts_per_token).indices.flatten()
+        routed[layer] = torch.cat([squares.detach().sum()[None], chosen.bincount(minlength=spec.experts)])
+    (loss + Z_LOSS * z_loss + ROUTER_Z_LOSS * router_loss).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    return {"loss": loss.item(), "z_loss": z_loss.item(), "norm": norm.item(), "gradients": gradients}
+    figures = {"loss": loss.item(), "z_loss": z_loss.item(), "norm": norm.item()}
+    return {**figures, "gradients": gradients, "routed": routed}
+
+
+def collect_router_logits(model: Decoder) -> dict[int, list[torch.Tensor]]:
+    """By layer with experts, a list to which each forward of the model appends its router's output."""
+    outputs: dict[int, list[torch.Tensor]] = {}
+    for layer, block in model.layers.items():
+        if isinstance(block, Block) and block.routed:
+            outputs[int(layer)] = []
+            block.moe.router.register_forward_hook(lambda *call, layer=int(layer): outputs[layer].append(call[2]))
+    return outputs
 
 
 def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float = 1.0) -> list[Any]:
     steps = [Samples(seed, case.ranks) for seed in seeds]
     results = pool.run(on_ranks, case.plan.ranks, spec, case.plan, steps, factor)
-    compare(results, [one_device(spec, samples) for samples in steps], 1e-9, weights=False)
+    truth = [one_device(spec, samples) for samples in steps]
+    compare(results, truth, 1e-9, weights=False)
+    if spec.experts:
+        for actual, want in zip(results[0], truth, strict=True):
+            torch.testing.assert_close(actual["routed"], want["routed"].expand_as(actual["routed"]))
     return results
 
 
-BATCHES = examples(4, 24)
+BATCHES = examples(3, 16)
 CASES = [
     (LLAMA64, Case(4)),
     (GPT64, Case(3, schedule="breadth_first")),
@@ -197,6 +232,11 @@ CASES = [
     (DEEP, Case(3, pipeline=2, schedule="interleaved")),
     (GPT64, Case(4, pipeline=2, schedule="zb_h1", recompute="selective")),
     (LLAMA64, Case(4, pipeline=2, schedule="gpipe")),
+    (EXPERTS, Case(3, recompute="selective")),
+    (EXPERTS, Case(4, expert=2, recompute="full")),
+    (EXPERTS, Case(4, expert=4, schedule="breadth_first", offload="activations")),
+    (EXPERTS, Case(2, expert=2, tensor=2)),
+    (EXPERTS, Case(2, pipeline=2, expert=2, schedule="zbv")),
 ]
 
 

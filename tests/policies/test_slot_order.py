@@ -93,7 +93,9 @@ def test_the_rest_of_a_schedule_is_counted_from_0(in_turns: bool) -> None:
 def come_to_the_end(slots: list[list[Slot]], name: str, pipeline: int) -> bool:
     """Whether pipelines end a step of their `slots`; the ranks of a divided sample run each pass of it together."""
     schedules = [_schedule(of_pipeline, name, pipeline) for of_pipeline in slots]
-    actions = {(index, rank): list(schedules[index].actions[rank]) for index in range(len(slots)) for rank in range(pipeline)}
+    actions = {
+        (index, rank): list(schedules[index].actions[rank]) for index in range(len(slots)) for rank in range(pipeline)
+    }
     arrived: set[tuple[int, int, int, str | None]] = set()
 
     def meeting(key: tuple[int, int]) -> tuple[str, int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ _LAYERED = "breadth_first"
 
 
 def hybrid(run: RunValues) -> Iterator[Mistake]:
-    """Pinned hybrid ranks: all ranks but those of pipelines and tensor parallelism, for samples of any length of a dense model."""
+    """Pinned hybrid ranks: all ranks but those of pipelines and tensor parallelism, for samples of any length."""
     ranks, capacity, tensor = run("plan.hybrid"), run("plan.capacity"), run("plan.tensor") or 1
     if not ranks:
         if capacity:
@@ -23,7 +24,9 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if run("data.packing") not in (None, "none"):
         yield run.mistake("plan.hybrid", "data.packing = none beside it: hybrid ranks divide samples of any length")
         return
-    if error := hybrid_error({axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}, lambda key: run(f"model.{key}")):
+    if error := hybrid_error(
+        {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}, lambda key: run(f"model.{key}")
+    ):
         yield run.mistake("plan.hybrid", error)
         return
     nodes, per_node, longest = run("cluster.nodes"), run("cluster.gpus_per_node"), run("train.seq_len")
@@ -35,6 +38,8 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("plan.hybrid", f"all of the cluster's {cluster} ranks{divided}", nearest)
     if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest)):
         yield run.mistake("plan.capacity", wrong[0], str(wrong[1]))
+    if ranks % (experts := run("plan.expert") or 1):
+        yield run.mistake("plan.expert", f"a divisor of plan.hybrid = {ranks}", str(math.gcd(ranks, experts)))
     yield from _kept(run)
 
 

@@ -111,7 +111,10 @@ def slots_to_run(balance: Balance, rank: int, numbering: Numbering) -> list[Slot
     by_number = dict(zip(order.numbers[rank], slots, strict=True))
     if numbering == "equal":
         by_number |= {number: Slot(balance.pool.capacity) for number in range(order.count) if number not in by_number}
-    return [replace(slot, common=CommonNumber(number, order.count)) for number, slot in sorted(by_number.items(), key=lambda pair: pair[0])]
+    return [
+        replace(slot, common=CommonNumber(number, order.count))
+        for number, slot in sorted(by_number.items(), key=lambda pair: pair[0])
+    ]
 
 
 def slot_arrays(slot: Slot, read: TokenReader) -> Packed:

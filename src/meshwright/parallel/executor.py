@@ -156,7 +156,8 @@ class _Step:
             self.executor.scales.refresh()
         self.executor.streams.follow_compute()
         if self.rank_model.routing is not None:
-            self.rank_model.routing.begin_step(self.seq)
+            slots = bool(self.batches) and self.batches[0].slot is not None
+            self.rank_model.routing.begin_step(self.seq, self.valid if slots else None)
         if self.rank_model.predictions is not None:
             self.rank_model.predictions.begin_step()
         if self.recorder.detail and self.executor.channels is not None:

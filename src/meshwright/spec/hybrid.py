@@ -32,8 +32,6 @@ def hybrid_error(sizes: Mapping[str, int], model: Callable[[str], Any]) -> str |
         return f"no {other} ranks beside it: hybrid ranks take the place of shard and context ranks"
     if model("sliding_window") is not None:
         return "model.sliding_window = none beside it: a divided sample attends to all its tokens"
-    if model("experts"):
-        return "a dense model: experts exchange tokens in every micro-batch, and hybrid ranks have different numbers of them"
     if model("prediction_depth"):
         return "model.prediction_depth = 0 beside it: further tokens of a divided sample are on other ranks"
     return None
@@ -45,8 +43,8 @@ def schedules_of(pipeline: int) -> tuple[str, ...]:
 
 
 def slot_numbering(plan: Plan) -> Numbering:
-    """How data ranks of a plan count their slots."""
-    if plan.axis_size("hybrid") == 1:
+    """How data ranks of a plan count their slots: expert ranks exchange tokens in each, so they have equally many."""
+    if plan.axis_size("hybrid") == 1 or (plan.experts is not None and plan.experts.expert > 1):
         return "equal"
     return "own" if plan.axis_size("pipeline") == 1 else "common"
 
