@@ -264,7 +264,7 @@ def drawn_case(seed: int) -> tuple[ModelSpec, Case]:
     tensor = 1 if spec is GPT64 else draw.choice([1, 1, 2])
     pipeline = draw.choice([1, 2, 2, 4] if spec.layers > 2 else [1, 2])
     pipeline = min(pipeline, 4 // tensor)
-    ranks = draw.randint(2, 8 // (tensor * pipeline))
+    ranks = draw.randint(1, 8 // (tensor * pipeline))
     fits = [name for name in schedules_of(pipeline) if STAGES_PER_RANK.get(name, 1) * pipeline <= spec.layers]
     return spec, Case(
         ranks,
@@ -325,14 +325,31 @@ plan: {{compute: fp64}}
 """
 
 
-def test_a_run_equals_one_rank_and_goes_on_in_another_pool(pool: Pool, tmp_path: Path) -> None:
-    """Weights, losses and samples are those of one rank without divided samples, also after a resume on fewer ranks."""
+Resources = tuple[int, list[str]]
+
+
+def overrides(ranks: int, pins: list[str]) -> list[str]:
+    return [f"cluster={{gpu: cpu, gpus_per_node: {ranks}}}", *pins]
+
+
+POOLS = [
+    ((3, ["plan.hybrid=3"]), (2, ["plan.hybrid=2", "plan.capacity=40"])),
+    ((4, ["plan.hybrid=2", "plan.pipeline=2"]), (3, ["plan.hybrid=3"])),
+]
+"""CPU ranks and overrides before and after a resume."""
+
+
+@pytest.mark.parametrize(("before", "after"), quick_first(1, POOLS, unpack=True), ids=["ranks", "pipelines"])
+def test_a_run_equals_one_rank_and_goes_on_in_another_pool(
+    pool: Pool, tmp_path: Path, before: Resources, after: Resources
+) -> None:
+    """Weights, losses and samples are those of one rank without divided samples, also after a resume in another pool."""
     make_tiny(tmp_path / "corpus")
     file = tmp_path / "tiny.yaml"
     file.write_text(RUN.format(data=tmp_path / "corpus" / "data"))
-    truth = trained(pool, file, tmp_path / "one", "cluster={gpu: cpu, gpus_per_node: 1}")
-    first = trained(pool, file, tmp_path, "cluster={gpu: cpu, gpus_per_node: 3}", "plan.hybrid=3", stop_at=2)
-    second = trained(pool, file, tmp_path, "cluster={gpu: cpu, gpus_per_node: 2}", "plan.hybrid=2", "plan.capacity=40")
+    truth = trained(pool, file, tmp_path / "one", *overrides(1, []))
+    first = trained(pool, file, tmp_path, *overrides(*before), stop_at=2)
+    second = trained(pool, file, tmp_path, *overrides(*after))
     assert [results[0].began for results in (first, second)] == [0, 2]
     steps = first[0].steps + second[0].steps
     for actual, want in zip(steps, truth[0].steps, strict=True):
