@@ -1,4 +1,4 @@
-"""The common order of slots: properties under random batches, and pipelines that come to the end of every schedule with it."""
+"""The common order of slots: properties under random batches, and pipelines that end every schedule with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives the slots of all ranks numbers of one common order, in which a divided sample has the same number on all its ranks.
+"""Gives the slots of all ranks common numbers, in which a divided sample has the same number on all its ranks.
 
 In a pipeline a rank runs the forwards of several slots before the first backward, and ranks that share a sample wait for each other in
 both. If each rank counted its own slots, one could wait in a forward for a rank that waits in a backward for it. With common numbers all
