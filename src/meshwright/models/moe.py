@@ -24,6 +24,7 @@ from meshwright.kernels.grouped import (
 from meshwright.kernels.grouped_fp8 import grouped_linear_fp8
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
+from meshwright.kernels.router import Choice, choose, has_kernel
 from meshwright.kernels.swiglu import swiglu
 from meshwright.models.mlp import feed_forward
 from meshwright.spec.model import ModelSpec
@@ -56,6 +57,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()
+        self.plain = plain
         self.count, self.per_token, self.normalised = spec.experts, spec.experts_per_token, spec.normalised_routing
         self.groups, self.groups_per_token, self.scale = spec.expert_groups, spec.groups_per_token, spec.routing_scale
         self.choice_bias: nn.Parameter | None = None
@@ -71,24 +73,34 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, counted: Tensor | None = None) -> RoutedOutput:
         """Route and process x `(batch, seq, hidden)`; losses and load are those of the tokens `counted` `(batch, seq)`, or of all."""
         logits = self.router(x)
-        probabilities, weights, chosen = self._route(logits)
-        loads = _loads(chosen, self.count)
-        load = loads.sum(0)
-        order = order_by_expert(chosen.flatten(0, 1), load)
-        rows = self.experts(to_groups(x.flatten(0, 1), order), order, sorted_weights(weights.flatten(0, 1), order))
+        choice = self._choose(logits, counted)
+        load = choice.loads.sum(0)
+        order = order_by_expert(choice.chosen.flatten(0, 1), load)
+        weights = sorted_weights(choice.weights.flatten(0, 1), order)
+        rows = self.experts(to_groups(x.flatten(0, 1), order), order, weights)
         y = sum_copies(rows, order).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
+        loads = choice.loads
         if counted is not None:
-            loads = _loads(chosen.masked_fill(~counted[..., None], -1), self.count)
-            load, probabilities = loads.sum(0), probabilities * counted[..., None]
-        squares = probabilities.new_zeros(())
+            loads = _loads(choice.chosen.masked_fill(~counted[..., None], -1), self.count)
+            load = loads.sum(0)
+        squares = choice.weights.new_zeros(())
         if self.z_loss:
-            token_squares = logits.to(probabilities.dtype).logsumexp(-1).square()
+            token_squares = logits.to(choice.weights.dtype).logsumexp(-1).square()
             squares = (token_squares if counted is None else token_squares * counted).sum()
         loads = self.whole_sequence_loads(loads)
-        balance = _balance(probabilities, loads, self.per_token, by_token=counted is not None)
+        balance = _balance(choice.probability_sums, loads, self.per_token, by_token=counted is not None)
         return RoutedOutput(y, balance, load, squares)
+
+    def _choose(self, logits: Tensor, counted: Tensor | None) -> Choice:
+        """The experts of each token, by a kernel where there is one; probabilities are summed over `counted` tokens, or all."""
+        particular = self.groups_per_token != self.groups or self.replayed is not None or counted is not None
+        if self.plain or particular or not has_kernel(logits, self.count):
+            probabilities, weights, chosen = self._route(logits)
+            sums = (probabilities if counted is None else probabilities * counted[..., None]).sum(1)
+            return Choice(weights, chosen, sums, _loads(chosen, self.count))
+        return choose(logits, self.choice_bias, copies=self.per_token, normalised=self.normalised, scale=self.scale)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities `(batch, seq, experts)`, and weights and indices of the chosen experts, of the router's output.
@@ -181,7 +193,7 @@ def _loads(chosen: Tensor, experts: int) -> Tensor:
     return (chosen.flatten(1)[..., None] == expert_indices).sum(1)
 
 
-def _balance(probabilities: Tensor, loads: Tensor, copies: int, *, by_token: bool) -> Tensor:
+def _balance(probability_sums: Tensor, loads: Tensor, copies: int, *, by_token: bool) -> Tensor:
     """Balance loss: Σ over sequences of experts · Σₑ fₑ·pₑ, with the load share fₑ and the mean probability pₑ of expert e.
 
     A sequence's loss is 1 if all experts have equal load, and at most the number of experts (one expert has all tokens). `loads` are those
@@ -190,7 +202,7 @@ def _balance(probabilities: Tensor, loads: Tensor, copies: int, *, by_token: boo
     `by_token` multiplies the loss of each sequence by its tokens.
     """
     choices = loads.sum(1, keepdim=True).clamp_min(1)  # 0 where no token counts
-    share, mean = loads.to(probabilities.dtype) / choices, probabilities.sum(1)
+    share, mean = loads.to(probability_sums.dtype) / choices, probability_sums
     if not by_token:
         mean = mean * copies / choices
     return loads.shape[1] * (share * mean).sum()
