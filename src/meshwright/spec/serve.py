@@ -64,7 +64,7 @@ class ServeSpec(EngineSettings, HttpSettings):
     speculate: NotNegative = 0
     """Draft tokens that a step checks for each text; 0 for none, or 4 with `draft_model`, 1 if that is `mtp`."""
     draft_model: str | None = None
-    """Folder of a smaller model that proposes the draft tokens, or `mtp`: the model's own prediction modules; prompt lookup if none."""
+    """Folder of a smaller model that proposes the draft tokens; `mtp`: the model's prediction modules; none: prompt lookup."""
     tensor: Positive = 1
     """Devices of this host over which the engine divides every layer."""
     role: Role = "both"
