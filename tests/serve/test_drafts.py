@@ -25,6 +25,7 @@ from meshwright.spec.engine import EngineOptions, Speculation
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import LLAMA, SLIDING
 from tests.serve.helpers import PROMPTS, assert_all_free, engine_of, texts, tiny
+from tests.slow import quick_first
 
 NEW = 20
 LOOKUP = Speculation(tokens=3, shortest=1)
@@ -104,7 +105,7 @@ class Repeated(NamedTuple):
     replay: Callable[[], None]
 
 
-@pytest.mark.parametrize("spec", [LLAMA, SLIDING], ids=["full", "window"])
+@pytest.mark.parametrize("spec", quick_first(1, [LLAMA, SLIDING]), ids=["full", "window"])
 @pytest.mark.parametrize("source", ["lookup", "model", "modules"])
 def test_graphs_and_padding_do_not_change_texts(source: str, spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither requests that are padding nor those with fewer drafts than others."""
@@ -273,7 +274,7 @@ FAR_TAIL = 140.0
 SMALL = replace(LLAMA, vocab_size=VOCAB, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, init_std=0.6)
 
 
-@pytest.mark.parametrize("source", ["modules", "model"])
+@pytest.mark.parametrize("source", quick_first(1, ["modules", "model"]))
 def test_drawn_texts_have_the_model_s_distribution(source: str) -> None:
     """The first token of a text follows the prompt; the next two are drafts, accepted or replaced."""
     mtp, prompt = source == "modules", (1, 3, 0, 2)
