@@ -106,6 +106,7 @@ def _alternative(option: Option) -> dict[str, Any]:
         "instances": to_plain(option.deployment.instances),
         "goodput_per_gpu": option.goodput_per_gpu,
         "binding": option.goodput.binding,
+        "runnable": option.deployment.runnable,
         "why_not": option.why_not,
     }
 
