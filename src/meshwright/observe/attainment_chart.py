@@ -24,7 +24,7 @@ def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
     rates = [rate for curve in curves for rate, _ in curve.points]
     if not rates:
         return ""
-    high = 1.05 * max(rates)
+    high = 1.15 * max(rates)  # the label of the goal is at the right end
     axis = Axis("rate", "requests/s a GPU", 0.0, high, tuple((value, f"{value:g}") for value in ticks(0.0, high, 5)))
     tables = {curve.label: {"rate": [rate for rate, _ in curve.points]} for curve in curves}
     series = [
@@ -48,7 +48,7 @@ def limits_chart(points: Sequence[tuple[float, float]], goal: float) -> str:
         return ""
     factors = [factor for factor, _ in points]
     marks = tuple((value, f"× {value:g}") for value in (0.5, 1.0, 1.5, 2.0))
-    axis = Axis("factor", "limits", min(factors), max(factors), marks)
+    axis = Axis("factor", "limits", min(factors), 1.15 * max(factors), marks)
     series = Series("predicted", COLOURS[0], "predicted", [share for _, share in points])
     title = "Attainment at the goodput, if both limits are scaled"
     chart = Chart(
