@@ -64,7 +64,9 @@ def grouped(expert: int, budget: int = 2048) -> Deployment:
 
 
 def test_groups_of_experts_are_shown_and_never_chosen() -> None:
-    estimates = {COLOCATED: 100.0, PAIR: 90.0} | {grouped(2, budget): 300.0 + budget for budget in (512, 1024, 2048)}
+    estimates = {COLOCATED: 100.0, PAIR: 90.0} | {
+        grouped(2, budget): 300.0 + budget / 100 for budget in (512, 1024, 2048)
+    }
     finalists = deployment_search._finalists(estimates)
     assert set(finalists) == {COLOCATED, PAIR, grouped(2), grouped(2, 1024)}
     compared = {deployment: goodput(estimates[deployment]) for deployment in finalists}
