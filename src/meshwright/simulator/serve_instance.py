@@ -104,7 +104,6 @@ class Instance:
     def figures(self, seconds: float) -> InstanceFigures:
         """How busy it was in the `seconds` of the simulation."""
         self._note_usage(seconds)
-        self._note_usage(seconds)  # what is left at the end
         policy, whole = self.policy, max(seconds, 1e-12)
         return InstanceFigures(
             self.role,
