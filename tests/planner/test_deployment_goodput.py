@@ -9,6 +9,7 @@ from itertools import accumulate
 from math import exp
 
 import pytest
+from tests.slow import quick_first
 
 from meshwright.config.load import load_run
 from meshwright.config.trace_file import workload_requests
@@ -21,7 +22,6 @@ from meshwright.planner.deployment_space import TOKEN_BUDGETS, deployment_space
 from meshwright.simulator.serve_types import RequestTimes, ServedDeployment
 from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, ServeLimits, TimedRequest, Workload
 from meshwright.spec.errors import OutOfResources
-from tests.slow import quick_first
 
 SERVICE = 0.05
 """Seconds of a prompt in the queue of these tests."""
