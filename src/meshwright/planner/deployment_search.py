@@ -27,8 +27,8 @@ from meshwright.spec.model import ModelSpec
 
 FINALISTS, COLOCATED_FINALISTS, EXPERT_FINALISTS = 10, 4, 2
 """Deployments that are simulated at most; of them colocated ones, and those of mixtures that divide experts over groups."""
-Kind = Literal["colocated", "roles", "experts"]
-KINDS: tuple[Kind, ...] = ("colocated", "roles", "experts")
+Placement = Literal["colocated", "roles", "experts"]
+PLACEMENTS: tuple[Placement, ...] = ("colocated", "roles", "experts")
 """Colocated instances, instances with roles, and those with several groups of experts, which this release cannot serve."""
 FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
@@ -116,7 +116,7 @@ def plan_deployment(
     devices = cluster.ranks / space.units
     options = _options(space, compared, best_of_kind, devices)
     best = options.pop(chosen)
-    alike = [option for option in (best, *options.values()) if _kind(option.deployment) == "colocated"]
+    alike = [option for option in (best, *options.values()) if _placement(option.deployment) == "colocated"]
     colocated = max((option.goodput_per_gpu for option in alike), default=0.0)
     others = sorted(options.values(), key=lambda option: -option.goodput_per_gpu)
     return DeploymentAnswer(
@@ -142,12 +142,12 @@ def _options(
 ) -> dict[Deployment, Option]:
     """The compared deployments; the goodputs of a kind are corrected by the longer simulation of its best."""
     factors = {
-        _kind(deployment): goodput.rate / compared[deployment].rate for deployment, goodput in best_of_kind.items()
+        _placement(deployment): goodput.rate / compared[deployment].rate for deployment, goodput in best_of_kind.items()
     }
     options = {}
     for deployment, coarse in compared.items():
         goodput = best_of_kind.get(deployment, coarse)
-        factor = factors.get(_kind(deployment), min(factors.values()))
+        factor = factors.get(_placement(deployment), min(factors.values()))
         rate = goodput.rate if deployment in best_of_kind else factor * coarse.rate
         options[deployment] = Option(space.whole(deployment), rate / devices, goodput)
     return options
@@ -165,7 +165,7 @@ def _simulator(costs: ServeCosts, limits: ServeLimits) -> Simulate:
     return lambda deployment, requests: simulate(deployment, requests, costs, limits)
 
 
-def _kind(deployment: Deployment) -> Kind:
+def _placement(deployment: Deployment) -> Placement:
     if any(instance.expert > 1 for instance in deployment.instances):
         return "experts"
     return "colocated" if deployment.colocated else "roles"
@@ -178,7 +178,7 @@ def _finalists(estimates: Mapping[Deployment, float]) -> list[Deployment]:
     """
     chosen: list[Deployment] = []
     for kind, most in (("colocated", COLOCATED_FINALISTS), ("experts", EXPERT_FINALISTS), ("roles", FINALISTS)):
-        alike = sorted((d for d in estimates if _kind(d) == kind and estimates[d]), key=lambda d: -estimates[d])
+        alike = sorted((d for d in estimates if _placement(d) == kind and estimates[d]), key=lambda d: -estimates[d])
         near = [deployment for deployment in alike if estimates[deployment] >= FINALIST_SHARE * estimates[alike[0]]]
         first = {deployment.instances[0].tensor: deployment for deployment in reversed(near)}
         leaders = [deployment for deployment in near if deployment in first.values()]
@@ -194,14 +194,14 @@ def _compare(
 ) -> dict[Deployment, Goodput]:
     """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind."""
     compared: dict[Deployment, Goodput] = {}
-    ratios = dict.fromkeys(KINDS, 1.0)
+    ratios = dict.fromkeys(PLACEMENTS, 1.0)
     fastest = 0.0
     # The first of each kind comes first, so that the others of a much slower kind need no simulation.
-    kinds = [[d for d in finalists if _kind(d) == kind] for kind in KINDS]
+    kinds = [[d for d in finalists if _placement(d) == kind] for kind in PLACEMENTS]
     for deployment in [d for firsts in zip_longest(*kinds) for d in firsts if d is not None]:
-        kind = _kind(deployment)
+        kind = _placement(deployment)
         start = ratios[kind] * estimates[deployment]
-        if start < FINALIST_SHARE * fastest and any(_kind(d) == kind for d in compared):
+        if start < FINALIST_SHARE * fastest and any(_placement(d) == kind for d in compared):
             continue
         compared[deployment] = found = search.goodput(deployment, start, COARSE_REQUESTS, tolerance=COARSE)
         if deployment.runnable:
@@ -217,7 +217,7 @@ def _refine(search: GoodputSearch, compared: Mapping[Deployment, Goodput]) -> di
     refined: dict[Deployment, Goodput] = {}
     fastest = max(goodput.rate for deployment, goodput in compared.items() if deployment.runnable)
     for kind in ("colocated", "roles"):
-        alike = [d for d in compared if _kind(d) == kind and compared[d].rate]
+        alike = [d for d in compared if _placement(d) == kind and compared[d].rate]
         if alike:
             best = max(alike, key=lambda deployment: compared[deployment].rate)
             if compared[best].rate < FINALIST_SHARE * fastest:
