@@ -97,11 +97,12 @@ def server_settings(deployment: Deployment, role: str | None, shown: str) -> dic
         listed = " and ".join(f"{instance.count} of role {instance.role}" for instance in deployment.instances)
         wanted = "--role of an instance" if role is None or not settings else f"equal instances of role {role}"
         raise BadInput(f"{shown}: expected {wanted}; instances: {listed}")
-    ((own_role, tensor, _, token_budget),) = settings
+    ((own_role, tensor, expert, token_budget),) = settings
     if (problem := release_error(instances[0])) is not None:
         raise BadInput(f"{shown}: {problem}")
     formats = {key: value for key, value in to_plain(deployment.quantisation).items() if value is not None}
-    return {"role": own_role, "tensor": tensor, "step_tokens": token_budget, **formats}
+    shared = {"expert": expert} if expert > 1 else {}
+    return {"role": own_role, "tensor": tensor, **shared, "step_tokens": token_budget, **formats}
 
 
 def _expand(document: Document, folder: Path) -> None:

@@ -44,7 +44,8 @@ def why_not(chosen: Option, other: Option) -> str:
     loss = 1 - other.goodput_per_gpu / chosen.goodput_per_gpu
     missed = other.goodput.binding.upper()
     if not other.deployment.runnable:
-        return f"not runnable: this release serves no groups of experts; it would serve {abs(loss):.1%} {'less' if loss > 0 else 'more'}"
+        change = f"{abs(loss):.1%} {'less' if loss > 0 else 'more'}"
+        return f"not runnable: this release serves groups of experts of one device each; it would serve {change}"
     if loss < 0:
         return f"serves {-loss:.1%} more, less than predictions can tell apart, and moves keys and values"
     return f"serves {loss:.1%} less; {missed} binds"
@@ -94,7 +95,9 @@ def _budget_reason(chosen: Option, alternatives: Sequence[Option]) -> str | None
     alike = [
         option
         for option in alternatives
-        if option.deployment.colocated and option.deployment.instances[0].tensor == own.tensor
+        if option.deployment.colocated
+        and option.deployment.instances[0].tensor == own.tensor
+        and option.deployment.instances[0].expert == own.expert
     ]
     best = max(alike, key=lambda option: option.goodput_per_gpu, default=None)
     if best is None or best.goodput_per_gpu > (1 - LEAST_GAIN) * chosen.goodput_per_gpu:

@@ -29,7 +29,7 @@ FINALISTS, COLOCATED_FINALISTS, EXPERT_FINALISTS = 10, 4, 2
 """Deployments that are simulated at most; of them colocated ones, and those of mixtures that divide experts over groups."""
 Placement = Literal["colocated", "roles", "experts"]
 PLACEMENTS: tuple[Placement, ...] = ("colocated", "roles", "experts")
-"""Colocated instances, instances with roles, and those with several groups of experts, which this release cannot serve."""
+"""Colocated instances, instances with roles, and colocated ones with several groups of experts."""
 FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
 COARSE_REQUESTS, FINE_REQUESTS = 1000, 4000
@@ -216,8 +216,8 @@ def _refine(search: GoodputSearch, compared: Mapping[Deployment, Goodput]) -> di
     """Goodputs of the best runnable deployment of each kind, from longer simulations; a kind far behind has none."""
     refined: dict[Deployment, Goodput] = {}
     fastest = max(goodput.rate for deployment, goodput in compared.items() if deployment.runnable)
-    for kind in ("colocated", "roles"):
-        alike = [d for d in compared if _placement(d) == kind and compared[d].rate]
+    for kind in PLACEMENTS:
+        alike = [d for d in compared if _placement(d) == kind and compared[d].rate and d.runnable]
         if alike:
             best = max(alike, key=lambda deployment: compared[deployment].rate)
             if compared[best].rate < FINALIST_SHARE * fastest:
@@ -228,11 +228,10 @@ def _refine(search: GoodputSearch, compared: Mapping[Deployment, Goodput]) -> di
 
 
 def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
-    """The better of the two kinds; of a tie the colocated one, which needs no transfers."""
-    best, *second = sorted(best_of_kind, key=lambda deployment: -best_of_kind[deployment].rate)
-    if best.colocated or not second:
-        return best
-    return second[0] if best_of_kind[best].rate < (1 + TIE) * best_of_kind[second[0]].rate else best
+    """The best of all kinds; of a tie the colocated one, which needs no transfers."""
+    best = max(best_of_kind, key=lambda deployment: best_of_kind[deployment].rate)
+    plain = next((deployment for deployment in best_of_kind if _placement(deployment) == "colocated"), best)
+    return plain if best_of_kind[best].rate < (1 + TIE) * best_of_kind[plain].rate else best
 
 
 def _band(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> tuple[float, float]:

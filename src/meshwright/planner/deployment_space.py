@@ -1,7 +1,7 @@
 """Deployments that the planner considers: colocated, or of prefill and decode instances, in every tensor degree that fits.
 
-For mixtures also colocated instances that divide experts over groups of devices: this release cannot serve them, so
-the planner shows them beside its choice.
+For mixtures also colocated instances that divide experts over groups of devices; this release serves those with groups
+of one device, the planner shows the others beside its choice.
 
 A large cluster is planned as equal units of a few instances: the share of devices for each role is then a multiple of one instance in a
 unit, and the simulation of a unit takes as long as that of a small cluster. A router over all units shares load a little better.

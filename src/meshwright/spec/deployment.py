@@ -114,8 +114,11 @@ def deployment_name(deployment: Deployment) -> str:
 
 def release_error(instance: InstanceSpec) -> str | None:
     """The key of an instance that this release cannot serve, with what it expects and why; None if it serves it."""
-    if instance.expert > 1:
-        return f"expert: expected 1, got {instance.expert}: this release divides experts over `tensor` only"
+    if instance.expert > 1 and (instance.tensor > 1 or instance.role != "both"):
+        return (
+            f"expert: expected 1 beside tensor {instance.tensor} and role {instance.role}, got {instance.expert}: devices share experts "
+            "with tensor 1 and role both only"
+        )
     if instance.tensor > 1 and instance.role != "both":
         return f"tensor: expected 1 for role {instance.role}, got {instance.tensor}: blocks move between single devices only"
     return None
