@@ -178,6 +178,7 @@ def build_engine(
         scales=WeightScales(sharded, mesh.shards, mesh.device) if plan.precision.gather == "fp8" else None,
         channels=open_channels(mesh, training.channels) if training.ranks > 1 else None,
         host=HostMemory(mesh.device) if any(unit.offloads for stage_units in units for unit in stage_units) else None,
+        sums_on_host=HostMemory(mesh.device, purpose="gradients") if plan.accumulation == "host" else None,
     )
     return Engine(
         model,
