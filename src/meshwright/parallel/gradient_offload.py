@@ -24,7 +24,7 @@ SpanOf = Callable[[str, str], AbstractContextManager[None] | None]
 
 
 class GradientOffload:
-    """The gradient sums of one step's units. `additions` has, by compute of the step in their order, the units whose gradients it adds to."""
+    """The gradient sums of one step's units. `additions` has, for each compute of the step, the units whose gradients it adds to."""
 
     def __init__(self, memory: HostMemory, additions: Sequence[Sequence[ShardedUnit]], span_of: SpanOf) -> None:
         self._memory, self._additions, self._span_of = memory, additions, span_of
@@ -57,7 +57,7 @@ class GradientOffload:
         stream = self._memory.offload_stream
         with on_copy_stream(stream), self._span_of("offload gradients", "offload") or nullcontext():
             copies = []
-            for event in unit.reduced_events:
+            for event in unit.reduced_events if stream is not None else ():
                 stream.wait_event(event)
             for storage in storages.values():
                 buffer = self._memory.acquire(storage.nbytes())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from meshwright.costs.machine_rates import is_guessed
+from meshwright.planner.accumulation_choice import accumulation_reason
 from meshwright.planner.candidate import (
     HEADROOM,
     HOST_HEADROOM,
@@ -76,6 +77,7 @@ def reasons(
     ]
     sentences += [
         *_memory_reasons(plan, run, fits),
+        accumulation_reason(run, plan, fits),
         tile_reason(run, plan, fits),
         *_transport_reasons(best, others, run),
     ]
@@ -204,7 +206,7 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
             "fits on the devices and is not copied"
         )
     sizes = host_bytes(run.model, run.train, plan, run.cluster.nodes)
-    labelled = zip(("activations take", "the optimizer takes"), sizes, strict=True)
+    labelled = zip(("activations take", "the optimizer takes", "sums of gradients take"), sizes, strict=True)
     return [
         *sentences,
         *(f"{label} {size / 1e9:.1f} GB of each host's memory{_guess_suffix(run)}" for label, size in labelled if size),
