@@ -13,12 +13,14 @@ from meshwright.parallel.world import World
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Accumulation, Plan
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import LLAMA
+from tests.distributed.test_equality import LLAMA, batch
 from tests.distributed.test_experts import EVEN
 from tests.distributed.test_host_optimizer import bf16, steps
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, Case
 from tests.slow import quick_first
 
+ROUNDING = 2.0**-9
+"""Relative error of rounding to bf16."""
 CASES = {
     "tied pipeline": (DEEP_TIED, Case("1f1b", pipeline=2, shard=2, offload="both", recompute="full")),
     "fsdp": (LLAMA, Case("1f1b", shard=4, offload="optimizer")),
@@ -66,3 +68,57 @@ def test_sums_in_host_memory_have_the_same_bits(pool: Pool, name: str) -> None:
     for differences, calls in pool.run(host_sums, case.plan.ranks, spec, case):
         assert differences == set()
         assert calls["send"] >= calls["_free"] == calls["_start_copies_back"] > 0
+
+
+def sum_errors(world: World, spec: ModelSpec, case: Case) -> tuple[float, float]:
+    """Largest differences of bf16 sums from sums rounded after each addition, and from exact ones.
+
+    They are relative to the norms of all partial sums.
+    """
+    from meshwright.data.loader import MicroBatch
+    from meshwright.events.span import NullRecorder
+    from meshwright.optim.shards import local
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+
+    sequences = batch(0, spec)
+    device, narrow = (
+        build_engine(spec, chosen, build_mesh(chosen, world), loss_chunk=5, seed=0)
+        for chosen in (with_accumulation(case, "device"), with_accumulation(case, "bf16"))
+    )
+    micro = case.micro
+    batches = [
+        MicroBatch(*(column[start : start + micro] for column in sequences), valid_tokens=1)
+        for start in range(0, micro * case.plan.batch.accumulate, micro)
+    ]
+    valid = torch.tensor(50.0)
+
+    def gradients(engine: Any, played: list[MicroBatch]) -> dict[str, torch.Tensor]:
+        engine.executor.play(engine.training_schedule(len(played)), played, NullRecorder(), valid)
+        taken = {name: local(weight.grad).clone() for name, weight in engine.model.named_parameters()}
+        for weight in engine.model.parameters():
+            weight.grad = None
+        return taken
+
+    sums = gradients(narrow, batches)
+    assert {value.dtype for value in sums.values()} == {torch.bfloat16}
+    parts = [gradients(device, [one]) for one in batches]
+    errors = [0.0, 0.0]
+    for name, total in sums.items():
+        rounded, exact = parts[0][name].bfloat16(), parts[0][name].double()
+        norms = exact.norm()
+        for part in parts[1:]:
+            rounded = (rounded.float() + part[name].float()).bfloat16()
+            exact = exact + part[name].double()
+            norms += exact.norm()
+        for index, truth in enumerate((rounded.double(), exact)):
+            errors[index] = max(errors[index], float((total.double() - truth).norm() / norms.clamp_min(1e-30)))
+    return errors[0], errors[1]
+
+
+@pytest.mark.parametrize("case", quick_first(1, [Case("1f1b", shard=2), Case("1f1b", micro=2)]), ids=str)
+def test_bf16_sums_round_once_for_each_addition(pool: Pool, case: Case) -> None:
+    for from_rounded, from_exact in pool.run(sum_errors, case.plan.ranks, DEEP, case):
+        # On one rank products are added inside the matrix product, which rounds once less than a product that is added.
+        assert from_rounded == 0 if case.shard > 1 else from_rounded < ROUNDING
+        assert 0 < from_exact < ROUNDING

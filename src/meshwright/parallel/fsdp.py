@@ -187,12 +187,14 @@ class ParameterGroup:
                     buffer = torch.empty_like(whole, dtype=self.sum_dtype)
                 rounded[storage.data_ptr()] = buffer.copy_(whole)
             view = buffer.as_strided(gradient.shape, gradient.stride(), gradient.storage_offset())
+            shard.grad = None  # its dtype may change then
             parameters[shard].set_shard_gradient(view)
 
         parameters = {parameter.shard: parameter for parameter in self.parameters if parameter.shard.requires_grad}
         hooks = [shard.register_post_accumulate_grad_hook(round_gradient) for shard in parameters]
         for shard in parameters:
-            shard.grad_dtype = None  # of any dtype: of the reduction first, then of the sum
+            if shard.grad is None:
+                shard.grad_dtype = None  # any: FSDP2 sets a gradient in the dtype of the master weight
         yield
         for hook in hooks:
             hook.remove()

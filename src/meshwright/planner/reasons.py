@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import prod
 
 from meshwright.costs.machine_rates import is_guessed
-from meshwright.planner.accumulation_choice import accumulation_reason
 from meshwright.planner.candidate import (
     HEADROOM,
     HOST_HEADROOM,
@@ -77,7 +76,6 @@ def reasons(
     ]
     sentences += [
         *_memory_reasons(plan, run, fits),
-        accumulation_reason(run, plan, fits),
         tile_reason(run, plan, fits),
         *_transport_reasons(best, others, run),
     ]
@@ -205,6 +203,10 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
             f"offload_fraction {plan.offload_fraction:g}: {1 - plan.offload_fraction:.0%} of the optimizer's state "
             "fits on the devices and is not copied"
         )
+    if plan.accumulation == "host" and pins.accumulation is None:
+        on_device = replace(plan, accumulation="device")
+        need = "a step is no faster" if fits(on_device) else shortfall(run, on_device)
+        sentences.append(f"sums of gradients in host memory between micro-batches: on the devices {need}")
     sizes = host_bytes(run.model, run.train, plan, run.cluster.nodes)
     labelled = zip(("activations take", "the optimizer takes", "sums of gradients take"), sizes, strict=True)
     return [
