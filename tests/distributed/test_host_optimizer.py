@@ -76,8 +76,8 @@ def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> N
     compare(pool.run(sharded, case.plan.ranks, spec, case.plan), one_device(spec), 1e-9)
 
 
-def steps(world: World, spec: ModelSpec, tested_plan: Plan) -> tuple[dict[str, torch.Tensor], int]:
-    """Run some steps; returns this rank's figures, weights and moments, and the bytes of its weights on the device."""
+def steps(world: World, spec: ModelSpec, tested_plan: Plan, count: int = STEPS) -> tuple[dict[str, torch.Tensor], int]:
+    """Run `count` steps; returns this rank's figures, weights and moments, and the bytes of its weights on the device."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.optim.shards import local
@@ -93,7 +93,7 @@ def steps(world: World, spec: ModelSpec, tested_plan: Plan) -> tuple[dict[str, t
     optimizer.release_master_weights()
     samples_per_rank = BATCH // mesh.data_ranks
     final_state: dict[str, torch.Tensor] = {}
-    for step in range(STEPS):
+    for step in range(count):
         first = mesh.data_rank * samples_per_rank
         micro_batches = [
             tensor[first : first + samples_per_rank].split(tested_plan.batch.micro_batch)
@@ -152,6 +152,62 @@ def test_state_that_is_lost_is_noticed(pool: Pool, lose: str) -> None:
     spec, tested_plan = BITS["one rank, layered"]
     ((differences, _),) = pool.run(state_differences, 1, spec, tested_plan, lose)
     assert "figures 0" not in differences and {"figures 2", "model.layers.3.mlp.up.weight"} <= differences
+
+
+def order_of_updates(world: World, spec: ModelSpec, tested_plan: Plan) -> list[tuple[str, int, int]]:
+    """Of two steps, the events in their order: (name, unit, staging buffers that are filled for the next update).
+
+    Names: `updated` when compute waits for a unit's update, `forward` and `backward` when they begin.
+    """
+    from meshwright.optim.host import HostAdamW
+    from meshwright.parallel.executor import _Step
+
+    events: list[tuple[str, int, int]] = []
+    optimizers: list[HostAdamW] = []
+    complete, forward, backward = HostAdamW.complete_updates, _Step.forward, _Step.backward
+    ends = {"embed": -1, "norm": spec.layers, "head": spec.layers}
+
+    def completed(self: HostAdamW, names: Any = None) -> bool:
+        optimizers[:] = [self]
+        before = self._pending.completed if self._pending else 0
+        left = complete(self, names)
+        after = self._pending.completed if self._pending else len(self._chunks)
+        for chunk in self._chunks[before:after] if left else ():
+            units = {ends.get(s.name.split(".")[0], s.name.split(".")[1]) for s in chunk.segments}
+            events.extend(("updated", int(unit), 0) for unit in units)
+        return left
+
+    def compute(name: str, run: Any) -> Any:
+        def recorded(self: _Step, action: Any, *arguments: Any) -> None:
+            events.append((name, action.unit - 1, optimizers[0]._fetched if optimizers else 0))
+            run(self, action, *arguments)
+
+        return recorded
+
+    runs = {"forward": compute("forward", forward), "backward": compute("backward", backward)}
+    with (
+        mock.patch.object(HostAdamW, "complete_updates", completed),
+        mock.patch.dict("meshwright.parallel.executor._RUN", runs),
+    ):
+        steps(world, spec, tested_plan, 2)
+    second = next(index for index, event in enumerate(events) if event[0] == "updated")
+    return events[second:]
+
+
+@pytest.mark.parametrize("shards", quick_first(1, [1, 2]))
+def test_a_forward_waits_for_the_updates_of_gathered_units_only(pool: Pool, shards: int) -> None:
+    """On one rank for those of its own unit. The backward finds the first chunks of the next update fetched."""
+    case = Case("1f1b", shard=shards, micro=8 // shards, offload="optimizer")
+    for events in pool.run(order_of_updates, shards, DEEP, bf16(case.plan)):
+        updated: set[int] = set()
+        for name, unit, fetched in events:
+            if name == "updated":
+                updated.add(unit)
+            elif name == "forward":
+                assert updated == set(range(-1, min(unit + (shards > 1), DEEP.layers) + 1))
+            else:
+                assert fetched > 0
+                break
 
 
 OFFLOADED, ON_DEVICE = "plan.offload=optimizer", "plan.offload=none"

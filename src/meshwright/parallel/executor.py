@@ -213,6 +213,8 @@ class _Step:
     def wait_for_gather(self, action: Action) -> None:
         """Make compute wait for the weights of the action's unit."""
         sharded = self.unit(action).sharded
+        if sharded.reads_shards_in_use:
+            self.executor.before_gather(sharded)
         if not self.host_blocks and sharded.gathering:
             with self.recorder.waiting("collective_wait", self.index, action, sharded.gathered_bytes):
                 sharded.wait_for_collectives()
@@ -380,7 +382,7 @@ class _Step:
 
     def unshard(self, action: Action) -> None:
         sharded = self.unit(action).sharded
-        if self.executor.before_gather(sharded):
+        if not sharded.reads_shards_in_use and self.executor.before_gather(sharded):
             self.executor.streams.follow_compute()
         sharded.gather(self.span(action, "unshard"))
 

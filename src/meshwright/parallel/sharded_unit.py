@@ -205,6 +205,11 @@ class ShardedUnit:
             group.wait_for_collective()
 
     @cached_property
+    def reads_shards_in_use(self) -> bool:
+        """Whether the shards are not read before `wait_for_gather`: on one rank, where compute casts them."""
+        return all(isinstance(group, UnsharedParameterGroup) for group in self.groups)
+
+    @cached_property
     def gathered_bytes(self) -> int:
         """Bytes of the unit's weights when they are gathered between ranks."""
         return sum(group.gathered_bytes for group in self._sharded_groups)
