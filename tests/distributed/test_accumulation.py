@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from meshwright.parallel.world import World
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import Accumulation, Plan
+from meshwright.workload import tensor_bytes
+from meshwright.workload.plan_bytes import fullest_rank_memory, optimizer_on_host
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import LLAMA, batch
+from tests.distributed.test_equality import LLAMA, TRAIN, batch
 from tests.distributed.test_experts import EVEN
 from tests.distributed.test_host_optimizer import bf16, steps
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, Case
@@ -68,6 +70,68 @@ def test_sums_in_host_memory_have_the_same_bits(pool: Pool, name: str) -> None:
     for differences, calls in pool.run(host_sums, case.plan.ranks, spec, case):
         assert differences == set()
         assert calls["send"] >= calls["_free"] == calls["_start_copies_back"] > 0
+
+
+PLACES = [("fp32", 1.0, "device"), ("bf16", 0.5, "bf16"), ("int8", 1.0, "device")]
+"""Moments, share in host memory, sums."""
+WIDE = replace(LLAMA, layers=4, hidden=64, head_dim=16, ffn_hidden=128, vocab_size=256)
+STAGED = 1024
+
+
+def bytes_by_place(world: World, spec: ModelSpec, plan: Plan) -> tuple[dict[str, int], int]:
+    """Bytes of tensors on the device by the memory account's categories after a step's backwards, and of host memory."""
+    from meshwright.data.loader import MicroBatch
+    from meshwright.events.span import NullRecorder
+    from meshwright.optim import host
+    from meshwright.optim.shards import local
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.training.session import open_optimizer
+    from meshwright.training.train_step import train_step
+    from tests.distributed.test_equality import TRAIN
+
+    def storage_bytes(tensors: Any) -> int:
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
+    mesh, found = build_mesh(plan, world), {}
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0)
+    with mock.patch.object(host, "CPU_CHUNK_ELEMENTS", STAGED):
+        optimizer = open_optimizer(engine, spec, TRAIN, mesh)
+    optimizer.release_master_weights()
+    offloaded = optimizer._host
+    assert offloaded is not None
+    weights = list(engine.model.parameters())
+
+    def measure() -> None:
+        found["gradients"] = storage_bytes(local(weight.grad) for weight in weights)
+
+    micro = [column.split(plan.batch.micro_batch) for column in batch(0, spec)]
+    batches = [MicroBatch(*columns, valid_tokens=1) for columns in zip(*micro, strict=True)]
+    options = {"learning_rate": 1e-3, "clip_norm": 1.0, "recorder": NullRecorder(), "before_update": measure}
+    train_step(engine, optimizer, mesh, batches, **options)
+    found["weights"] = storage_bytes([*map(local, weights), *offloaded._resident.values()])
+    found["optimizer"] = storage_bytes([offloaded._memory.device_records, offloaded._staging])
+    return found, optimizer.host_bytes
+
+
+@pytest.mark.parametrize(("moments", "fraction", "accumulation"), quick_first(1, PLACES, unpack=True))
+def test_tensors_have_the_bytes_of_the_memory_account(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, moments: Any, fraction: float, accumulation: Accumulation
+) -> None:
+    plan = with_accumulation(Case("1f1b", micro=2, offload="optimizer"), accumulation)
+    plan = replace(plan, offload_fraction=fraction, precision=replace(plan.precision, moments=moments))
+    ((found, on_host),) = pool.run(bytes_by_place, 1, WIDE, plan)
+    count = parameter_count(WIDE)
+    monkeypatch.setattr(tensor_bytes, "STAGED_ELEMENTS", STAGED)
+    predicted = fullest_rank_memory(WIDE, TRAIN, plan, cpu=True)
+    assert found["weights"] == predicted["weights"] == 2 * count
+    assert found["gradients"] == predicted["gradients"] == (2 if accumulation == "bf16" else 4) * count
+    # Segments begin at whole blocks of 256 elements.
+    assert found["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.04)
+    record = {"fp32": 10, "bf16": 6, "int8": 4 + 2 / 256}[moments]
+    assert on_host == pytest.approx(optimizer_on_host(WIDE, plan, 1), rel=0.04)
+    assert on_host == pytest.approx(record * fraction * count, rel=0.04)
 
 
 def sum_errors(world: World, spec: ModelSpec, case: Case) -> tuple[float, float]:

@@ -210,6 +210,86 @@ def test_a_forward_waits_for_the_updates_of_gathered_units_only(pool: Pool, shar
                 break
 
 
+MANY, RESUMED_AT, SKIPPED_EVERY = 100, 60, 9
+
+
+def clipped_steps(
+    world: World, spec: ModelSpec, tested_plan: Plan, resumed_at: int
+) -> tuple[dict[str, torch.Tensor], int, int]:
+    """MANY steps with two micro-batches or more; returns figures, weights and moments, and how many were clipped and skipped.
+
+    At step `resumed_at` another engine goes on with the state of the first.
+    """
+    from meshwright.data.loader import MicroBatch
+    from meshwright.events.span import NullRecorder
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.training.session import open_optimizer
+    from meshwright.training.train_step import train_step
+    from tests.distributed.test_equality import BATCH, TRAIN, batch
+
+    mesh, clipped, skipped = build_mesh(tested_plan, world), 0, 0
+    engine = build_engine(spec, tested_plan, mesh, loss_chunk=5, seed=0)
+    optimizer = open_optimizer(engine, spec, TRAIN, mesh)
+    optimizer.release_master_weights()
+    samples_per_rank = BATCH // mesh.data_ranks
+    final_state: dict[str, torch.Tensor] = {}
+    for step in range(MANY):
+        if step == resumed_at:
+            saved = {parts.name: parts.read().clone() for parts in optimizer.state()}
+            engine = build_engine(spec, tested_plan, mesh, loss_chunk=5, seed=1)
+            optimizer = open_optimizer(engine, spec, TRAIN, mesh)
+            for parts in optimizer.state():
+                parts.write(saved[parts.name])
+            optimizer.set_steps(step - skipped)
+            optimizer.release_master_weights()
+        first = mesh.data_rank * samples_per_rank
+        micro_batches = [
+            tensor[first : first + samples_per_rank].split(tested_plan.batch.micro_batch)
+            for tensor in batch(step, spec)
+        ]
+        batches = [
+            MicroBatch(*columns, valid_tokens=int((columns[1] >= 0).sum()))
+            for columns in zip(*micro_batches, strict=True)
+        ]
+        skips, limit = step % SKIPPED_EVERY == 4, 0.3 if step % 3 else 100.0
+        figures = train_step(
+            engine, optimizer, mesh, batches, learning_rate=1e-3, clip_norm=limit, recorder=NullRecorder(),
+            norm_limit=1e-6 if skips else float("inf"),
+        ).values  # fmt: skip
+        final_state[f"figures {step}"] = figures
+        clipped, skipped = clipped + int(figures[1] > limit and not skips), skipped + int(figures[5] > 0)
+    final_state |= {parts.name: parts.read().clone() for parts in optimizer.state()}
+    return final_state, clipped, skipped
+
+
+def differences_after_many_steps(world: World, spec: ModelSpec, offloaded_plan: Plan) -> tuple[set[str], int, int]:
+    """Names of results that differ from those of a run without offload that was never stopped; clipped and skipped steps."""
+    without = tuple(replace(layer, offload="none") for layer in offloaded_plan.layers)
+    truth, *_ = clipped_steps(world, spec, replace(offloaded_plan, layers=without, accumulation="device"), -1)
+    actual, clipped, skipped = clipped_steps(world, spec, offloaded_plan, RESUMED_AT)
+    assert actual.keys() == truth.keys()
+    return {name for name, value in actual.items() if not torch.equal(value, truth[name])}, clipped, skipped
+
+
+PAIRS = {name: entry for name, entry in BITS.items() if name != "fp32"} | {
+    str(case): (spec, bf16(case.plan)) for spec, case in CASES
+}
+"""Every layout with which an optimizer in host memory is paired, in bf16: with 10 bytes of state per parameter on the host."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", ["device", "host"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_hundred_steps_have_the_same_bits(pool: Pool, name: str, accumulation: Any) -> None:
+    """With clipping that binds often, skipped steps, sums over micro-batches, and a resumed state."""
+    spec, tested_plan = PAIRS[name]
+    chosen = replace(tested_plan, accumulation=accumulation)
+    for differences, clipped, skipped in pool.run(differences_after_many_steps, chosen.ranks, spec, chosen):
+        assert differences == set()
+        assert clipped > MANY / 4 and skipped == len(range(4, MANY, SKIPPED_EVERY))
+
+
 OFFLOADED, ON_DEVICE = "plan.offload=optimizer", "plan.offload=none"
 IN_BF16 = [*ranks(2), "plan.compute=bf16"]
 

@@ -56,7 +56,7 @@ def rate_both_ways(machine: Machine) -> Array:
 def host_memory_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
     """Bytes of host memory per device: offloaded activations in flight, and state and gradient sums of its `owned` parameters."""
     activations = shape.layers / layout.pipeline * layout.in_flight * offloaded_bytes(shape, layout)
-    sums = layout.sums_on_host * (layout.micro_batches > 1) * owned * GRADIENT_BYTES
+    sums = _copies_sums(layout) * (layout.micro_batches > 1) * owned * GRADIENT_BYTES
     return layout.offload_activations * activations + layout.offload * owned * layout.state_bytes + sums
 
 
@@ -86,9 +86,13 @@ def exposed_sums(machine: Machine, layout: Layouts, owned: Array, backward: Arra
 
     A rank has `owned` parameters; `backward` has the seconds over all layers.
     """
-    sums_shards = layout.sums_on_host * (1 - np.asarray(layout.reduce_once)) * (1 - np.asarray(layout.layered))
     copied = owned * layout.pipeline * GRADIENT_BYTES / rate_both_ways(machine)
-    return sums_shards * exposed_sum_copies(copied, backward, layout.micro_batches)
+    return _copies_sums(layout) * exposed_sum_copies(copied, backward, layout.micro_batches)
+
+
+def _copies_sums(layout: Layouts) -> Array:
+    """1 where gradient sums are in host memory: of shards that are reduced after each micro-batch."""
+    return layout.sums_on_host * (1 - np.asarray(layout.reduce_once)) * (1 - np.asarray(layout.layered))
 
 
 def exposed_sum_copies(copied: Array, backward: Array, micro_batches: Array) -> Array:
