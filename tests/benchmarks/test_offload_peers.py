@@ -9,9 +9,9 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
-from benchmarks import offload_peers
 from benchmarks.offload_largest import BASE, GPT, gpt_words, largest_words
 
+from benchmarks import offload_peers
 from meshwright.config.load import load_run
 from meshwright.spec.model import parameter_count
 
