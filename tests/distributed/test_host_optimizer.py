@@ -157,14 +157,14 @@ def test_state_that_is_lost_is_noticed(pool: Pool, lose: str) -> None:
 def order_of_updates(world: World, spec: ModelSpec, tested_plan: Plan) -> list[tuple[str, int, int]]:
     """Of two steps, the events in their order: (name, unit, staging buffers that are filled for the next update).
 
-    Names: `updated` when compute waits for a unit's update, `forward` and `backward` when they begin.
+    Names: `updated` when compute waits for a unit's update, `forward` and `backward` when they have waited for their weights.
     """
     from meshwright.optim.host import HostAdamW
     from meshwright.parallel.executor import _Step
 
     events: list[tuple[str, int, int]] = []
     optimizers: list[HostAdamW] = []
-    complete, forward, backward = HostAdamW.complete_updates, _Step.forward, _Step.backward
+    complete, wait = HostAdamW.complete_updates, _Step.wait_for_gather
     ends = {"embed": -1, "norm": spec.layers, "head": spec.layers}
 
     def completed(self: HostAdamW, names: Any = None) -> bool:
@@ -177,17 +177,13 @@ def order_of_updates(world: World, spec: ModelSpec, tested_plan: Plan) -> list[t
             events.extend(("updated", int(unit), 0) for unit in units)
         return left
 
-    def compute(name: str, run: Any) -> Any:
-        def recorded(self: _Step, action: Any, *arguments: Any) -> None:
-            events.append((name, action.unit - 1, optimizers[0]._fetched if optimizers else 0))
-            run(self, action, *arguments)
+    def gathered(self: _Step, action: Any) -> None:
+        wait(self, action)
+        events.append((action.op, action.unit - 1, optimizers[0]._fetched if optimizers else 0))
 
-        return recorded
-
-    runs = {"forward": compute("forward", forward), "backward": compute("backward", backward)}
     with (
         mock.patch.object(HostAdamW, "complete_updates", completed),
-        mock.patch.dict("meshwright.parallel.executor._RUN", runs),
+        mock.patch.object(_Step, "wait_for_gather", gathered),
     ):
         steps(world, spec, tested_plan, 2)
     second = next(index for index, event in enumerate(events) if event[0] == "updated")
