@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from tests.slow import quick_first
 
 from meshwright.config.load import load_run
 from meshwright.costs.offload_costs import host_memory_bytes
@@ -130,7 +131,7 @@ def test_the_error_names_the_host_where_only_its_memory_is_too_small() -> None:
 
 
 @pytest.mark.parametrize("offload", ["activations", "optimizer", "both"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "breadth_first"])
+@pytest.mark.parametrize("schedule", quick_first(1, ["1f1b", "interleaved", "breadth_first"]))
 def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: str) -> None:
     run = load_run(None, [
         "model=llama3-8b", "train.global_batch=32", "train.seq_len=4096", "cluster.gpu=H200", "cluster.gpus_per_node=8",
