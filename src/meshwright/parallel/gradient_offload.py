@@ -57,7 +57,8 @@ class GradientOffload:
         stream = self._memory.offload_stream
         with on_copy_stream(stream), self._span_of("offload gradients", "offload") or nullcontext():
             copies = []
-            for event in unit.reduced_events if stream is not None else ():
+            for event in unit.reduced_events:
+                assert stream is not None, "a CPU has no events"
                 stream.wait_event(event)
             for storage in storages.values():
                 buffer = self._memory.acquire(storage.nbytes())
