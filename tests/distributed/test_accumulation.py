@@ -1,4 +1,4 @@
-"""Sums of gradient shards over micro-batches: in host memory they have the same bits, in bf16 they are rounded once per addition."""
+"""Sums of gradient shards over micro-batches: the same bits in host memory, one rounding for each addition in bf16."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_sums_in_host_memory_have_the_same_bits(pool: Pool, name: str) -> None:
         assert calls["send"] >= calls["_free"] == calls["_start_copies_back"] > 0
 
 
-PLACES = [("fp32", 1.0, "device"), ("bf16", 0.5, "bf16"), ("int8", 1.0, "device")]
+ACCOUNTS = [("fp32", 1.0, "device"), ("bf16", 0.5, "bf16"), ("int8", 1.0, "device")]
 """Moments, share in host memory, sums."""
 WIDE = replace(LLAMA, layers=4, hidden=64, head_dim=16, ffn_hidden=128, vocab_size=256)
 STAGED = 1024
@@ -94,7 +94,7 @@ def bytes_by_place(world: World, spec: ModelSpec, plan: Plan) -> tuple[dict[str,
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(storages.values())
 
-    mesh, found = build_mesh(plan, world), {}
+    mesh, device_bytes = build_mesh(plan, world), {}
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0)
     with mock.patch.object(host, "CPU_CHUNK_ELEMENTS", STAGED):
         optimizer = open_optimizer(engine, spec, TRAIN, mesh)
@@ -104,31 +104,31 @@ def bytes_by_place(world: World, spec: ModelSpec, plan: Plan) -> tuple[dict[str,
     weights = list(engine.model.parameters())
 
     def measure() -> None:
-        found["gradients"] = storage_bytes(local(weight.grad) for weight in weights)
+        device_bytes["gradients"] = storage_bytes(local(weight.grad) for weight in weights)
 
     micro = [column.split(plan.batch.micro_batch) for column in batch(0, spec)]
     batches = [MicroBatch(*columns, valid_tokens=1) for columns in zip(*micro, strict=True)]
     options = {"learning_rate": 1e-3, "clip_norm": 1.0, "recorder": NullRecorder(), "before_update": measure}
     train_step(engine, optimizer, mesh, batches, **options)
-    found["weights"] = storage_bytes([*map(local, weights), *offloaded._resident.values()])
-    found["optimizer"] = storage_bytes([offloaded._memory.device_records, offloaded._staging])
-    return found, optimizer.host_bytes
+    device_bytes["weights"] = storage_bytes([*map(local, weights), *offloaded._resident.values()])
+    device_bytes["optimizer"] = storage_bytes([offloaded._memory.device_records, offloaded._staging])
+    return device_bytes, optimizer.host_bytes
 
 
-@pytest.mark.parametrize(("moments", "fraction", "accumulation"), quick_first(1, PLACES, unpack=True))
+@pytest.mark.parametrize(("moments", "fraction", "accumulation"), quick_first(1, ACCOUNTS, unpack=True))
 def test_tensors_have_the_bytes_of_the_memory_account(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, moments: Any, fraction: float, accumulation: Accumulation
 ) -> None:
     plan = with_accumulation(Case("1f1b", micro=2, offload="optimizer"), accumulation)
     plan = replace(plan, offload_fraction=fraction, precision=replace(plan.precision, moments=moments))
-    ((found, on_host),) = pool.run(bytes_by_place, 1, WIDE, plan)
+    ((device_bytes, on_host),) = pool.run(bytes_by_place, 1, WIDE, plan)
     count = parameter_count(WIDE)
     monkeypatch.setattr(tensor_bytes, "STAGED_ELEMENTS", STAGED)
     predicted = fullest_rank_memory(WIDE, TRAIN, plan, cpu=True)
-    assert found["weights"] == predicted["weights"] == 2 * count
-    assert found["gradients"] == predicted["gradients"] == (2 if accumulation == "bf16" else 4) * count
+    assert device_bytes["weights"] == predicted["weights"] == 2 * count
+    assert device_bytes["gradients"] == predicted["gradients"] == (2 if accumulation == "bf16" else 4) * count
     # Segments begin at whole blocks of 256 elements.
-    assert found["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.04)
+    assert device_bytes["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.04)
     record = {"fp32": 10, "bf16": 6, "int8": 4 + 2 / 256}[moments]
     assert on_host == pytest.approx(optimizer_on_host(WIDE, plan, 1), rel=0.04)
     assert on_host == pytest.approx(record * fraction * count, rel=0.04)
@@ -166,7 +166,7 @@ def sum_errors(world: World, spec: ModelSpec, case: Case) -> tuple[float, float]
 
     sums = gradients(narrow, batches)
     assert {value.dtype for value in sums.values()} == {torch.bfloat16}
-    parts = [gradients(device, [one]) for one in batches]
+    parts = [gradients(device, [micro_batch]) for micro_batch in batches]
     errors = [0.0, 0.0]
     for name, total in sums.items():
         rounded, exact = parts[0][name].bfloat16(), parts[0][name].double()

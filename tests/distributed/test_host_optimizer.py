@@ -271,7 +271,7 @@ def differences_after_many_steps(world: World, spec: ModelSpec, offloaded_plan: 
 PAIRS = {name: entry for name, entry in BITS.items() if name != "fp32"} | {
     str(case): (spec, bf16(case.plan)) for spec, case in CASES
 }
-"""Every layout with which an optimizer in host memory is paired, in bf16: with 10 bytes of state per parameter on the host."""
+"""Every layout with which an optimizer in host memory is paired, in bf16: with 10 bytes of state per parameter."""
 
 
 @pytest.mark.slow

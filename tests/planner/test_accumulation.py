@@ -1,4 +1,4 @@
-"""Sums of gradients over micro-batches: bytes by place, when the planner moves them to host memory, and what ignores the setting."""
+"""Sums of gradients over micro-batches: their bytes, when the planner moves them to host memory, and what has none."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def _by_place(entry: Largest) -> dict[str, dict[str, float]]:
     predicted = entry.plan.predicted if entry.plan is not None else None
     device = {} if predicted is None else predicted.memory_bytes
     return {
-        place: {use: size for use, size in sizes.items() if size >= 5e7}
-        for place, sizes in (("device", device), ("host", entry.host))
+        memory: {use: size for use, size in sizes.items() if size >= 5e7}
+        for memory, sizes in (("device", device), ("host", entry.host))
     }
 
 

@@ -41,7 +41,7 @@ from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
 LAUNCHED_AHEAD = 32
-"""Chunks that the host launches on a GPU before they are needed: enough work for the link while the host launches other work.
+"""Chunks that the host launches on a GPU before they are needed, so that the link is busy while it launches other work.
 
 A stream's launch queue holds about a thousand operations, and streams may share one: with all chunks launched at once the host would wait
 for the queue, and kernels of the forward would queue behind updates that wait for copies.

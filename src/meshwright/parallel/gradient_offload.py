@@ -24,7 +24,7 @@ SpanOf = Callable[[str, str], AbstractContextManager[None] | None]
 
 
 class GradientOffload:
-    """The gradient sums of one step's units. `additions` has, for each compute of the step, the units whose gradients it adds to."""
+    """The gradient sums of a step's units. `additions` has, for each of its computes, the units to whose gradients it adds."""
 
     def __init__(self, memory: HostMemory, additions: Sequence[Sequence[ShardedUnit]], span_of: SpanOf) -> None:
         self._memory, self._additions, self._span_of = memory, additions, span_of
