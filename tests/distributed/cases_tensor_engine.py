@@ -11,7 +11,7 @@ import torch
 from meshwright.checkpoint.stored_model import StoredModel
 from meshwright.parallel.world import World
 from meshwright.serve.engine import Engine
-from meshwright.serve.formats import Fp8Linear
+from meshwright.serve.quantized_layers import QuantizedLinear
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.serve.tensor_group import RankModel, TensorEngine
 from meshwright.spec.engine import EngineOptions
@@ -75,7 +75,7 @@ def _equal_parts(divided: Engine, alone: Engine, world: World) -> int:
     for parameter in parameters(alone.spec):
         name, _, leaf = parameter.name.rpartition(".")
         ours, whole = (engine._model.get_submodule(name) for engine in (divided, alone))
-        if not isinstance(whole, Fp8Linear) or leaf != "weight":
+        if not isinstance(whole, QuantizedLinear) or leaf != "weight":
             continue
         slices = [
             tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))

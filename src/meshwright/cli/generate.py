@@ -36,8 +36,15 @@ class Drafting(NamedTuple):
     model: Path | None = None
 
 
-class Fp8Format(StrEnum):
-    """Formats narrower than the model's dtype."""
+class ProductFormat(StrEnum):
+    """Formats of products with weights, narrower than the model's dtype."""
+
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
+class CacheFormat(StrEnum):
+    """Formats of cached keys and values, narrower than the model's dtype."""
 
     FP8 = "fp8"
 
@@ -45,8 +52,8 @@ class Fp8Format(StrEnum):
 class Formats(NamedTuple):
     """Formats of the engine, as in `serve.engine.EngineOptions`."""
 
-    weights: Fp8Format | None = None
-    kv_cache: Fp8Format | None = None
+    weights: ProductFormat | None = None
+    kv_cache: CacheFormat | None = None
     invariant: bool = False
 
 
@@ -59,8 +66,10 @@ def generate(
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
-    weights: Annotated[Fp8Format | None, typer.Option(help="Format of the linear layers' weights.")] = None,
-    kv_cache: Annotated[Fp8Format | None, typer.Option(help="Format of cached keys and values.")] = None,
+    weights: Annotated[
+        ProductFormat | None, typer.Option(help="Format of the products with the blocks' weights.")
+    ] = None,
+    kv_cache: Annotated[CacheFormat | None, typer.Option(help="Format of cached keys and values.")] = None,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Make each text independent of the others, bit for bit.")
     ] = False,

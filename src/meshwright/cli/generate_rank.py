@@ -15,7 +15,7 @@ from meshwright.cli.generate import Sampling, continued, engine_options
 from meshwright.parallel.world import join
 from meshwright.serve.tensor_group import RankModel, TensorEngine
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.engine import Fp8
+from meshwright.spec.engine import Fp8, WeightFormat
 from meshwright.spec.fields import from_plain
 from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.worker import answer_as_rank
@@ -36,7 +36,7 @@ class TensorJob:
     top_k: int
     seed: int
     stop: int | None
-    weights: Fp8 | None
+    weights: WeightFormat | None
     kv_cache: Fp8 | None
 
 

@@ -10,6 +10,8 @@ from meshwright.spec.fields import Positive
 
 Fp8 = Literal["fp8"]
 """e4m3: 4 significant bits, up to 448."""
+WeightFormat = Literal["fp8", "int8"]
+"""Formats that weights and activations of linear layers are rounded to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,8 @@ class EngineSettings:
     """Longest text in tokens, prompt and new tokens together; none is the model's context, which is the most."""
     prefix_cache: bool = True
     """Whether requests share cached blocks of equal prefixes."""
-    weights: Fp8 | None = None
-    """Format of the linear layers' weights; none is the model's dtype."""
+    weights: WeightFormat | None = None
+    """Format of the products with the blocks' weights; none is the model's dtype. int8 includes routed experts, fp8 does not."""
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
     invariant: bool = False
