@@ -12,6 +12,7 @@ from meshwright.kernels.int8_products import Int8Matrix, grouped_int8, int8_line
 from meshwright.kernels.row_quantize import quantize_add_rms_norm, quantize_rows, quantize_swiglu
 from meshwright.kernels.swiglu import swiglu
 from tests.kernels.test_row_quantize import draws
+from tests.slow import quick_first
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
 
@@ -80,7 +81,9 @@ def test_products_have_exact_sums() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("tokens", "columns", "inner", "across"), [(5, 48, 300, True), (33, 70, 256, False)])
+@pytest.mark.parametrize(
+    ("tokens", "columns", "inner", "across"), quick_first(1, [(5, 20, 300, True), (33, 70, 256, False)], unpack=True)
+)
 def test_product_kernel(tokens: int, columns: int, inner: int, across: bool) -> None:
     pytest.importorskip("triton")
     from meshwright.kernels.fixed_product_triton import Tile, product
@@ -93,13 +96,13 @@ def test_product_kernel(tokens: int, columns: int, inner: int, across: bool) -> 
 
 
 @interpreted
-@pytest.mark.parametrize("sizes", [[3, 0, 37, 16, 1], [20], [0, 0]], ids=str)
+@pytest.mark.parametrize("sizes", quick_first(1, [[3, 0, 18, 1], [3, 0, 37, 16, 1], [20], [0, 0]]), ids=str)
 def test_grouped_kernel(sizes: list[int]) -> None:
     pytest.importorskip("triton")
     from meshwright.kernels.fixed_product_triton import Tile
     from meshwright.kernels.grouped_int8_triton import grouped_product
 
-    x, stacked, ends, _ = groups(sizes, 40, 200)
+    x, stacked, ends, _ = groups(sizes, 20, 200)
     expected = grouped_int8(x, stacked, ends, torch.float32)
     for tile in (Tile(16, 16, 4, 1), None):
         out = grouped_product(x.values, stacked.values, x.scale, stacked.scale, ends, torch.float32, tile=tile)
@@ -108,7 +111,7 @@ def test_grouped_kernel(sizes: list[int]) -> None:
 
 @interpreted
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", quick_first(1, [torch.bfloat16, torch.float32]))
 def test_rounding_kernels(dtype: torch.dtype) -> None:
     """Alone to the same bits; fused, numbers that differ by the order of a sum may round to a neighbour."""
     pytest.importorskip("triton")

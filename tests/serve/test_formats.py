@@ -57,8 +57,14 @@ def round_to_integers(model: Decoder) -> Decoder:
 
     def compute(rows: Tensor, order: ExpertOrder, weights: Tensor, experts: Experts) -> Tensor:
         expert = torch.searchsorted(order.offsets, torch.arange(len(rows)), right=True)
-        gate, up = (integers(experts.gate_up)[expert] @ integers(rows)[..., None])[..., 0].chunk(2, dim=-1)
-        active = integers(F.silu(gate) * up * weights[:, None].to(rows.dtype))
+        first = experts.gate_up if experts.gated else experts.up
+        projected = (integers(first)[expert] @ integers(rows)[..., None])[..., 0]
+        if experts.gated:
+            gate, up = projected.chunk(2, dim=-1)
+            active = F.silu(gate) * up
+        else:
+            active = F.gelu(projected, approximate="tanh")
+        active = integers(active * weights[:, None].to(rows.dtype))
         return (integers(experts.down)[expert] @ active[..., None])[..., 0]
 
     for block in model.layers.values():

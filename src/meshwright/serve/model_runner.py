@@ -23,6 +23,7 @@ from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.graphs import Graphs
 from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
+from meshwright.spec.errors import BadInput
 
 
 class ModelRunner:
@@ -49,6 +50,12 @@ class ModelRunner:
         """Batch sizes with a CUDA graph, ascending."""
         self._graphs = Graphs()
         self._graph_logits = torch.empty(0)
+
+    def expand_latents(self) -> None:
+        """Let decodes expand keys and values from cached latents. Raises BadInput for a model without latents."""
+        if not self._model.spec.kv_rank:
+            raise BadInput("absorb: only latent attention has a form that does not absorb")
+        self._step.absorbs = False
 
     def logits(self, packed: Packed) -> Tensor:
         """Logits `(samples, vocab)` of a packed step, valid until the next call."""

@@ -71,10 +71,17 @@ class EngineOptions(EngineSettings):
     """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
     graphs: bool | None = None
     """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    absorb: bool = True
+    """Whether decodes of latent attention attend to cached latents; if not, each step expands the keys and values of whole contexts."""
     texts: bool = True
     """Whether updates have texts and stop strings are found; a caller that decodes the tokens itself needs neither."""
     speculation: Speculation | None = None
     """Drafts by prompt lookup, or by a draft model; None: no drafts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.graphs and not self.absorb:
+            raise BadInput("graphs: not without absorb, whose decodes read lengths on the host")
 
     @property
     def most_step_tokens(self) -> int:
