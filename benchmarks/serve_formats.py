@@ -4,8 +4,8 @@
 
 Times are those of the model with random weights (on one 80 GB GPU, about a minute a format); so are differences of logits, which are those
 of prompts. Losses are those of a small dense model that is trained here on Python's standard library and then reads files that it has not
-seen. "expanded" computes decodes of latent attention with keys and values of each head, without CUDA graphs, so "no graphs" is beside it. `--tiny` runs all of it
-with tiny models on a CPU. Prints one JSON object per format.
+seen. "expanded" computes decodes of latent attention with keys and values of each head, without CUDA graphs, so "no graphs" is beside it.
+`--tiny` runs all of it with tiny models on a CPU. Prints one JSON object per format.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ def test_products_have_exact_sums() -> None:
     torch.testing.assert_close(
         int8_linear(x, weight, bias, torch.float32).double(), expected + bias, rtol=1e-6, atol=1e-4
     )
-    most = Int8Matrix(torch.full((1, 133_143), 127, dtype=torch.int8), torch.ones(1, 1))
+    most = Int8Matrix(torch.full((1, 133_144), 127, dtype=torch.int8), torch.ones(1, 1))
     least = Int8Matrix(-most.values, most.scale)
-    assert int8_linear(most, least, None, torch.float64).item() == pytest.approx(-(127**2) * 133_143, rel=1e-7)
+    assert int8_linear(most, least, None, torch.float64).item() == pytest.approx(-(127**2) * 133_144, rel=1e-7)
     for sizes in ([3, 0, 5, 1], [0, 4], [0]):
         rows, stacked, ends, expected = groups(sizes, 6, 40)
         torch.testing.assert_close(grouped_int8(rows, stacked, ends, torch.float64), expected, rtol=1e-6, atol=0)

@@ -164,7 +164,7 @@ def test_bytes_of_a_model_with_int8_weights_are_those_of_the_cost_model(spec: An
 
 
 def test_int8_sums_fit_32_bits() -> None:
-    with pytest.raises(BadInput, match="at most 133,143 inputs, got 133,144"):
+    with pytest.raises(BadInput, match="at most 133,144 inputs, got 133,145"):
         QuantizedWeight(torch.zeros(1, MOST_INPUTS + 1), "int8")
 
 
