@@ -257,12 +257,11 @@ def engine_options(
     from meshwright.spec.engine import EngineOptions, Speculation
 
     longest = max(map(len, prompts)) + how.tokens
-    weights, kv_cache = (None if name is None else name.value for name in formats[:2])
     return EngineOptions(
         sequences=min(len(prompts), MOST_AT_ONCE),
         context=longest,
-        weights=weights,
-        kv_cache=kv_cache,
+        weights=None if formats.weights is None else formats.weights.value,
+        kv_cache=None if formats.kv_cache is None else formats.kv_cache.value,
         invariant=formats.invariant,
         speculation=Speculation(tokens=drafting.tokens) if drafting.tokens else None,
     )

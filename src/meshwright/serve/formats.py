@@ -84,7 +84,7 @@ def use_formats(
             for hook in mlp._forward_hooks.values():  # the sum over tensor ranks
                 block.mlp.register_forward_hook(hook)
         if weights == "int8" and block.routed and isinstance(block.moe.experts, Experts):
-            block.moe.add_module("experts", Int8Experts(block.moe.experts))
+            block.moe.add_module("experts", Int8Experts(block.moe.experts, ranks))
     if invariant:
         model.add_module("head", InvariantHead(model.head.weight))
     if weights is not None and model.embed.weight.is_cuda:

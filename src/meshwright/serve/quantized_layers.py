@@ -105,14 +105,14 @@ class QuantizedGatedMLP(nn.Module):
 
 
 class Int8Experts(nn.Module):
-    """`models.moe.Experts` with int8 weights."""
+    """`models.moe.Experts` with int8 weights. `ranks` are the tensor ranks that have the other columns of `down`, if any."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: Experts, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.gated, self.plain, self.dtype = experts.gated, experts.plain, experts.down.dtype
         self.input_name = "gate_up" if experts.gated else "up"
         self.add_module(self.input_name, QuantizedWeight(getattr(experts, self.input_name), "int8"))
-        self.down = QuantizedWeight(experts.down, "int8")
+        self.down = QuantizedWeight(experts.down, "int8", ranks)
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
         """The expert outputs of rows `(rows, hidden)`, as of `Experts`."""
