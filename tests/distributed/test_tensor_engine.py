@@ -66,12 +66,19 @@ def test_rounded_weights_have_the_scales_of_one_device(pool: Pool, name: str, we
 
 @pytest.mark.parametrize(("name", "weights"), ROUNDED)
 def test_logits_of_rounded_weights_are_those_of_one_device(pool: Pool, name: str, weights: str) -> None:
-    """Within a share of what the formats change: a few numbers are rounded to another one after other additions."""
+    """In fp8 within a share of what the formats change: a few numbers are rounded to another one after other additions.
+
+    In int8 other scales of the ranks' parts of tokens round all their numbers anew, so only the error is alike.
+    """
     spec, formats = {**ALL, **LATENT}[name], options_of(weights=weights, kv_cache="fp8")
     exact, alone = (torch.tensor(play_alone(spec, each, first_logits)) for each in (options_of(), formats))
     ours = torch.tensor(pool.run(play_on_ranks, 2, spec, formats, first_logits)[0])
     spread = (alone - exact).abs().mean()
-    assert spread > 1e-3 and (ours - alone).abs().mean() < SAME * spread
+    assert spread > 1e-3
+    if weights == "fp8":
+        assert (ours - alone).abs().mean() < SAME * spread
+    else:
+        assert (ours - exact).abs().mean() < 1.2 * spread
 
 
 def test_newer_weights_reach_all_ranks(pool: Pool, tmp_path: Path) -> None:
