@@ -118,14 +118,14 @@ def test_rounding_kernels(dtype: torch.dtype) -> None:
     from meshwright.kernels.row_quantize_triton import round_add_rms_norm, round_rows, round_swiglu_rows
 
     x, delta, weight, gate_up = (draws(*shape, dtype=dtype) for shape in ((3, 200), (3, 200), (200,), (3, 400)))
-    alone, expected = round_rows(x, torch.int8), quantize_rows(x, "int8")
+    alone, (total, normed) = round_rows(x, torch.int8), round_add_rms_norm(x, delta, weight, 1e-5, torch.int8)
+    gated, expected = round_swiglu_rows(gate_up, torch.int8), quantize_rows(x, "int8")
     assert torch.equal(alone.values, expected.values) and torch.equal(alone.scale, expected.scale)
-    total, normed = round_add_rms_norm(x, delta, weight, 1e-5, torch.int8)
     assert_near(normed, quantize_add_rms_norm(x, delta, weight, 1e-5, "int8")[1])
     assert_near(normed, quantize_rows(add_rms_norm(x, delta, weight, 1e-5)[1], "int8"))
     torch.testing.assert_close(total, x + delta)
-    assert_near(round_swiglu_rows(gate_up, torch.int8), quantize_swiglu(gate_up, "int8"))
-    assert_near(round_swiglu_rows(gate_up, torch.int8), quantize_rows(swiglu(gate_up), "int8"))
+    assert_near(gated, quantize_swiglu(gate_up, "int8"))
+    assert_near(gated, quantize_rows(swiglu(gate_up), "int8"))
     x[1, 3] = float("nan")
     assert round_rows(x, torch.int8).scale.isnan().flatten().tolist() == [False, True, False]
 
