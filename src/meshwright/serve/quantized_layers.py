@@ -39,7 +39,7 @@ class QuantizedWeight(nn.Module):
         self.number_format, self.ranks = number_format, ranks
         values = torch.empty(weight.shape, dtype=DTYPES[number_format], device=weight.device)
         self.register_buffer("values", values)
-        self.register_buffer("scale", torch.empty((*weight.shape[:-1], 1), device=weight.device))
+        self.register_buffer("scale", torch.empty((*weight.shape[:-1], 1), dtype=torch.float32, device=weight.device))
         self.assign(weight)
 
     @torch.no_grad()
