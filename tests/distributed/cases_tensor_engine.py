@@ -61,7 +61,7 @@ def first_logits(engine: Engine) -> list[list[float]]:
 
 
 def compare_rounded_weights(world: World, spec: ModelSpec, folder: str, weights: str) -> int:
-    """The number of rounded weights whose values and scales on this rank are the part of one device's, before and after a swap."""
+    """The number of rounded weights that are this rank's part of one device's, scales too, before and after a swap."""
     options = options_of(weights=weights)
     engine = tensor_engine(world, spec, options)
     equal = _equal_parts(engine, Engine(tiny(spec), options=options), world)

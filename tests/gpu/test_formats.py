@@ -111,13 +111,13 @@ def test_int8_product_is_that_of_a_cpu(inner: int, outer: int, tokens: int) -> N
     torch.testing.assert_close(int8_linear(a, b, bias, torch.float32).cpu(), expected, rtol=1e-5, atol=bound)
 
 
-@pytest.mark.parametrize("rows", [0, 6, 192, 3000])
+@pytest.mark.parametrize("tokens", [0, 6, 192, 3000])
 @pytest.mark.parametrize("experts", [8, 64])
-def test_grouped_int8_product_is_the_plain_one(experts: int, rows: int) -> None:
-    draw = torch.Generator().manual_seed(rows)
-    sizes = torch.bincount(torch.randint(experts, (rows,), generator=draw) ** 2 // experts, minlength=experts)
-    x, _, _ = operands(max(rows, 1), 512, 16)
-    a = row_quantize.quantize_rows(x[:rows], "int8")
+def test_grouped_int8_product_is_the_plain_one(experts: int, tokens: int) -> None:
+    draw = torch.Generator().manual_seed(tokens)
+    sizes = torch.bincount(torch.randint(experts, (tokens,), generator=draw) ** 2 // experts, minlength=experts)
+    x, _, _ = operands(max(tokens, 1), 512, 16)
+    a = row_quantize.quantize_rows(x[:tokens], "int8")
     matrices = row_quantize.quantize_rows(torch.randn(experts, 352, 512, device="cuda", dtype=torch.bfloat16), "int8")
     assert isinstance(a, Int8Matrix) and isinstance(matrices, Int8Matrix)
     offsets = sizes.cumsum(0).to("cuda", torch.int32)

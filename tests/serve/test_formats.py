@@ -55,16 +55,16 @@ def round_to_integers(model: Decoder) -> Decoder:
     def multiply(x: Tensor, layer: Linear) -> Tensor:
         return F.linear(integers(x), integers(layer.weight), layer.bias)
 
-    def compute(rows: Tensor, order: ExpertOrder, weights: Tensor, experts: Experts) -> Tensor:
-        expert = torch.searchsorted(order.offsets, torch.arange(len(rows)), right=True)
+    def compute(x: Tensor, order: ExpertOrder, weights: Tensor, experts: Experts) -> Tensor:
+        expert = torch.searchsorted(order.offsets, torch.arange(len(x)), right=True)
         first = experts.gate_up if experts.gated else experts.up
-        projected = (integers(first)[expert] @ integers(rows)[..., None])[..., 0]
+        projected = (integers(first)[expert] @ integers(x)[..., None])[..., 0]
         if experts.gated:
             gate, up = projected.chunk(2, dim=-1)
             active = F.silu(gate) * up
         else:
             active = F.gelu(projected, approximate="tanh")
-        active = integers(active * weights[:, None].to(rows.dtype))
+        active = integers(active * weights[:, None].to(x.dtype))
         return (integers(experts.down)[expert] @ active[..., None])[..., 0]
 
     for block in model.layers.values():

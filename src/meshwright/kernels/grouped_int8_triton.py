@@ -25,7 +25,7 @@ def grouped_product(
     *,
     tile: Tile | None = None,
 ) -> Tensor:
-    """x `(rows, in)` times the matrices `(groups, out, in)` of their groups, transposed, times the scales: `(rows, out)` in `dtype`.
+    """Rows of x `(rows, in)` times their groups' matrices `(groups, out, in)`, transposed and scaled, in `dtype`.
 
     `x_scale` is `(rows, 1)`, `scales` `(groups, out, 1)`, `offsets` `(groups,)` int32. All tensors are contiguous.
     """
@@ -60,7 +60,7 @@ def grouped_product(
 def _find_rows(
     offsets, number, TOKENS: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The group of tile `number`, the tile's first row, and the end of the group's rows; group PADDED_GROUPS behind the last tile."""
+    """The group of tile `number`, its first row and the group's end; behind the last tile group PADDED_GROUPS."""
     groups = tl.arange(0, PADDED_GROUPS)
     ends = tl.load(offsets + groups, mask=groups < GROUPS, other=0)
     begins = tl.load(offsets + groups - 1, mask=(groups > 0) & (groups < GROUPS), other=0)

@@ -72,7 +72,7 @@ class EngineOptions(EngineSettings):
     graphs: bool | None = None
     """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
     absorb: bool = True
-    """Whether decodes of latent attention attend to cached latents; if not, each step expands the keys and values of whole contexts."""
+    """Whether decodes of latent attention attend to latents; if not, each expands its context's keys and values."""
     texts: bool = True
     """Whether updates have texts and stop strings are found; a caller that decodes the tokens itself needs neither."""
     speculation: Speculation | None = None
