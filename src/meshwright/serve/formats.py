@@ -18,6 +18,7 @@ from meshwright.models.decoder import Attention, Block, Decoder
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.models.moe import Experts
+from meshwright.parallel.expert_inference import SharedExperts
 from meshwright.serve.quantized_layers import Int8Experts, QuantizedGatedMLP, QuantizedLinear, QuantizedWeight
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
@@ -136,6 +137,8 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
         raise BadInput(
             "8-bit weights and invariant results need the whole model on one device, got a part of its heads"
         )
+    if weights == "int8" and any(isinstance(module, SharedExperts) for module in model.modules()):
+        raise BadInput("weights: int8 is not for expert ranks; use fp8, or tensor ranks")
     if not weight.is_cuda:
         return
     if invariant and weight.dtype == torch.float64:
