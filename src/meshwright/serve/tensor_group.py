@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,9 +28,11 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.tensor_inference import divide_for_inference
 from meshwright.parallel.world import World, world_group
 from meshwright.policies.batch_request import Step
+from meshwright.policies.recorded_blocks import repeat_change
 from meshwright.serve.engine import Engine, blocks_that_fit
 from meshwright.serve.formats import assign_parameter, use_formats
 from meshwright.serve.generation import Update
+from meshwright.serve.rank_blocks import LeadingBlocks, RankSlices
 from meshwright.serve.step_messages import StepMessages
 from meshwright.serve.text_request import TextRequest
 from meshwright.serve.weights import check_same_model, open_newer
@@ -132,6 +134,16 @@ class TensorEngine(Engine):
         self._send(load=str(folder))
         self._load(folder)
 
+    def prefix_blocks(self) -> LeadingBlocks:
+        """The prefix cache of all ranks for other processes, as `Engine.prefix_blocks`."""
+
+        def record(change: Sequence[Any]) -> None:
+            self._calls.append({"change": change})
+
+        return LeadingBlocks(
+            self._model, self.spec, self._policy, self._cache, self._world, record=record, send=self._send
+        )
+
     def close(self) -> None:
         """Let `follow` return on the other ranks. Called on rank 0 when no step will follow; the engine is then of no use."""
         if self._failure is None:
@@ -144,6 +156,7 @@ class TensorEngine(Engine):
 
         Raises MeshwrightError if a step fails, CommunicationFailure if another rank has failed.
         """
+        slices = RankSlices(self._model, self.spec, self._policy, self._cache, self._world)
         while True:
             with self._ending_on_error("a step"):
                 message = self._messages.receive()
@@ -154,6 +167,12 @@ class TensorEngine(Engine):
                 if "now" in message:
                     self._now = message["now"]
                     self._compute_step()
+                elif "gather" in message:
+                    slices.gather(message["gather"])
+                elif "scatter" in message:
+                    slices.scatter(message["scatter"], None)
+                elif "weight_sums" in message:
+                    slices.add_weight_sums()
             if "load" in message:
                 self._load_or_report(Path(message["load"]))
             if "end" in message:
@@ -168,7 +187,10 @@ class TensorEngine(Engine):
         self._calls = []
 
     def _apply(self, call: Mapping[str, Any]) -> int:
-        """Submit or abort a request on this rank; the number of the request."""
+        """Submit or abort a request or change a pool of blocks on this rank; the number of a new request."""
+        if "change" in call:
+            repeat_change(self._policy.cache, call["change"])
+            return -1
         self._now = call["now"]
         if "abort" in call:
             super().abort(call["abort"])
