@@ -165,7 +165,7 @@ class DeploymentSoak:
             ("prefill 1", "prefill", [*serve, "--role", "prefill", "--transfer-address", tcp]),
         ]
         decode = [*serve, "--role", "decode", "--prefill-engines", f"{unix},{proxied}"]
-        words += [(f"decode {number}", "decode", decode) for number in range(2)]
+        words += [(f"decode {number}", "decode", [*decode]) for number in range(2)]
         for entry, port in zip(words[1:], self._server_ports, strict=True):
             entry[2][2:2] = ["--port", str(port)]
         urls = [f"http://127.0.0.1:{port}" for port in self._server_ports]

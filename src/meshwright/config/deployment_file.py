@@ -100,10 +100,6 @@ def server_settings(deployment: Deployment, role: str | None, shown: str) -> dic
     ((own_role, tensor, expert, token_budget),) = settings
     if expert > 1:
         raise BadInput(f"{shown}: expert: expected 1, got {expert}: this release divides experts over `tensor` only")
-    if tensor > 1 and own_role != "both":
-        raise BadInput(
-            f"{shown}: tensor: expected 1 for role {own_role}, got {tensor}: blocks move between single devices only"
-        )
     formats = {key: value for key, value in to_plain(deployment.quantisation).items() if value is not None}
     return {"role": own_role, "tensor": tensor, "step_tokens": token_budget, **formats}
 
