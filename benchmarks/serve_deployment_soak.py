@@ -202,6 +202,9 @@ class DeploymentSoak:
         while missing := [process.name for process in self._processes if not process.ready.is_set()]:
             _check(time.monotonic() < deadline, f"not started within {START_SECONDS} s: {missing}")
             await asyncio.sleep(0.1)
+        while (await self._exchange(self._router_port, "GET", "/health"))[0] != 200:  # it has not learnt of the servers
+            _check(time.monotonic() < deadline, f"no healthy server within {START_SECONDS} s")
+            await asyncio.sleep(0.1)
 
     async def _client(self, draw: random.Random, end: float) -> None:
         while (now := time.monotonic()) < end:
@@ -229,9 +232,10 @@ class DeploymentSoak:
             attempt.text = json.loads(body)["choices"][0]["text"]
         else:
             events = [line[6:] for line in body.splitlines() if line.startswith(b"data: ")]
-            if not events or events[-1] != b"[DONE]":
-                retriable = not events or b'"error"' not in events[-1] or any(code in events[-1] for code in RETRIABLE)
-                _check(retriable, f"a stream ended with {events[-1:]}")
+            errors = [event for event in events if event.startswith(b'{"error"')]
+            if errors or not events or events[-1] != b"[DONE]":
+                retriable = all(any(code in error for code in RETRIABLE) for error in errors)
+                _check(retriable, f"a stream ended with {errors}")
                 attempt.failure = "lost"
                 return
             attempt.text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])

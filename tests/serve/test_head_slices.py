@@ -42,7 +42,9 @@ def test_ranks_have_whole_latents() -> None:
     assert torch.equal(parts[1], blocks) and torch.equal(heads.join(parts), blocks)
 
 
-@pytest.mark.parametrize("spec", [replace(LLAMA, kv_heads=1), SHARED, DEEPSEEK_V2], ids=["one key head", "shared", "v2"])
+@pytest.mark.parametrize(
+    "spec", [replace(LLAMA, kv_heads=1), SHARED, DEEPSEEK_V2], ids=["one key head", "shared", "v2"]
+)
 def test_sums_of_weights_do_not_depend_on_the_ranks(spec: ModelSpec) -> None:
     whole = tiny(spec)
     weights = dict(whole.named_parameters())

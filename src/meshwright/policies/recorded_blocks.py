@@ -7,7 +7,7 @@ Ranks plan equal steps only if their pools are equal. Within steps all ranks cha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,29 +26,33 @@ class RecordedPool(BlockPool):
         self.__dict__ = pool.__dict__
         self._record = record
 
-    def take(self) -> int:
-        block = super().take()
-        self._record("take")
-        return block
+    def take_all(self, count: int) -> list[int]:
+        blocks = super().take_all(count)
+        self._record("take_all", count)
+        return blocks
 
-    def share(self, block: int) -> None:
-        super().share(block)
-        self._record("share", block)
+    def share_all(self, blocks: Iterable[int]) -> None:
+        shared = list(blocks)
+        super().share_all(shared)
+        self._record("share_all", shared)
 
-    def release(self, block: int) -> None:
-        super().release(block)
-        self._record("release", block)
+    def release_all(self, blocks: Iterable[int]) -> None:
+        released = list(blocks)
+        super().release_all(released)
+        self._record("release_all", released)
 
-    def register(self, block: int, digest: bytes) -> None:
-        super().register(block, digest)
-        self._record("register", block, digest.hex())
+    def register_all(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
+        registered, names = list(blocks), list(digests)
+        super().register_all(registered, names)
+        self._record("register_all", registered, [name.hex() for name in names])
 
 
 def recorded_blocks(cache: CacheBlocks, record: Callable[[Change], None]) -> CacheBlocks:
     """The same blocks; `record` gets each change that is made through the returned object."""
 
-    def note(group: int, *change: Any) -> None:
-        record([group, *change])
+    def note(group: int, name: str, first: Any, *others: Any) -> None:
+        if first:  # some blocks
+            record([group, name, first, *others])
 
     recorded = copy.copy(cache)
     recorded.pools = [RecordedPool(pool, partial(note, group)) for group, pool in enumerate(cache.pools)]
@@ -59,12 +63,12 @@ def repeat_change(cache: CacheBlocks, change: Change) -> None:
     """Make a recorded change in the pools of another rank, which were equal before it."""
     group, name, *arguments = change
     pool = cache.pools[group]
-    if name == "take":
-        pool.take()
-    elif name == "share":
-        pool.share(*arguments)
-    elif name == "release":
-        pool.release(*arguments)
+    if name == "take_all":
+        pool.take_all(*arguments)
+    elif name == "share_all":
+        pool.share_all(*arguments)
+    elif name == "release_all":
+        pool.release_all(*arguments)
     else:
-        block, digest = arguments
-        pool.register(block, bytes.fromhex(digest))
+        blocks, digests = arguments
+        pool.register_all(blocks, map(bytes.fromhex, digests))

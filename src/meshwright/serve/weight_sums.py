@@ -27,7 +27,9 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: Part) -> Tensor:
         module = model.get_submodule(owner)
         rounded = leaf == "weight" and hasattr(module, "values")
         pieces = rank_pieces(spec, parameter, part)
-        earlier = [piece for rank in range(part.index) for piece in rank_pieces(spec, parameter, Part(rank, part.count))]
+        earlier = [
+            piece for rank in range(part.index) for piece in rank_pieces(spec, parameter, Part(rank, part.count))
+        ]
         values = module.values if rounded else getattr(module, leaf)
         total = torch.zeros(2, dtype=torch.int64, device=device)
         for piece, value in _slices(values, pieces, piece_dimension(parameter)):
