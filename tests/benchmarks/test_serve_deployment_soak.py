@@ -90,7 +90,7 @@ def test_what_is_in_use_at_the_end_is_found(monkeypatch: pytest.MonkeyPatch) -> 
             return {"decode 0: kv_cache_usage_perc": 0.1}
 
     async def audit(make: Callable[..., Any]) -> None:
-        await make(None, [CONTENT], 0, 1.0)._audit()
+        await make(None, [CONTENT], 0, 1.0, 5.0)._audit()
 
     with pytest.raises(SoakError, match="in use after the last request: .*kv_cache_usage"):
         asyncio.run(audit(Busy))
