@@ -1,4 +1,4 @@
-"""A tiny model whose tokens are characters, prompts, and the texts of one engine that computes them alone. For `serve_deployment_soak.py`."""
+"""A tiny model whose tokens are characters, and prompts with the texts of an engine that computes them alone. For the deployment soak."""
 
 from __future__ import annotations
 
