@@ -17,6 +17,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
     return Suite(tiny_run(file), [str(file)], tmp_path_factory.mktemp("runs"), steps=36, patience=PATIENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("scenarios")
 @pytest.mark.parametrize("name", ["kill-rank0", "corrupt-newest"])
 def test_the_promise_of_a_scenario_is_kept(suite: Suite, name: str) -> None:

@@ -11,22 +11,22 @@ import numpy as np
 import torch
 
 from meshwright.data.loader import MicroBatch, Step
-from meshwright.data.slots import Slot, TokenReader, rank_slots, slot_arrays
+from meshwright.data.slots import Slot, TokenReader, slot_arrays, slots_to_run
 from meshwright.data.source import DataSource
 from meshwright.data.step_samples import lengths_of_step
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.skipped_samples import SampleRange
+from meshwright.spec.hybrid import Numbering
 
 
 class SampleSteps:
-    """Reads steps of at most `tokens` tokens, divided over `pool`, for data rank `rank`.
+    """Reads steps of at most `tokens` tokens, divided over `pool`, for data rank `rank`, which has at least one slot."""
 
-    Every rank gets at least one slot. With `equal_slots` all ranks get as many as the fullest rank, the last ones empty.
-    """
-
-    def __init__(self, source: DataSource, *, tokens: int, pool: RankPool, rank: int, equal_slots: bool = True) -> None:
+    def __init__(
+        self, source: DataSource, *, tokens: int, pool: RankPool, rank: int, numbering: Numbering = "equal"
+    ) -> None:
         self._source, self._tokens, self._pool, self._rank = source, tokens, pool, rank
-        self._equal_slots = equal_slots
+        self._numbering: Numbering = numbering
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
         """This rank's slots of the step that begins at `sample`."""
@@ -34,17 +34,16 @@ class SampleSteps:
         indices = np.arange(sample, sample + len(lengths))
         self._source.begin_step(indices)
         balance, read = balance_samples(lengths, self._pool), self._source.token_reader(indices)
-        slots = rank_slots(balance, self._rank) or [Slot(self._pool.capacity)]
-        most = int(balance.slots.max())
-        if self._equal_slots:
-            slots += [Slot(self._pool.capacity)] * (most - len(slots))
-        all_slots = most * self._pool.ranks if self._equal_slots else int(np.maximum(balance.slots, 1).sum())
+        slots = slots_to_run(balance, self._rank, self._numbering)
+        run_by_all = int(np.maximum(balance.slots, 1).sum())
+        if self._numbering == "equal":
+            run_by_all = len(slots) * self._pool.ranks
         return Step(
             [_micro_batch(slot, read) for slot in slots],
             (sample, sample + len(lengths)),
             sum(slot.tokens for slot in slots),
             lengths,
-            1.0 - int(lengths.sum()) / (all_slots * self._pool.capacity),
+            1.0 - int(lengths.sum()) / (run_by_all * self._pool.capacity),
         )
 
 

@@ -10,14 +10,17 @@ A sample of s inputs has s + 1 tokens, as the last input's target is the token b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.data.packing import IGNORED, Packed
 from meshwright.policies.sample_balance import Balance
 from meshwright.policies.sample_blocks import block_ranges
+from meshwright.policies.slot_order import slot_order
+from meshwright.spec.hybrid import Numbering
 
 TokenReader = Callable[[int, int, int], np.ndarray]
 """Tokens [start, stop) of a sample, int64, by the sample's number in the step, start and stop."""
@@ -51,12 +54,21 @@ class SamplePart:
         return sum(map(len, self.ranges))
 
 
+class CommonNumber(NamedTuple):
+    """Number of a slot in the common order of all ranks, and how many numbers there are."""
+
+    number: int
+    count: int
+
+
 @dataclass(frozen=True)
 class Slot:
     """What a micro-batch of `capacity` tokens holds: `parts` one behind the other, then padding. Empty without parts."""
 
     capacity: int
     parts: tuple[SamplePart, ...] = ()
+    common: CommonNumber | None = None
+    """None if each rank counts its own slots."""
 
     @property
     def divided(self) -> SamplePart | None:
@@ -75,7 +87,7 @@ class Slot:
 
 
 def rank_slots(balance: Balance, rank: int) -> list[Slot]:
-    """The slots of a data rank, in the order in which it runs them."""
+    """The slots of a data rank, in the order of the balance."""
     first, last = np.searchsorted(balance.rank, [rank, rank + 1])
     lengths = np.bincount(balance.sample, balance.tokens).astype(np.int64)
     by_slot: list[list[SamplePart]] = [[] for _ in range(int(balance.slots[rank]))]
@@ -88,6 +100,21 @@ def rank_slots(balance: Balance, rank: int) -> list[Slot]:
         by_slot[int(balance.slot[index])].append(SamplePart(sample, int(lengths[sample]), ranks, part))
     capacity = balance.pool.capacity
     return [Slot(capacity, tuple(sorted(parts, key=lambda part: len(part.ranks) == 1))) for parts in by_slot]
+
+
+def slots_to_run(balance: Balance, rank: int, numbering: Numbering) -> list[Slot]:
+    """The micro-batches of a data rank in the order in which it runs them, at least one."""
+    slots = rank_slots(balance, rank) or [Slot(balance.pool.capacity)]
+    if numbering == "own":
+        return slots
+    order = slot_order(balance)
+    by_number = dict(zip(order.numbers[rank], slots, strict=True))
+    if numbering == "equal":
+        by_number |= {number: Slot(balance.pool.capacity) for number in range(order.count) if number not in by_number}
+    return [
+        replace(slot, common=CommonNumber(number, order.count))
+        for number, slot in sorted(by_number.items(), key=lambda pair: pair[0])
+    ]
 
 
 def slot_arrays(slot: Slot, read: TokenReader) -> Packed:

@@ -55,9 +55,10 @@ class RankPool:
     """Pipeline stages."""
 
 
-def rank_pool(samples: SamplePlan, ranks: int) -> RankPool:
-    """The pool of `ranks` ranks with the slots and times of a plan."""
-    return RankPool(ranks, samples.capacity, SampleTime(samples.alpha, samples.beta, samples.gamma, samples.ring))
+def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1) -> RankPool:
+    """The pool of `ranks` ranks, or pipelines of `stages` equal stages, with the slots and times of a plan."""
+    times = (seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring))
+    return RankPool(ranks, samples.capacity, SampleTime(*times), stages)
 
 
 @dataclass(frozen=True)
