@@ -25,19 +25,19 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: Part) -> Tensor:
     for parameter in parameters(spec):
         owner, _, leaf = parameter.name.rpartition(".")
         module = model.get_submodule(owner)
-        rounded = leaf == "weight" and hasattr(module, "values")
+        rounded = leaf == "weight" and isinstance(scales := getattr(module, "scale", None), Tensor)
         pieces = rank_pieces(spec, parameter, part)
         earlier = [
             piece for rank in range(part.index) for piece in rank_pieces(spec, parameter, Part(rank, part.count))
         ]
-        values = module.values if rounded else getattr(module, leaf)
+        values: Tensor | None = getattr(module, "values" if rounded else leaf)
         total = torch.zeros(2, dtype=torch.int64, device=device)
         for piece, value in _slices(values, pieces, piece_dimension(parameter)):
             if piece not in earlier:
                 total[0] += _sum(value)
         if rounded:  # a scale for each output, that is for each index of dimension 0
             outputs = {_outputs(piece) for piece in earlier}
-            for piece, scale in _slices(module.scale, pieces, 0):
+            for piece, scale in _slices(scales, pieces, 0):
                 if _outputs(piece) not in outputs:
                     total[1] += _sum(scale)
         sums.append(total)
