@@ -203,8 +203,9 @@ def test_a_server_takes_the_settings_of_its_role() -> None:
         server_settings(DEPLOYMENT, "both", "d.yaml")
     colocated = Deployment(instances=(InstanceSpec(count=4, tensor=2),))
     assert server_settings(colocated, None, "d.yaml") == {"role": "both", "tensor": 2, "step_tokens": 2048}
-    with pytest.raises(BadInput, match="expert: expected 1, got 8"):
-        server_settings(Deployment(instances=(InstanceSpec(expert=8),)), None, "d.yaml")
+    assert server_settings(Deployment(instances=(InstanceSpec(expert=8),)), None, "d.yaml")["expert"] == 8
+    with pytest.raises(BadInput, match="expert: expected 1 beside tensor 2 and role both, got 8"):
+        server_settings(Deployment(instances=(InstanceSpec(tensor=2, expert=8),)), None, "d.yaml")
     prefill = Deployment(instances=(InstanceSpec(role="prefill", tensor=2), InstanceSpec(role="decode")))
     assert server_settings(prefill, "prefill", "d.yaml")["tensor"] == 2
     several = Deployment(instances=(InstanceSpec(tensor=2), InstanceSpec(tensor=4)))

@@ -11,10 +11,12 @@ import torch
 from meshwright.checkpoint.stored_model import StoredModel
 from meshwright.parallel.world import World
 from meshwright.serve.engine import Engine
+from meshwright.serve.expert_group import ExpertEngine
 from meshwright.serve.formats import Fp8Linear
+from meshwright.serve.rank_group import RankEngine, RankModel
 from meshwright.serve.sampling import SamplingOptions
-from meshwright.serve.tensor_group import RankModel, TensorEngine
-from meshwright.spec.engine import EngineOptions
+from meshwright.serve.tensor_group import TensorEngine
+from meshwright.spec.engine import Dispatch, EngineOptions, ExpertRanks
 from meshwright.spec.inference_layout import rank_pieces
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec, parameters
@@ -145,8 +147,16 @@ def play_alone(spec: ModelSpec, options: EngineOptions, play: Play, *arguments: 
 
 
 def fail_on(world: World, spec: ModelSpec, failing: int) -> None:
-    """The fourth step raises on one rank; afterwards every call raises too."""
-    engine = tensor_engine(world, spec, options_of())
+    """The fourth step of tensor ranks raises on one of them."""
+    _fail_at_fourth_step(tensor_engine(world, spec, options_of()), world, failing)
+
+
+def fail_on_expert_ranks(world: World, spec: ModelSpec, failing: int) -> None:
+    """The fourth step of expert ranks raises on one of them."""
+    _fail_at_fourth_step(expert_engine(world, spec, options_of()), world, failing)
+
+
+def _fail_at_fourth_step(engine: RankEngine, world: World, failing: int) -> None:
     compute, calls = engine._runner.logits, []
 
     def raises_at_the_fourth(packed: Any) -> torch.Tensor:
@@ -182,3 +192,56 @@ def draw_differently(world: World, spec: ModelSpec) -> None:
 def save_newer(folder: Path, spec: ModelSpec) -> str:
     """A run folder with weights `newer(spec)`."""
     return str(save_run(folder, newer(spec)))
+
+
+def expert_engine(
+    world: World, spec: ModelSpec, options: EngineOptions, dispatch: Dispatch | None = None, micro_batches: int = 1
+) -> ExpertEngine:
+    """This expert rank's engine of the model `tiny(spec)`."""
+    weights = dict(tiny(spec).named_parameters())
+    part = RankModel.empty(spec, world, torch.float32, ExpertRanks(count=world.ranks, dispatch=dispatch))
+    part.copy_from(StoredModel(spec, lambda parameter, start, stop: weights[parameter.name][start:stop], lambda: None))
+    return ExpertEngine(part, world, options=options, micro_batches=micro_batches)
+
+
+def play_on_expert_ranks(
+    world: World,
+    spec: ModelSpec,
+    options: EngineOptions,
+    dispatch: Dispatch | None,
+    micro_batches: int,
+    play: Play,
+    *arguments: Any,
+) -> tuple[Any, int]:
+    """The result of `play(engine, *arguments)` on rank 0, and this rank's requests. All blocks are free at the end."""
+    engine = expert_engine(world, spec, options, dispatch, micro_batches)
+    add, requests, result = engine._policy.add, [], None
+
+    def counted(*given: Any) -> None:
+        requests.append(given)
+        add(*given)
+
+    engine._policy.add = counted
+    if world.leads:
+        result = play(engine, *arguments)
+        engine.close()
+    else:
+        engine.follow()
+    assert all(pool.free == pool.blocks for pool in engine._policy.cache.pools)
+    return result, len(requests)
+
+
+def continue_some(engine: Engine) -> Any:
+    """Greedy and drawn texts; one is aborted, one ends by its deadline; a second round has fewer requests than ranks."""
+    numbers = [engine.submit(prompt, new_tokens=TOKENS) for prompt in PROMPTS]
+    numbers += [engine.submit(prompt, new_tokens=TOKENS, sampling=DRAWN) for prompt in PROMPTS[:3]]
+    numbers += engine.submit_samples(PROMPTS[1], 2, sampling=DRAWN, new_tokens=TOKENS)
+    engine.abort(numbers[2])
+    numbers.append(engine.submit(PROMPTS[0], new_tokens=TOKENS, seconds=1e-9))
+    tokens: dict[int, list[int]] = {number: [] for number in numbers}
+    ends: dict[int, str | None] = {}
+    for update in engine.run():
+        tokens[update.number] += update.tokens
+        ends[update.number] = update.reason
+    assert (ends.pop(numbers[2]), ends[numbers[-1]]) == ("abort", "deadline")
+    return tokens, ends, texts(engine, PROMPTS[:1])

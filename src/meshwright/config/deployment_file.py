@@ -98,10 +98,14 @@ def server_settings(deployment: Deployment, role: str | None, shown: str) -> dic
         wanted = "--role of an instance" if role is None or not settings else f"equal instances of role {role}"
         raise BadInput(f"{shown}: expected {wanted}; instances: {listed}")
     ((own_role, tensor, expert, token_budget),) = settings
-    if expert > 1:
-        raise BadInput(f"{shown}: expert: expected 1, got {expert}: this release divides experts over `tensor` only")
+    if expert > 1 and (tensor > 1 or own_role != "both"):
+        raise BadInput(
+            f"{shown}: expert: expected 1 beside tensor {tensor} and role {own_role}, got {expert}: devices share experts with tensor 1 "
+            "and role both only"
+        )
     formats = {key: value for key, value in to_plain(deployment.quantisation).items() if value is not None}
-    return {"role": own_role, "tensor": tensor, "step_tokens": token_budget, **formats}
+    shared = {"expert": expert} if expert > 1 else {}
+    return {"role": own_role, "tensor": tensor, **shared, "step_tokens": token_budget, **formats}
 
 
 def _expand(document: Document, folder: Path) -> None:

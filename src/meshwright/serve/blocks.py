@@ -29,17 +29,25 @@ def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[
 
 def block_forward(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return `(x, delta)` behind the block, whose attention rotates and masks by itself; the first block has no delta."""
-    dense = not block.routed
-    fp8 = takes_fp8(block.attention) and (dense or not block.parallel)
-    x, normed = add_and_norm(x, delta, block.attention_norm, fp8=fp8)
-    if block.parallel and dense:
+    if block.routed:
+        x, normed = mixture_input(block, x, delta)
+        return x, block.moe(normed).x
+    x, normed = add_and_norm(x, delta, block.attention_norm, fp8=takes_fp8(block.attention))
+    if block.parallel:
         return x, block.add_branches(block, cast("Tensor", normed), None, None)
+    x, normed = add_and_norm(x, block.attention(normed, None, None), block.mlp_norm, fp8=takes_fp8(block.mlp))
+    return x, block.mlp(normed)
+
+
+def mixture_input(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The residual stream behind the attention of a routed block, and what its mixture gets."""
+    fp8 = takes_fp8(block.attention) and not block.parallel
+    x, normed = add_and_norm(x, delta, block.attention_norm, fp8=fp8)
     attended = block.attention(normed, None, None)
     if block.parallel:
-        x = x + attended
-    else:
-        x, normed = add_and_norm(x, attended, block.mlp_norm, fp8=dense and takes_fp8(block.mlp))
-    return x, block.moe(normed).x if block.routed else block.mlp(normed)
+        return x + attended, cast("Tensor", normed)
+    x, normed = add_and_norm(x, attended, block.mlp_norm)
+    return x, cast("Tensor", normed)
 
 
 def add_and_norm(

@@ -8,7 +8,8 @@ in the same way.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.latent_attention import latent_attention, rotate_and_write_latents
 from meshwright.kernels.paged_attention import paged_attention, prompt_attention, rotate_and_write
 from meshwright.kernels.rope import RotaryTables
-from meshwright.models.decoder import Attention, Decoder
+from meshwright.models.decoder import Attention, Block, Decoder
 from meshwright.models.latent_attention import LatentAttention
+from meshwright.models.prediction import PredictionModule
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.host_attention import HostDecodes, prepare_decodes, signed_tables
 from meshwright.serve.kv_cache import KVCache
@@ -212,17 +214,21 @@ class CachedLatents:
         return attention.expand_values(sums)
 
 
-def use_cached_attention(model: Decoder, cache: KVCache, context: int, *, invariant: bool = False) -> CurrentStep:
-    """Let every layer of `model` attend to the cache, in texts of up to `context` tokens.
+def use_cached_attention(
+    model: Decoder, cache: KVCache, context: int, *, invariant: bool = False, predictions: int = 0
+) -> CurrentStep:
+    """Let all layers of `model` and its first `predictions` modules attend to the cache.
 
-    The model then computes only steps whose inputs are set in the result.
+    `context` is the length of a text at most. The model then computes only steps whose inputs are set in the result.
     """
     weight = model.embed.weight
     rope = model.rope(torch.arange(context, device=weight.device), weight.dtype)
     step = CurrentStep(None if rope is None else (rope[0][0, :, 0], rope[1][0, :, 0]), cache, invariant=invariant)
-    for number, layer in model.layers.items():
-        group, cache_layer = cache.layer(int(number))
-        attention = layer.attention
+    modules = cast("Iterable[PredictionModule]", model.predictions[:predictions])
+    blocks = [*model.layers.values(), *(module.block for module in modules)]
+    for number, block in enumerate(blocks):
+        group, cache_layer = cache.layer(number)
+        attention = cast("Block", block).attention
         if isinstance(attention, LatentAttention):
             attention.attend_latents = CachedLatents(step, cache_layer, group)
         else:

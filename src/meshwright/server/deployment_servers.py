@@ -80,17 +80,18 @@ def _start(
     folder: Path, plan: Path, deployment: Deployment, role: Role, gpu: bool, first_device: int
 ) -> Iterator[_Server]:
     """The servers of a role; each has the next devices of this host, or its share of the processor."""
-    tensor = next((instance.tensor for instance in deployment.instances if instance.role == role), 1)
+    sizes = (instance.tensor * instance.expert for instance in deployment.instances if instance.role == role)
+    devices = next(sizes, 1)
     for number, words in enumerate(_arguments(role, deployment, plan.parent)):
         environment = dict(os.environ)
         if gpu:
-            visible = range(first_device + number * tensor, first_device + (number + 1) * tensor)
+            visible = range(first_device + number * devices, first_device + (number + 1) * devices)
             own = os.environ.get("CUDA_VISIBLE_DEVICES")
             names = own.split(",") if own else [str(index) for index in range(visible.stop)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[visible.start : visible.stop])
         else:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // deployment.devices)))
-        yield _Server(role, number, tensor, [str(folder), "--plan", str(plan), "--port", "0", *words], environment)
+        yield _Server(role, number, devices, [str(folder), "--plan", str(plan), "--port", "0", *words], environment)
 
 
 class _Server:
