@@ -15,7 +15,7 @@ from meshwright.config.reading import in_reading_order
 from meshwright.config.trace_file import read_trace
 from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
 from meshwright.config.yaml_positions import Document, KeyPath, dump_yaml, format_value, read_yaml
-from meshwright.spec.deployment import Deployment, DeploymentSpec, role_error
+from meshwright.spec.deployment import Deployment, DeploymentSpec, release_error, role_error
 from meshwright.spec.errors import BadConfig, BadInput, Mistake
 from meshwright.spec.fields import from_plain, hints_of, to_plain
 
@@ -98,11 +98,8 @@ def server_settings(deployment: Deployment, role: str | None, shown: str) -> dic
         wanted = "--role of an instance" if role is None or not settings else f"equal instances of role {role}"
         raise BadInput(f"{shown}: expected {wanted}; instances: {listed}")
     ((own_role, tensor, expert, token_budget),) = settings
-    if expert > 1 and (tensor > 1 or own_role != "both"):
-        raise BadInput(
-            f"{shown}: expert: expected 1 beside tensor {tensor} and role {own_role}, got {expert}: devices share experts with tensor 1 "
-            "and role both only"
-        )
+    if (problem := release_error(instances[0])) is not None:
+        raise BadInput(f"{shown}: {problem}")
     formats = {key: value for key, value in to_plain(deployment.quantisation).items() if value is not None}
     shared = {"expert": expert} if expert > 1 else {}
     return {"role": own_role, "tensor": tensor, **shared, "step_tokens": token_budget, **formats}

@@ -95,6 +95,11 @@ class Deployment:
         """Whether every instance computes both prompts and new tokens."""
         return all(instance.role == "both" for instance in self.instances)
 
+    @property
+    def runnable(self) -> bool:
+        """Whether this release can serve it."""
+        return not any(release_error(instance) for instance in self.instances)
+
 
 def deployment_name(deployment: Deployment) -> str:
     """The instances in a few words: `4 × TP2, 2,048 tokens` or `5 prefill × TP1 + 3 decode × TP1`."""
@@ -105,6 +110,16 @@ def deployment_name(deployment: Deployment) -> str:
         budget = f", {instance.token_budget:,} tokens" if instance.role == "both" else ""
         parts.append(f"{instance.count}{role} × TP{instance.tensor}{expert}{budget}")
     return " + ".join(parts)
+
+
+def release_error(instance: InstanceSpec) -> str | None:
+    """The key of an instance that this release cannot serve, with what it expects and why; None if it serves it."""
+    if instance.expert > 1 and (instance.tensor > 1 or instance.role != "both"):
+        return (
+            f"expert: expected 1 beside tensor {instance.tensor} and role {instance.role}, got {instance.expert}: devices share experts "
+            "with tensor 1 and role both only"
+        )
+    return None
 
 
 def role_error(roles: Sequence[Role]) -> str | None:
