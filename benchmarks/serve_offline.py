@@ -208,7 +208,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--block", type=int, default=16, help="tokens in a block of the cache")
     parser.add_argument("--context", type=int, default=2304)
-    parser.add_argument("--weights", choices=["fp8"], help="format of the linear layers' weights")
+    parser.add_argument("--weights", choices=["fp8", "int8"], help="format of the linear layers' weights")
     parser.add_argument("--kv-cache", choices=["fp8"], help="format of cached keys and values")
     parser.add_argument(
         "--share-experts", action="store_true", help="ranks with requests of their own share the experts"

@@ -12,12 +12,12 @@ from meshwright.checkpoint.stored_model import StoredModel
 from meshwright.parallel.world import World
 from meshwright.serve.engine import Engine
 from meshwright.serve.expert_group import ExpertEngine
-from meshwright.serve.formats import Fp8Linear
+from meshwright.serve.quantized_layers import QuantizedWeight
 from meshwright.serve.rank_group import RankEngine, RankModel
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.serve.tensor_group import TensorEngine
 from meshwright.spec.engine import Dispatch, EngineOptions, ExpertRanks
-from meshwright.spec.inference_layout import rank_pieces
+from meshwright.spec.inference_layout import piece_dimension, rank_pieces
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec, parameters
 from tests.serve.helpers import PROMPTS, TOKENS, newer, record_logits, save_run, texts, tiny
@@ -87,9 +87,9 @@ def first_logits(engine: Engine) -> list[list[float]]:
     return [seen[number][0].tolist() for number in sorted(seen)]
 
 
-def compare_fp8_weights(world: World, spec: ModelSpec, folder: str) -> int:
-    """The number of rounded layers whose values and scales on this rank are the part of one device's, before and after a swap."""
-    options = options_of(weights="fp8")
+def compare_rounded_weights(world: World, spec: ModelSpec, folder: str, weights: str) -> int:
+    """The number of rounded weights that are this rank's part of one device's, scales too, before and after a swap."""
+    options = options_of(weights=weights)
     engine = tensor_engine(world, spec, options)
     equal = _equal_parts(engine, Engine(tiny(spec), options=options), world)
     engine._load(Path(folder))
@@ -100,19 +100,27 @@ def compare_fp8_weights(world: World, spec: ModelSpec, folder: str) -> int:
 def _equal_parts(divided: Engine, alone: Engine, world: World) -> int:
     part, equal = Part(world.rank, world.ranks), 0
     for parameter in parameters(alone.spec):
-        name, _, leaf = parameter.name.rpartition(".")
-        ours, whole = (engine._model.get_submodule(name) for engine in (divided, alone))
-        if not isinstance(whole, Fp8Linear) or leaf != "weight":
+        ours, whole = (_rounded_weight(engine, parameter.name) for engine in (divided, alone))
+        if ours is None or whole is None:
             continue
         slices = [
             tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))
             for piece in rank_pieces(alone.spec, parameter, part)
         ]
-        values = torch.cat([whole.values.view(torch.uint8)[piece] for piece in slices])
-        assert torch.equal(ours.values.view(torch.uint8), values), name
-        assert torch.equal(ours.scale, torch.cat([whole.scale[piece[0]] for piece in slices])), name
+        dimension = piece_dimension(parameter)
+        values = torch.cat([whole.values.view(torch.uint8)[piece] for piece in slices], dim=dimension)
+        assert torch.equal(ours.values.view(torch.uint8), values), parameter.name
+        scale = torch.cat([whole.scale[piece[:-1]] for piece in slices], dim=dimension)
+        assert torch.equal(ours.scale, scale), parameter.name
         equal += 1
     return equal
+
+
+def _rounded_weight(engine: Engine, name: str) -> QuantizedWeight | None:
+    owner, _, leaf = name.rpartition(".")
+    module = engine._model.get_submodule(owner)
+    found = module if leaf == "weight" else getattr(module, leaf, None)
+    return found if isinstance(found, QuantizedWeight) else None
 
 
 def options_of(**options: Any) -> EngineOptions:

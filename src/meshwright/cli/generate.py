@@ -54,8 +54,15 @@ class Drafting(NamedTuple):
         return self.tokens if self.mtp else 0
 
 
-class Fp8Format(StrEnum):
-    """Formats narrower than the model's dtype."""
+class ProductFormat(StrEnum):
+    """Formats of products with weights, narrower than the model's dtype."""
+
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
+class CacheFormat(StrEnum):
+    """Formats of cached keys and values, narrower than the model's dtype."""
 
     FP8 = "fp8"
 
@@ -69,8 +76,8 @@ class Int8Format(StrEnum):
 class Formats(NamedTuple):
     """Formats of the engine, as in `serve.engine.EngineOptions`."""
 
-    weights: Fp8Format | None = None
-    kv_cache: Fp8Format | None = None
+    weights: ProductFormat | None = None
+    kv_cache: CacheFormat | None = None
     invariant: bool = False
 
 
@@ -83,8 +90,10 @@ def generate(
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
-    weights: Annotated[Fp8Format | None, typer.Option(help="Format of the linear layers' weights.")] = None,
-    kv_cache: Annotated[Fp8Format | None, typer.Option(help="Format of cached keys and values.")] = None,
+    weights: Annotated[
+        ProductFormat | None, typer.Option(help="Format of the products with the blocks' weights.")
+    ] = None,
+    kv_cache: Annotated[CacheFormat | None, typer.Option(help="Format of cached keys and values.")] = None,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Make each text independent of the others, bit for bit.")
     ] = False,
@@ -302,12 +311,11 @@ def engine_options(
     from meshwright.spec.engine import EngineOptions, Speculation
 
     longest = max(map(len, prompts)) + how.tokens
-    weights, kv_cache = (None if name is None else name.value for name in formats[:2])
     return EngineOptions(
         sequences=min(len(prompts), MOST_AT_ONCE),
         context=longest,
-        weights=weights,
-        kv_cache=kv_cache,
+        weights=None if formats.weights is None else formats.weights.value,
+        kv_cache=None if formats.kv_cache is None else formats.kv_cache.value,
         invariant=formats.invariant,
         speculation=Speculation(tokens=drafting.tokens, mtp=drafting.mtp) if drafting.tokens else None,
     )

@@ -16,7 +16,7 @@ from meshwright.parallel.world import join
 from meshwright.serve.rank_engines import engine_of_rank
 from meshwright.serve.rank_group import RankModel
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.engine import ExpertRanks, Fp8
+from meshwright.spec.engine import ExpertRanks, Fp8, WeightFormat
 from meshwright.spec.fields import from_plain
 from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.worker import answer_as_rank
@@ -37,7 +37,7 @@ class EngineJob:
     top_k: int
     seed: int
     stop: int | None
-    weights: Fp8 | None
+    weights: WeightFormat | None
     kv_cache: Fp8 | None
     experts: ExpertRanks
     """With several, these are the ranks."""

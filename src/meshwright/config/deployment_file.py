@@ -19,8 +19,12 @@ from meshwright.spec.deployment import Deployment, DeploymentSpec, release_error
 from meshwright.spec.errors import BadConfig, BadInput, Mistake
 from meshwright.spec.fields import from_plain, hints_of, to_plain
 
-FP8: dict[str, Any] = {"weights": "fp8", "kv_cache": "fp8"}
-"""The section for which `quantisation: fp8` stands."""
+SHORTHANDS: dict[str, dict[str, str]] = {
+    "none": {},
+    "fp8": {"weights": "fp8", "kv_cache": "fp8"},
+    "int8": {"weights": "int8"},
+}
+"""The sections for which single words of `quantisation` stand."""
 _SYNTHETIC = ("rate", "input_tokens", "output_tokens", "prefix_sharing")
 _WORKLOAD: KeyPath = ("serve", "workload")
 
@@ -118,8 +122,8 @@ def _expand(document: Document, folder: Path) -> None:
 
 def _expand_quantisation(document: Document, path: KeyPath) -> None:
     word = document.get(path)
-    if word in ("fp8", "none"):
-        document.put(path, dict(FP8) if word == "fp8" else {}, document.value_position(path))
+    if isinstance(word, str) and word in SHORTHANDS:
+        document.put(path, dict(SHORTHANDS[word]), document.value_position(path))
 
 
 def _workload_rules(document: Document) -> Iterator[Mistake]:

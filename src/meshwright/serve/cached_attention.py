@@ -13,10 +13,11 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.latent_attention import latent_attention, rotate_and_write_latents
-from meshwright.kernels.paged_attention import paged_attention, prompt_attention, rotate_and_write
+from meshwright.kernels.paged_attention import is_fp8, paged_attention, prompt_attention, rotate_and_write
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.decoder import Attention, Block, Decoder
 from meshwright.models.latent_attention import LatentAttention
@@ -39,6 +40,8 @@ class CurrentStep:
         """Scales of an fp8 cache."""
         self.invariant = invariant
         """Whether the bits of a token's attention do not depend on the other tokens of the step."""
+        self.absorbs = True
+        """Whether decodes attend to latents; if not, to keys and values that are expanded from them."""
         on_host = cache.tensors[0].device.type == "cpu"
         self._host_rope = signed_tables(rope) if on_host and rope is not None else None
         self._host_decodes_work = on_host and cache.scales is None
@@ -194,7 +197,10 @@ class CachedLatents:
 
     def _attend_to_cache(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
         """The absorbed form for the first tokens of the step, `(tokens, heads · value_head_dim)`."""
-        step, q = self._step.inputs, attention.absorb(q_plain)
+        step = self._step.inputs
+        if not self._step.absorbs and step.decode_queries == 1 and step.decodes == len(step.tokens):
+            return self._attend_expanded(attention, q_plain, q_rotated)
+        q = attention.absorb(q_plain)
         scale = attention.score_scale / math.sqrt(attention.head_dim)
         if not attention.plain and (decodes := self._step.host_decodes(self._group)) is not None:
             sums = decodes.attend_latents(torch.cat((q, q_rotated), dim=-1), self._cache, scale)
@@ -212,6 +218,21 @@ class CachedLatents:
             plain=attention.plain,
         )
         return attention.expand_values(sums)
+
+    def _attend_expanded(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
+        """A step of decodes in the training form: keys and values of each head for all tokens of the contexts."""
+        step, size = self._step.inputs, self._cache.shape[1]
+        lengths = step.context_lengths.clamp(min=1)  # padding has none, and a softmax over nothing is NaN
+        tables = step.block_tables[self._group][:, : -(-int(lengths.max()) // size)]
+        source = self._cache.view(torch.uint8) if is_fp8(self._cache) else self._cache
+        cached = source[tables.long()].view(self._cache.dtype).flatten(1, 2).to(q_plain.dtype)
+        latent, key = cached.split((attention.kv_rank, attention.rotated), dim=-1)
+        q, keys, values = (
+            x.transpose(1, 2) for x in attention.expand(q_plain[:, None], q_rotated[:, None], latent, key)
+        )
+        visible = torch.arange(cached.shape[1], device=lengths.device) < lengths[:, None]
+        out = scaled_dot_product_attention(q, keys, values, attn_mask=visible[:, None, None])
+        return out.transpose(1, 2).flatten(1)
 
 
 def use_cached_attention(

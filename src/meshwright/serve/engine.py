@@ -108,7 +108,8 @@ class Engine:
             drafts=0 if speculation is None else speculation.tokens,
             predictions=options.predictions,
         )
-        graphs = cuda and not _host_reads_experts(model) if options.graphs is None else options.graphs
+        usual_graphs = cuda and options.absorb and not _host_reads_experts(model)
+        graphs = usual_graphs if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
         invariant = options.invariant
         runner, sampler = classes_for(weight.device) if invariant else (self.runner_class, Sampler)
@@ -121,6 +122,8 @@ class Engine:
             invariant=invariant,
             predictions=options.predictions,
         )
+        if not options.absorb:
+            self._runner.expand_latents()
         self._sampler = sampler(rows + 1, weight.device, model.spec.vocab_size)
         self._table_rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}

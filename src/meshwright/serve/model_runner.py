@@ -24,6 +24,7 @@ from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.graphs import Graphs
 from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
+from meshwright.spec.errors import BadInput
 
 
 class ModelRunner:
@@ -53,6 +54,12 @@ class ModelRunner:
         self._graph_logits = torch.empty(0)
         self.normed = self._graph_normed = torch.empty(0)
         """`(1, tokens, hidden)`: the normed output of the last step, if there are prediction modules."""
+
+    def expand_latents(self) -> None:
+        """Let decodes expand keys and values from cached latents. Raises BadInput for a model without latents."""
+        if not self._model.spec.kv_rank:
+            raise BadInput("absorb: only latent attention has a form that does not absorb")
+        self._step.absorbs = False
 
     def logits(self, packed: Packed) -> Tensor:
         """Logits `(samples, vocab)` of a packed step, valid until the next call."""

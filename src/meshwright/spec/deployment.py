@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.engine import Fp8
+from meshwright.spec.engine import Fp8, WeightFormat
 from meshwright.spec.fields import Bound, Positive
 from meshwright.spec.run import ModelSection
 
@@ -31,8 +31,8 @@ class TimedRequest(NamedTuple):
 class Quantisation:
     """Number formats of a server that differ from the model's own."""
 
-    weights: Fp8 | None = None
-    """Format of the linear layers' weights; none is the model's dtype."""
+    weights: WeightFormat | None = None
+    """Format of the products with the blocks' weights; none is the model's dtype."""
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
 
@@ -169,7 +169,7 @@ class ServeTarget:
     limits: ServeLimits
     """The limits of latency."""
     quantisation: Quantisation = field(default_factory=Quantisation)
-    """Number formats; `fp8` alone is fp8 weights and an fp8 cache."""
+    """Number formats; `fp8` alone is fp8 weights and an fp8 cache, `int8` alone int8 weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from meshwright.spec.fields import Positive
 
 Fp8 = Literal["fp8"]
 """e4m3: 4 significant bits, up to 448."""
+WeightFormat = Literal["fp8", "int8"]
+"""Formats that weights and activations of linear layers are rounded to."""
 Dispatch = Literal["int8"]
 """A format of tokens on their way to experts: integers from -127 to 127, with a scale for each token."""
 
@@ -74,8 +76,8 @@ class EngineSettings:
     """Longest text in tokens, prompt and new tokens together; none is the model's context, which is the most."""
     prefix_cache: bool = True
     """Whether requests share cached blocks of equal prefixes."""
-    weights: Fp8 | None = None
-    """Format of the linear layers' weights; none is the model's dtype."""
+    weights: WeightFormat | None = None
+    """Format of the products with the blocks' weights; none is the model's dtype. int8 includes routed experts, fp8 does not."""
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
     invariant: bool = False
@@ -95,6 +97,8 @@ class EngineOptions(EngineSettings):
     """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
     graphs: bool | None = None
     """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    absorb: bool = True
+    """Whether decodes of latent attention attend to latents; if not, each expands its context's keys and values."""
     texts: bool = True
     """Whether updates have texts and stop strings are found; a caller that decodes the tokens itself needs neither."""
     speculation: Speculation | None = None
@@ -104,6 +108,11 @@ class EngineOptions(EngineSettings):
     def predictions(self) -> int:
         """Prediction modules that propose drafts."""
         return self.speculation.tokens if self.speculation is not None and self.speculation.mtp else 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.graphs and not self.absorb:
+            raise BadInput("graphs: not without absorb, whose decodes read lengths on the host")
 
     @property
     def most_step_tokens(self) -> int:
