@@ -13,10 +13,11 @@ PYTEST := $(BIN)/python -m pytest
 # Three workers on two cores, since tests wait for processes and sockets; one begins with the tests that share a pool of ranks, and two of
 # those took longer, for ranks that wait for each other keep a core busy. Then, by themselves, those that count what the host sends.
 TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
+SOAK_MINUTES ?= 30
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash test-faults test-soak test-storage test-clients test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-clients test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -38,6 +39,9 @@ test-faults: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/effective_time.py --failures 5 --every 40 --out build/effective-time.json
 
 test-soak: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/serve_deployment_soak.py --minutes $(SOAK_MINUTES) --out build/deployment-soak.json
+
+test-engine-soak: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/serve_soak.py --out build/serve-soak.json
 
 test-storage: $(VENV)/.installed-storage

@@ -1,4 +1,4 @@
-"""Many short requests through one engine on a CPU, with aborts, deadlines and failing steps. `make test-soak`.
+"""Many short requests through one engine on a CPU, with aborts, deadlines and failing steps. `make test-engine-soak`.
 
     python benchmarks/serve_soak.py [--requests 50000] [--seed 0] [--out FILE]
 

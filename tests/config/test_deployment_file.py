@@ -208,8 +208,8 @@ def test_a_server_takes_the_settings_of_its_role() -> None:
     assert server_settings(Deployment(instances=(InstanceSpec(expert=8),)), None, "d.yaml")["expert"] == 8
     with pytest.raises(BadInput, match="expert: expected 1 beside tensor 2 and role both, got 8"):
         server_settings(Deployment(instances=(InstanceSpec(tensor=2, expert=8),)), None, "d.yaml")
-    with pytest.raises(BadInput, match="tensor: expected 1 for role prefill, got 2"):
-        server_settings(Deployment(instances=(InstanceSpec(role="prefill", tensor=2),)), None, "d.yaml")
+    prefill = Deployment(instances=(InstanceSpec(role="prefill", tensor=2), InstanceSpec(role="decode")))
+    assert server_settings(prefill, "prefill", "d.yaml")["tensor"] == 2
     several = Deployment(instances=(InstanceSpec(tensor=2), InstanceSpec(tensor=4)))
     with pytest.raises(BadInput, match="equal instances of role both"):
         server_settings(several, "both", "d.yaml")

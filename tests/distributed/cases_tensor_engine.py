@@ -55,6 +55,31 @@ def continue_with_newer_weights(engine: Engine, folder: str, other: str) -> Any:
     return before, refused, texts(engine)
 
 
+def exchange_blocks(engine: Engine, content: bytes | None) -> Any:
+    """Identity, the bytes of the blocks of a prompt, text, and blocks from the cache; with `content` the blocks come from there."""
+    prompt, blocks = [7 * index % 90 for index in range(30)], engine.prefix_blocks()
+    digests = blocks.digests(prompt)
+    if content is not None:
+        reserved = blocks.reserve(digests, 0)
+        assert reserved is not None and len(reserved) == len(digests) == blocks.missing(digests)
+        for index in range(len(digests)):
+            table = reserved.blocks(index)
+            assert table is not None
+            start = index * blocks.block_bytes
+            blocks.write([table], memoryview(bytearray(content[start : start + blocks.block_bytes])))
+            reserved.enter(index)
+        reserved.release()
+    number, tokens = engine.submit(prompt, new_tokens=TOKENS), []
+    unsent = blocks.unsent(digests, 0)
+    while engine.unfinished:
+        tokens += [token for update in engine.step() for token in update.tokens if update.number == number]
+        unsent.extend()
+    out = memoryview(bytearray(len(unsent) * blocks.block_bytes))
+    blocks.read(unsent.take(len(unsent)), out)
+    unsent.release()
+    return blocks.identity(), bytes(out), tokens, engine.figures().cached_tokens
+
+
 def first_logits(engine: Engine) -> list[list[float]]:
     """The logits after each prompt."""
     seen = record_logits(engine)

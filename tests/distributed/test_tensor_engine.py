@@ -16,6 +16,7 @@ from tests.distributed.cases_tensor_engine import (
     continue_and_abort,
     continue_with_newer_weights,
     draw_differently,
+    exchange_blocks,
     fail_on,
     first_logits,
     options_of,
@@ -24,7 +25,7 @@ from tests.distributed.cases_tensor_engine import (
     save_newer,
 )
 from tests.distributed.pool import CaseFailed, Pool
-from tests.models.tiny import ALL, LATENT, LLAMA
+from tests.models.tiny import ALL, DEEPSEEK_V2, LATENT, LLAMA
 from tests.serve.test_formats import SAME
 from tests.slow import quick_first
 
@@ -54,6 +55,20 @@ def test_texts_are_those_of_one_device(pool: Pool, spec: ModelSpec) -> None:
 def test_four_ranks_share_two_key_heads(pool: Pool) -> None:
     expected = play_alone(LLAMA, options_of(), continue_and_abort)
     assert pool.run(play_on_ranks, 4, LLAMA, options_of(), continue_and_abort) == [expected, None, None, None]
+
+
+@pytest.mark.parametrize("spec", quick_first(1, [LLAMA, ONE_KEY_HEAD, DEEPSEEK_V2]))
+def test_blocks_move_between_ranks_and_one_device(pool: Pool, spec: ModelSpec) -> None:
+    alone = play_alone(spec, options_of(), exchange_blocks, None)
+    from_ranks, _ = pool.run(play_on_ranks, 2, spec, options_of(), exchange_blocks, None)
+    to_ranks, _ = pool.run(play_on_ranks, 2, spec, options_of(), exchange_blocks, alone[1])
+    to_one = play_alone(spec, options_of(), exchange_blocks, from_ranks[1])
+    for identity, content, tokens, _ in (from_ranks, to_ranks, to_one):
+        assert identity == alone[0] and tokens == alone[2]
+        values, expected = (torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (content, alone[1]))
+        torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)
+    assert to_ranks[1] == alone[1] and to_one[1] == from_ranks[1]
+    assert (from_ranks[3], to_ranks[3], to_one[3]) == (0, 28, 28)
 
 
 @pytest.mark.parametrize(("name", "weights"), ROUNDED)

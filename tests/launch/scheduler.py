@@ -64,13 +64,13 @@ def mistakes(value: Any, fields: Any, path: str) -> Iterator[str]:
     """Differences between a rendered object and the published fields.
 
     The format of `fields` is that of kubernetes_fields.yaml: a type name, `one of A|B`, `[item]`, or an object. `=A.b` refers to
-    field b of the object A, and a field `name!` is required.
+    field b of the object A, a number to an item of a list, and a field `name!` is required.
     """
     if isinstance(fields, str) and fields.startswith("="):
         first, *remaining = fields[1:].split(".")
         fields = published_fields()[first]
         for name in remaining:
-            fields = fields[name]
+            fields = fields[int(name)] if isinstance(fields, list) else fields[name]
     if isinstance(fields, list):
         if not isinstance(value, list):
             yield f"{path}: expected a list"

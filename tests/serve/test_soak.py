@@ -1,4 +1,4 @@
-"""The short form of `make test-soak`: its checks hold, and they find what they are for."""
+"""The short form of `make test-engine-soak`: its checks hold, and they find what they are for."""
 
 from __future__ import annotations
 

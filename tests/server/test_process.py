@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -205,6 +206,45 @@ def test_tensor_ranks_give_the_texts_of_one_device(folder: Path) -> None:
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(60) == EXIT_DONE
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)])
+def test_roles_on_tensor_ranks_give_the_texts_of_one_device(
+    folder: Path, tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    request = {"prompt": "the quick brown fox jumps over the lazy dog " * 3, "max_tokens": 30, "temperature": 0}
+    with served(folder) as (_, url), ask(url, **request) as answer:
+        expected = json.load(answer)["choices"][0]["text"]
+    prefill, decode = (("--tensor", str(count)) for count in ranks)
+    address = f"unix:{tmp_path}/prefill"
+    with (
+        served(folder, *prefill, "--role", "prefill", "--transfer-address", address) as (_, sender),
+        served(folder, *decode, "--role", "decode", "--prefill-engines", address) as (_, url),
+    ):
+        wait_for_metric(url, "kv_peers_usable", 1)
+        with ask(url, **request) as answer:
+            assert json.load(answer)["choices"][0]["text"] == expected
+        blocks = metric(url, "kv_blocks_received_total")
+        assert blocks == len(request["prompt"]) // SIZES["tokens_per_block"]
+        wait_for_metric(sender, "kv_blocks_sent_total", blocks)
+        for server in (sender, url):
+            wait_for_metric(server, "kv_cache_usage_perc", 0)
+            wait_for_metric(server, "kv_blocks_unacknowledged", 0)
+
+
+def metric(url: str, name: str) -> float:
+    """The value of a server's metric."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"meshwright:{name}{{"))
+
+
+def wait_for_metric(url: str, name: str, value: float) -> None:
+    deadline = time.monotonic() + 60
+    while metric(url, name) != value:
+        assert time.monotonic() < deadline, name
+        time.sleep(0.05)
 
 
 def test_settings_reach_the_engine(folder: Path) -> None:

@@ -212,6 +212,27 @@ def test_a_receiver_that_fails_leaves_no_blocks(folder: Path, tmp_path: Path, wa
         receiver.close()
 
 
+def test_blocks_leave_after_each_chunk_of_a_prompt(folder: Path, tmp_path: Path) -> None:
+    """150 tokens in steps of at most 64, in blocks of 4: the last two tokens fill no block."""
+    address = f"unix:{tmp_path}/a"
+    with running_server(folder, role="prefill", transfer_address=address) as prefill:
+        receiver = connected(address, "", prefill.engine.prefix_blocks().identity())
+        prompt = {"job": 1, "count": 1, "first_block": 0, "sampling": {}, "stop_ids": [], "grammar": None}
+        receiver.send({"prefill": {**prompt, "tokens": [1 + number % 200 for number in range(150)]}})
+        sent: list[tuple[int, int]] = []
+        messages: list[dict[str, Any]] = []
+        while not any("first" in message for message in messages):
+            assert select.select([receiver], [], [], 60)[0]
+            messages += [dict(frame.message) for frame in receiver.receive()]
+        for message in messages:
+            if "blocks" in message:
+                sent.append((message["index"], message["slots"][1]))
+                receiver.send({"copied": message["slots"]})
+        assert sent == [(0, 16), (16, 16), (32, 5)]
+        prefill.settle()
+        receiver.close()
+
+
 def test_only_peers_with_the_key_and_the_same_weights_are_served(folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"

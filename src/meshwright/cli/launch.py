@@ -1,4 +1,4 @@
-"""`meshwright launch`: the file with which Slurm or Kubernetes starts a run. Needs neither torch nor a scheduler."""
+"""`meshwright launch`: the file with which Slurm or Kubernetes starts a run or serves a model. Needs neither torch nor a scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spec.errors import BadInput, nearest
 if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
 
-TARGETS = ("slurm", "jobset", "trainjob")
+TARGETS = ("slurm", "jobset", "trainjob", "serving")
 
 
 def launch(
@@ -33,9 +33,22 @@ def launch(
             "--claim", metavar="NAME", help="Kubernetes: volume claim that all hosts mount, for data and runs."
         ),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="FOLDER", help="serving: folder of the model in the pods.")
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="serving: what names of objects begin with; meshwright if none."),
+    ] = None,
+    cache_gib: Annotated[
+        float | None,
+        typer.Option("--cache-gib", min=0.001, help="serving: memory of a cache for all servers; none has none."),
+    ] = None,
     runs: Runs = Path("runs"),
 ) -> None:
     """Render the file with which Slurm or Kubernetes starts a run on several hosts. Nothing is submitted.
+
+    `--to serving` renders a deployment of `meshwright plan` for Kubernetes: servers by role, two routers, and a cache if asked for.
 
     One agent runs on each of `cluster.nodes` + `supervision.spares` hosts. The file maps exit codes to requeue, retry and stop, and leaves
     time for the last checkpoint before the run is killed.
@@ -45,8 +58,9 @@ def launch(
         meshwright launch --to slurm run.yaml cluster=dgx-h100-16 --out run.sbatch
 
         meshwright launch --to jobset run.yaml cluster=dgx-h100-16 --image registry/meshwright:1 --claim shared --out run.yaml
+
+        meshwright launch --to serving deployment.yaml --model /workspace/llama --image registry/meshwright:1 --claim shared
     """
-    from meshwright.durable.writes import write_durable
     from meshwright.launch.prepare import plan_for, refuse_untrainable, with_vocabulary
     from meshwright.launch.scheduler_job import scheduler_job
 
@@ -55,6 +69,12 @@ def launch(
         raise BadInput(f"--to {to}: expected {', '.join(TARGETS)}" + (f" (nearest: {near})" if near else ""))
     check_writable("--out", out)
     container = _container(to, image, claim)
+    if to == "serving":
+        _write(out, *_serving(words, name or "meshwright", model, container, cache_gib))
+        return
+    for option, value in (("--model", model), ("--name", name), ("--cache-gib", cache_gib)):
+        if value is not None:
+            raise BadInput(f"{option} {value}: --to {to} needs no {option}; expected --to serving")
     run = _load(words, runs)
     planned = with_vocabulary(run)
     plan, _ = plan_for(planned)
@@ -68,11 +88,37 @@ def launch(
         from meshwright.launch.kubernetes import jobset_yaml, trainjob_yaml
 
         text = (jobset_yaml if to == "jobset" else trainjob_yaml)(job, container)
+    _write(out, text, job.summary)
+
+
+def _write(out: Path | None, text: str, summary: str) -> None:
+    """Write the rendered text to a file and say what it is, or print it."""
+    from meshwright.durable.writes import write_durable
+
     if out is None:
         print(text, end="")
     else:
         write_durable(out, text)
-        say(job.summary)
+        say(summary)
+
+
+def _serving(
+    words: list[str] | None, name: str, model: str | None, container: Any, cache_gib: float | None
+) -> tuple[str, str]:
+    """The rendered deployment and its summary. Raises BadInput without a deployment file or a model."""
+    from meshwright.config.deployment_file import load_deployment
+    from meshwright.launch.kubernetes_serving import ServingJob, serving_yaml
+    from meshwright.spec.deployment import deployment_name
+
+    if words is None or len(words) != 1:
+        raise BadInput(
+            "--to serving needs the file of one deployment: meshwright plan serve.yaml --out deployment.yaml"
+        )
+    if model is None:
+        raise BadInput("--to serving needs --model FOLDER: the model's folder in the pods")
+    deployment = load_deployment(Path(words[0]))
+    text = serving_yaml(ServingJob(deployment, name, model, container, cache_gib))
+    return text, deployment_name(deployment)
 
 
 def _container(to: str, image: str | None, claim: str | None) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from meshwright.config.divisors import divisors
 from meshwright.spec.cluster import ClusterSpec
@@ -93,14 +94,16 @@ def _colocated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[In
 
 
 def _disaggregated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
-    """Prefill and decode instances of one device each: this release moves no blocks between tensor ranks."""
-    if 1 in budgets:
-        prefill_budget = max(budget for budget in budgets[1] if budget <= PREFILL_BUDGET)
-        for count in range(1, devices):
-            yield (
-                InstanceSpec(role="prefill", count=count, token_budget=prefill_budget),
-                InstanceSpec(role="decode", count=devices - count, token_budget=DECODE_BUDGET),
-            )
+    """Prefill and decode instances, each role with its own tensor degree; no device is left out that one more instance could use."""
+    for prefill, decode in product(budgets, repeat=2):
+        prefill_budget = max(budget for budget in budgets[prefill] if budget <= PREFILL_BUDGET)
+        for count in range(1, (devices - decode) // prefill + 1):
+            decoders, idle = divmod(devices - count * prefill, decode)
+            if idle < prefill:
+                yield (
+                    InstanceSpec(role="prefill", count=count, tensor=prefill, token_budget=prefill_budget),
+                    InstanceSpec(role="decode", count=decoders, tensor=decode, token_budget=DECODE_BUDGET),
+                )
 
 
 def _expert_parallel(

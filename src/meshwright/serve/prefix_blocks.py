@@ -1,7 +1,7 @@
 """The prefix cache of an engine for other processes: blocks by digest, and their content as bytes.
 
-The content of a block is that of each group of layers in turn, as the cache stores it; with one group it is one contiguous range. Two
-engines can exchange blocks if their `identity` is equal: the same weights, formats and sizes.
+The content of a block is that of each group of layers in turn, as the cache of one device stores it; with one group it is one contiguous
+range. Two engines can exchange blocks if their `identity` is equal: the same weights, formats and sizes, on any number of tensor ranks.
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.kernels import checksum
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.serve.kv_cache import KVCache
+from meshwright.serve.weight_sums import weight_sums
+from meshwright.spec.layout import WHOLE
 
 
 class PrefixBlocks:
     """Reserves, holds, reads and writes blocks of one engine's cache, between its steps."""
 
     def __init__(self, model: Decoder, policy: BatchPolicy, cache: KVCache) -> None:
-        self._model, self._policy = model, policy
+        self._model, self._policy, self._cache = model, policy, policy.cache
         self._contents = [tensor.view(torch.uint8).view(len(tensor), -1) for tensor in cache.tensors]
         """Bytes of all blocks of each group, `(blocks, bytes)`."""
-        self._layout = [(str(tensor.dtype), list(tensor.shape[1:])) for tensor in cache.tensors]
+        self._shapes = [tuple(tensor.shape[1:]) for tensor in cache.tensors]
+        """Shapes of the whole blocks of each group."""
+        self._dtype = cache.tensors[0].dtype
         self.block_bytes = sum(content.shape[1] for content in self._contents)
         """Bytes of a block of all groups."""
 
     def identity(self) -> str:
         """A digest of the weights of now, and of the layout of blocks. Reads all weights once."""
-        tensors = [tensor for _, tensor in sorted(self._model.state_dict().items())]
-        sums = checksum.digests(tensors).flatten().tolist() if tensors else []
-        return hashlib.blake2b(repr((sums, self._layout)).encode(), digest_size=16).hexdigest()
+        content = repr((self._weight_sums().tolist(), str(self._dtype), self._shapes))
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def digests(self, prompt: Sequence[int]) -> list[bytes]:
         """Digests of the full blocks of a prompt."""
@@ -46,8 +48,8 @@ class PrefixBlocks:
 
     def missing(self, digests: Sequence[bytes]) -> int:
         """Blocks of a prompt that would have to be filled; 0 if the cache cannot hold the prompt."""
-        fits = len(digests) <= min(pool.blocks for pool in self._policy.cache.pools)
-        return len(ReservedBlocks(self._policy.cache, digests)) if fits else 0
+        fits = len(digests) <= min(pool.blocks for pool in self._cache.pools)
+        return len(ReservedBlocks(self._cache, digests)) if fits else 0
 
     def reserve(self, digests: Sequence[bytes], reserved: int) -> ReservedBlocks | None:
         """Empty blocks for the part of a prompt that is not cached; None while running requests leave no room.
@@ -55,7 +57,7 @@ class PrefixBlocks:
         `reserved` is the number of reservations that are not released. Each counts as a request of the batch, so that its prompt is
         admitted once it is there. The caller makes sure that the cache can hold the prompt.
         """
-        policy, blocks = self._policy, ReservedBlocks(self._policy.cache, digests)
+        policy, blocks = self._policy, ReservedBlocks(self._cache, digests)
         busy = policy.unfinished + reserved
         if busy >= policy.limits.sequences or not blocks.fit(policy.limits.reserve if busy else 0):
             return None
@@ -64,7 +66,7 @@ class PrefixBlocks:
 
     def unsent(self, digests: Sequence[bytes], first: int) -> UnsentBlocks:
         """References on blocks of a prompt, from block `first` on, as they are computed."""
-        return UnsentBlocks(self._policy.cache, digests, first)
+        return UnsentBlocks(self._cache, digests, first)
 
     def read(self, tables: Sequence[Sequence[int]], out: memoryview) -> None:
         """Copy blocks into host memory one after the other; a table has the block of each group."""
@@ -84,6 +86,9 @@ class PrefixBlocks:
             cached.index_copy_(0, blocks.to(cached.device), part.to(cached.device))
             if cached.is_cuda:
                 torch.cuda.current_stream(cached.device).synchronize()
+
+    def _weight_sums(self) -> Tensor:
+        return weight_sums(self._model, self._model.spec, WHOLE)
 
     def _parts(self, buffer: Tensor, tables: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """For each group its columns of `buffer`, the content of its blocks, and the indices of those in `tables`."""

@@ -155,6 +155,7 @@ class RankEngine(Engine):
                 if "now" in message:
                     self._now = message["now"]
                     self._compute_step()
+                self._take_part(message)
             if "load" in message:
                 self._load_or_report(Path(message["load"]))
             if "end" in message:
@@ -175,6 +176,9 @@ class RankEngine(Engine):
             super().abort(call["abort"])
             return call["abort"]
         return super()._queue(TextRequest.from_plain(call["submit"]))
+
+    def _take_part(self, message: Mapping[str, Any]) -> None:
+        """Do this rank's part of what a message of rank 0 asks for beside steps."""
 
     def _compute_step(self) -> list[Update]:
         """Compute a step on this rank; its updates."""

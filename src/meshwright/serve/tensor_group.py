@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from meshwright.policies.recorded_blocks import repeat_change
 from meshwright.serve.generation import Update
+from meshwright.serve.rank_blocks import LeadingBlocks, RankSlices
 from meshwright.serve.rank_group import RankEngine
 from meshwright.serve.text_request import TextRequest
 
@@ -30,6 +34,32 @@ class TensorEngine(RankEngine):
         call = {"now": time.monotonic(), "abort": number}
         self._apply(call)
         self._calls.append(call)
+
+    def prefix_blocks(self) -> LeadingBlocks:
+        """The prefix cache of all ranks for other processes, as `Engine.prefix_blocks`."""
+
+        def record(change: Sequence[Any]) -> None:
+            self._calls.append({"change": change})
+
+        return LeadingBlocks(
+            self._model, self.spec, self._policy, self._cache, self._world, record=record, send=self._send
+        )
+
+    def _apply(self, call: Mapping[str, Any]) -> int:
+        """Submit or abort a request or change a pool of blocks on this rank; the number of a new request."""
+        if "change" in call:
+            repeat_change(self._policy.cache, call["change"])
+            return -1
+        return super()._apply(call)
+
+    def _take_part(self, message: Mapping[str, Any]) -> None:
+        slices = RankSlices(self._model, self.spec, self._policy, self._cache, self._world)
+        if "gather" in message:
+            slices.gather(message["gather"])
+        elif "scatter" in message:
+            slices.scatter(message["scatter"], None)
+        elif "weight_sums" in message:
+            slices.add_weight_sums()
 
     def _compute_step(self) -> list[Update]:
         updates = super()._compute_step()

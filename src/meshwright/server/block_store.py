@@ -236,4 +236,6 @@ def run_store(address: str, key: str, most_bytes: int, say: Callable[[str], None
     say(f"keeping cache blocks at {address}")
     while not stopped:
         server.step()
+    blocks, read = (0, 0) if server.store is None else (len(server.store), server.store.read)
     server.close()
+    say(f"kept {blocks} blocks, {read} being read")

@@ -300,6 +300,7 @@ class EngineClient(asyncio.Protocol):
                     text.subscription.add(News(text.index, (), "refused", message["error"], message["code"]))
         elif "transfers" in message:
             self.transfers = TransferFigures(*message["transfers"])
+            self.figures = EngineFigures(*message["figures"])
         elif "loaded" in message:
             future = self._loading.pop(message["loaded"])
             if not future.done():

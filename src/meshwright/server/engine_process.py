@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from meshwright.serve.engine import Engine
+    from meshwright.serve.figures import EngineFigures
     from meshwright.serve.generation import Update
     from meshwright.serve.sampling_options import SamplingOptions
     from meshwright.spec.engine import EngineOptions
@@ -92,7 +93,7 @@ class EngineLoop:
         self._ids: dict[int, int] = {}
         self._paused = False
         self._failed_steps = 0
-        self._transfer_figures: TransferFigures | None = None
+        self._reported: tuple[TransferFigures, EngineFigures] | None = None
 
     def run(self) -> None:
         """Take messages and compute steps until the HTTP process closes the socket.
@@ -103,7 +104,7 @@ class EngineLoop:
             while True:
                 if self.transfers is not None:
                     self.transfers.wait(self._connection.fileno(), self._busy)
-                    self._report_transfers(self.transfers.figures)
+                    self._report_figures(self.transfers.figures)
                 for message in self._connection.receive(wait=self.transfers is None and not self._busy()):
                     self._take(message)
                 if self._busy():
@@ -217,10 +218,14 @@ class EngineLoop:
                 del self._numbers[id], self._ids[update.number]
         self._connection.send({"step": entries, "figures": self._engine.figures()})
 
-    def _report_transfers(self, figures: TransferFigures) -> None:
-        if figures != self._transfer_figures:
-            self._transfer_figures = figures
-            self._connection.send({"transfers": figures})
+    def _report_figures(self, transfers: TransferFigures) -> None:
+        """Report figures that have changed: blocks also become free between steps, when another engine has copied them."""
+        if self._busy() and self._reported is not None and transfers == self._reported[0]:
+            return  # the next step reports the engine's figures
+        figures = transfers, self._engine.figures()
+        if figures != self._reported:
+            self._reported = figures
+            self._connection.send({"transfers": transfers, "figures": figures[1]})
 
     def _count_failure(self, updates: Sequence[Update]) -> None:
         """Count a step by all its updates, those of other engines' prompts too; a step without errors ends the count."""
@@ -263,7 +268,7 @@ def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
     if connection is None:
         engine.follow()
     else:
-        serve_engine(engine, connection)
+        serve_engine(engine, connection, setup.transfer)
         engine.close()
     world.leave()
 

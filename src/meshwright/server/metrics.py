@@ -86,6 +86,10 @@ class ServerMetrics:
                 "kv_prompts_lost_total": ("Prompts that another engine did not finish.", transfers.lost_prompts),
             }
             gauges["kv_prompts_waiting"] = ("Prompts at other engines.", transfers.waiting_prompts)
+            gauges["kv_blocks_unacknowledged"] = (
+                "Blocks sent to others that have not copied them.",
+                transfers.unacknowledged_blocks,
+            )
             gauges["kv_peers_usable"] = ("Engines that take prompts of this one.", transfers.usable_peers)
         reasons = [({**self._labels, "finished_reason": reason}, float(n)) for reason, n in self._ended.items()]
         metrics = [

@@ -135,6 +135,12 @@ class PrefillJobs:
         self._identity = ""
         self.sent_blocks = 0
 
+    @property
+    def unacknowledged_blocks(self) -> int:
+        """Blocks in staging memory that receivers have not copied yet."""
+        stagings = [connection.staging for connection in self.connections]
+        return sum(staging.used for staging in stagings if staging is not None)
+
     def use_identity(self, identity: str) -> None:
         """Serve peers with these weights from now on; all connections end."""
         for connection in list(self.connections):

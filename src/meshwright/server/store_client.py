@@ -57,6 +57,11 @@ class StoreClient:
         """Blocks to be handed in, and the names of all blocks, of prompts that are computed, by the engine's number."""
         self.fetched_blocks = self.damaged_blocks = self.stored_blocks = 0
 
+    @property
+    def unacknowledged_blocks(self) -> int:
+        """Blocks in staging memory that the store has not copied yet."""
+        return 0 if self._staging is None else self._staging.used
+
     def use_identity(self, identity: str) -> None:
         """Exchange blocks of these weights from now on."""
         self._lose(retry=0.0)

@@ -57,6 +57,8 @@ class TransferFigures(NamedTuple):
     """Blocks handed in to the store."""
     fetched_blocks: int = 0
     """Blocks that came from the store."""
+    unacknowledged_blocks: int = 0
+    """Blocks that were sent and that the other side has not copied yet."""
     store_connected: bool = False
     """Whether the store answers."""
 
@@ -115,6 +117,8 @@ class Transfers:
             sum(peer.usable for peer in receiver.peers),
             0 if store is None else store.stored_blocks,
             0 if store is None else store.fetched_blocks,
+            (0 if store is None else store.unacknowledged_blocks)
+            + (0 if self._sender is None else self._sender.unacknowledged_blocks),
             store is not None and store.usable,
         )
 

@@ -119,8 +119,6 @@ def release_error(instance: InstanceSpec) -> str | None:
             f"expert: expected 1 beside tensor {instance.tensor} and role {instance.role}, got {instance.expert}: devices share experts "
             "with tensor 1 and role both only"
         )
-    if instance.tensor > 1 and instance.role != "both":
-        return f"tensor: expected 1 for role {instance.role}, got {instance.tensor}: blocks move between single devices only"
     return None
 
 

@@ -88,8 +88,8 @@ class ServeSpec(EngineSettings, HttpSettings):
             raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor")
         if not self.exchanges:
             return
-        if self.tensor > 1 or self.draft_model not in (None, MTP) or not self.prefix_cache:
-            raise BadInput("roles: for an engine on one device with a prefix cache and no draft_model")
+        if self.draft_model not in (None, MTP) or not self.prefix_cache:
+            raise BadInput("roles: for an engine with a prefix cache and no draft_model")
         if self.role == "prefill" and self.transfer_address is None:
             raise BadInput("role prefill: needs transfer_address, where others ask for prompts", key="role")
         if self.role == "decode" and not self.prefill_addresses:

@@ -1,0 +1,216 @@
+"""Kubernetes objects of a serving deployment: servers by role, router and cache, which find each other by headless services.
+
+Servers of a role are a StatefulSet, whose pods have names that stay: decode servers know the prefill servers by them. The router knows
+each role by the name of its headless service, and looks its addresses up again and again.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.config.deployment_file import deployment_yaml, server_settings
+from meshwright.config.yaml_positions import dump_yaml
+from meshwright.launch.kubernetes import STORAGE_FOLDER, Container, Object
+from meshwright.launch.scheduler_job import KEPT_FILES
+from meshwright.spec.deployment import Deployment, Role, deployment_name
+from meshwright.spec.errors import BadInput
+
+HTTP_PORT, TRANSFER_PORT, CACHE_PORT = 8000, 8100, 8200
+NAME_LABEL, COMPONENT_LABEL = "app.kubernetes.io/name", "app.kubernetes.io/component"
+DEPLOYMENT_FILE = "deployment.yaml"
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+LONGEST_NAME = 40
+"""Characters of the deployment's name; those of its pods are longer."""
+ROUTERS = 2
+"""Routers, so that one can be lost."""
+START_SECONDS = 1800
+"""Longest time that a server may take to load its model."""
+END_SECONDS = 60
+"""Time for running requests when a pod is stopped."""
+
+
+@dataclass(frozen=True)
+class ServingJob:
+    """A deployment as Kubernetes serves it."""
+
+    deployment: Deployment
+    name: str
+    model: str
+    """Folder of the model, in the volume or in the image."""
+    container: Container
+    cache_gib: float | None = None
+    """Host memory of a cache of blocks for all servers; None: there is none."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", self.name):
+            raise BadInput(
+                f"--name {self.name}: expected at most {LONGEST_NAME} letters, digits and -, as in DNS names"
+            )
+
+    @property
+    def roles(self) -> dict[Role, int]:
+        """The roles that the deployment has, and the servers of each."""
+        counts = {
+            role: sum(instance.count for instance in self.deployment.instances if instance.role == role)
+            for role in ROLES
+        }
+        return {role: count for role, count in counts.items() if count}
+
+    def service(self, component: str) -> str:
+        """The name of the service, and of the set of pods, of a role, the router or the cache."""
+        return f"{self.name}-{component}"
+
+
+def serving_yaml(job: ServingJob) -> str:
+    """All objects as YAML documents. Raises BadInput for a deployment that this release cannot serve."""
+    objects = [_plan_file(job), _network_policy(job)]
+    for role in job.roles:
+        objects += [_service(job, role, headless=True), _servers(job, role)]
+    if job.cache_gib is not None:
+        words = ["cache", f"0.0.0.0:{CACHE_PORT}", "--gib", f"{job.cache_gib:g}"]
+        memory = {"memory": f"{int(job.cache_gib * 1024) + 1024}Mi"}
+        objects += [_service(job, "cache", port=CACHE_PORT), _deployment(job, "cache", words, CACHE_PORT, memory)]
+    urls = [f"http://{job.service(role)}:{HTTP_PORT}" for role in job.roles]
+    words = ["route", *urls, "--host", "0.0.0.0", "--port", str(HTTP_PORT)]
+    objects += [_service(job, "router"), _deployment(job, "router", words, HTTP_PORT, {}, replicas=ROUTERS)]
+    secret = f"{job.name}-keys"
+    header = [
+        f"# {deployment_name(job.deployment)}",
+        "# Before the first start, the keys of clients and of the servers among themselves:",
+        f'#   kubectl create secret generic {secret} --from-literal=api="$(openssl rand -hex 32)" \\',
+        '#     --from-literal=transfer="$(openssl rand -hex 32)"',
+        f"# Then: kubectl apply -f FILE; clients ask http://{job.service('router')}:{HTTP_PORT}/v1",
+    ]
+    return "\n".join([*header, "---\n".join(["", *map(dump_yaml, objects)])])
+
+
+def _servers(job: ServingJob, role: Role) -> Object:
+    """The servers of one role. A pod whose engine fails ends and is started again."""
+    tensor = server_settings(job.deployment, role, DEPLOYMENT_FILE)["tensor"]
+    words = ["serve", job.model, "--plan", f"{KEPT_FILES}/{DEPLOYMENT_FILE}", "--role", role, "--name", job.name]
+    words += ["--host", "0.0.0.0", "--port", str(HTTP_PORT), "--drain-seconds", str(END_SECONDS - 15)]
+    if role == "prefill":
+        words += ["--transfer-address", f"0.0.0.0:{TRANSFER_PORT}"]
+    elif role == "decode":
+        words += ["--prefill-engines", ",".join(_prefill_addresses(job))]
+    if job.cache_gib is not None:
+        words += ["--block-cache", f"{job.service('cache')}:{CACHE_PORT}"]
+    container = _container(job, words, HTTP_PORT, {"nvidia.com/gpu": tensor})
+    container["startupProbe"] = {**_health(), "periodSeconds": 5, "failureThreshold": START_SECONDS // 5}
+    container["volumeMounts"] = [
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "plan", "mountPath": KEPT_FILES, "readOnly": True},
+        {"name": "storage", "mountPath": STORAGE_FOLDER, "readOnly": True},
+    ]
+    volumes = [
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        {"name": "plan", "configMap": {"name": f"{job.name}-plan"}},
+        {"name": "storage", "persistentVolumeClaim": {"claimName": job.container.claim}},
+    ]
+    labels = _labels(job, role)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": job.service(role), "labels": labels},
+        "spec": {
+            "serviceName": job.service(role),
+            "replicas": job.roles[role],
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": _pod(container, volumes)},
+        },
+    }
+
+
+def _prefill_addresses(job: ServingJob) -> list[str]:
+    service = job.service("prefill")
+    return [f"{service}-{number}.{service}:{TRANSFER_PORT}" for number in range(job.roles.get("prefill", 0))]
+
+
+def _deployment(
+    job: ServingJob, component: str, words: list[str], port: int, limits: Object, replicas: int = 1
+) -> Object:
+    """Router or cache: pods without state that must be kept."""
+    labels, container = _labels(job, component), _container(job, words, port, limits)
+    if component == "cache":
+        container["readinessProbe"] = {"tcpSocket": {"port": port}}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": job.service(component), "labels": labels},
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": _pod(container, [])},
+        },
+    }
+
+
+def _pod(container: Object, volumes: list[Object]) -> Object:
+    return {
+        "terminationGracePeriodSeconds": END_SECONDS,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "containers": [container],
+        **({"volumes": volumes} if volumes else {}),
+    }
+
+
+def _container(job: ServingJob, words: list[str], port: int, limits: Object) -> Object:
+    keys = {"MESHWRIGHT_API_KEY": "api", "MESHWRIGHT_TRANSFER_KEY": "transfer"}
+    secret = f"{job.name}-keys"
+    return {
+        "name": "meshwright",
+        "image": job.container.image,
+        "command": ["meshwright", *words],
+        "env": [
+            {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+            for variable, key in keys.items()
+        ],
+        "ports": [{"containerPort": port}],
+        "readinessProbe": {**_health(), "periodSeconds": 2},
+        "resources": {"limits": limits},
+        "securityContext": {"allowPrivilegeEscalation": False},
+    }
+
+
+def _health() -> Object:
+    return {"httpGet": {"path": "/health", "port": HTTP_PORT}}
+
+
+def _service(job: ServingJob, component: str, port: int = HTTP_PORT, *, headless: bool = False) -> Object:
+    """A headless service gives the addresses of all pods, also of those that do not answer yet: the router asks for their health."""
+    labels = _labels(job, component)
+    spec: Object = {"selector": labels, "ports": [{"port": port}]}
+    if headless:
+        spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
+    metadata = {"name": job.service(component), "labels": labels}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
+
+
+def _plan_file(job: ServingJob) -> Object:
+    metadata = {"name": f"{job.name}-plan"}
+    content = {DEPLOYMENT_FILE: deployment_yaml(job.deployment)}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": content}
+
+
+def _network_policy(job: ServingJob) -> Object:
+    """Servers and cache are reached by pods of the deployment only; clients reach the router."""
+    pods = {"matchLabels": {NAME_LABEL: job.name}}
+    others = [{"key": COMPONENT_LABEL, "operator": "NotIn", "values": ["router"]}]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": job.name},
+        "spec": {
+            "podSelector": {**pods, "matchExpressions": others},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": pods}]}],
+        },
+    }
+
+
+def _labels(job: ServingJob, component: str) -> dict[str, Any]:
+    return {NAME_LABEL: job.name, COMPONENT_LABEL: component}

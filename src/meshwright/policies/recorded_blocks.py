@@ -1,0 +1,74 @@
+"""Changes of cache blocks outside of steps, recorded on one rank so that the other ranks of its engine repeat them.
+
+Ranks plan equal steps only if their pools are equal. Within steps all ranks change them alike; what moves blocks between engines
+(`policies.moving_blocks`) runs on one rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from meshwright.policies.cache_blocks import BlockPool, CacheBlocks
+
+Change = Sequence[Any]
+"""Group, name of a method of `BlockPool`, and its arguments in values of JSON."""
+
+
+class RecordedPool(BlockPool):
+    """The state of another pool: a change through this object is also recorded."""
+
+    __slots__ = ("_record",)
+
+    def __init__(self, pool: BlockPool, record: Callable[..., None]) -> None:
+        self.__dict__ = pool.__dict__
+        self._record = record
+
+    def take_all(self, count: int) -> list[int]:
+        blocks = super().take_all(count)
+        self._record("take_all", count)
+        return blocks
+
+    def share_all(self, blocks: Iterable[int]) -> None:
+        shared = list(blocks)
+        super().share_all(shared)
+        self._record("share_all", shared)
+
+    def release_all(self, blocks: Iterable[int]) -> None:
+        released = list(blocks)
+        super().release_all(released)
+        self._record("release_all", released)
+
+    def register_all(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
+        registered, names = list(blocks), list(digests)
+        super().register_all(registered, names)
+        self._record("register_all", registered, [name.hex() for name in names])
+
+
+def recorded_blocks(cache: CacheBlocks, record: Callable[[Change], None]) -> CacheBlocks:
+    """The same blocks; `record` gets each change that is made through the returned object."""
+
+    def note(group: int, name: str, first: Any, *others: Any) -> None:
+        if first:  # some blocks
+            record([group, name, first, *others])
+
+    recorded = copy.copy(cache)
+    recorded.pools = [RecordedPool(pool, partial(note, group)) for group, pool in enumerate(cache.pools)]
+    return recorded
+
+
+def repeat_change(cache: CacheBlocks, change: Change) -> None:
+    """Make a recorded change in the pools of another rank, which were equal before it."""
+    group, name, *arguments = change
+    pool = cache.pools[group]
+    if name == "take_all":
+        pool.take_all(*arguments)
+    elif name == "share_all":
+        pool.share_all(*arguments)
+    elif name == "release_all":
+        pool.release_all(*arguments)
+    else:
+        blocks, digests = arguments
+        pool.register_all(blocks, map(bytes.fromhex, digests))

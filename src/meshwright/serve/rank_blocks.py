@@ -1,0 +1,101 @@
+"""The prefix cache of an engine on tensor ranks for other processes: rank 0 has the interface, each rank its slice of every block.
+
+What changes the pools on rank 0 is recorded for the other ranks; contents are gathered from all ranks to rank 0, or scattered from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.models.decoder import Decoder
+from meshwright.parallel.world import World, world_group
+from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.recorded_blocks import recorded_blocks
+from meshwright.serve.head_slices import HeadSlices
+from meshwright.serve.kv_cache import KVCache
+from meshwright.serve.prefix_blocks import PrefixBlocks
+from meshwright.serve.weight_sums import weight_sums
+from meshwright.spec.layout import Part
+from meshwright.spec.model import ModelSpec
+
+
+class RankSlices(PrefixBlocks):
+    """One rank's slices of all blocks. Its methods are collective, with the same tables on all ranks."""
+
+    def __init__(self, model: Decoder, spec: ModelSpec, policy: BatchPolicy, cache: KVCache, world: World) -> None:
+        """`spec` has the dimensions of the whole model."""
+        super().__init__(model, policy, cache)
+        self._spec, self._world = spec, world
+        self._heads = HeadSlices(spec, world.ranks, cache.tokens_per_block, self._dtype.itemsize)
+        self._slice_bytes = self.block_bytes
+
+    def gather(self, tables: Sequence[Sequence[int]]) -> Tensor | None:
+        """Whole blocks `(blocks, bytes)` on rank 0; None on other ranks."""
+        own = self._empty(len(tables))
+        for part, content, blocks in self._parts(own, tables):
+            part.copy_(content.index_select(0, blocks.to(content.device)))
+        parts = [torch.empty_like(own) for _ in range(self._world.ranks)] if self._world.leads else None
+        dist.gather(own, parts, dst=0, group=world_group())
+        return None if parts is None else self._heads.join(parts)
+
+    def scatter(self, tables: Sequence[Sequence[int]], whole: Tensor | None) -> None:
+        """Write whole blocks `(blocks, bytes)`, which rank 0 gives, into the caches of all ranks."""
+        own = self._empty(len(tables))
+        parts = None
+        if whole is not None:
+            parts = [self._heads.cut(whole, rank).contiguous() for rank in range(self._world.ranks)]
+        dist.scatter(own, parts, src=0, group=world_group())
+        for part, cached, blocks in self._parts(own, tables):
+            cached.index_copy_(0, blocks.to(cached.device), part)
+
+    def add_weight_sums(self) -> Tensor:
+        """`weight_sums` of the whole model."""
+        sums = weight_sums(self._model, self._spec, Part(self._world.rank, self._world.ranks))
+        dist.all_reduce(sums, group=self._world.control)
+        return sums
+
+    def _empty(self, blocks: int) -> Tensor:
+        return torch.empty((blocks, self._slice_bytes), dtype=torch.uint8, device=self._contents[0].device)
+
+
+class LeadingBlocks(RankSlices):
+    """The blocks of all ranks, on rank 0. It lets the other ranks do their part by messages."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        spec: ModelSpec,
+        policy: BatchPolicy,
+        cache: KVCache,
+        world: World,
+        *,
+        record: Callable[[Sequence[Any]], None],
+        send: Callable[..., None],
+    ) -> None:
+        """`record` takes changes of the pools, which the other ranks repeat before the next message; `send` sends a message."""
+        super().__init__(model, spec, policy, cache, world)
+        self._cache = recorded_blocks(policy.cache, record)
+        self._send = send
+        self._shapes, self.block_bytes = self._heads.shapes, self._heads.block_bytes
+
+    def read(self, tables: Sequence[Sequence[int]], out: memoryview) -> None:
+        self._send(gather=tables)
+        whole = self.gather(tables)
+        assert whole is not None
+        torch.frombuffer(out, dtype=torch.uint8).view(whole.shape).copy_(whole)
+
+    def write(self, tables: Sequence[Sequence[int]], content: memoryview) -> None:
+        self._send(scatter=tables)
+        source = torch.frombuffer(content, dtype=torch.uint8).view(len(tables), self.block_bytes)
+        self.scatter(tables, source.to(self._contents[0].device))
+        if self._contents[0].is_cuda:
+            torch.cuda.current_stream(self._contents[0].device).synchronize()
+
+    def _weight_sums(self) -> Tensor:
+        self._send(weight_sums=True)
+        return self.add_weight_sums()
