@@ -138,8 +138,8 @@ def layout_seconds(time: SampleTime, ring: RingTime, host: float, seed: int) -> 
         "arrival": arrival_parts(lengths, least, RANKS, CAPACITY),
         "arrival_offload": arrival_parts(lengths, fewer, RANKS, CAPACITY),
     }
-    for name, offload in (("balanced_without_offload", None), ("balanced", ratios)):
-        balance = balance_samples(lengths, pool, offload, LAYERS)
+    for name, shares in (("balanced_without_offload", None), ("balanced", memory_shares(ratios, LAYERS))):
+        balance = balance_samples(lengths, pool, shares)
         layouts[name] = Parts(balance.sample, balance.parts, balance.rank, balance.slot)
     static, packed = static_seconds(lengths, RANKS // CONTEXT_RANKS, CONTEXT_RANKS, CAPACITY, time, ring)
     played = {name: float(play_parts(parts, lengths, RANKS, time, ring).max()) for name, parts in layouts.items()}

@@ -31,7 +31,8 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
         beside = f" ÷ plan.tensor {tensor}" if tensor > 1 else ""
         expected, whole = f"all of the cluster's {nodes * per_node} ranks{beside}", not nodes * per_node % tensor
         yield run.mistake("plan.hybrid", expected, str(nodes * per_node // tensor) if whole else None)
-    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest)):
+    longer = run("plan.offload_capacity") or 0
+    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest, longer)):
         yield run.mistake("plan.capacity", wrong[0], str(wrong[1]))
     yield from _kept(run)
 
@@ -64,7 +65,8 @@ def plan_file_hybrid(plan: Document, run: RunValues) -> Iterator[Mistake]:
     sizes: dict[str, int] = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
     ranks, tensor, longest = sizes.get("hybrid", 1), sizes.get("tensor", 1), run("train.seq_len")
     capacity = plan.get(("samples", "capacity"))
-    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest)):
+    longer = plan.get(("samples", "offload", "capacity")) or 0
+    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest, longer)):
         yield plan.mistake(("samples", "capacity"), wrong[0], str(capacity), str(wrong[1]))
     if ranks == 1:
         return

@@ -38,13 +38,14 @@ class SampleSteps:
         most = int(balance.slots.max())
         if self._equal_slots:
             slots += [Slot(self._pool.capacity)] * (most - len(slots))
-        all_slots = most * self._pool.ranks if self._equal_slots else int(np.maximum(balance.slots, 1).sum())
+        empty = np.maximum((most if self._equal_slots else 1) - balance.slots, 0).sum()
+        size = int(balance.slot_sizes.sum() + empty * self._pool.capacity)
         return Step(
             [_micro_batch(slot, read) for slot in slots],
             (sample, sample + len(lengths)),
             sum(slot.tokens for slot in slots),
             lengths,
-            1.0 - int(lengths.sum()) / (all_slots * self._pool.capacity),
+            1.0 - int(lengths.sum()) / size,
         )
 
 

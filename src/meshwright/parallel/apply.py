@@ -177,7 +177,7 @@ def build_engine(
         GradientSums(_replica_sums(plan, mesh), tied, copies),
         scales=WeightScales(sharded, mesh.shards, mesh.device) if plan.precision.gather == "fp8" else None,
         channels=open_channels(mesh, training.channels) if training.ranks > 1 else None,
-        host=HostMemory(mesh.device) if any(unit.offloads for stage_units in units for unit in stage_units) else None,
+        host=HostMemory(mesh.device) if plan.offloads_activations else None,
     )
     return Engine(
         model,

@@ -123,7 +123,9 @@ def untrainable(plan: Plan) -> str | None:
         else []
     )
     parts += [f"feed-forward networks in tiles with {feature}" for feature in _tile_conflicts(plan)]
-    parts += dict.fromkeys(part for layer in plan.layers for part in _untrainable_offloads(plan, layer))
+    slots_offload = plan.samples is not None and plan.samples.offload is not None
+    offloading = [replace(layer, offload="activations") for layer in plan.layers] if slots_offload else plan.layers
+    parts += dict.fromkeys(part for layer in offloading for part in _untrainable_offloads(plan, layer))
     if plan.experts is not None and plan.experts.owners != "even" and any(map(_offloads_optimizer, plan.layers)):
         parts.append(f"experts.owners: {plan.experts.owners} with the optimizer's state in host memory")
     if not parts:
