@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tests.config.test_key_rules import MIXTURE, mistakes
 
 from meshwright.config.load import load_plan, load_run, plan_yaml
 from meshwright.spec.errors import BadConfig
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, SamplePlan
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, SamplePlan, SlotOffload
 
 RUN = """\
 model: {preset: llama-nano}
@@ -29,6 +30,11 @@ DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or 
         ([HYBRID, "plan.capacity=200"], "plan.capacity", "at least the longest sample, train.seq_len = 1024 ÷ 4 hybrid ranks", "256"),
         ([HYBRID, "plan.capacity=257"], "plan.capacity", "an even number of tokens", "258"),
         (["plan.capacity=512"], "plan.capacity", "no such key without plan.hybrid, whose slots it sizes", "none"),
+        (["plan.offload_capacity=512"], "plan.offload_capacity", "no such key without plan.hybrid and plan.capacity", "none"),
+        ([HYBRID, "plan.capacity=128", "plan.offload_capacity=1026"], "plan.offload_capacity",
+         "an even number of tokens above the 128 of other slots and at most 512, where all 8 blocks are offloaded", None),
+        ([HYBRID, "plan.capacity=100", "plan.offload_capacity=200"], "plan.capacity",
+         "at least the longest sample, train.seq_len = 1024 ÷ 4 hybrid ranks", "256"),
         ([HYBRID, "plan.reshard=true"], "plan.reshard", f"false, {DIFFERENT}", "false"),
         ([HYBRID, "plan.gradients=shard"], "plan.gradients", f"whole, {DIFFERENT}", "whole"),
         ([HYBRID, "plan.schedule=gpipe"], "plan.schedule", "1f1b or breadth_first, as plan.hybrid is 4", "1f1b"),
@@ -63,6 +69,7 @@ def test_windows_and_mixtures_are_refused(tmp_path: Path) -> None:
     [
         [HYBRID],
         ["plan.hybrid=2", "plan.tensor=2", "plan.capacity=512"],
+        [HYBRID, "plan.capacity=128", "plan.offload_capacity=256"],
         [HYBRID, "plan.schedule=breadth_first", "plan.reshard=true", "plan.gradients=shard"],
         [HYBRID, "plan.layers=[{range: all, reshard: false, gradients: whole, recompute: full}]"],
     ],
@@ -99,3 +106,28 @@ def test_a_plan_file_obeys_the_same_rules(tmp_path: Path, old: str, new: str, ke
     with pytest.raises(BadConfig) as raised:
         load_run(run, [f"plan={file}"])
     assert [mistake.key for mistake in raised.value.mistakes] == [key]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("capacity: 1024", "capacity: 512", "capacity"),
+        ("layers: 6", "layers: 9", "layers"),
+        ("shortest: 600", "shortest: 2050", "shortest"),
+    ],
+)
+def test_slots_with_offload_of_a_plan_file_are_longer_and_hold_all_samples(
+    tmp_path: Path, old: str, new: str, key: str
+) -> None:
+    assert PLAN.samples is not None
+    offload = SlotOffload(capacity=1024, layers=6, shortest=600)
+    text = plan_yaml(replace(PLAN, samples=replace(PLAN.samples, offload=offload)))
+    file, run = tmp_path / "plan.yaml", tmp_path / "run.yaml"
+    run.write_text(RUN)
+    file.write_text(text)
+    assert load_run(run, [f"plan={file}"])
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+    with pytest.raises(BadConfig) as raised:
+        load_run(run, [f"plan={file}"])
+    assert [mistake.key for mistake in raised.value.mistakes] == [f"samples.offload.{key}"]

@@ -187,10 +187,9 @@ def test_a_sample_whose_forward_hides_the_copies_takes_longer_slots() -> None:
     assert shortest_hiding(time, 2.0) == pytest.approx(350)
     assert (shortest_hiding(time, 1.0), shortest_hiding(LINEAR, 1.0)) == (1, math.inf)
     pool = RankPool(6, 100, time, offload=SlotOffload(capacity=200, layers=3, shortest=350))
-    balance = balance_samples(np.array([349, 400]), pool)
-    assert set(balance.parts[balance.sample == 0].tolist()) == {4}
-    assert balance.tokens[balance.sample == 1].tolist() == [200, 200]
-    assert sorted(balance.slot_sizes.tolist()) == [100] * 4 + [200] * 2 and balance.padding == pytest.approx(51 / 800)
+    longest, shorter = (balance_samples(np.array([tokens]), pool) for tokens in (1200, 340))
+    assert longest.tokens.tolist() == longest.slot_sizes.tolist() == [200] * 6 and longest.padding == 0
+    assert shorter.slot_sizes.tolist() == [100] * int(shorter.slots.sum()) and shorter.tokens.max() <= 100
 
 
 def test_level_spreads_work_like_water() -> None:
