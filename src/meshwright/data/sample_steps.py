@@ -6,16 +6,24 @@ Every rank computes the balance of a step alike from the lengths of its samples,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from meshwright.data.loader import MicroBatch, Step
 from meshwright.data.slots import Slot, TokenReader, rank_slots, slot_arrays
-from meshwright.data.source import DataSource
-from meshwright.data.step_samples import lengths_of_step
+from meshwright.data.step_samples import SampleLengths, lengths_of_step
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.skipped_samples import SampleRange
+
+
+class Documents(SampleLengths, Protocol):
+    """Samples of any length, as those of a `DataSource`."""
+
+    def begin_step(self, indices: Sequence[int] | np.ndarray) -> None: ...
+
+    def token_reader(self, indices: Sequence[int] | np.ndarray) -> TokenReader: ...
 
 
 class SampleSteps:
@@ -24,7 +32,7 @@ class SampleSteps:
     Every rank gets at least one slot. With `equal_slots` all ranks get as many as the fullest rank, the last ones empty.
     """
 
-    def __init__(self, source: DataSource, *, tokens: int, pool: RankPool, rank: int, equal_slots: bool = True) -> None:
+    def __init__(self, source: Documents, *, tokens: int, pool: RankPool, rank: int, equal_slots: bool = True) -> None:
         self._source, self._tokens, self._pool, self._rank = source, tokens, pool, rank
         self._equal_slots = equal_slots
 
