@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.slow import QUICK
 
@@ -30,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     if config.getoption("markexpr") == "not slow":
         os.environ[QUICK] = "1"
+    settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("shared machine")
     gc.disable()  # until all is imported: collections would take a fifth of that time
     import torch
 
@@ -64,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    """Collect garbage from here on, but not among the million objects of the modules and tests, which stay."""
+    gc.freeze()
     gc.enable()
 
 

@@ -70,13 +70,17 @@ def test_a_run_calls_back_stops_continues_and_returns_its_result(tiny: Path, tmp
     assert all(figures["loss"] == by_step[figures["step"]] for figures in steps[3:])
 
 
-def test_what_a_callback_raises_and_what_a_run_fails_with_are_raised(tiny: Path, tmp_path: Path) -> None:
+def test_what_a_callback_raises_is_raised_after_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     def on_step(figures: Mapping[str, Any]) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         meshwright.train(tiny, [*ONE_RANK, "train.steps=60"], runs=tmp_path, on_step=on_step)
     assert list((tmp_path / "tiny" / "checkpoints").glob("step-*/COMMITTED"))
+
+
+@pytest.mark.slow
+def test_what_a_run_fails_with_is_raised(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(meshwright.NumericalFailure, match="not finite"):
         meshwright.train(
             tiny,

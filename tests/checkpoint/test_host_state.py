@@ -48,7 +48,7 @@ class Snapshots:
 
         def stopping(target: torch.Tensor, source: torch.Tensor) -> None:
             if self._made == self._stop_before:
-                assert self._go_on.wait(20)
+                assert self._go_on.wait(60)
             copy(target, source)
             self._made += 1
 
@@ -65,13 +65,13 @@ class Snapshots:
         )
         update.start()
         if not waits:
-            update.join(20)
+            update.join(60)
             assert not update.is_alive(), "the update does not wait for copies"
         elif stop_before < self.copies:
             time.sleep(0.01)
             assert update.is_alive(), "the update waits for the copies"
         self._go_on.set()
-        update.join(20)
+        update.join(60)
         copies.join()
         data = self._buffer.data
         return {name: data[start:end].clone() for name, start, end in self._names}

@@ -31,7 +31,7 @@ def test_the_update_of_a_group_waits_for_its_copies_to_be_queued(monkeypatch: py
     update.join(0.2)
     assert update.is_alive() and order == [1]
     copies.release(1)
-    update.join(10)
+    update.join(60)
     assert order == [1, 2, "updated"]
 
 

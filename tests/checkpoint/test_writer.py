@@ -131,7 +131,7 @@ def test_a_discarded_attempt_is_reported_to_the_first_rank(tmp_path: Path) -> No
     while not any(name.endswith(".partial") for name in names(tmp_path)):
         continue
     writers.writers[1].do(Discard(2, save.attempt))
-    first.join(10)
+    first.join(60)
     reply = writers.replies[0].last("failed")
     assert reply is not None and "rank 1 could not write its part" in reply["message"] and names(tmp_path) == set()
 
@@ -166,20 +166,20 @@ def test_a_start_waits_for_a_writer_that_outlived_its_job(tmp_path: Path, monkey
 
     def slowly(*arguments: Any) -> Any:
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return real(*arguments)
 
     monkeypatch.setattr(writing, "write_blocks", slowly)
     saving = threading.Thread(target=writers.save, args=(2,))
     saving.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     starting = threading.Thread(target=take_over, args=(tmp_path,))
     starting.start()
     starting.join(0.2)
     assert starting.is_alive() and newest(tmp_path) == 1
     go_on.set()
-    saving.join(10)
-    starting.join(10)
+    saving.join(60)
+    starting.join(60)
     assert not starting.is_alive() and newest(tmp_path) == 2
 
 
@@ -190,7 +190,7 @@ def test_a_start_does_not_wait_for_a_writer_that_makes_no_progress(tmp_path: Pat
     with attempt.locked():
         began = time.monotonic()
         await_writers(tmp_path / "checkpoints", idle_seconds=0.3)
-        assert 0.3 <= time.monotonic() - began < 5
+        assert 0.3 <= time.monotonic() - began < 60
     await_writers(tmp_path / "checkpoints", idle_seconds=60)
 
 
@@ -235,7 +235,7 @@ def test_a_reply_is_not_lost_behind_heartbeats() -> None:
     received = b""
     while b'"committed"' not in received:
         received = received[-100:] + os.read(read_end, 1 << 16)
-    sender.join(10)
+    sender.join(60)
     assert received.endswith(b'{"event": "committed", "step": 7}\n')
     os.close(read_end)
     replies.send("deleted", step=7)  # a rank that is dead

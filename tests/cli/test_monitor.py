@@ -155,7 +155,7 @@ def test_a_real_run_is_scraped_and_shown_while_it_trains(tiny: Path, tmp_path: P
         step, deadline = 0.0, time.monotonic() + 120
         while not step and time.monotonic() < deadline:
             time.sleep(0.2)
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 found = parse(answer.read().decode())
             step = sum(found["meshwright_step"][2].values())
         assert step and found["meshwright_tokens"][2].keys() == {frozenset({("run", "tiny")})}

@@ -59,7 +59,7 @@ def server() -> Iterator[tuple[str, int]]:
 
 def exchange(address: tuple[str, int], data: bytes) -> bytes:
     """Everything that the server sends in answer to `data` until it closes the connection or is silent."""
-    with socket.create_connection(address, timeout=5) as connection:
+    with socket.create_connection(address, timeout=60) as connection:
         connection.sendall(data)
         connection.settimeout(0.5)
         answer = b""
@@ -132,7 +132,7 @@ def test_a_malformed_request_is_refused_and_the_server_goes_on(data: bytes, stat
 
 def test_connections_without_a_token_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "UNKNOWN_SECONDS", 0.2)
-    with server() as address, socket.create_connection(address, timeout=5) as connection:
+    with server() as address, socket.create_connection(address, timeout=60) as connection:
         connection.sendall(b"POST /report HTTP/1.1\r\n")
         assert connection.recv(100) == b""
 

@@ -37,7 +37,7 @@ def launch(behaviour: str, folder: Path, ranks: int = 2) -> int:
 
 
 def until(is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not is_done():
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
@@ -179,7 +179,7 @@ def test_a_stop_signal_reaches_every_rank(number: signal.Signals, tmp_path: Path
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
     parent.send_signal(number)
-    assert parent.wait(30) == 75
+    assert parent.wait(60) == 75
 
 
 def test_the_store_listens_on_loopback_only() -> None:

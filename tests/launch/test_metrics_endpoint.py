@@ -82,7 +82,7 @@ def test_a_scrape_and_other_requests(tmp_path: Path, capsys: pytest.CaptureFixtu
         url = capsys.readouterr().err.split()[-1]
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", url)
         endpoint.update([RankState(0)])
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
             assert "meshwright_rank_step" in parse(answer.read().decode())
         with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -90,7 +90,7 @@ def test_a_scrape_and_other_requests(tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(BadInput, match=r"observe\.prometheus = .*: cannot listen there: Address already in use"):
             metrics_endpoint(url[7:].removesuffix("/metrics"), tmp_path).__enter__()
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(url, timeout=10)
+        urllib.request.urlopen(url, timeout=60)
 
 
 def test_nothing_listens_without_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from meshwright.models.moe import MixtureOfExperts, RoutedOutput
 from meshwright.spec.model import parameters
 from tests.checkpoint.test_hf import Rotary
 from tests.models.tiny import MIXTRAL, MIXTURES, SHARED, built, some_tokens
+from tests.slow import quick_first
 
 
 def mixture_of(model_name: str, **options: Any) -> MixtureOfExperts:
@@ -107,7 +108,7 @@ def test_the_squares_of_the_router_z_loss_are_those_of_its_logits() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
-@pytest.mark.parametrize("model_name", ["mixtral", "shared expert"])
+@pytest.mark.parametrize("model_name", quick_first(1, ["mixtral", "shared expert"]))
 def test_a_block_compiles_whole(model_name: str) -> None:
     model, tokens = built(MIXTURES[model_name]), some_tokens(MIXTURES[model_name])
     results = []

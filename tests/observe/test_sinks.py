@@ -34,7 +34,7 @@ class Blocked(Collecting):
 
     def write(self, record):
         self.entered.set()
-        self.let_go.wait(20)
+        self.let_go.wait(60)
         super().write(record)
 
 
@@ -61,7 +61,7 @@ def test_a_sleeping_sink_costs_lines_and_never_time():
     sink, warnings = Blocked(), []
     thread = SinkThread([sink], warnings.append, capacity=4)
     thread.put({"step": 0})
-    assert sink.entered.wait(20)
+    assert sink.entered.wait(60)
     for step in range(1, 101):
         thread.put({"step": step})  # would hang here if it waited: the sink is held until below
     assert thread.dropped == 96
@@ -76,7 +76,7 @@ def test_a_sink_that_never_returns_is_left_behind():
     sink, warnings = Blocked(), []
     thread = SinkThread([sink], warnings.append, capacity=1)
     thread.put({"step": 0})
-    assert sink.entered.wait(20)
+    assert sink.entered.wait(60)
     thread.close(timeout=0.01)
     assert "blocked did not finish" in warnings[-1]
     sink.let_go.set()

@@ -105,6 +105,7 @@ def test_the_pace_is_that_of_the_ranks_together() -> None:
     assert ports and ports(apart).pace == pytest.approx(1) and ports(apart).port == ports(across).port == 25e9
 
 
+@pytest.mark.slow
 def test_only_a_stage_on_two_fabrics_is_held_to_the_bridge() -> None:
     network = NetworkSpec(fabric="infiniband", port_gb_per_s=25, bridge_gb_per_s=0.4)
     halves = replace(MIXED, network=network, groups=(NodeGroup(nodes=2, fabric="roce", port_gb_per_s=20),))

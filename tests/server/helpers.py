@@ -175,7 +175,7 @@ def running_api(
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(60)
         yield found[0]
     finally:
         stop.set()

@@ -31,7 +31,7 @@ async def received_of(groups: Sequence[Sequence[Step]]) -> list[tuple[int, list[
         for step in steps:
             client.data_received(encode({"step": step, "figures": [TEXTS, 0, 0.5, 0, 0]}))
             expected += sum(len(tokens) for _, tokens in step)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while sum(len(tokens) for _, tokens in received) < expected:
                 await asyncio.sleep(0)
     read_tokens = list(received)

@@ -82,7 +82,7 @@ def test_sigterm_lets_running_requests_end(folder: Path, ranks: int) -> None:
         events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert lines[-2] == b"data: [DONE]\n"
-        assert process.wait(30) == EXIT_DONE
+        assert process.wait(60) == EXIT_DONE
         assert not any(Path(f"/proc/{engine}").exists() for engine in engines)
         log = process.stderr.read()
     assert "killed" not in log
@@ -104,7 +104,7 @@ def test_an_engine_that_dies_is_reported(folder: Path) -> None:
                 assert json.load(error) == {"status": "failed"}
         assert status == 503
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == EXIT_COMMUNICATION
+        assert process.wait(60) == EXIT_COMMUNICATION
         assert "engine" in process.stderr.read()
 
 
@@ -196,11 +196,11 @@ def test_tensor_ranks_give_the_texts_of_one_device(folder: Path) -> None:
                 texts.append(json.load(answer)["choices"][0]["text"])
             if options:
                 os.kill(engines_of(process)[-1], signal.SIGKILL)
-                assert process.wait(30) == EXIT_COMMUNICATION
+                assert process.wait(60) == EXIT_COMMUNICATION
                 assert "ranks" in process.stderr.read()
             else:
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(30) == EXIT_DONE
+                assert process.wait(60) == EXIT_DONE
     assert texts[0] == texts[1]
 
 

@@ -236,7 +236,7 @@ def test_signals_set_a_flag_and_are_answered_by_a_thread_of_their_own() -> None:
         assert stop.flag == NO_REQUEST
         for number, flag, output in [(signal.SIGHUP, PREEMPT, "SIGHUP"), (signal.SIGINT, INTERRUPT, "Ctrl-C")]:
             os.kill(os.getpid(), number)
-            text, thread = shown.get(timeout=20)
+            text, thread = shown.get(timeout=60)
             assert text.startswith(f"{output}: ending after the running step") and thread == "stop"
             assert stop.flag == flag
         stop._receive(signal.SIGTERM)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,41 +130,50 @@ class Story:
     sockets: list[str]
     preempted: End
     interrupted: End
-    lost: End
-    killed: End
     damaged: str
     finished: list[End]
 
 
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
-    runs = tmp_path_factory.mktemp("runs")
-    jobs: list[Job] = []
-    try:
-        arguments = ["train", tiny, f"train.steps={STEPS}", "supervision.restarts=0", "--runs", runs]
-        return tell(arguments, runs / "tiny", jobs)
-    finally:
-        for job in jobs:
-            job.process.kill()  # nothing, unless the story broke off
+class Starts:
+    """Starts of one command on one run; what still runs is killed at the end."""
+
+    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+        runs = tmp_path_factory.mktemp("runs")
+        self.run = runs / "tiny"
+        self._arguments = ["train", tiny, f"train.steps={STEPS}", "supervision.restarts=0", "--runs", runs]
+        self._jobs: list[Job] = []
+
+    def __enter__(self) -> Starts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for job in self._jobs:
+            job.process.kill()
             job.process.wait()
 
+    def start(self, env: dict[str, str] | None = None) -> Job:
+        self._jobs.append(Job(self._arguments, self.run, env))
+        return self._jobs[-1]
 
-def tell(arguments: list[object], run: Path, jobs: list[Job]) -> Story:
-    def start(env: dict[str, str] | None = None) -> Job:
-        jobs.append(Job(arguments, run, env))
-        return jobs[-1]
-
-    def begin() -> Job:
+    def begin(self) -> Job:
         """The command, three steps on from where the run was."""
-        before = intact(run)[-1] if run.exists() else 0
-        job = start()
+        before = (intact(self.run) or [0])[-1] if self.run.exists() else 0
+        job = self.start()
         if before:
             until(lambda: f"resumed after step {before}" in job.output(), job)
-        until(lambda: last_step(run) >= before + 3, job)
+        until(lambda: last_step(self.run) >= before + 3, job)
         return job
 
-    job = begin()
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    with Starts(tmp_path_factory) as starts:
+        yield tell(starts)
+
+
+def tell(starts: Starts) -> Story:
+    run, job = starts.run, starts.begin()
     sockets = listening([job.process.pid, *job.ranks().values()])
     job.process.send_signal(signal.SIGSTOP)
     until(lambda: stopped(job.process.pid), job)
@@ -172,19 +181,14 @@ def tell(arguments: list[object], run: Path, jobs: list[Job]) -> Story:
     until(lambda: last_step(run) >= before + 3, job)  # the ranks train on while their launcher is stopped
     job.process.send_signal(signal.SIGCONT)
     preempted = job.end(lambda pids: job.process.send_signal(signal.SIGTERM))
-    job = start()
+    job = starts.start()
     until(lambda: catches(job.process.pid, signal.SIGTERM), job)  # the run is prepared, and signals are passed on
     interrupted = job.end(lambda pids: job.process.send_signal(signal.SIGINT))
-    job = begin()
-    lost = job.end(lambda pids: os.kill(pids[1], signal.SIGKILL))
-    job = begin()
-    killed = job.end(lambda pids: interrupt_twice(job, pids))
-    newest = run / "checkpoints" / f"step-{killed.checkpoints[-1]:08d}"
+    newest = run / "checkpoints" / f"step-{interrupted.checkpoints[-1]:08d}"
     damage(newest / "tensors-00001.safetensors")
-    finished = [
-        job.end(lambda pids: None) for job in [start(rank_environment) for rank_environment in places_of_a_launcher()]
-    ]
-    return Story(run, sockets, preempted, interrupted, lost, killed, newest.name, finished)
+    launched = [starts.start(environment) for environment in places_of_a_launcher()]
+    finished = [job.end(lambda pids: None) for job in launched]
+    return Story(run, sockets, preempted, interrupted, newest.name, finished)
 
 
 @pytest.mark.slow
@@ -265,37 +269,38 @@ def test_sigint_writes_a_checkpoint_and_ends_with_130(story: Story) -> None:
     assert story.interrupted.output.count("Ctrl-C: ending after the running step; a second one ends at once") == 1
 
 
-def test_a_killed_rank_ends_the_job_with_5(story: Story) -> None:
-    assert story.lost.code == 5 and story.lost.seconds < 20
-    assert "rank 1 was killed by signal 9" in story.lost.output and "the last step it finished is" in story.lost.output
-    assert (
-        f"the same command (without --fresh) continues after step {story.lost.checkpoints[-1]}, from "
-        in story.lost.output
-    )
-    assert "communication failed" in (story.run / "logs" / "rank-00000.log").read_text()
-    assert story.lost.checkpoints == story.interrupted.checkpoints
-
-
-def test_a_second_sigint_ends_ranks_that_do_not_answer(story: Story) -> None:
-    """The start after the killed rank: it goes on from the newest checkpoint."""
-    assert story.killed.code == 130
-    assert (
-        f"ended at once; the same command (without --fresh) continues after step {story.killed.checkpoints[-1]}, from "
-        in story.killed.output
-    )
-    assert f"resumed after step {story.lost.checkpoints[-1]}" in story.killed.output
-    assert story.killed.checkpoints == story.interrupted.checkpoints
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job_with_5_and_a_second_sigint_ends_ranks_that_do_not_answer(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with Starts(tmp_path_factory) as starts:
+        job = starts.begin()
+        saved = job.end(lambda pids: job.process.send_signal(signal.SIGTERM)).checkpoints
+        job = starts.begin()
+        lost = job.end(lambda pids: os.kill(pids[1], signal.SIGKILL))
+        log = (starts.run / "logs" / "rank-00000.log").read_text()
+        job = starts.begin()
+        killed = job.end(lambda pids: interrupt_twice(job, pids))
+    assert lost.code == 5 and lost.seconds < 60
+    assert "rank 1 was killed by signal 9" in lost.output and "the last step it finished is" in lost.output
+    assert f"the same command (without --fresh) continues after step {saved[-1]}, from " in lost.output
+    assert "communication failed" in log
+    assert killed.code == 130
+    ended = f"ended at once; the same command (without --fresh) continues after step {saved[-1]}, from "
+    assert ended in killed.output and f"resumed after step {saved[-1]}" in killed.output
+    assert lost.checkpoints == killed.checkpoints == saved
+    assert not [pid for end in (lost, killed) for pid in end.pids.values() if alive(pid)]
 
 
 def test_no_process_is_left(story: Story) -> None:
-    ends = (story.preempted, story.interrupted, story.lost, story.killed)
-    assert [len(end.pids) for end in ends] == [2] * 4
+    ends = (story.preempted, story.interrupted)
+    assert [len(end.pids) for end in ends] == [2, 2]
     assert not [pid for end in ends for pid in end.pids.values() if alive(pid)]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(story: Story) -> None:
     output = story.finished[0].output
-    assert f"resumed after step {story.killed.checkpoints[0]}" in output
+    assert f"resumed after step {story.interrupted.checkpoints[0]}" in output
     assert story.damaged in output and "tensors-00001.safetensors" in output and "trying the next older one" in output
     assert story.damaged in (story.run / "logs" / "rank-00000.log").read_text()
 

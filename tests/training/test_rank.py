@@ -49,6 +49,7 @@ def circle() -> weakref.ref[Node]:
 def thawed():
     yield
     gc.unfreeze()
+    gc.freeze()  # as after the collection of tests
     gc.enable()
 
 

@@ -67,7 +67,7 @@ def test_spares_become_the_ranks_of_a_run(tiny: Path, tmp_path: Path, count: int
         spare.begin(Begin(str(prepared_run.folder / "assignment.json"), address | rank_environment))
     for rank, spare in enumerate(reversed(spares)):
         messages = spare.messages()
-        assert spare.process.wait(30) == 0
+        assert spare.process.wait(60) == 0
         assert [message.step for message in messages if isinstance(message, Step)] == [1, 2, 3, 4, 5, 6]
         phases = [message.phase for message in messages if isinstance(message, Progress) and message.action == -1]
         assert phases == ["compile", "train", "validate", "save", "end"]

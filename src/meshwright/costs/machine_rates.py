@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from meshwright.config.profile_file import load_profile
 from meshwright.costs.constants import Constants
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.measured import chip_of_profile, guessed_device, guessed_processor, reference_chip, with_profile
@@ -14,6 +13,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import node_type_runs
+from meshwright.spec.profile import MachineProfile
 
 FORMATS = {"bf16": 0.0, "fp16": 0.0, "fp32": 0.0, "fp64": 0.0, "fp8": 1.0, "mxfp8": 2.0, "nvfp4": 3.0}
 """Number format of matrix products → Machine.product_format."""
@@ -32,10 +32,17 @@ def chip_of(cluster: ClusterSpec) -> Chip | None:
     if cluster.gpu in CHIPS:
         return CHIPS[cluster.gpu]
     if cluster.profile is not None:
-        return chip_of_profile(load_profile(cluster.profile))
+        return chip_of_profile(_profile_of(cluster.profile))
     if cluster.is_cpu:
         return guessed_processor((os.cpu_count() or 1) // cluster.gpus_per_node)
     return None if cluster.memory_gib is None else guessed_device(cluster.gpu, int(cluster.memory_gib * GiB))
+
+
+def _profile_of(file: str) -> MachineProfile:
+    """The profile in a file; the module that validates it is imported by those who have one, as a rank has none."""
+    from meshwright.config.profile_file import load_profile
+
+    return load_profile(file)
 
 
 def is_guessed(cluster: ClusterSpec) -> bool:
@@ -63,7 +70,7 @@ def hand_set_band(cluster: ClusterSpec) -> tuple[float, float] | None:
         return None
     if cluster.profile is None:
         return GUESSED_BAND
-    return CORRECTED_BAND if load_profile(cluster.profile).corrections else MEASURED_BAND
+    return CORRECTED_BAND if _profile_of(cluster.profile).corrections else MEASURED_BAND
 
 
 def fast_domain(cluster: ClusterSpec) -> int:
@@ -121,7 +128,7 @@ def with_measurements(
         k = with_latencies(k, cluster)
     if cluster.profile is None:
         return k, machine
-    profile = load_profile(cluster.profile)
+    profile = _profile_of(cluster.profile)
     k, machine, _ = with_profile(k, machine, profile, number_format)
     network = cluster.network or NetworkSpec()  # a stated latency overrides a measured latency
     return replace(k, net_us=network.port_us or k.net_us, link_us=network.link_us or k.link_us), machine
@@ -132,7 +139,7 @@ def measured_port(cluster: ClusterSpec) -> float | None:
 
     Emulated nodes have this bandwidth unless the cluster states another.
     """
-    profile = load_profile(cluster.profile) if cluster.profile else None
+    profile = _profile_of(cluster.profile) if cluster.profile else None
     return reference_chip(profile).nic / 1e9 if profile and profile.nodes > 1 else None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from meshwright.policies.batch_request import CacheGroup
@@ -62,44 +62,60 @@ class BlockPool:
 
     def take(self) -> int:
         """A free block with one reference; empty blocks go first. Raises IndexError if there is none."""
-        if self._empty:
-            block = self._empty.pop()
-        elif self._idle:
-            block, _ = self._idle.popitem(last=False)
-            del self.block_of[self._digest_of.pop(block)]
-        else:
+        return self.take_all(1)[0]
+
+    def take_all(self, count: int) -> list[int]:
+        """`count` free blocks with one reference each; empty blocks go first. Raises IndexError if there are not so many."""
+        if count > self.free:
             raise IndexError("no free cache block")
-        self.references[block] = 1
-        self.free -= 1
-        return block
+        empty, idle, taken = self._empty, self._idle, []
+        for _ in range(count):
+            if empty:
+                block = empty.pop()
+            else:
+                block, _ = idle.popitem(last=False)
+                del self.block_of[self._digest_of.pop(block)]
+            self.references[block] = 1
+            taken.append(block)
+        self.free -= count
+        return taken
 
-    def share(self, block: int) -> None:
-        """Add a reference to a cached block."""
-        if not self.references[block]:
-            del self._idle[block]
-            self.free -= 1
-        self.references[block] += 1
+    def share_all(self, blocks: Iterable[int]) -> None:
+        """Add a reference to cached blocks."""
+        references = self.references
+        for block in blocks:
+            if not references[block]:
+                del self._idle[block]
+                self.free -= 1
+            references[block] += 1
 
-    def release(self, block: int) -> None:
-        """Remove a reference."""
-        self.references[block] -= 1
-        if self.references[block]:
-            return
-        self.free += 1
-        if block in self._digest_of:
-            self._idle[block] = None
-        else:
-            self._empty.append(block)
+    def release_all(self, blocks: Iterable[int]) -> None:
+        """Remove a reference from blocks, in this order; `UNUSED_BLOCK` has none."""
+        references, digest_of = self.references, self._digest_of
+        for block in blocks:
+            if block == UNUSED_BLOCK:
+                continue
+            references[block] -= 1
+            if references[block]:
+                continue
+            self.free += 1
+            if block in digest_of:
+                self._idle[block] = None
+            else:
+                self._empty.append(block)
 
-    def is_idle(self, digest: bytes) -> bool:
-        """Whether the cached block of `digest` has no references."""
-        return not self.references[self.block_of[digest]]
+    def idle_of(self, digests: Iterable[bytes]) -> int:
+        """How many of the cached blocks of these digests have no references."""
+        references, block_of = self.references, self.block_of
+        return sum([not references[block_of[digest]] for digest in digests])
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Enter a computed block in the prefix cache, unless an equal one is there already."""
-        if digest not in self.block_of and block not in self._digest_of:
-            self.block_of[digest] = block
-            self._digest_of[block] = digest
+    def register_all(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
+        """Enter computed blocks in the prefix cache, unless equal ones are there already; not `UNUSED_BLOCK`."""
+        block_of, digest_of = self.block_of, self._digest_of
+        for block, digest in zip(blocks, digests, strict=True):
+            if block != UNUSED_BLOCK and digest not in block_of and block not in digest_of:
+                block_of[digest] = block
+                digest_of[block] = digest
 
     def forget(self) -> None:
         """Empty the prefix cache."""
@@ -111,6 +127,9 @@ class BlockPool:
 
 class CacheBlocks:
     """The pools of all groups. `tables` of its methods are the block tables of one request, one for each group."""
+
+    alike = False
+    """Whether blocks are only counted, so that requests may take them in any order."""
 
     def __init__(self, groups: Sequence[CacheGroup], tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
@@ -154,17 +173,16 @@ class CacheBlocks:
     def idle_matches(self, group: int, digests: Sequence[bytes], length: int) -> int:
         """How many blocks of a matching prefix of `length` blocks count as free."""
         first = self.first_block(group, length * self.tokens_per_block)
-        return sum(self.pools[group].is_idle(digest) for digest in digests[first:length])
+        return self.pools[group].idle_of(digests[first:length])
 
     def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:
         """Begin `tables` with a matching prefix of `length` blocks."""
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
             first = self.first_block(group, length * self.tokens_per_block)
             table.extend([UNUSED_BLOCK] * first)
-            for digest in digests[first:length]:
-                block = pool.block_of[digest]
-                pool.share(block)
-                table.append(block)
+            blocks = [pool.block_of[digest] for digest in digests[first:length]]
+            pool.share_all(blocks)
+            table.extend(blocks)
 
     def room(self, tables: list[list[int]]) -> int:
         """Positions that `tables` can cover with the free blocks."""
@@ -184,8 +202,7 @@ class CacheBlocks:
         """Take blocks until `tables` cover `tokens` positions; `room` says whether that is possible."""
         blocks = -(-tokens // self.tokens_per_block)
         for pool, table in zip(self.pools, tables, strict=True):
-            for _ in range(blocks - len(table)):
-                table.append(pool.take())
+            table.extend(pool.take_all(max(0, blocks - len(table))))
 
     def leave_window(self, tables: list[list[int]], position: int) -> int:
         """Release the blocks that no query from `position` on attends to; returns their number."""
@@ -194,7 +211,7 @@ class CacheBlocks:
             for index in range(self.first_block(group, position) - 1, -1, -1):
                 if table[index] == UNUSED_BLOCK:
                     break
-                pool.release(table[index])
+                pool.release_all((table[index],))
                 table[index] = UNUSED_BLOCK
                 released += 1
         return released
@@ -202,16 +219,12 @@ class CacheBlocks:
     def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
         """Enter blocks `first` … `last - 1`, which are computed, in the prefix cache."""
         for pool, table in zip(self.pools, tables, strict=True):
-            for index in range(first, last):
-                if table[index] != UNUSED_BLOCK:
-                    pool.register(table[index], digests[index])
+            pool.register_all(table[first:last], digests[first:last])
 
     def release(self, tables: list[list[int]]) -> None:
         """Release all blocks, the last one first, so that a chain is evicted from its end."""
         for pool, table in zip(self.pools, tables, strict=True):
-            for block in reversed(table):
-                if block != UNUSED_BLOCK:
-                    pool.release(block)
+            pool.release_all(reversed(table))
 
     def forget(self) -> None:
         """Empty the prefix cache: the weights have changed."""

@@ -8,8 +8,9 @@ finds the blocks in the prefix cache, and computes those that are missing: no tr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
-from meshwright.policies.cache_blocks import UNUSED_BLOCK, CacheBlocks
+from meshwright.policies.cache_blocks import CacheBlocks
 
 
 class ReservedBlocks:
@@ -42,8 +43,10 @@ class ReservedBlocks:
     def take(self) -> None:
         """Take the blocks, and references on the cached prefix; `fit` says whether that is possible."""
         self._cache.share(self._shared, self._digests, self.cached)
-        for index in range(self.first, len(self._digests)):
-            self._tables[index] = [pool.take() for pool in self._cache.pools]
+        taken = [pool.take_all(len(self)) for pool in self._cache.pools]
+        self._tables = dict(
+            zip(range(self.first, len(self._digests)), map(list, zip(*taken, strict=True)), strict=True)
+        )
 
     def blocks(self, index: int) -> list[int] | None:
         """The empty block of each group for block `index` of the prompt; None if none is reserved or it is filled."""
@@ -52,15 +55,13 @@ class ReservedBlocks:
     def enter(self, index: int) -> None:
         """Put block `index`, which has its content now, into the prefix cache."""
         for pool, block, shared in zip(self._cache.pools, self._tables.pop(index), self._shared, strict=True):
-            pool.register(block, self._digests[index])
+            pool.register_all((block,), (self._digests[index],))
             shared.append(block)
 
     def release(self) -> None:
         """Return all references; blocks that were filled stay in the prefix cache."""
         for group, pool in enumerate(self._cache.pools):
-            for block in [table[group] for table in self._tables.values()] + self._shared[group][::-1]:
-                if block != UNUSED_BLOCK:
-                    pool.release(block)
+            pool.release_all([table[group] for table in self._tables.values()] + self._shared[group][::-1])
         self._tables, self._shared = {}, [[] for _ in self._cache.pools]
 
 
@@ -78,13 +79,13 @@ class UnsentBlocks:
 
     def extend(self) -> None:
         """Take references on the blocks that follow in the prompt, as far as they are cached."""
-        for digest in self._digests[self.next + len(self._tables) :]:
-            if not all(digest in pool.block_of for pool in self._cache.pools):
-                return
-            blocks = [pool.block_of[digest] for pool in self._cache.pools]
-            for pool, block in zip(self._cache.pools, blocks, strict=True):
-                pool.share(block)
-            self._tables.append(blocks)
+        pools, following = self._cache.pools, self._digests[self.next + len(self._tables) :]
+        for pool in pools:
+            following = list(takewhile(pool.block_of.__contains__, following))
+        blocks = [[pool.block_of[digest] for digest in following] for pool in pools]
+        for pool, own in zip(pools, blocks, strict=True):
+            pool.share_all(own)
+        self._tables.extend(map(list, zip(*blocks, strict=True)))
 
     def take(self, count: int) -> list[list[int]]:
         """The blocks of each group of the next `count` blocks; call `copied` when they are copied."""
@@ -92,9 +93,8 @@ class UnsentBlocks:
 
     def copied(self, count: int) -> None:
         """Return the references on the next `count` blocks."""
-        for blocks in self._tables[:count]:
-            for pool, block in zip(self._cache.pools, blocks, strict=True):
-                pool.release(block)
+        for group, pool in enumerate(self._cache.pools):
+            pool.release_all([blocks[group] for blocks in self._tables[:count]])
         del self._tables[:count]
         self.next += count
 

@@ -146,11 +146,42 @@ class RunningBatch:
 
     def grow_ahead(self, step: Step, most: int) -> int:
         """Take the blocks of `most` decode steps in the order of single steps; returns how many there can be."""
-        size, reached = self.cache.tokens_per_block, []
+        reached = []
         for index, part in enumerate(step.parts):
             if part.limit < part.start + most:
                 reached.append(index)
                 most = min(most, part.progress.final - part.start + 1)
+        if not self._grow_at_once(step, reached, most):
+            most = self._grow_in_order(step, reached, most)
+        for part in step.parts:
+            part.start = start = part.start + most - 1
+            part.tokens.extend([0] * (start + 1 - len(part.tokens)))
+        for index in reached:
+            self.set_limit(step.parts[index])
+        return most
+
+    def _grow_at_once(self, step: Step, reached: Sequence[int], most: int) -> bool:
+        """Take all blocks of these parts, if there are enough and it does not matter which request takes which block when."""
+        if not self.cache.alike:
+            return False
+        size, wanted, missing = self.cache.tokens_per_block, [], 0
+        for index in reached:
+            part = step.parts[index]
+            more = -(-(part.start + most) // size) - len(part.tables[0])
+            if more > 0:
+                wanted.append(index)
+                missing += more
+        if missing > min([pool.free for pool in self.cache.pools]):
+            return False
+        for index in wanted:
+            part = step.parts[index]
+            self.cache.grow(part.tables, part.start + most)
+        step.grown.extend(wanted)
+        return True
+
+    def _grow_in_order(self, step: Step, reached: Sequence[int], most: int) -> int:
+        """Take the blocks of these parts one by one, as single steps do; returns the steps for which there are blocks."""
+        size = self.cache.tokens_per_block
         events: dict[int, list[int]] = {}
         for index in reached:
             part = step.parts[index]
@@ -158,17 +189,11 @@ class RunningBatch:
                 events.setdefault(position - part.start, []).append(index)
         for offset in sorted(events):
             if min(pool.free for pool in self.cache.pools) < len(events[offset]):
-                most = offset
-                break
+                return offset
             for index in events[offset]:
                 part = step.parts[index]
                 part.tokens.extend([0] * (part.start + offset + 1 - len(part.tokens)))
                 self.begin_block(step, index, part, part.start + offset)
-        for part in step.parts:
-            part.start = start = part.start + most - 1
-            part.tokens.extend([0] * (start + 1 - len(part.tokens)))
-        for index in reached:
-            self.set_limit(step.parts[index])
         return most
 
     def set_limit(self, part: Part) -> None:
@@ -233,6 +258,8 @@ class RunningBatch:
 
     def _extend_digests(self, progress: Progress, blocks: int) -> None:
         """Compute the digests of the first full blocks, as far as they are missing."""
+        if len(progress.digests) >= blocks:
+            return
         root = root_digest(progress.salt, progress.generation)
         extend_digests(progress.digests, root, progress.tokens, blocks, self.cache.tokens_per_block)
 

@@ -43,6 +43,15 @@ class CountedPool(BlockPool):
         self.idle: OrderedDict[int, tuple[bytes | None, Chain]] = OrderedDict()
         """Chains with blocks that are cached and have no references, the one that was released first first."""
 
+    def own_more(self, chain: Chain, owned: int) -> None:
+        """Let a request take blocks behind its own `chain.owned`, of which none is idle and no sender has references."""
+        more = owned - chain.owned
+        chain.owned = owned
+        self.free -= more
+        self.empty -= more
+        if self.empty < 0:
+            self._evict()
+
     def change(
         self, digest: bytes | None, chain: Chain, *, owned: int, cached: int, unsent_start: int, unsent: int
     ) -> None:
@@ -81,6 +90,8 @@ class CountedPool(BlockPool):
 class CountedBlocks(CacheBlocks):
     """`CacheBlocks` of one group without a window. Entries of its block tables mean nothing, only their number counts."""
 
+    alike = True
+
     def __init__(self, blocks: int, tokens_per_block: int) -> None:
         super().__init__([CacheGroup(1)], tokens_per_block)
         self.pool = CountedPool(blocks)
@@ -90,7 +101,10 @@ class CountedBlocks(CacheBlocks):
 
     def chain(self, digests: Sequence[bytes]) -> Chain:
         """The chain of a request."""
-        return self.pool.chains.setdefault(digests[0], Chain())
+        known = self.pool.chains.get(digests[0])
+        if known is None:
+            known = self.pool.chains[digests[0]] = Chain()
+        return known
 
     def matching(self, digests: Sequence[bytes]) -> int:
         """Cached blocks of a request that its next prompt takes."""
@@ -143,6 +157,9 @@ class CountedBlocks(CacheBlocks):
             self._own(*self._chain_of.pop(id(tables)), 0)
 
     def _own(self, digest: bytes | None, chain: Chain, owned: int) -> None:
+        if owned > chain.owned >= chain.cached and not chain.unsent:
+            self.pool.own_more(chain, owned)
+            return
         self.pool.change(
             digest, chain, owned=owned, cached=chain.cached, unsent_start=chain.unsent_start, unsent=chain.unsent
         )

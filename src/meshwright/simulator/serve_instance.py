@@ -181,6 +181,6 @@ class Instance:
 
     def _note_usage(self, now: float) -> None:
         pools = self.policy.cache.pools
-        share = max(1 - pool.free / pool.blocks for pool in pools)
+        share = max([1 - pool.free / pool.blocks for pool in pools])
         self._held_seconds += share * (now - self._changed)
         self._changed, self._peak = now, max(self._peak, share)

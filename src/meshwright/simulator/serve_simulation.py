@@ -70,8 +70,8 @@ class _Prompt:
 class _Member:
     """An instance with its ports, and the prompts of a decode instance that wait for blocks or are computed elsewhere."""
 
-    def __init__(self, instance: Instance) -> None:
-        self.instance = instance
+    def __init__(self, index: int, instance: Instance) -> None:
+        self.index, self.instance = index, instance
         rate = instance.costs.port_bytes_per_s
         self.out, self.into = Port(rate), Port(rate)
         self.waiting: deque[int] = deque()
@@ -98,7 +98,7 @@ class _Simulation:
                 instance = Instance(spec.role, prices, spec.token_budget, cache)
                 instance.after_chunk = partial(self._after_chunk, len(self._members))
                 instance.after_end = partial(self._after_end, len(self._members))
-                member = _Member(instance)
+                member = _Member(len(self._members), instance)
                 instance.between_steps = partial(self._reserve, member)
                 self._members.append(member)
         self._fronts = [index for index, member in enumerate(self._members) if member.instance.role != "prefill"]
@@ -108,6 +108,8 @@ class _Simulation:
         """Time, 0 for what comes over a link and 1 for the end of a step, a number, and what happens."""
         self._count = 0
         self._bytes = 0.0
+        self._digests_of: dict[tuple[int, int], list[bytes]] = {}
+        """By prefix block, and the token in it at which its first cache block begins."""
 
     def run(self) -> ServedDeployment:
         arrivals, events, next_arrival = self._times, self._events, 0
@@ -177,13 +179,20 @@ class _Simulation:
         own = b"o" + number.to_bytes(8, "little")
         if self._counted:
             return [own] * ((request.input_tokens + request.output_tokens) // size)
-        digests = []
-        for block in range(request.input_tokens // size):
-            index, offset = divmod(block * size, PREFIX_BLOCK)
-            shared = index < len(request.prefix_blocks)
-            head = request.prefix_blocks[index].to_bytes(8, "little") if shared else own
-            digests.append(head + (offset if shared else block).to_bytes(4, "little"))
-        return digests
+        digests: list[bytes] = []
+        for index, prefix in enumerate(request.prefix_blocks):
+            digests += self._prefix_digests(prefix, -index * PREFIX_BLOCK % size, size)
+        blocks = request.input_tokens // size
+        digests += [own + block.to_bytes(4, "little") for block in range(len(digests), blocks)]
+        return digests[:blocks]
+
+    def _prefix_digests(self, prefix: int, first: int, size: int) -> list[bytes]:
+        """Digests of the blocks that begin in a prefix block, of which the first begins at token `first` of it."""
+        known = self._digests_of.get((prefix, first))
+        if known is None:
+            head, offsets = prefix.to_bytes(8, "little"), range(first, PREFIX_BLOCK, size)
+            known = self._digests_of[prefix, first] = [head + offset.to_bytes(4, "little") for offset in offsets]
+        return known
 
     def _submit(self, number: int, now: float) -> None:
         """Queue a request at its front instance: whole, or what follows its first token."""
@@ -256,23 +265,37 @@ class _Simulation:
 
     def _send(self, sender: _Member, prompt: _Prompt, last: bool, number: int, now: float) -> None:
         """Send the full blocks that are computed; `last` says whether the first token is known too."""
-        unsent, reserved, front = prompt.unsent, prompt.reserved, prompt.front
-        assert unsent is not None and reserved is not None
-        before = unsent.next + len(unsent)
+        unsent, front = prompt.unsent, prompt.front
+        assert unsent is not None
+        first = unsent.next + len(unsent)
         unsent.extend()
-        count = unsent.next + len(unsent) - before
+        count = unsent.next + len(unsent) - first
         if count:
             size = count * sender.instance.costs.block_bytes
             self._bytes += size
             prompt.come = transfer(sender.out, front.into, now, size, TRANSFER_SECONDS)
-            self._at(prompt.come, lambda now: unsent.copied(count))
-            index = self._members.index(front)
-            enter = partial(_enter, reserved, before, before + count)
-            self._at(prompt.come, lambda now: self._post(index, now, enter))
         if last:
             sender.instance.prompt_tokens -= prompt.times.request.input_tokens
-            index = self._members.index(front)
-            self._at(max(now, prompt.come), lambda now: self._post(index, now, partial(self._continue, number)))
+        if count or last:
+            self._at(max(now, prompt.come), partial(self._receive, number, first, count, last))
+
+    def _receive(self, number: int, first: int, count: int, last: bool, now: float) -> None:
+        """Release the sender's references on blocks that have come, and let the decode instance enter them."""
+        prompt = self._prompts[number]
+        assert prompt.unsent is not None
+        if count:
+            prompt.unsent.copied(count)
+        self._post(prompt.front.index, now, partial(self._enter, number, first, first + count, last))
+
+    def _enter(self, number: int, first: int, end: int, last: bool, now: float) -> None:
+        """Put blocks that have come into the prefix cache; continue the text after the last of them."""
+        reserved = self._prompts[number].reserved
+        assert reserved is not None
+        if end > first:
+            for index in range(first, end) if isinstance(reserved, ReservedBlocks) else (end - 1,):
+                reserved.enter(index)
+        if last:
+            self._continue(number, now)
 
     def _continue(self, number: int, now: float) -> None:
         """Continue a text after its first token, which has come with the last blocks."""
@@ -294,10 +317,3 @@ class _Simulation:
 
     def _end(self, number: int, now: float) -> None:
         self._prompts.pop(number).times.end = now
-
-
-def _enter(reserved: ReservedBlocks | CountedReservation, first: int, last: int, now: float) -> None:
-    """Put blocks that have come into the prefix cache."""
-    del now
-    for index in range(first, last) if isinstance(reserved, ReservedBlocks) else (last - 1,):
-        reserved.enter(index)
