@@ -55,10 +55,8 @@ def _capacity(ranks: int, tensor: int, longest: int) -> int:
 def with_hybrid_axis(run: RunSpec, plan: Plan) -> Plan:
     """A plan of `searched_run` with the pinned hybrid ranks in place of its shard ranks, and the pinned offload by slot."""
     ranks = pins_of(run).hybrid or 1
-    if plan.samples is None:
-        return plan
     plan = with_slot_offload(run, plan)
-    if ranks == 1:
+    if ranks == 1 or plan.samples is None:
         return plan
     mesh = tuple(replace(axis, axis="hybrid") if axis.axis == "shard" else axis for axis in plan.mesh)
     samples = replace(plan.samples, ring=ring_seconds(slot_run(run, plan), plan))

@@ -18,7 +18,7 @@ from meshwright.policies.sample_time import SampleTime, shortest_hiding
 from meshwright.simulator.sample_layouts import SampleLayout
 from meshwright.simulator.sample_times import time_with_constants
 from meshwright.simulator.step_simulation import memory_of
-from meshwright.spec.plan import PARTIAL_RECOMPUTES, RECOMPUTE_MODES, LayerStrategy, Plan, SlotOffload
+from meshwright.spec.plan import PARTIAL_RECOMPUTES, RECOMPUTE_MODES, LayerStrategy, Offload, Plan, SlotOffload
 from meshwright.spec.run import RunSpec
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.plan_bytes import fullest
@@ -89,7 +89,7 @@ def longer_slot_memory(run: RunSpec, plan: Plan, offload: SlotOffload) -> dict[s
 def _in_longer_slots(run: RunSpec, plan: Plan, offload: SlotOffload) -> tuple[RunSpec, Plan]:
     """A run all of whose slots have offload, and its plan."""
     strategies = plan.strategies(run.model.layers)
-    both = {"none": "activations", "optimizer": "both"}
+    both: dict[Offload, Offload] = {"none": "activations", "optimizer": "both"}
     layers = tuple(
         replace(
             layer,

@@ -96,8 +96,8 @@ def compute_answer(job: SpreadJob, world: World) -> Answer:
         held_out, samples = HeldOut.of(source, text.samples), None
         if text.data.packing == "none":
             samples = plan.samples or undivided_samples(text.seq_len)
-            tokens = text.micro_batch * text.seq_len * mesh.data_ranks
-            held_out = HeldOut.of_documents(source, tokens, math.ceil(text.samples * text.seq_len / tokens))
+            pass_tokens = text.micro_batch * text.seq_len * mesh.data_ranks
+            held_out = HeldOut.of_documents(source, pass_tokens, math.ceil(text.samples * text.seq_len / pass_tokens))
         measured = evaluate(
             engine, held_out, mesh=mesh, micro_batch=text.micro_batch, device=world.device, samples=samples
         )
