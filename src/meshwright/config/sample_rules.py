@@ -11,6 +11,8 @@ from meshwright.spec.errors import Mistake
 
 _UNDIVIDED = ("pipeline", "context_ring", "context_ulysses", "tensor")
 """Axes that this release does not combine with samples of any length."""
+_ACTIVATIONS = ("activations", "both")
+_OF_LONG_SAMPLES = "as slots with offload have activations of long samples only in host memory"
 
 
 def samples(run: RunValues) -> Iterator[Mistake]:
@@ -57,6 +59,12 @@ def slot_offload(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("plan.offload_capacity", "no such key without plan.hybrid and plan.capacity", "none")
     elif layers and (wrong := _offload_error(longer, capacity, run("plan.tensor") or 1, layers)):
         yield run.mistake("plan.offload_capacity", wrong)
+    if run("plan.offload") in _ACTIVATIONS:
+        yield run.mistake("plan.offload", f"none or optimizer, {_OF_LONG_SAMPLES}", "none")
+    if any(layer.get("offload") in _ACTIVATIONS for layer in run("plan.layers") or ()):
+        yield run.mistake(
+            "plan.layers", f"offload none or optimizer in every range, {_OF_LONG_SAMPLES}", None, "another"
+        )
 
 
 def _offload_error(longer: int, capacity: int, tensor: int, layers: int) -> str | None:
@@ -99,6 +107,8 @@ def _plan_file_offload(plan: Document, run: RunValues) -> Iterator[Mistake]:
         yield plan.mistake((*path, "capacity"), wrong, str(longer))
     if offloaded > layers:
         yield plan.mistake((*path, "layers"), f"at most the model's {layers} blocks", str(offloaded), str(layers))
+    if any(layer.get("offload") in _ACTIVATIONS for layer in plan.get(("layers",)) or ()):
+        yield plan.mistake(("layers",), f"offload none or optimizer in every range, {_OF_LONG_SAMPLES}", "another")
     most = capacity * sizes.get("hybrid", 1) + 1
     if shortest > most:
         expected = f"at most {most}, as all ranks together hold no longer sample without offload"

@@ -40,6 +40,10 @@ def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanPins) -> RunSpec:
         pins, hybrid=None, capacity=None, offload_capacity=None, shard=ranks, replicate=1, pipeline=1, context_ring=1, context_ulysses=1,
         tensor=tensor, micro_batch=1, schedule=schedule,
     )  # fmt: skip
+    if (
+        pins_of(run).offload_capacity is not None
+    ):  # it needs no more memory only if no activations are offloaded besides
+        pins = replace(pins, offload=pins.offload or "none")
     if schedule == "1f1b":
         pins = replace(pins, reshard=False, gradients="whole")
     sequences = planned_sequences(tokens, capacity, ranks)

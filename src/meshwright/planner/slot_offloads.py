@@ -12,13 +12,13 @@ from math import ceil, inf
 
 from meshwright.costs.offload_costs import activation_copies, host_rate
 from meshwright.costs.plan_costs import Pricing, number, pricing
-from meshwright.planner.candidate import compiles, fits, pins_of, slot_run
+from meshwright.planner.candidate import compiles, fits, in_longer_slots, pins_of, slot_run
 from meshwright.planner.sample_plans import plan_of
 from meshwright.policies.sample_time import SampleTime, shortest_hiding
 from meshwright.simulator.sample_layouts import SampleLayout
 from meshwright.simulator.sample_times import time_with_constants
 from meshwright.simulator.step_simulation import memory_of
-from meshwright.spec.plan import PARTIAL_RECOMPUTES, RECOMPUTE_MODES, LayerStrategy, Offload, Plan, SlotOffload
+from meshwright.spec.plan import PARTIAL_RECOMPUTES, RECOMPUTE_MODES, LayerStrategy, Plan, SlotOffload
 from meshwright.spec.run import RunSpec
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.plan_bytes import fullest
@@ -82,24 +82,8 @@ def with_slot_offload(run: RunSpec, plan: Plan) -> Plan:
 
 def longer_slot_memory(run: RunSpec, plan: Plan, offload: SlotOffload) -> dict[str, int]:
     """Bytes by category of a rank in a slot with offload; `plan` is that of slots without."""
-    run, plan = _in_longer_slots(run, plan, offload)
+    run, plan = in_longer_slots(run, plan, offload)
     return fullest(memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu))
-
-
-def _in_longer_slots(run: RunSpec, plan: Plan, offload: SlotOffload) -> tuple[RunSpec, Plan]:
-    """A run all of whose slots have offload, and its plan."""
-    strategies = plan.strategies(run.model.layers)
-    both: dict[Offload, Offload] = {"none": "activations", "optimizer": "both"}
-    layers = tuple(
-        replace(
-            layer,
-            range=str(number),
-            offload=both.get(layer.offload, layer.offload) if number < offload.layers else layer.offload,
-        )
-        for number, layer in enumerate(strategies)
-    )
-    train = replace(run.train, seq_len=offload.capacity, global_batch=plan.batch.global_batch)
-    return replace(run, train=train), replace(plan, layers=layers, samples=None)
 
 
 def offload_layouts(
@@ -140,7 +124,7 @@ def _offload_layout(
     recompute = float(RECOMPUTE_MODES.index(strategy.recompute))
     time = time_with_constants(run.model, priced.machine, priced.constants, capacity, recompute)
     found = slot_offload(priced, time, capacity, layout.capacity, layout.ranks, run.model.layers)
-    if found is None or not found[1] or not fits(*_in_longer_slots(changed, plan, found[0]), budget):
+    if found is None or not found[1] or not fits(*in_longer_slots(changed, plan, found[0]), budget):
         return None
     categories = max(
         fullest(memory_of(changed.model, changed.train, plan, cpu=run.cluster.is_cpu)),
