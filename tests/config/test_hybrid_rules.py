@@ -32,7 +32,7 @@ DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or 
         (["plan.capacity=512"], "plan.capacity", "no such key without plan.hybrid, whose slots it sizes", "none"),
         (["plan.offload_capacity=512"], "plan.offload_capacity", "no such key without plan.hybrid and plan.capacity", "none"),
         ([HYBRID, "plan.capacity=128", "plan.offload_capacity=1026"], "plan.offload_capacity",
-         "an even number of tokens above the 128 of other slots and at most 512, where all 8 blocks are offloaded", None),
+         "an even number of tokens above the 128 of other slots and at most 256, where all 4 blocks are offloaded", None),
         ([HYBRID, "plan.capacity=128", "plan.offload_capacity=256", "plan.offload=both"], "plan.offload",
          "none or optimizer, as slots with offload have activations of long samples only in host memory", "none"),
         ([HYBRID, "plan.capacity=100", "plan.offload_capacity=200"], "plan.capacity",
@@ -114,7 +114,7 @@ def test_a_plan_file_obeys_the_same_rules(tmp_path: Path, old: str, new: str, ke
     ("old", "new", "key"),
     [
         ("capacity: 1024", "capacity: 512", "samples.offload.capacity"),
-        ("layers: 6", "layers: 9", "samples.offload.layers"),
+        ("layers: 4", "layers: 5", "samples.offload.layers"),
         ("shortest: 600", "shortest: 2050", "samples.offload.shortest"),
         ("offload: none", "offload: activations", "layers"),
     ],
@@ -123,7 +123,7 @@ def test_slots_with_offload_of_a_plan_file_are_longer_and_hold_all_samples(
     tmp_path: Path, old: str, new: str, key: str
 ) -> None:
     assert PLAN.samples is not None
-    offload = SlotOffload(capacity=1024, layers=6, shortest=600)
+    offload = SlotOffload(capacity=1024, layers=4, shortest=600)
     text = plan_yaml(replace(PLAN, samples=replace(PLAN.samples, offload=offload)))
     file, run = tmp_path / "plan.yaml", tmp_path / "run.yaml"
     run.write_text(RUN)
