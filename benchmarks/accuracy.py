@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py                       # every kept run of benchmarks/results
     python benchmarks/accuracy.py --only '*fsdp*' --parts
+    python benchmarks/accuracy.py --mixtures            # every measured mixture of experts, also single lines of `meshwright train`
     python benchmarks/accuracy.py --profile benchmarks/data/h200x2-profile.json benchmarks/data/h200x2-tcp-profile.json
     python benchmarks/accuracy.py --json
 
@@ -33,6 +34,7 @@ from meshwright.config.load import load_run
 from meshwright.costs import constants as constants_module
 from meshwright.costs.constants import FILE, OWN_FILE, with_own
 from meshwright.costs.plan_costs import STACK, band, plan_time
+from meshwright.planner.search import search
 from meshwright.simulator.step_simulation import memory_of, simulate_plan
 from meshwright.simulator.timeline import Timeline
 from meshwright.spec.fields import from_plain
@@ -51,6 +53,8 @@ CHUNKED_PACKING = 0.44
 """`packing` of torch's kernel: 26.1 to 26.5 ms for 8.03e9 gradients on 4 H200s, in bf16 and fp8 steps (2026-11-22-four-gpus-H200.jsonl)."""
 LIMITS = {"in the fit": 0.01, "not in the fit": 0.02}
 """Largest median error of the step."""
+MIXTURE_LIMIT = 0.07
+"""Largest error of the step of a mixture of experts."""
 WARM_UP = 4
 """First steps that are left out of a run's range."""
 
@@ -133,7 +137,8 @@ class Check:
 
 def main() -> None:
     options = arguments()
-    runs = [kept_run for kept_run in kept_runs() if fnmatch.fnmatchcase(kept_run.name, options.only)]
+    known = mixture_runs() if options.mixtures else kept_runs()
+    runs = [kept_run for kept_run in known if fnmatch.fnmatchcase(kept_run.name, options.only)]
     checks = [check(with_profile(kept_run, options.profile) if options.profile else kept_run) for kept_run in runs]
     if options.json:
         print(
@@ -143,11 +148,20 @@ def main() -> None:
         )
     else:
         show(checks, parts=options.parts)
+    if options.mixtures and not options.json:
+        far = sorted(result.kept_run.label for result in checks if abs(result.error) > MIXTURE_LIMIT)
+        print(
+            f"{len(checks) - len(far)} of {len(checks)} within {MIXTURE_LIMIT:.0%}"
+            + (f"; not: {', '.join(far)}" if far else "")
+        )
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="pattern of the names of the runs to predict, with * and ?")
+    parser.add_argument(
+        "--mixtures", action="store_true", help="predict the runs of mixtures of experts, and name those far off"
+    )
     parser.add_argument("--parts", action="store_true", help="print the parts of each step, measured and predicted")
     parser.add_argument(
         "--profile", type=Path, nargs=2, metavar=("NODE", "NODES"),
@@ -164,6 +178,12 @@ def kept_runs(folder: Path = RESULTS) -> list[KeptRun]:
     """
     layouts = [kept_run for file in sorted(folder.glob("*.json")) for kept_run in _layout_runs(file)]
     return layouts + [kept_run for file in sorted(folder.glob("*.jsonl")) for kept_run in _dense_runs(file)]
+
+
+def mixture_runs(folder: Path = RESULTS) -> list[KeptRun]:
+    """The kept runs of mixtures of experts, and the single lines of `meshwright train` with their words."""
+    kept = [kept_run for kept_run in kept_runs(folder) if kept_run.run.model.experts]
+    return kept + [kept_run for file in sorted(folder.glob("*mixtures.json")) for kept_run in _train_runs(file)]
 
 
 def with_profile(kept_run: KeptRun, profiles: Sequence[Path]) -> KeptRun:
@@ -305,6 +325,22 @@ def _dense_runs(file: Path) -> Iterator[KeptRun]:
             seconds=line["step_seconds"], steps=tuple(steps), deviation=_step_deviation({"step_seconds_all": steps}),
             allocated_bytes=line["memory_allocated_peak_gib"] * 2**30,
             phases={part: line["phases"].get(part, 0.0) for part in MEASURED_PARTS}, kernels=session.get("kernels", KERNELS),
+        )  # fmt: skip
+
+
+def _train_runs(file: Path) -> Iterator[KeptRun]:
+    """The lines of a file of single runs that have a step time, with the plans that the planner makes of their words."""
+    for line in json.loads(file.read_text(encoding="utf-8"))["lines"]:
+        if "step_ms" not in line:
+            continue
+        values = dict(word.split("=") for word in line["words"])
+        environment = {"device": values["cluster.gpu"], "device_count": int(values["cluster.gpus_per_node"])}
+        run = _run_of(HERE / "llama3-8b.yaml", line["words"], environment)
+        seconds = line["step_ms"] / 1e3
+        yield KeptRun(
+            file=file.name, name=f"{line['model']}-{line['layers']}, {line['device']}{', ' * ('plan' in line)}{line.get('plan', '')}",
+            run=run, plan=search(run).best.plan, seconds=seconds, steps=(seconds,), deviation=_step_deviation({}),
+            allocated_bytes=line["memory_gb"] * 1e9, phases={}, kernels=KERNELS,
         )  # fmt: skip
 
 

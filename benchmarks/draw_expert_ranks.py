@@ -41,7 +41,7 @@ def chart_svg(runs: Sequence[dict[str, Any]]) -> str:
         scale * factor for factor in (1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 12) if scale * factor >= 1.05 * most_seconds
     )
     width = (WIDTH - LEFT - GAP) / 2 - 20
-    ranks = runs[0]["ranks"]
+    ranks, device = runs[0]["ranks"], runs[0].get("device", "cpu").upper()
     panels = [
         panel(
             LEFT, width, highest, (0.0, 1.0), f"λ, share of other ranks' experts present (max/mean {most:.2g})",
@@ -55,7 +55,7 @@ def chart_svg(runs: Sequence[dict[str, Any]]) -> str:
             ],
         ),
     ]  # fmt: skip
-    title = f"Seconds of a step on {ranks} CPU ranks, 64 experts, recorded loads"
+    title = f"Seconds of a step on {ranks} {device} ranks, 64 experts, recorded loads"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/><text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>'

@@ -1,6 +1,8 @@
-"""Times copies of experts beside expert parallelism, on CPU ranks with cores of their own and with recorded loads.
+"""Times copies of experts beside expert parallelism, on CPU ranks with cores of their own or on GPUs, with recorded loads.
 
     python benchmarks/expert_ranks.py --out FILE.json              # 8 ranks of 16 cores, two each; 30 s a run
+    python benchmarks/expert_ranks.py --shares 0 0.05 0.15 0.3 0.5 0.75 1 --chart FILE.svg       # the curve over λ alone
+    python benchmarks/expert_ranks.py --gpu H200 --ranks 2 --tokens 32768 --hidden 2048 --steps 16
     python benchmarks/expert_ranks.py --ranks 2 --tokens 256 --hidden 64 --steps 3      # a try
 
 A model with two layers of 64 experts trains on steps of `data/expert-loads` (`train --replay-routing`), with the loads and copies of
@@ -16,11 +18,13 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from draw_expert_ranks import chart_svg
 from record_expert_loads import read_recording, write_loads
 from sides import MESHWRIGHT, run_ours
 
@@ -54,6 +58,17 @@ def runs_for(ranks: int) -> list[Copies]:
     ]
 
 
+def runs_over(shares: Sequence[float], ranks: int) -> list[Copies]:
+    """A run for each share λ of the other ranks' experts that are present on a rank, with the most uneven loads.
+
+    At 0 there are no copies, at 1 all experts are present in every step; between them `hecate` decides.
+    """
+    others = EXPERTS - EXPERTS // ranks
+    slots = [round(share * others) for share in shares]
+    policies = {0: "none", others: "fixed"}
+    return [Copies("0", policies.get(count, "hecate"), count, count > 0) for count in dict.fromkeys(slots)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -63,11 +78,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7, help="steps of a run, of which the first three are not counted")
     parser.add_argument("--first", type=int, default=200, help="first recorded step that is replayed")
     parser.add_argument("--budget", type=float, default=100, help="seconds after which no further run starts")
+    parser.add_argument("--shares", type=float, nargs="*", help="values of λ to measure instead of the usual runs")
+    parser.add_argument("--chart", type=Path, help="SVG file to draw of the runs")
+    parser.add_argument("--gpu", default="cpu", help="the cluster's GPU, for ranks on GPUs")
     options = parser.parse_args()
     ensure_stdlib(stdlib_folder())
     began, results = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
-        for copies in runs_for(options.ranks):
+        for copies in runs_for(options.ranks) if options.shares is None else runs_over(options.shares, options.ranks):
             if time.monotonic() - began >= options.budget:
                 break
             results.append(measure(copies, options, Path(folder)))
@@ -76,6 +94,9 @@ def main() -> None:
             report = {"command": command_text(options), "environment": environment(), "runs": with_speeds(results)}
             if options.out:  # after each run, so that a run that is stopped leaves the others
                 options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    measured_runs = [result for result in results if "step_seconds" in result]
+    if options.chart and measured_runs:
+        options.chart.write_text(chart_svg(measured_runs), encoding="utf-8")
 
 
 def measure(copies: Copies, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -85,14 +106,14 @@ def measure(copies: Copies, options: argparse.Namespace, folder: Path) -> dict[s
     loads = recorded[options.first : options.first + options.steps]
     file, log = folder / f"{name}.csv.gz", folder / f"{name}.log"
     write_loads(file, loads)
-    seq = min(256, options.tokens)
+    seq, compiled = min(256, options.tokens), str(options.gpu != "cpu").lower()
     overrides = [
         "model=llama-nano", f"name={name}", "model.family=mixtral", "model.layers=2", f"model.hidden={options.hidden}",
         f"model.experts={EXPERTS}", f"model.experts_per_token={PER_TOKEN}", f"model.expert_hidden={2 * options.hidden}",
         "data.mix=stdlib", f"train.steps={options.steps}", f"train.global_batch={options.ranks * options.tokens // seq}",
         f"train.seq_len={seq}", f"train.validate_every={options.steps}", "train.validate_batches=1", "train.keep_cores=true",
-        f"train.expert_load={file}", "cluster.gpu=cpu", f"cluster.gpus_per_node={options.ranks}", f"plan.expert={options.ranks}",
-        f"plan.micro_batch={options.tokens // seq}", f"plan.shard={options.ranks}", "plan.compile=false", "plan.recompute=none",
+        f"train.expert_load={file}", f"cluster.gpu={options.gpu}", f"cluster.gpus_per_node={options.ranks}", f"plan.expert={options.ranks}",
+        f"plan.micro_batch={options.tokens // seq}", f"plan.shard={options.ranks}", f"plan.compile={compiled}", "plan.recompute=none",
         "checkpoint.every=0", "checkpoint.at_end=false", "observe.spans=false", f"plan.expert_policy={copies.policy}",
     ]  # fmt: skip
     if copies.slots:
@@ -100,7 +121,13 @@ def measure(copies: Copies, options: argparse.Namespace, folder: Path) -> dict[s
     command = [*MESHWRIGHT, "train", "--replay-routing", str(file)]
     threads = str(max(1, (os.cpu_count() or 1) // options.ranks))
     run = run_ours(command, overrides, name, folder / "runs", log, {"OMP_NUM_THREADS": threads}, options.budget)
-    figures: dict[str, Any] = {**vars(copies), "exit_code": run.code, "ranks": options.ranks, "tokens": options.tokens}
+    figures: dict[str, Any] = {
+        **vars(copies),
+        "exit_code": run.code,
+        "device": options.gpu,
+        "ranks": options.ranks,
+        "tokens": options.tokens,
+    }
     if run.code or len(run.records) <= SKIPPED_STEPS:
         return figures | {"log": log.read_text(encoding="utf-8", errors="replace")[-1500:]}
     seconds = [round(record["step_seconds"], 4) for record in run.records]
@@ -131,7 +158,8 @@ def with_speeds(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def command_text(options: argparse.Namespace) -> str:
-    words = [f"--{name} {getattr(options, name)}" for name in ("ranks", "tokens", "hidden", "steps", "first")]
+    words = [f"--{name} {getattr(options, name)}" for name in ("gpu", "ranks", "tokens", "hidden", "steps", "first")]
+    words += ["--shares", *map(str, options.shares)] if options.shares is not None else []
     return f"benchmarks/expert_ranks.py {' '.join(words)}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from benchmarks.draw_expert_ranks import chart_svg
-from benchmarks.expert_ranks import EXPERTS, runs_for, with_speeds
+from benchmarks.expert_ranks import EXPERTS, runs_for, runs_over, with_speeds
 
 
 def test_runs_have_both_ends_of_the_curve_and_expert_parallelism_with_the_same_loads() -> None:
@@ -15,6 +15,11 @@ def test_runs_have_both_ends_of_the_curve_and_expert_parallelism_with_the_same_l
         "all experts of other ranks"
     )
     assert all(run.slots == 0 for run in runs if run.policy == "none")
+
+
+def test_the_curve_over_lambda_has_expert_parallelism_and_all_experts_at_its_ends() -> None:
+    runs = runs_over([0, 0.01, 0.02, 0.5, 1], 8)
+    assert [(run.policy, run.slots) for run in runs] == [("none", 0), ("hecate", 1), ("hecate", 28), ("fixed", 56)]
 
 
 def test_a_speed_is_over_expert_parallelism_with_the_same_loads() -> None:

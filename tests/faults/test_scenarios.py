@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from meshwright.chaos.suite import Suite, scenario_named
-from tests.slow import quick_first
 from tests.training.tiny import make_tiny, tiny_run
 
 PATIENCE = 10.0
@@ -18,8 +17,9 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
     return Suite(tiny_run(file), [str(file)], tmp_path_factory.mktemp("runs"), steps=36, patience=PATIENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("scenarios")
-@pytest.mark.parametrize("name", quick_first(1, ["kill-rank0", "corrupt-newest"]))
+@pytest.mark.parametrize("name", ["kill-rank0", "corrupt-newest"])
 def test_the_promise_of_a_scenario_is_kept(suite: Suite, name: str) -> None:
     """The promise of a scenario is what the system does after its disturbance (`Scenario.promise`)."""
     verdict = suite.run(scenario_named(name))

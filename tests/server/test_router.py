@@ -227,7 +227,7 @@ def test_a_busy_server_gives_its_prefix_up() -> None:
     asyncio.run(look())
     for instance in instances.all.values():
         instance.healthy = True
-    body = b'{"prompt": "%b"}' % (b"x" * 4 * PREFIX_BYTES)
+    body = b'{"prompt": "%b"}' % (b"x" * 128 * PREFIX_BYTES)  # 8,192 tokens, as many as four requests count
     first = instances.choose(body)
     assert first is not None
     chosen = []

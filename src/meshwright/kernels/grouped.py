@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.kernels.router import has_kernel
 from meshwright.spec.errors import BadInput
 
 LEAST_WIDTH, MOST_WIDTH = 64, 16384
@@ -37,11 +38,20 @@ class ExpertOrder(NamedTuple):
 
 
 def order_by_expert(chosen: Tensor, load: Tensor) -> ExpertOrder:
-    """The order of copies whose experts are `chosen` `(tokens, copies)`; `load` `(experts,)` counts them."""
+    """The order of copies whose experts are `chosen` `(tokens, copies)`; `load` `(experts,)` counts them.
+
+    A token's experts differ.
+    """
+    offsets = load.cumsum(0).to(torch.int32)
+    if has_kernel(chosen, load.shape[0]):
+        from meshwright.kernels.router_triton import sort_by_expert
+
+        order, positions = sort_by_expert(chosen, load.shape[0])
+        return ExpertOrder(order, positions, offsets)
     order = chosen.flatten().to(torch.int16).argsort(stable=True)  # a radix sort passes over the bytes of a key
     indices = torch.arange(order.numel(), device=order.device)
     positions = torch.empty_like(order).scatter(0, order, indices)
-    return ExpertOrder(order, positions.view_as(chosen), load.cumsum(0).to(torch.int32))
+    return ExpertOrder(order, positions.view_as(chosen), offsets)
 
 
 def to_groups(tokens: Tensor, order: ExpertOrder) -> Tensor:

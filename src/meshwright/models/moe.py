@@ -24,6 +24,7 @@ from meshwright.kernels.grouped import (
 from meshwright.kernels.grouped_fp8 import grouped_linear_fp8
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
+from meshwright.kernels.router import Choice, choose, has_kernel
 from meshwright.kernels.swiglu import swiglu
 from meshwright.models.mlp import feed_forward
 from meshwright.spec.model import ModelSpec
@@ -55,6 +56,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()
+        self.plain = plain
         self.count, self.per_token, self.normalised = spec.experts, spec.experts_per_token, spec.normalised_routing
         self.groups, self.groups_per_token, self.scale = spec.expert_groups, spec.groups_per_token, spec.routing_scale
         self.choice_bias: nn.Parameter | None = None
@@ -70,19 +72,27 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> RoutedOutput:
         """Route and process x `(batch, seq, hidden)`."""
         logits = self.router(x)
-        probabilities, weights, chosen = self._route(logits)
-        loads = _loads(chosen, self.count)
-        load = loads.sum(0)
-        order = order_by_expert(chosen.flatten(0, 1), load)
-        rows = self.experts(to_groups(x.flatten(0, 1), order), order, sorted_weights(weights.flatten(0, 1), order))
+        choice = self._choose(logits)
+        load = choice.loads.sum(0)
+        order = order_by_expert(choice.chosen.flatten(0, 1), load)
+        weights = sorted_weights(choice.weights.flatten(0, 1), order)
+        rows = self.experts(to_groups(x.flatten(0, 1), order), order, weights)
         y = sum_copies(rows, order).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        squares = probabilities.new_zeros(())
+        squares = choice.weights.new_zeros(())
         if self.z_loss:
-            squares = logits.to(probabilities.dtype).logsumexp(-1).square().sum()
-        balance = _balance(probabilities, self.whole_sequence_loads(loads), self.per_token)
+            squares = logits.to(choice.weights.dtype).logsumexp(-1).square().sum()
+        balance = _balance(choice.probability_sums, self.whole_sequence_loads(choice.loads), self.per_token)
         return RoutedOutput(y, balance, load, squares)
+
+    def _choose(self, logits: Tensor) -> Choice:
+        """The experts of each token, by a kernel where there is one."""
+        grouped = self.groups_per_token != self.groups
+        if self.plain or grouped or self.replayed is not None or not has_kernel(logits, self.count):
+            probabilities, weights, chosen = self._route(logits)
+            return Choice(weights, chosen, probabilities.sum(1), _loads(chosen, self.count))
+        return choose(logits, self.choice_bias, copies=self.per_token, normalised=self.normalised, scale=self.scale)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities `(batch, seq, experts)`, and weights and indices of the chosen experts, of the router's output.
@@ -175,7 +185,7 @@ def _loads(chosen: Tensor, experts: int) -> Tensor:
     return (chosen.flatten(1)[..., None] == expert_indices).sum(1)
 
 
-def _balance(probabilities: Tensor, loads: Tensor, copies: int) -> Tensor:
+def _balance(probability_sums: Tensor, loads: Tensor, copies: int) -> Tensor:
     """Balance loss: Σ over sequences of experts · Σₑ fₑ·pₑ, with the load share fₑ and the mean probability pₑ of expert e.
 
     A sequence's loss is 1 if all experts have equal load, and at most the number of experts (one expert has all tokens). `loads` are those
@@ -183,5 +193,5 @@ def _balance(probabilities: Tensor, loads: Tensor, copies: int) -> Tensor:
     (Fedus et al. 2022, equations 4–6), computed per sequence as in DeepSeek-V2 (2024): it does not depend on the division of a batch.
     """
     choices = loads.sum(1, keepdim=True)
-    share, mean = loads.to(probabilities.dtype) / choices, probabilities.sum(1) * copies / choices
+    share, mean = loads.to(probability_sums.dtype) / choices, probability_sums * copies / choices
     return loads.shape[1] * (share * mean).sum()

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.kernels.grouped import GROUPED_OPERATOR
 from meshwright.kernels.grouped_fp8 import GROUPED_FP8_OPERATOR
+from meshwright.kernels.router import CHOICE_OPERATOR
 from meshwright.parallel import exchanges, experts, products, ring, span_ring  # noqa: F401  # register the operators named below
 from meshwright.spec.plan import Recompute
 
@@ -73,6 +74,7 @@ _aten = torch.ops.aten
 _ROUTING = {
     _aten.topk.default,
     _aten.sort.stable,
+    CHOICE_OPERATOR,
     torch.ops.meshwright.exchange_loads.default,
     torch.ops.meshwright.route_tokens.default,
     torch.ops.meshwright.sum_loads.default,

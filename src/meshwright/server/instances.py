@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,16 +13,14 @@ from urllib.parse import urlsplit
 
 import xxhash
 
+from meshwright.policies.request_routing import RequestRouting
 from meshwright.spec.errors import BadInput
 
 PREFIX_BYTES = 256
 """Bytes of a prompt's text in a block, for finding the server that has computed the same prefix."""
 MOST_PREFIX_BLOCKS = 128
-MOST_PREFIXES = 1 << 17
-"""Prefixes that are remembered."""
-PREFIX_FACTOR = 1.25
-PREFIX_SLACK = 4
-"""The server with a prefix is kept up to PREFIX_FACTOR × the fewest requests + this many."""
+TOKEN_BYTES = 4
+"""Bytes of a token of text, about."""
 _PROMPT_KEYS = (b'"messages"', b'"prompt"')
 
 
@@ -79,7 +76,7 @@ class Instances:
         self.all: dict[tuple[str, int], Instance] = {}
         self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
         """Addresses of each target when its name was last found."""
-        self._prefixes: OrderedDict[int, Instance] = OrderedDict()
+        self._routing: RequestRouting[Instance] = RequestRouting()
 
     @property
     def usable(self) -> list[Instance]:
@@ -87,28 +84,12 @@ class Instances:
         return [instance for instance in self.all.values() if instance.usable]
 
     def choose(self, body: bytes, tried: Iterable[Instance] = ()) -> Instance | None:
-        """The server for a request: with its prefix unless others have far fewer requests; None if all are full or tried."""
+        """The server for a request, by its prefix and the load of the servers; None if all are full or tried."""
         left = set(tried)
         free = [each for each in self.usable if each.requests < self._most and each not in left]
         if not free:
             return None
-        least = min(free, key=lambda instance: (instance.requests, instance.answered))
-        prefixes = prefix_hashes(body)
-        for prefix in reversed(prefixes):
-            instance = self._prefixes.get(prefix)
-            if (
-                instance is not None
-                and instance in free
-                and instance.requests <= PREFIX_FACTOR * least.requests + PREFIX_SLACK
-            ):
-                least = instance
-                break
-        for prefix in prefixes:
-            self._prefixes[prefix] = least
-            self._prefixes.move_to_end(prefix)
-        while len(self._prefixes) > MOST_PREFIXES:
-            self._prefixes.popitem(last=False)
-        return least
+        return self._routing.choose(free, prefix_hashes(body), PREFIX_BYTES / TOKEN_BYTES)
 
     async def watch(self) -> None:
         """Look up addresses and ask for health for ever."""

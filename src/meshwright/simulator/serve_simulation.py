@@ -88,7 +88,7 @@ class _Simulation:
     ) -> None:
         self._deployment, self._limits = deployment, limits
         self._times = [RequestTimes(request) for request in requests]
-        self._routing = RequestRouting()
+        self._routing: RequestRouting[Instance] = RequestRouting()
         self._counted = can_count(requests, cost_of(deployment.instances[0]))
         self._members: list[_Member] = []
         for spec in deployment.instances:
@@ -162,8 +162,7 @@ class _Simulation:
         digests = self._digests(number, times.request)
         instances = [self._members[index].instance for index in self._fronts]
         prefixes = [times.request.prefix_blocks[: length + 1] for length in range(len(times.request.prefix_blocks))]
-        unfinished, answered = [each.requests for each in instances], [each.answered for each in instances]
-        index = self._fronts[self._routing.choose(unfinished, answered, prefixes)]
+        index = self._fronts[instances.index(self._routing.choose(instances, prefixes, PREFIX_BLOCK))]
         front = self._members[index]
         self._prompts[number] = _Prompt(times, digests, front)
         front.instance.requests += 1

@@ -1,0 +1,111 @@
+"""The choice of tokens' experts by a kernel: experts, weights, probabilities and loads in one pass over the logits.
+
+`models.moe` has the same computation in torch's operators, for other devices, for groups of experts and for replayed loads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST_EXPERTS = 1024
+"""Experts of the widest tile that a program holds in registers."""
+
+
+class Choice(NamedTuple):
+    """The experts that tokens choose.
+
+    `weights` and `chosen` `(batch, seq, copies)`: the factor of each chosen expert's output, and the expert; `probability_sums` and `loads`
+    `(batch, experts)`: by sequence, the sum of an expert's probabilities and how often it is chosen. `weights` and `probability_sums` are
+    differentiable.
+    """
+
+    weights: Tensor
+    chosen: Tensor
+    probability_sums: Tensor
+    loads: Tensor
+
+
+def has_kernel(x: Tensor, experts: int) -> bool:
+    """Whether the kernels take the logits, or the chosen experts, `x` of so many experts."""
+    return x.is_cuda and experts <= MOST_EXPERTS and (not x.is_floating_point() or x.element_size() <= 4)
+
+
+def choose(logits: Tensor, bias: Tensor | None, *, copies: int, normalised: bool, scale: float) -> Choice:
+    """The `copies` experts of the highest score of each token.
+
+    `logits` `(batch, seq, experts)` are a router's output that `has_kernel` takes. Scores are a softmax, or with `bias` `(experts,)`
+    sigmoids, to which it is added for the choice only. Of equal scores the first expert's comes first. Weights are the scores, by token
+    divided by their sum if `normalised`, times `scale`.
+    """
+    return Choice(*_choose_experts(logits, bias, copies, normalised, scale))
+
+
+# Defined here, because a recompute policy recognises the operator also without Triton.
+@torch.library.custom_op("meshwright::choose_experts", mutates_args=())
+def _choose_experts(
+    logits: Tensor, bias: Tensor | None, copies: int, normalised: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from meshwright.kernels import router_triton
+
+    return router_triton.choose(logits, bias, copies, normalised, scale)
+
+
+@torch.library.custom_op("meshwright::choose_experts_backward", mutates_args=())
+def _choose_experts_backward(
+    weights_grad: Tensor,
+    sums_grad: Tensor,
+    logits: Tensor,
+    chosen: Tensor,
+    sigmoid: bool,
+    normalised: bool,
+    scale: float,
+) -> Tensor:
+    from meshwright.kernels import router_triton
+
+    return router_triton.choice_gradient(weights_grad, sums_grad, logits, chosen, sigmoid, normalised, scale)
+
+
+@_choose_experts.register_fake
+def _(
+    logits: Tensor, bias: Tensor | None, copies: int, normalised: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del bias, normalised, scale
+    batch, seq, experts = logits.shape
+    weights, chosen = (logits.new_empty(batch, seq, copies, dtype=dtype) for dtype in (torch.float32, torch.int64))
+    sums, loads = (logits.new_empty(batch, experts, dtype=dtype) for dtype in (torch.float32, torch.int64))
+    return weights, chosen, sums, loads
+
+
+@_choose_experts_backward.register_fake
+def _(
+    weights_grad: Tensor,
+    sums_grad: Tensor,
+    logits: Tensor,
+    chosen: Tensor,
+    sigmoid: bool,
+    normalised: bool,
+    scale: float,
+) -> Tensor:
+    del weights_grad, sums_grad, chosen, sigmoid, normalised, scale
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, bias, _, *options = inputs
+    ctx.options = bias is not None, *options
+    ctx.save_for_backward(logits, output[1])
+
+
+def _autograd_backward(
+    ctx: Any, weights_grad: Tensor, chosen_grad: None, sums_grad: Tensor, loads_grad: None
+) -> tuple[Tensor | None, ...]:
+    del chosen_grad, loads_grad
+    return _choose_experts_backward(weights_grad, sums_grad, *ctx.saved_tensors, *ctx.options), *4 * (None,)
+
+
+_choose_experts.register_autograd(_autograd_backward, setup_context=_setup_context)
+CHOICE_OPERATOR = torch.ops.meshwright.choose_experts.default
+"""The operator by which a recompute policy recognises the choice of experts."""

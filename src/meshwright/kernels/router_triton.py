@@ -1,0 +1,248 @@
+"""The Triton kernels of a mixture's router and of the order of its token copies; imported only with a CUDA device.
+
+torch's top-k takes 0.23 ms for 32,768 tokens and 128 experts on an H200, though the logits are 8 MB, and its order is a radix sort. Here
+one kernel per direction computes scores, choice, weights, sums of probabilities and loads; the order takes three: counts per block of
+tokens, their scan, and the positions.
+
+A program has a tile of tokens by experts in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHOICE_TILE, ORDER_TILE = 2048, 4096
+"""Elements of a tile, unless one token has more: twice as many take up to 254 registers of a thread on sm_90."""
+SCAN_BLOCK = 1024
+"""Blocks of tokens of which one program of the scan reads the counts at a time."""
+
+
+def choose(
+    logits: Tensor, bias: Tensor | None, copies: int, normalised: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tensors of a `router.Choice`; see `router.choose`."""
+    logits, (batch, seq, experts) = logits.contiguous(), logits.shape
+    tokens, block = _tile(experts, CHOICE_TILE)
+    parts = triton.cdiv(seq, tokens)
+    weights = torch.empty(batch, seq, copies, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty_like(weights, dtype=torch.int64)
+    sums = torch.empty(batch, parts, experts, dtype=torch.float32, device=logits.device)
+    counts = torch.empty(batch, parts, experts, dtype=torch.int32, device=logits.device)
+    if weights.numel():
+        _choose[(parts, batch)](
+            logits, bias, weights, chosen, sums, counts, seq, experts, scale, copies, triton.next_power_of_2(copies), normalised,
+            tokens, block, num_warps=4,
+        )  # fmt: skip
+    return weights, chosen, sums.sum(1), counts.sum(1)
+
+
+def choice_gradient(
+    weights_grad: Tensor,
+    sums_grad: Tensor,
+    logits: Tensor,
+    chosen: Tensor,
+    sigmoid: bool,
+    normalised: bool,
+    scale: float,
+) -> Tensor:
+    """The gradient of `logits` from those of the weights and of the sums of probabilities."""
+    logits, (batch, seq, experts) = logits.contiguous(), logits.shape
+    tokens, block = _tile(experts, CHOICE_TILE)
+    out = torch.empty_like(logits)
+    if out.numel():
+        _choose_backward[(triton.cdiv(seq, tokens), batch)](
+            weights_grad.contiguous(), sums_grad.contiguous(), logits, chosen, out, seq, experts, scale, chosen.shape[2], sigmoid,
+            normalised, tokens, block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("meshwright::sort_by_expert", mutates_args=())
+def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """`sorted` and `positions` of a `grouped.ExpertOrder`; the experts `chosen` `(tokens, copies)` of one token differ."""
+    chosen, (count, copies) = chosen.contiguous(), chosen.shape
+    tokens, block = _tile(experts, ORDER_TILE)
+    parts = triton.cdiv(count, tokens)
+    counts, before = (torch.empty(parts, experts, dtype=torch.int32, device=chosen.device) for _ in range(2))
+    totals = torch.empty(experts, dtype=torch.int32, device=chosen.device)
+    order, positions = _empty_order(chosen)
+    if parts:
+        _count[(parts,)](chosen, counts, count, experts, copies, tokens, block, num_warps=8)
+        _scan[(experts,)](counts, before, totals, parts, experts, SCAN_BLOCK, num_warps=4)
+        _order[(parts,)](
+            chosen, before, totals, order, positions, count, experts, copies, tokens, block, num_warps=8
+        )  # fmt: skip
+    return order, positions
+
+
+def _tile(experts: int, elements: int) -> tuple[int, int]:
+    """Tokens and experts of a tile."""
+    block = triton.next_power_of_2(experts)
+    return max(1, elements // block), block
+
+
+def _empty_order(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    return chosen.new_empty(chosen.numel(), dtype=torch.int64), torch.empty_like(chosen, dtype=torch.int64)
+
+
+@sort_by_expert.register_fake
+def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    del experts
+    return _empty_order(chosen)
+
+
+@triton.jit
+def _choose(
+    logits, bias, weights, chosen, sums, counts, seq, experts, scale, copies: tl.constexpr, slots: tl.constexpr,
+    normalised: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
+    sequence, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    token, expert, slot = part * tokens + tl.arange(0, tokens), tl.arange(0, block), tl.arange(0, slots)
+    exists, is_expert = (token < seq)[:, None], (expert < experts)[None, :]
+    index = sequence * seq + token
+    x = tl.load(logits + index[:, None] * experts + expert[None, :], mask=exists & is_expert, other=0.0)
+    scores, probabilities, _ = _scores(x, is_expert, bias is not None)
+    # A softmax keeps the order of its logits. A logit that is not a number comes last, so that every choice is an expert.
+    keys = x.to(tl.float32)
+    if bias is not None:
+        keys = scores + tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
+    keys = tl.where(keys == keys, keys, float("-inf"))
+    free = is_expert & (index >= 0)[:, None]
+    picked = tl.zeros((tokens, slots), tl.float32)
+    numbers = tl.zeros((tokens, slots), tl.int32)
+    for copy in tl.static_range(copies):
+        best = tl.max(tl.where(free, keys, float("-inf")), 1)
+        number = tl.min(tl.where(free & (keys == best[:, None]), expert[None, :], block), 1)
+        taken = expert[None, :] == number[:, None]
+        here = slot[None, :] == copy
+        picked = tl.where(here, tl.sum(tl.where(taken, scores, 0.0), 1)[:, None], picked)
+        numbers = tl.where(here, number[:, None], numbers)
+        free = free & (taken == 0)
+    if normalised:
+        picked /= tl.sum(picked, 1)[:, None]
+    target, stored = index[:, None] * copies + slot[None, :], exists & (slot < copies)[None, :]
+    tl.store(weights + target, picked * scale, mask=stored)
+    tl.store(chosen + target, numbers.to(tl.int64), mask=stored)
+    partial = (sequence * tl.num_programs(0) + part) * experts + expert
+    tl.store(sums + partial, tl.sum(tl.where(exists, probabilities, 0.0), 0), mask=expert < experts)
+    load = tl.sum((exists & is_expert & (free == 0)).to(tl.int32), 0)
+    tl.store(counts + partial, load, mask=expert < experts)
+
+
+@triton.jit
+def _choose_backward(
+    weights_grad, sums_grad, logits, chosen, out, seq, experts, scale, copies: tl.constexpr, sigmoid: tl.constexpr,
+    normalised: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
+    sequence = tl.program_id(1).to(tl.int64)
+    token, expert = tl.program_id(0) * tokens + tl.arange(0, tokens), tl.arange(0, block)
+    exists, is_expert = token < seq, (expert < experts)[None, :]
+    inside = exists[:, None] & is_expert
+    index = sequence * seq + token
+    x = tl.load(logits + index[:, None] * experts + expert[None, :], mask=inside, other=0.0)
+    scores, probabilities, score_sum = _scores(x, is_expert, sigmoid)
+    total, mean = tl.full((tokens,), 1.0, tl.float32), tl.zeros((tokens,), tl.float32)
+    if normalised:
+        # With weights w = s / S of scores s, the gradient of a score is (g - Σ w·g) / S.
+        total -= 1.0
+        for copy in tl.static_range(copies):
+            number = tl.load(chosen + index * copies + copy, mask=exists, other=0).to(tl.int32)
+            score = tl.sum(tl.where(expert[None, :] == number[:, None], scores, 0.0), 1)
+            total += score
+            mean += score * tl.load(weights_grad + index * copies + copy, mask=exists, other=0.0)
+        mean /= total
+    slopes = tl.zeros((tokens, block), tl.float32)
+    for copy in tl.static_range(copies):
+        number = tl.load(chosen + index * copies + copy, mask=exists, other=0).to(tl.int32)
+        slope = (tl.load(weights_grad + index * copies + copy, mask=exists, other=0.0) - mean) / total * scale
+        slopes = tl.where(expert[None, :] == number[:, None], slope[:, None], slopes)
+    shares = tl.load(sums_grad + sequence * experts + expert, mask=expert < experts, other=0.0)[None, :]
+    if sigmoid:
+        slopes += (shares - tl.sum(probabilities * shares, 1)[:, None]) / score_sum
+        grad = slopes * scores * (1.0 - scores)
+    else:
+        slopes += shares
+        grad = probabilities * (slopes - tl.sum(probabilities * slopes, 1)[:, None])
+    tl.store(out + index[:, None] * experts + expert[None, :], grad.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scores(x, is_expert, sigmoid: tl.constexpr) -> tl.tuple:
+    """Scores and probabilities of logits `x` `(tokens, experts)`, and sums of scores `(tokens, 1)`; 0 where no expert is."""
+    x = x.to(tl.float32)
+    if sigmoid:
+        scores = tl.where(is_expert, 1.0 / (1.0 + tl.exp(-x)), 0.0)
+        total = tl.sum(scores, 1)[:, None]
+        probabilities = scores / total
+    else:
+        x = tl.where(is_expert, x, float("-inf"))
+        powers = tl.exp(x - tl.max(x, 1)[:, None])
+        total = tl.sum(powers, 1)[:, None]
+        probabilities = powers / total
+        scores = probabilities
+    return scores, probabilities, total
+
+
+@triton.jit
+def _count(chosen, counts, count, experts, copies: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr) -> None:
+    part = tl.program_id(0)
+    expert = tl.arange(0, block)
+    load = tl.sum(_choices(chosen, part, count, copies, tokens, block), 0)
+    tl.store(counts + part.to(tl.int64) * experts + expert, load, mask=expert < experts)
+
+
+@triton.jit
+def _scan(counts, before, totals, parts, experts, block: tl.constexpr) -> None:
+    """For one expert: its copies before each block of tokens, and all."""
+    expert = tl.program_id(0)
+    total = tl.zeros((), tl.int32)
+    for start in range(0, parts, block):
+        part = start + tl.arange(0, block)
+        position = part.to(tl.int64) * experts + expert
+        load = tl.load(counts + position, mask=part < parts, other=0)
+        tl.store(before + position, total + tl.cumsum(load, 0) - load, mask=part < parts)
+        total += tl.sum(load, 0)
+    tl.store(totals + expert, total)
+
+
+@triton.jit
+def _order(
+    chosen,
+    before,
+    totals,
+    order,
+    positions,
+    count,
+    experts,
+    copies: tl.constexpr,
+    tokens: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    part = tl.program_id(0)
+    expert = tl.arange(0, block)
+    total = tl.load(totals + expert, mask=expert < experts, other=0)
+    first = tl.cumsum(total, 0) - total
+    first += tl.load(before + part.to(tl.int64) * experts + expert, mask=expert < experts, other=0)
+    choices = _choices(chosen, part, count, copies, tokens, block)
+    ranks = first[None, :] + tl.cumsum(choices, 0) - choices
+    token = part.to(tl.int64) * tokens + tl.arange(0, tokens)
+    for copy in tl.static_range(copies):
+        index = token * copies + copy
+        number = tl.load(chosen + index, mask=token < count, other=-1).to(tl.int32)
+        position = tl.sum(tl.where(expert[None, :] == number[:, None], ranks, 0), 1).to(tl.int64)
+        tl.store(positions + index, position, mask=token < count)
+        tl.store(order + position, index, mask=token < count)
+
+
+@triton.jit
+def _choices(chosen, part, count, copies: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr) -> tl.tensor:
+    """1 where a token of the block chose an expert, `(tokens, experts)`."""
+    token, expert = part.to(tl.int64) * tokens + tl.arange(0, tokens), tl.arange(0, block)
+    choices = tl.zeros((tokens, block), tl.int32)
+    for copy in tl.static_range(copies):
+        number = tl.load(chosen + token * copies + copy, mask=token < count, other=-1).to(tl.int32)
+        choices += (expert[None, :] == number[:, None]).to(tl.int32)
+    return choices

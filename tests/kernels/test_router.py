@@ -1,0 +1,82 @@
+"""The router's kernels against torch's operators in fp64, and the order of copies against a stable sort."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels import router
+from meshwright.models.moe import MixtureOfExperts
+from meshwright.spec.model import ModelSpec
+from tests.models.tiny import DEEPSEEK_V3, MIXTRAL
+
+triton = pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPECS = {
+    "weights sum to 1": replace(MIXTRAL, experts=5, experts_per_token=3),
+    "weights are probabilities": replace(MIXTRAL, experts=16, experts_per_token=1, normalised_routing=False),
+    "sigmoid": replace(DEEPSEEK_V3, experts=24, experts_per_token=4, expert_groups=1, groups_per_token=1),
+}
+
+
+def results(mixture: MixtureOfExperts, logits: Tensor, seed: int) -> list[Tensor]:
+    """A router's choice, and the gradient of logits by random gradients of its weights and sums of probabilities."""
+    logits = logits.clone().requires_grad_()
+    choice = mixture._choose(logits)
+    draw = torch.Generator().manual_seed(seed)
+    outputs = choice.weights, choice.probability_sums
+    slopes = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x) for x in outputs]
+    return [*choice, *torch.autograd.grad(outputs, logits, slopes)]
+
+
+def of_logits(spec: ModelSpec, batch: int, seq: int) -> Tensor:
+    """Logits in bf16 without ties within a token, so that every method chooses the same experts."""
+    draw = torch.Generator().manual_seed(3)
+    ranked = torch.rand(batch, seq, spec.experts, generator=draw).argsort(-1)
+    return ((ranked - spec.experts / 2) / 8).bfloat16()
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_choices_and_gradients_equal_those_of_torch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By several tiles, of which the last of each sequence is not full."""
+    spec = SPECS[case]
+    mixture = MixtureOfExperts(spec, plain=False)
+    if mixture.choice_bias is not None:
+        mixture.choice_bias.data = torch.linspace(-0.3, 0.3, spec.experts)
+    mixture.to(DEVICE)
+    logits = of_logits(spec, 2, 20).to(DEVICE)
+    expected = results(mixture, logits.double(), 7)
+    monkeypatch.setattr("meshwright.models.moe.has_kernel", lambda x, experts: x.dtype != torch.float64)
+    monkeypatch.setattr("meshwright.kernels.router_triton.CHOICE_TILE", 16 * triton.next_power_of_2(spec.experts))
+    actual = results(mixture, logits, 7)
+    weights, chosen, sums, loads, gradient = actual
+    assert weights.dtype == sums.dtype == torch.float32 and gradient.dtype == torch.bfloat16
+    assert torch.equal(chosen, expected[1]) and torch.equal(loads, expected[3])
+    for ours, theirs in ((weights, expected[0]), (sums, expected[2])):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), expected[4], rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_of_equal_scores_the_first_expert_is_chosen_and_nan_never_leaves_the_experts() -> None:
+    logits = torch.tensor([[[1.0, 2.0, 2.0, 2.0, 0.0], [torch.nan] * 5, [torch.nan, 1.0, torch.nan, 3.0, 2.0]]])
+    chosen = router.choose(logits.to(DEVICE), None, copies=3, normalised=True, scale=1.0).chosen
+    assert chosen.tolist() == [[[1, 2, 3], [0, 1, 2], [3, 4, 1]]]
+
+
+@pytest.mark.parametrize(("count", "copies", "experts"), [(0, 2, 4), (1, 1, 1), (41, 3, 5)])
+def test_the_order_of_copies_is_that_of_a_stable_sort(
+    count: int, copies: int, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more blocks of tokens than the scan reads at a time."""
+    from meshwright.kernels import router_triton
+
+    monkeypatch.setattr(router_triton, "ORDER_TILE", 64)
+    monkeypatch.setattr(router_triton, "SCAN_BLOCK", 4)
+    chosen = torch.rand(count, experts, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :copies].to(DEVICE)
+    order, positions = router_triton.sort_by_expert(chosen, experts)
+    assert torch.equal(order, chosen.flatten().argsort(stable=True))
+    assert torch.equal(order[positions.flatten()], torch.arange(count * copies, device=DEVICE))
