@@ -1,6 +1,6 @@
 """Replays ByteScale's published step of unequal samples (arXiv 2502.21231) with its algorithms and this program's cost model.
 
-    python benchmarks/sample_replay.py [--seeds 16] [--out FILE.json]
+    python benchmarks/sample_replay.py [--seeds 64] [--out FILE.json]
 
 The published case is a 7B Llama with samples up to 2M tokens on 1,024 GPUs. Everything that is assumed is printed; nothing is fitted.
 """
@@ -56,7 +56,7 @@ TOLERANCE = 0.15
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=16, help="global batches: orders of arrival")
+    parser.add_argument("--seeds", type=int, default=64, help="global batches: orders of arrival")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     result = {

@@ -107,20 +107,20 @@ def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity:
     Samples on one rank come last, best-fit. A slot has room for `capacity` tokens, less the part of a sample on several ranks.
     """
     slots, parts = np.zeros(ranks, np.int64), []
-    rooms: list[tuple[int, int, int]] = []  # free tokens, rank, slot
+    rooms: list[tuple[int, int, int]] = []  # free tokens, rank, slot; sorted
     for sample in np.argsort(-(needed > 1).astype(np.int64), kind="stable").tolist():
         length, number = int(lengths[sample]), int(needed[sample])
-        fitting = [room for room in rooms if room[0] >= length] if number == 1 else []
-        if fitting:
-            best = min(fitting)
-            rooms[rooms.index(best)] = (best[0] - length, best[1], best[2])
-            parts.append((sample, 1, best[1], best[2]))
+        best = bisect_left(rooms, (length, -1, -1))
+        if number == 1 and best < len(rooms):
+            room, rank, slot = rooms.pop(best)
+            insort(rooms, (room - length, rank, slot))
+            parts.append((sample, 1, rank, slot))
             continue
         chosen = np.argsort(slots, kind="stable")[:number]
         tokens = part_tokens(np.full(number, length), np.full(number, number), np.arange(number))
         for rank, part in zip(chosen.tolist(), tokens.tolist(), strict=True):
             parts.append((sample, number, rank, int(slots[rank])))
-            rooms.append((max(capacity - part, 0), rank, int(slots[rank])))
+            insort(rooms, (max(capacity - part, 0), rank, int(slots[rank])))
         slots[chosen] += 1
     sample, number, rank, slot = np.array(parts, np.int64).T
     return Parts(sample, number, rank, slot)
