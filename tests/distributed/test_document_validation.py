@@ -79,7 +79,7 @@ def on_ranks(world: World, plan: Plan, corpus: Path) -> Evaluation:
 
     mesh = build_mesh(plan, world)
     engine = build_engine(SPEC, plan, mesh, loss_chunk=5, seed=0, plain=True)
-    return evaluate(engine, held_out(corpus), mesh=mesh, micro_batch=1, device=world.device, samples=plan.samples)
+    return evaluate(engine, held_out(corpus), mesh=mesh, micro_batch=1, device=world.device, plan=plan)
 
 
 @pytest.mark.parametrize(("case", "capacity"), quick_first(1, CASES, unpack=True), ids=named)

@@ -15,16 +15,29 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from meshwright.data.slots import Slot, rank_slots, slot_arrays
+from meshwright.data.slots import Slot, slot_arrays, slots_to_run
 from meshwright.events.span import NullRecorder
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
+from meshwright.spec.hybrid import schedules_of, slot_numbering
+from meshwright.spec.layout import STAGES_PER_RANK
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.plan import (
+    RECOMPUTE_MODES,
+    AxisName,
+    BatchPlan,
+    ExpertPlan,
+    LayerStrategy,
+    MeshAxis,
+    Plan,
+    Precision,
+    SchedulePlan,
+)
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import CLIP, GPT, LLAMA, assemble_whole, compare
+from tests.distributed.test_experts import SHARED
 from tests.distributed.test_schedules import named
 from tests.distributed.test_training import trained
 from tests.slow import examples, quick_first
@@ -32,8 +45,10 @@ from tests.training.tiny import make_tiny
 
 LONGEST = 64
 TIME = SampleTime(1e-3, 1.0, 2.0)
-Z_LOSS = 0.02
+Z_LOSS, ROUTER_Z_LOSS = 0.02, 0.03
 LLAMA64, GPT64 = replace(LLAMA, max_seq_len=LONGEST), replace(GPT, max_seq_len=LONGEST, tied=True)
+DEEP = replace(LLAMA64, layers=4)
+EXPERTS = replace(SHARED, max_seq_len=LONGEST)
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,9 @@ class Case:
     recompute: str = "none"
     offload: str = "none"
     tensor: int = 1
+    pipeline: int = 1
+    expert: int = 0
+    capacity: int = 16
     compile: bool = False
 
     @property
@@ -74,14 +92,15 @@ class Case:
         strategy = LayerStrategy(
             reshard=not kept, gradients="whole" if kept else "shard", recompute=self.recompute, offload=self.offload
         )
-        axes = (MeshAxis(axis="hybrid", size=self.ranks), MeshAxis(axis="tensor", size=self.tensor))
+        sizes: dict[AxisName, int] = {"pipeline": self.pipeline, "hybrid": self.ranks, "tensor": self.tensor}
         return Plan(
-            mesh=tuple(axis for axis in axes if axis.size > 1 or axis.axis == "hybrid"),
+            mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in sizes.items() if size > 1 or axis == "hybrid"),
             batch=BatchPlan(global_batch=self.ranks, micro_batch=1, accumulate=1),
             schedule=SchedulePlan(name=self.schedule),
             layers=(strategy,),
             precision=Precision(compute="fp64", reduce="fp64"),
             compile=self.compile,
+            experts=ExpertPlan(expert=self.expert, expert_shard=self.ranks // self.expert) if self.expert else None,
         )
 
     def __str__(self) -> str:
@@ -112,6 +131,7 @@ def on_ranks(
     world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0
 ) -> list[dict[str, Any]]:
     """Loss, norm and clipped gradients of each step on this rank, as the trainer computes them."""
+    from meshwright.data.loader import scheduled_micro_batches
     from meshwright.optim.clip import clip_factor, gradient_norm
     from meshwright.optim.shards import local_gradients
     from meshwright.parallel.apply import build_engine
@@ -121,24 +141,32 @@ def on_ranks(
     if plan.compile:
         torch._dynamo.reset()  # what other cases compiled counts against a limit
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, z_loss=Z_LOSS)
+    weights = {"z_loss": Z_LOSS, "router_z_loss": ROUTER_Z_LOSS}
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, **weights)
     results = []
     for samples in steps:
-        pool = RankPool(mesh.data_ranks, samples.capacity, TIME)
-        slots = rank_slots(balance_samples(samples.lengths, pool), mesh.data_rank) or [Slot(samples.capacity)]
+        pool = RankPool(mesh.data_ranks, samples.capacity, TIME, mesh.axis_size("pipeline"))
+        slots = slots_to_run(balance_samples(samples.lengths, pool), mesh.data_rank, slot_numbering(plan))
         batches = [micro_batch(slot, samples, spec.vocab_size) for slot in slots]
         divisor = loss_divisor(count_valid(batches, mesh)) * factor
-        loss = engine.executor.play(engine.training_schedule(len(batches)), batches, NullRecorder(), divisor)
+        schedule = engine.training_schedule(scheduled_micro_batches(batches))
+        loss = engine.executor.play(schedule, batches, NullRecorder(), divisor)
         loss, z_loss = mesh.sum_over_all(torch.stack([loss, engine.executor.z_loss])).tolist()
         norm = gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
         clip = clip_factor(norm, CLIP)
         whole = assemble_whole({name: weight.grad for name, weight in engine.model.named_parameters()}, spec, mesh)
         gradients = {name: gradient * clip for name, gradient in whole.items()}
         figures = {"loss": loss, "z_loss": z_loss, "norm": norm.item(), "gradients": gradients, "weights": {}}
-        results.append({**figures, "graphs": compiled_graphs()})
+        results.append({**figures, "graphs": compiled_graphs(), "routed": routed_sums(engine, mesh)})
         for weight in engine.model.parameters():
             weight.grad = None
     return results
+
+
+def routed_sums(engine: Any, mesh: Any) -> torch.Tensor | None:
+    """By layer with experts, the sum of squared log-sum-exps of routers and each expert's tokens, over all ranks."""
+    routing = engine.executor.rank_model.routing
+    return None if routing is None else mesh.sum_over_all(routing.sums[:, 1:].clone())
 
 
 def compiled_graphs() -> int:
@@ -152,6 +180,7 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
     """The same of a plain decoder that sees each sample alone."""
     model = Decoder(spec, plain=True).double()
     initialise(model, spec, seed=0)
+    router_logits = collect_router_logits(model)
     logits, targets = [], []
     for sample in range(len(samples.lengths)):
         tokens, sample_targets = samples.read(sample, spec.vocab_size)
@@ -160,23 +189,46 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
     every, trained = torch.cat(logits), torch.cat(targets) >= 0
     if not trained.any():
         zeros = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
-        return {"loss": 0.0, "z_loss": 0.0, "norm": 0.0, "gradients": zeros}
+        return {"loss": 0.0, "z_loss": 0.0, "norm": 0.0, "gradients": zeros, "routed": torch.zeros(())}
     loss = cross_entropy(every[trained], torch.cat(targets)[trained])
     z_loss = every[trained].exp().sum(-1).log().square().mean()
-    (loss + Z_LOSS * z_loss).backward()
+    routed = torch.zeros(spec.layers, 1 + spec.experts, dtype=torch.float64)
+    router_loss = torch.zeros(())
+    for layer, outputs in router_logits.items():
+        of_trained = torch.cat(outputs, dim=1)[0, trained]
+        squares = of_trained.exp().sum(-1).log().square()
+        router_loss = router_loss + squares.mean()
+        chosen = of_trained.topk(spec.experts_per_token).indices.flatten()
+        routed[layer] = torch.cat([squares.detach().sum()[None], chosen.bincount(minlength=spec.experts)])
+    (loss + Z_LOSS * z_loss + ROUTER_Z_LOSS * router_loss).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    return {"loss": loss.item(), "z_loss": z_loss.item(), "norm": norm.item(), "gradients": gradients}
+    figures = {"loss": loss.item(), "z_loss": z_loss.item(), "norm": norm.item()}
+    return {**figures, "gradients": gradients, "routed": routed}
+
+
+def collect_router_logits(model: Decoder) -> dict[int, list[torch.Tensor]]:
+    """By layer with experts, a list to which each forward of the model appends its router's output."""
+    outputs: dict[int, list[torch.Tensor]] = {}
+    for layer, block in model.layers.items():
+        if isinstance(block, Block) and block.routed:
+            outputs[int(layer)] = []
+            block.moe.router.register_forward_hook(lambda *call, layer=int(layer): outputs[layer].append(call[2]))
+    return outputs
 
 
 def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float = 1.0) -> list[Any]:
-    steps = [Samples(seed, case.ranks) for seed in seeds]
-    results = pool.run(on_ranks, case.ranks * case.tensor, spec, case.plan, steps, factor)
-    compare(results, [one_device(spec, samples) for samples in steps], 1e-9, weights=False)
+    steps = [Samples(seed, case.ranks, case.capacity) for seed in seeds]
+    results = pool.run(on_ranks, case.plan.ranks, spec, case.plan, steps, factor)
+    truth = [one_device(spec, samples) for samples in steps]
+    compare(results, truth, 1e-9, weights=False)
+    if spec.experts:
+        for actual, want in zip(results[0], truth, strict=True):
+            torch.testing.assert_close(actual["routed"], want["routed"].expand_as(actual["routed"]))
     return results
 
 
-BATCHES = examples(4, 24)
+BATCHES = examples(3, 8)
 CASES = [
     (LLAMA64, Case(4)),
     (GPT64, Case(3, schedule="breadth_first")),
@@ -185,12 +237,53 @@ CASES = [
     (GPT64, Case(4, recompute="full", offload="activations")),
     (LLAMA64, Case(8)),
     (LLAMA64, Case(4, tensor=2, schedule="breadth_first", recompute="full")),
+    (LLAMA64, Case(3, pipeline=2, recompute="all_but_attention")),
+    (GPT64, Case(3, pipeline=2, schedule="breadth_first", offload="activations")),
+    (DEEP, Case(2, pipeline=4, recompute="full", offload="activations")),
+    (DEEP, Case(2, pipeline=2, tensor=2, schedule="zbv")),
+    (DEEP, Case(3, pipeline=2, schedule="interleaved")),
+    (GPT64, Case(4, pipeline=2, schedule="zb_h1", recompute="selective")),
+    (LLAMA64, Case(4, pipeline=2, schedule="gpipe")),
+    (EXPERTS, Case(3, recompute="selective")),
+    (EXPERTS, Case(4, expert=2, recompute="full")),
+    (EXPERTS, Case(4, expert=4, schedule="breadth_first", offload="activations")),
+    (EXPERTS, Case(2, expert=2, tensor=2)),
+    (EXPERTS, Case(2, pipeline=2, expert=2, schedule="zbv")),
 ]
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(2, CASES, unpack=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(1, CASES, unpack=True), ids=named)
 def test_batches_of_unequal_samples(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case, range(BATCHES))
+
+
+def drawn_case(seed: int) -> tuple[ModelSpec, Case]:
+    """A model, and a plan of at most eight ranks that suits it."""
+    draw = random.Random(seed)
+    spec = draw.choice([LLAMA64, GPT64, DEEP, EXPERTS])
+    tensor = 1 if spec is GPT64 else draw.choice([1, 1, 2])
+    pipeline = draw.choice([1, 2, 2, 4] if spec.layers > 2 else [1, 2])
+    pipeline = min(pipeline, 4 // tensor)
+    ranks = draw.randint(1, 8 // (tensor * pipeline))
+    fits = [name for name in schedules_of(pipeline) if STAGES_PER_RANK.get(name, 1) * pipeline <= spec.layers]
+    return spec, Case(
+        ranks,
+        schedule=draw.choice(fits),
+        recompute=draw.choice(RECOMPUTE_MODES),
+        offload=draw.choice(["none", "activations"]),
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=draw.choice([number for number in range(1, ranks + 1) if ranks % number == 0 and 8 % number == 0])
+        if spec.experts
+        else 0,
+        capacity=draw.choice([6, 10, 16, 24]),
+    )
+
+
+@pytest.mark.parametrize("seed", quick_first(1, range(28)))
+def test_random_batches_on_random_pools(pool: Pool, seed: int) -> None:
+    """`make test-all` runs 224 batches."""
+    check(pool, *drawn_case(seed), range(100 * seed, 100 * seed + BATCHES))
 
 
 def test_the_batches_have_what_the_axis_is_for() -> None:
@@ -232,14 +325,31 @@ plan: {{compute: fp64}}
 """
 
 
-def test_a_run_equals_one_rank_and_goes_on_in_another_pool(pool: Pool, tmp_path: Path) -> None:
-    """Weights, losses and samples are those of one rank without divided samples, also after a resume on fewer ranks."""
+Resources = tuple[int, list[str]]
+
+
+def overrides(ranks: int, pins: list[str]) -> list[str]:
+    return [f"cluster={{gpu: cpu, gpus_per_node: {ranks}}}", *pins]
+
+
+POOLS = [
+    ((3, ["plan.hybrid=3"]), (2, ["plan.hybrid=2", "plan.capacity=40"])),
+    ((4, ["plan.hybrid=2", "plan.pipeline=2"]), (3, ["plan.hybrid=3"])),
+]
+"""CPU ranks and overrides before and after a resume."""
+
+
+@pytest.mark.parametrize(("before", "after"), quick_first(1, POOLS, unpack=True), ids=["ranks", "pipelines"])
+def test_a_run_equals_one_rank_and_goes_on_in_another_pool(
+    pool: Pool, tmp_path: Path, before: Resources, after: Resources
+) -> None:
+    """Weights, losses and samples are those of one rank without divided samples, also after a resume in another pool."""
     make_tiny(tmp_path / "corpus")
     file = tmp_path / "tiny.yaml"
     file.write_text(RUN.format(data=tmp_path / "corpus" / "data"))
-    truth = trained(pool, file, tmp_path / "one", "cluster={gpu: cpu, gpus_per_node: 1}")
-    first = trained(pool, file, tmp_path, "cluster={gpu: cpu, gpus_per_node: 3}", "plan.hybrid=3", stop_at=2)
-    second = trained(pool, file, tmp_path, "cluster={gpu: cpu, gpus_per_node: 2}", "plan.hybrid=2", "plan.capacity=40")
+    truth = trained(pool, file, tmp_path / "one", *overrides(1, []))
+    first = trained(pool, file, tmp_path, *overrides(*before), stop_at=2)
+    second = trained(pool, file, tmp_path, *overrides(*after))
     assert [results[0].began for results in (first, second)] == [0, 2]
     steps = first[0].steps + second[0].steps
     for actual, want in zip(steps, truth[0].steps, strict=True):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.config.run_values import RunValues
 from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
-from meshwright.spec.hybrid import REFUSED_BESIDE, SCHEDULES, capacity_error, hybrid_error
+from meshwright.spec.hybrid import REFUSED_BESIDE, SCHEDULES, capacity_error, hybrid_error, schedules_of
 
 _LAYERED = "breadth_first"
 
 
 def hybrid(run: RunValues) -> Iterator[Mistake]:
-    """Pinned hybrid ranks: all ranks but those of tensor parallelism, for samples of any length of a dense model."""
+    """Pinned hybrid ranks: all ranks but those of pipelines and tensor parallelism, for samples of any length."""
     ranks, capacity, tensor = run("plan.hybrid"), run("plan.capacity"), run("plan.tensor") or 1
     if not ranks:
         if capacity:
@@ -23,32 +24,36 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if run("data.packing") not in (None, "none"):
         yield run.mistake("plan.hybrid", "data.packing = none beside it: hybrid ranks divide samples of any length")
         return
-    if error := hybrid_error(_pinned_sizes(run), lambda key: run(f"model.{key}")):
+    if error := hybrid_error(
+        {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}, lambda key: run(f"model.{key}")
+    ):
         yield run.mistake("plan.hybrid", error)
         return
     nodes, per_node, longest = run("cluster.nodes"), run("cluster.gpus_per_node"), run("train.seq_len")
-    if nodes and per_node and ranks * tensor != nodes * per_node:
-        beside = f" ÷ plan.tensor {tensor}" if tensor > 1 else ""
-        expected, whole = f"all of the cluster's {nodes * per_node} ranks{beside}", not nodes * per_node % tensor
-        yield run.mistake("plan.hybrid", expected, str(nodes * per_node // tensor) if whole else None)
+    beside, cluster = tensor * _pipeline(run), (nodes or 0) * (per_node or 0)
+    if cluster and ranks * beside != cluster:
+        factors = (("plan.pipeline", _pipeline(run)), ("plan.tensor", tensor))
+        divided = "".join(f" ÷ {key} {size}" for key, size in factors if size > 1)
+        nearest = None if cluster % beside else str(cluster // beside)
+        yield run.mistake("plan.hybrid", f"all of the cluster's {cluster} ranks{divided}", nearest)
     longer = run("plan.offload_capacity") or 0
     if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest, longer)):
         yield run.mistake("plan.capacity", wrong[0], str(wrong[1]))
+    if ranks % (experts := run("plan.expert") or 1):
+        yield run.mistake("plan.expert", f"a divisor of plan.hybrid = {ranks}", str(math.gcd(ranks, experts)))
     yield from _kept(run)
 
 
-def _pinned_sizes(run: RunValues) -> dict[str, int]:
-    sizes = {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}
-    return {**sizes, "pipeline": max(sizes["pipeline"], len(run("plan.stages") or ()))}
+def _pipeline(run: RunValues) -> int:
+    """Pipeline ranks by the pins."""
+    return max(run("plan.pipeline") or 1, len(run("plan.stages") or ()))
 
 
 def _kept(run: RunValues) -> Iterator[Mistake]:
     """No collective of one micro-batch: units stay gathered and gradients whole, or the order is layered."""
-    schedule = run("plan.schedule")
-    if schedule not in (None, *SCHEDULES):
-        yield run.mistake(
-            "plan.schedule", f"{' or '.join(SCHEDULES)}, as plan.hybrid is {run('plan.hybrid')}", SCHEDULES[0]
-        )
+    schedule, allowed = run("plan.schedule"), schedules_of(_pipeline(run))
+    if schedule not in (None, *allowed):
+        yield run.mistake("plan.schedule", f"{_either(allowed)}, as plan.hybrid is {run('plan.hybrid')}", SCHEDULES[0])
     if schedule == _LAYERED:
         return
     reason = f"as ranks of plan.hybrid run different numbers of micro-batches (or plan.schedule = {_LAYERED})"
@@ -75,12 +80,17 @@ def plan_file_hybrid(plan: Document, run: RunValues) -> Iterator[Mistake]:
     elif error := hybrid_error(sizes, lambda key: run(f"model.{key}")):
         yield plan.mistake(("mesh",), f"for the hybrid axis {error}", ", ".join(sizes))
     name = plan.get(("schedule", "name")) or SCHEDULES[0]
-    if name not in SCHEDULES:
-        yield plan.mistake(("schedule", "name"), f"{' or '.join(SCHEDULES)} with a hybrid axis", name, SCHEDULES[0])
+    allowed = schedules_of(sizes.get("pipeline", 1))
+    if name not in allowed:
+        yield plan.mistake(("schedule", "name"), f"{_either(allowed)} with a hybrid axis", name, SCHEDULES[0])
     for index, layer in enumerate(plan.get(("layers",)) or ({},)):
         if name != _LAYERED and _collects(layer):
             expected = f"reshard false and gradients whole with a hybrid axis, unless the schedule is {_LAYERED}"
             yield plan.mistake(("layers", index), expected, "another")
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _collects(layer: Any) -> bool:

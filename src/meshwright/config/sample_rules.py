@@ -40,10 +40,9 @@ def samples(run: RunValues) -> Iterator[Mistake]:
             yield run.mistake(
                 f"plan.{axis}", "1, as data.packing is none: this release divides samples on no such axis", "1"
             )
-    if run("model.experts"):
-        yield run.mistake(
-            "data.packing", "stream for a mixture of experts, whose loads padding would distort", "stream"
-        )
+    if run("model.experts") and run("train.balance_loss"):
+        expected = "0, as data.packing is none: no rank has the loads of whole samples (train.balance_bias needs none)"
+        yield run.mistake("train.balance_loss", expected, "0")
     if run("model.prediction_depth"):
         yield run.mistake("data.packing", "stream, as model.prediction_depth is not 0", "stream")
     if run("supervision.on_repeated_failure") == "skip_data":
@@ -57,6 +56,12 @@ def slot_offload(run: RunValues) -> Iterator[Mistake]:
         return
     if not (capacity and run("plan.hybrid")):
         yield run.mistake("plan.offload_capacity", "no such key without plan.hybrid and plan.capacity", "none")
+    elif (run("plan.pipeline") or 1) > 1 or run("plan.stages") or run("model.experts"):
+        yield run.mistake(
+            "plan.offload_capacity",
+            "none beside pipeline ranks or experts, whose layers have unequal activations",
+            "none",
+        )
     elif layers and (wrong := _offload_error(longer, capacity, run("plan.tensor") or 1, layers)):
         yield run.mistake("plan.offload_capacity", wrong)
     if run("plan.offload") in _ACTIVATIONS:
@@ -102,6 +107,10 @@ def _plan_file_offload(plan: Document, run: RunValues) -> Iterator[Mistake]:
     if not plan.get(path) or not capacity or not layers:
         return
     sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
+    if sizes.get("pipeline", 1) > 1 or run("model.experts"):
+        yield plan.mistake(
+            path, "none beside pipeline ranks or experts, whose layers have unequal activations", "a section", "none"
+        )
     longer, offloaded, shortest = (plan.get((*path, key)) for key in ("capacity", "layers", "shortest"))
     if wrong := _offload_error(longer, capacity, sizes.get("tensor", 1), layers):
         yield plan.mistake((*path, "capacity"), wrong, str(longer))

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from meshwright.data.slots import Slot
+from meshwright.data.slots import CommonNumber, Slot
 from meshwright.data.source import Batch, DataSource, has_validation, open_data
 from meshwright.policies.sample_order import rank_samples
 from meshwright.policies.skipped_samples import SampleRange, skip_forward
@@ -44,6 +44,11 @@ class MicroBatch:
     attention_work: int | None = None
     slot: Slot | None = None
 
+    @property
+    def common(self) -> CommonNumber | None:
+        """Number of the micro-batch in an order of all ranks; None if each rank counts its own."""
+        return None if self.slot is None else self.slot.common
+
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """A copy with `change` applied to each tensor."""
         tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
@@ -63,6 +68,12 @@ class Step:
     """Inputs of each sample of all ranks; None if samples have equal length."""
     padding: float = 0.0
     """Share of all ranks' tokens that is padding."""
+
+
+def scheduled_micro_batches(micro_batches: Sequence[MicroBatch]) -> int:
+    """Micro-batches of the schedule of a rank's `micro_batches`, with those that other ranks have."""
+    common = micro_batches[0].common
+    return len(micro_batches) if common is None else common.count
 
 
 class StepReader(Protocol):

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from meshwright.data.loader import MicroBatch, Step
-from meshwright.data.slots import Slot, TokenReader, rank_slots, slot_arrays
+from meshwright.data.slots import Slot, TokenReader, slot_arrays, slots_to_run
 from meshwright.data.step_samples import SampleLengths, lengths_of_step
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.skipped_samples import SampleRange
+from meshwright.spec.hybrid import Numbering
 
 
 class Documents(SampleLengths, Protocol):
@@ -27,14 +28,13 @@ class Documents(SampleLengths, Protocol):
 
 
 class SampleSteps:
-    """Reads steps of at most `tokens` tokens, divided over `pool`, for data rank `rank`.
+    """Reads steps of at most `tokens` tokens, divided over `pool`, for data rank `rank`, which has at least one slot."""
 
-    Every rank gets at least one slot. With `equal_slots` all ranks get as many as the fullest rank, the last ones empty.
-    """
-
-    def __init__(self, source: Documents, *, tokens: int, pool: RankPool, rank: int, equal_slots: bool = True) -> None:
+    def __init__(
+        self, source: Documents, *, tokens: int, pool: RankPool, rank: int, numbering: Numbering = "equal"
+    ) -> None:
         self._source, self._tokens, self._pool, self._rank = source, tokens, pool, rank
-        self._equal_slots = equal_slots
+        self._numbering: Numbering = numbering
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
         """This rank's slots of the step that begins at `sample`."""
@@ -42,12 +42,11 @@ class SampleSteps:
         indices = np.arange(sample, sample + len(lengths))
         self._source.begin_step(indices)
         balance, read = balance_samples(lengths, self._pool), self._source.token_reader(indices)
-        slots = rank_slots(balance, self._rank) or [Slot(self._pool.capacity)]
-        most = int(balance.slots.max())
-        if self._equal_slots:
-            slots += [Slot(self._pool.capacity)] * (most - len(slots))
-        empty = np.maximum((most if self._equal_slots else 1) - balance.slots, 0).sum()
-        size = int(balance.slot_sizes.sum() + empty * self._pool.capacity)
+        slots = slots_to_run(balance, self._rank, self._numbering)
+        empty = int(np.maximum(1 - balance.slots, 0).sum())
+        if self._numbering == "equal":
+            empty = len(slots) * self._pool.ranks - int(balance.slots.sum())
+        size = int(balance.slot_sizes.sum()) + empty * self._pool.capacity
         return Step(
             [_micro_batch(slot, read) for slot in slots],
             (sample, sample + len(lengths)),

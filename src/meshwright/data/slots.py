@@ -10,14 +10,17 @@ A sample of s inputs has s + 1 tokens, as the last input's target is the token b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.data.packing import IGNORED, Packed
 from meshwright.policies.sample_balance import Balance, RankPool
 from meshwright.policies.sample_blocks import block_ranges
+from meshwright.policies.slot_order import slot_order
+from meshwright.spec.hybrid import Numbering
 
 TokenReader = Callable[[int, int, int], np.ndarray]
 """Tokens [start, stop) of a sample, int64, by the sample's number in the step, start and stop."""
@@ -51,6 +54,13 @@ class SamplePart:
         return sum(map(len, self.ranges))
 
 
+class CommonNumber(NamedTuple):
+    """Number of a slot in the common order of all ranks, and how many numbers there are."""
+
+    number: int
+    count: int
+
+
 @dataclass(frozen=True)
 class Slot:
     """What a micro-batch of `capacity` tokens holds: `parts` one behind the other, then padding. Empty without parts."""
@@ -59,6 +69,8 @@ class Slot:
     parts: tuple[SamplePart, ...] = ()
     offloaded_layers: int = 0
     """Blocks of the model, from the first, whose activations are offloaded to host memory."""
+    common: CommonNumber | None = None
+    """None if each rank counts its own slots."""
 
     @property
     def divided(self) -> SamplePart | None:
@@ -77,7 +89,7 @@ class Slot:
 
 
 def rank_slots(balance: Balance, rank: int) -> list[Slot]:
-    """The slots of a data rank, in the order in which it runs them."""
+    """The slots of a data rank, in the order of the balance."""
     first, last = np.searchsorted(balance.rank, [rank, rank + 1])
     lengths = np.bincount(balance.sample, balance.tokens).astype(np.int64)
     by_slot: list[list[SamplePart]] = [[] for _ in range(int(balance.slots[rank]))]
@@ -101,6 +113,21 @@ def _slot(parts: tuple[SamplePart, ...], pool: RankPool) -> Slot:
         "the balance fills no slot beyond its size"
     )
     return Slot(pool.offload.capacity, parts, pool.offload.layers)
+
+
+def slots_to_run(balance: Balance, rank: int, numbering: Numbering) -> list[Slot]:
+    """The micro-batches of a data rank in the order in which it runs them, at least one."""
+    slots = rank_slots(balance, rank) or [Slot(balance.pool.capacity)]
+    if numbering == "own":
+        return slots
+    order = slot_order(balance)
+    by_number = dict(zip(order.numbers[rank], slots, strict=True))
+    if numbering == "equal":
+        by_number |= {number: Slot(balance.pool.capacity) for number in range(order.count) if number not in by_number}
+    return [
+        replace(slot, common=CommonNumber(number, order.count))
+        for number, slot in sorted(by_number.items(), key=lambda pair: pair[0])
+    ]
 
 
 def slot_arrays(slot: Slot, read: TokenReader) -> Packed:

@@ -29,11 +29,15 @@ from meshwright.spec.model import ModelSpec
 
 
 class SharedInputs(NamedTuple):
-    """Inputs that all blocks of one micro-batch share: token positions, rotary tables, attention mask."""
+    """Inputs that all blocks of one micro-batch share: token positions, rotary tables, attention mask.
+
+    `counted` `(batch, seq)` tells which tokens routers of experts count; None: all.
+    """
 
     positions: Tensor
     rope: RotaryTables | None
     mask: AttentionMask | None
+    counted: Tensor | None = None
 
 
 class Losses(NamedTuple):
@@ -228,8 +232,10 @@ class Block(nn.Module):
             self.mlp = feed_forward(spec, spec.ffn_hidden, plain)
         self.add_branches = sum_of_branches
 
-    def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor | RoutedOutput:
-        """The block's output for x `(batch, seq, hidden)` and the shared rotary tables and attention mask."""
+    def forward(
+        self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: Tensor | None = None
+    ) -> Tensor | RoutedOutput:
+        """The block's output for x `(batch, seq, hidden)`; the others are those of `SharedInputs`."""
         normed = self.attention_norm(x)
         if self.parallel and not self.routed:
             return x + self.add_branches(self, normed, rope, mask)
@@ -238,7 +244,7 @@ class Block(nn.Module):
             normed = self.mlp_norm(x)
         if not self.routed:
             return x + self.mlp(normed)
-        routed = self.moe(normed)
+        routed = self.moe(normed, counted)
         # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
         return RoutedOutput(x + routed.x, routed.balance, routed.load, routed.squares)
 

@@ -33,8 +33,9 @@ from meshwright.spec.model import ModelSpec
 class RoutedOutput(NamedTuple):
     """An output `x` `(batch, seq, hidden)`, the losses and the load of its router.
 
-    `balance`: the sum of the sequences' balance losses; `load` `(experts,)`: tokens sent to each expert; `squares`: the sum of the tokens'
-    squared log-sum-exps of router logits, 0 without a router z-loss. Both sums are differentiable scalars.
+    `balance`: the sum of the sequences' balance losses, each times its tokens if only some tokens count; `load` `(experts,)`: tokens sent
+    to each expert; `squares`: the sum of the tokens' squared log-sum-exps of router logits, 0 without a router z-loss. Both sums are
+    differentiable scalars.
     """
 
     x: Tensor
@@ -69,10 +70,10 @@ class MixtureOfExperts(nn.Module):
         self.z_loss = False
         self.replayed: Tensor | None = None
 
-    def forward(self, x: Tensor) -> RoutedOutput:
-        """Route and process x `(batch, seq, hidden)`."""
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> RoutedOutput:
+        """Route and process x `(batch, seq, hidden)`; losses and load are those of the tokens `counted` `(batch, seq)`, or of all."""
         logits = self.router(x)
-        choice = self._choose(logits)
+        choice = self._choose(logits, counted)
         load = choice.loads.sum(0)
         order = order_by_expert(choice.chosen.flatten(0, 1), load)
         weights = sorted_weights(choice.weights.flatten(0, 1), order)
@@ -80,18 +81,25 @@ class MixtureOfExperts(nn.Module):
         y = sum_copies(rows, order).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
+        loads = choice.loads
+        if counted is not None:
+            loads = _loads(choice.chosen.masked_fill(~counted[..., None], -1), self.count)
+            load = loads.sum(0)
         squares = choice.weights.new_zeros(())
         if self.z_loss:
-            squares = logits.to(choice.weights.dtype).logsumexp(-1).square().sum()
-        balance = _balance(choice.probability_sums, self.whole_sequence_loads(choice.loads), self.per_token)
+            token_squares = logits.to(choice.weights.dtype).logsumexp(-1).square()
+            squares = (token_squares if counted is None else token_squares * counted).sum()
+        loads = self.whole_sequence_loads(loads)
+        balance = _balance(choice.probability_sums, loads, self.per_token, by_token=counted is not None)
         return RoutedOutput(y, balance, load, squares)
 
-    def _choose(self, logits: Tensor) -> Choice:
-        """The experts of each token, by a kernel where there is one."""
-        grouped = self.groups_per_token != self.groups
-        if self.plain or grouped or self.replayed is not None or not has_kernel(logits, self.count):
+    def _choose(self, logits: Tensor, counted: Tensor | None) -> Choice:
+        """The experts of each token, by a kernel where there is one; probabilities are summed over `counted` tokens, or all."""
+        particular = self.groups_per_token != self.groups or self.replayed is not None or counted is not None
+        if self.plain or particular or not has_kernel(logits, self.count):
             probabilities, weights, chosen = self._route(logits)
-            return Choice(weights, chosen, probabilities.sum(1), _loads(chosen, self.count))
+            sums = (probabilities if counted is None else probabilities * counted[..., None]).sum(1)
+            return Choice(weights, chosen, sums, _loads(chosen, self.count))
         return choose(logits, self.choice_bias, copies=self.per_token, normalised=self.normalised, scale=self.scale)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,13 +193,16 @@ def _loads(chosen: Tensor, experts: int) -> Tensor:
     return (chosen.flatten(1)[..., None] == expert_indices).sum(1)
 
 
-def _balance(probability_sums: Tensor, loads: Tensor, copies: int) -> Tensor:
+def _balance(probability_sums: Tensor, loads: Tensor, copies: int, *, by_token: bool) -> Tensor:
     """Balance loss: Σ over sequences of experts · Σₑ fₑ·pₑ, with the load share fₑ and the mean probability pₑ of expert e.
 
     A sequence's loss is 1 if all experts have equal load, and at most the number of experts (one expert has all tokens). `loads` are those
     of whole sequences; for a part of their tokens the result is the contribution of these tokens to the sum. The loss is that of Switch
     (Fedus et al. 2022, equations 4–6), computed per sequence as in DeepSeek-V2 (2024): it does not depend on the division of a batch.
+    `by_token` multiplies the loss of each sequence by its tokens.
     """
-    choices = loads.sum(1, keepdim=True)
-    share, mean = loads.to(probability_sums.dtype) / choices, probability_sums * copies / choices
+    choices = loads.sum(1, keepdim=True).clamp_min(1)  # 0 where no token counts
+    share, mean = loads.to(probability_sums.dtype) / choices, probability_sums
+    if not by_token:
+        mean = mean * copies / choices
     return loads.shape[1] * (share * mean).sum()

@@ -33,7 +33,8 @@ def balance_card(plan: Plan | None, steps: Sequence[Record]) -> str:
     recorded = next((record for record in reversed(steps) if record.get("sample_lengths")), None)
     if plan is None or plan.samples is None or recorded is None:
         return ""
-    pool = rank_pool(plan.samples, plan.ranks // plan.axis_size("tensor") // plan.axis_size("pipeline"))
+    stages = plan.axis_size("pipeline")
+    pool = rank_pool(plan.samples, plan.ranks // plan.axis_size("tensor") // stages, stages)
     lengths = np.array(recorded["sample_lengths"], np.int64)
     balance = balance_samples(lengths, pool)
     end = balance.slowest_seconds

@@ -166,7 +166,7 @@ def build_engine(
         pipeline_rank,
         dtype=DTYPES[plan.precision.compute],
         device=mesh.device,
-        tensor_ranks=division.tensor.count,
+        tensor=division.tensor,
         context=context,
         routing=_routing(model, plan, balance_loss, balance_bias, router_z_loss, mesh.device),
         predictions=PredictionLoss(spec, prediction_loss, mesh.device) if spec.prediction_depth else None,

@@ -77,13 +77,18 @@ class Executor:
     ) -> Tensor:
         """Run this rank's actions of a schedule and return its share of the loss (float64 scalar; 0 without the last stage).
 
-        The stages of `schedule` are already divided into units. `batches` are the step's micro-batches by number, with whole sequences.
+        The stages of `schedule` are already divided into units. `batches` are the step's micro-batches by number, with whole sequences;
+        those with a number in an order of all ranks may leave micro-batches of the schedule out.
         Losses are divided by `valid`, the number of valid tokens over all ranks, or summed if it is None. Collective: every rank of the
         job makes the same call.
         The first training step posts each message only when it is needed, because lazy kernel loading can deadlock otherwise.
         """
         if schedule.trains and not self._has_trained:
             schedule, self._has_trained = schedule.in_turns(), True
+        numbers = [batch.common.number for batch in batches if batch.common is not None]
+        if numbers and len(numbers) < schedule.micro_batches:
+            # After `in_turns`, so that all ranks of a stage have parts of one order.
+            schedule = schedule.only(numbers)
         step = _Step(self, schedule, batches, recorder, valid, callbacks or {})
         loss, self.z_loss = step.run(), step.z_loss
         return loss
@@ -151,7 +156,8 @@ class _Step:
             self.executor.scales.refresh()
         self.executor.streams.follow_compute()
         if self.rank_model.routing is not None:
-            self.rank_model.routing.begin_step(self.seq)
+            slots = bool(self.batches) and self.batches[0].slot is not None
+            self.rank_model.routing.begin_step(self.seq, self.valid if slots else None)
         if self.rank_model.predictions is not None:
             self.rank_model.predictions.begin_step()
         if self.recorder.detail and self.executor.channels is not None:

@@ -27,7 +27,12 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 def replay_loads(
     model: Decoder, routing: RoutingStatistics, loads: np.ndarray, plan: Plan, mesh: Mesh, seq: int
 ) -> ReplayedRouting:
-    """Give the routers of `model` choices with `loads` (`ReplayedRouting`) in training on sequences of `seq` tokens."""
+    """Give the routers of `model` choices with `loads` (`ReplayedRouting`) in training on sequences of `seq` tokens.
+
+    Raises BadInput for samples of any length, whose steps differ in tokens.
+    """
+    if plan.samples is not None:
+        raise BadInput("--replay-routing: expected data.packing other than none: steps of it differ in tokens")
     blocks = {int(number): block for number, block in model.layers.items()}
     mixtures = {layer: block.moe for layer, block in blocks.items() if isinstance(block, Block) and block.routed}
     routed = [layer for layer in range(model.spec.layers) if model.spec.routed(layer)]

@@ -36,7 +36,9 @@ class RoutingStatistics:
         z_loss: float = 0.0,
     ) -> None:
         layers = spec.layers + spec.prediction_depth
-        self._weight, self._z_loss, self._tokens = weight, z_loss, 1
+        self._weight, self._z_loss = weight, z_loss
+        self._sequences: int | torch.Tensor = global_batch
+        self._tokens: int | torch.Tensor = 1
         self._routed_layers = sum(spec.routed(layer) for layer in range(layers))
         self._global_batch, self._biases, self._bias_step = global_batch, biases, bias_step
         self.choose: Callable[[int, int | None], None] | None = None
@@ -47,9 +49,13 @@ class RoutingStatistics:
         Prediction modules follow the layers.
         """
 
-    def begin_step(self, seq: int) -> None:
-        """Set all sums to 0, for a step of sequences of `seq` tokens."""
-        self._tokens = self._global_batch * seq
+    def begin_step(self, seq: int, counted: torch.Tensor | None = None) -> None:
+        """Set all sums to 0, for a step of sequences of `seq` tokens, of which `counted` (default: all) count.
+
+        If some do not, balance losses come multiplied by the tokens of their sequences.
+        """
+        self._sequences = self._global_batch if counted is None else counted
+        self._tokens = self._global_batch * seq if counted is None else counted
         self.sums.zero_()
 
     def add(self, layer: int, routed: RoutedOutput) -> None:
@@ -61,8 +67,8 @@ class RoutingStatistics:
 
     def weighted_loss(self, routed: RoutedOutput) -> torch.Tensor | None:
         """What one block's forward adds to the step's loss through its router; None if no router loss has a weight."""
-        terms = [(routed.balance, self._weight / self._global_batch), (routed.squares, self._z_loss / self._tokens)]
-        weighted = [term * factor for term, factor in terms if factor]
+        terms = [(routed.balance, self._weight, self._sequences), (routed.squares, self._z_loss, self._tokens)]
+        weighted = [term * (weight / count) for term, weight, count in terms if weight]
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     @torch.no_grad()
@@ -91,4 +97,4 @@ class RoutingStatistics:
         load = self.sums[:, 2:]
         busiest = (load.amax(1) / load.mean(1).clamp_min(1)).amax()
         balance, squares = self.sums[:, :2].sum(0) / self._routed_layers
-        return torch.stack([balance / self._global_batch, busiest, squares / self._tokens])
+        return torch.stack([balance / self._sequences, busiest, squares / self._tokens])

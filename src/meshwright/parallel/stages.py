@@ -29,7 +29,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.predictions import PredictionLoss
 from meshwright.parallel.routing import RoutingStatistics
 from meshwright.parallel.sharded_unit import ShardedUnit
-from meshwright.spec.layout import Division, gradients_final_in_backward, local_shape
+from meshwright.spec.layout import WHOLE, Division, Part, gradients_final_in_backward, local_shape
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.workload.activations import saved_elements_by_layer
@@ -68,8 +68,8 @@ class RankModel:
     """The part of the model that one pipeline rank runs.
 
     `stages` maps the indices of the rank's virtual stages to their units. Activations between units are divided along the sequence over
-    `tensor_ranks`. `context` divides sequences over context ranks or samples over hybrid ranks, `routing` collects the routers' statistics
-    and `predictions` the loss of prediction modules; all three may be None.
+    tensor ranks, of which `tensor` is this rank's. `context` divides sequences over context ranks or samples over hybrid ranks, `routing`
+    collects the routers' statistics and `predictions` the loss of prediction modules; all three may be None.
     """
 
     model: Decoder
@@ -77,7 +77,7 @@ class RankModel:
     pipeline_rank: int
     dtype: torch.dtype
     device: torch.device
-    tensor_ranks: int = 1
+    tensor: Part = WHOLE
     context: SplitSequences | DividedSamples | None = None
     routing: RoutingStatistics | None = None
     predictions: PredictionLoss | None = None
@@ -96,13 +96,18 @@ class RankModel:
     def shared_inputs(self, batch: MicroBatch) -> SharedInputs:
         """The inputs that all blocks of a local micro-batch share: token positions, rotary tables, attention mask."""
         if self.context is None:
-            return self.model.shared_inputs(batch.tokens, batch.positions, batch.documents, self.dtype)
-        return self.context.shared_inputs(batch, self.dtype)
+            shared = self.model.shared_inputs(batch.tokens, batch.positions, batch.documents, self.dtype)
+        else:
+            shared = self.context.shared_inputs(batch, self.dtype)
+        if self.routing is None or batch.slot is None or batch.targets is None:
+            return shared
+        counted = (batch.targets >= 0).chunk(self.tensor.count, dim=1)[self.tensor.index]
+        return shared._replace(counted=counted)
 
     def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Shape of the activation or gradient that stages exchange for a local micro-batch: `(batch, seq, hidden)`."""
         sequences, seq = batch.tokens.shape
-        return sequences, seq // self.tensor_ranks, self.model.spec.hidden
+        return sequences, seq // self.tensor.count, self.model.spec.hidden
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """The logits `(batch, seq, vocab)` of whole sequences, from those of this rank's tokens. Collective over context ranks."""
@@ -233,7 +238,7 @@ def _embedding_forward(model: Decoder) -> UnitForward:
 
 def _block_forward(block: nn.Module) -> UnitForward:
     # Not `block(...)`, so that no module hooks run; `parallel.apply` wraps `forward` for recompute and compilation.
-    return lambda x, batch, shared: block.forward(x, shared.rope, shared.mask)
+    return lambda x, batch, shared: block.forward(x, shared.rope, shared.mask, shared.counted)
 
 
 def _head_forward(model: Decoder) -> UnitForward:

@@ -97,7 +97,8 @@ def offload_layouts(
     pins = pins_of(run)
     most = len(RECOMPUTE_MODES) if strategy is None else RECOMPUTE_MODES.index(strategy.recompute)
     modes = [mode for mode in RECOMPUTE_MODES[:most] if pins.recompute in (None, mode)]
-    for recompute in modes if pins.offload is None and pins.layers is None else ():
+    allowed = pins.offload is None and pins.layers is None and not run.model.experts
+    for recompute in modes if allowed else ():
         if recompute in PARTIAL_RECOMPUTES and not compiles(run):
             continue
         kept = LayerStrategy(reshard=False, gradients="whole", recompute=recompute)

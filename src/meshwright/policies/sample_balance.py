@@ -64,10 +64,10 @@ class RankPool:
         return np.where(lengths >= self.offload.shortest, self.capacity / self.offload.capacity, 1.0)
 
 
-def rank_pool(samples: SamplePlan, ranks: int) -> RankPool:
-    """The pool of `ranks` ranks with the slots and times of a plan."""
-    time = SampleTime(samples.alpha, samples.beta, samples.gamma, samples.ring)
-    return RankPool(ranks, samples.capacity, time, offload=samples.offload)
+def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1) -> RankPool:
+    """The pool of `ranks` ranks, or pipelines of `stages` equal stages, with the slots and times of a plan."""
+    times = (seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring))
+    return RankPool(ranks, samples.capacity, SampleTime(*times), stages, samples.offload)
 
 
 @dataclass(frozen=True)

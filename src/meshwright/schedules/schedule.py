@@ -6,11 +6,11 @@ between ranks and the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from meshwright.schedules.action import COMPUTE, Action
+from meshwright.schedules.action import COMPUTE, Action, overlap
 from meshwright.schedules.transfers import in_turns, with_transfers
 
 Placement = tuple[tuple[int, ...], ...]
@@ -62,8 +62,28 @@ class Schedule:
         """The same step, but each message is exchanged only when its receiver needs it: for a run's first step (`transfers`)."""
         return replace(self, actions=in_turns(self.rank_of, self.actions))
 
+    def only(self, micro_batches: Sequence[int]) -> Schedule:
+        """The same step without the other micro-batches; these are then counted from 0."""
+        numbers = {micro_batch: number for number, micro_batch in enumerate(micro_batches)}
+        actions = tuple(
+            tuple(kept for action in rank_actions if (kept := _renumbered(action, numbers)) is not None)
+            for rank_actions in self.actions
+        )
+        return replace(self, micro_batches=len(numbers), actions=actions)
+
     def __str__(self) -> str:
         return "\n".join(f"{rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))
+
+
+def _renumbered(action: Action, numbers: Mapping[int, int]) -> Action | None:
+    """The action with its micro-batch's number in `numbers`; None if it is of another micro-batch."""
+    if action.pair:
+        parts = [kept for part in action.pair if (kept := _renumbered(part, numbers)) is not None]
+        return overlap(*parts) if len(parts) == 2 else next(iter(parts), None)
+    if action.micro_batch < 0:
+        return action
+    number = numbers.get(action.micro_batch)
+    return None if number is None else action._replace(micro_batch=number)
 
 
 def looped(ranks: int, stages_per_rank: int = 1) -> Placement:

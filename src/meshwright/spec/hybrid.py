@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.spec.plan import CONTEXT_AXES, AxisName, Plan
 
-REFUSED_BESIDE: tuple[AxisName, ...] = ("shard", "replicate", *CONTEXT_AXES, "pipeline")
+REFUSED_BESIDE: tuple[AxisName, ...] = ("shard", "replicate", *CONTEXT_AXES)
 """Axes that cannot have several ranks beside the hybrid axis."""
 SCHEDULES = ("1f1b", "breadth_first")
-"""Schedules of hybrid ranks."""
+"""Schedules of hybrid ranks without pipelines."""
+PIPELINE_SCHEDULES = (*SCHEDULES, "gpipe", "interleaved", "zb_h1", "zbv")
+"""Schedules of hybrid ranks that are pipelines: those for any number of micro-batches."""
+Numbering = Literal["own", "common", "equal"]
+"""How data ranks count their slots of a step.
+
+own: each from 0. common: in one order of all ranks (`policies.slot_order`), in which ranks leave numbers out. equal: the same, with empty
+slots for the numbers left out.
+"""
 
 
 def hybrid_error(sizes: Mapping[str, int], model: Callable[[str], Any]) -> str | None:
@@ -24,11 +32,21 @@ def hybrid_error(sizes: Mapping[str, int], model: Callable[[str], Any]) -> str |
         return f"no {other} ranks beside it: hybrid ranks take the place of shard and context ranks"
     if model("sliding_window") is not None:
         return "model.sliding_window = none beside it: a divided sample attends to all its tokens"
-    if model("experts"):
-        return "a dense model: experts exchange tokens in every micro-batch, and hybrid ranks have different numbers of them"
     if model("prediction_depth"):
         return "model.prediction_depth = 0 beside it: further tokens of a divided sample are on other ranks"
     return None
+
+
+def schedules_of(pipeline: int) -> tuple[str, ...]:
+    """Schedules of hybrid ranks with this number of pipeline ranks each."""
+    return PIPELINE_SCHEDULES if pipeline > 1 else SCHEDULES
+
+
+def slot_numbering(plan: Plan) -> Numbering:
+    """How data ranks of a plan count their slots: expert ranks exchange tokens in each, so they have equally many."""
+    if plan.axis_size("hybrid") == 1 or (plan.experts is not None and plan.experts.expert > 1):
+        return "equal"
+    return "own" if plan.axis_size("pipeline") == 1 else "common"
 
 
 def capacity_error(capacity: int, ranks: int, tensor: int, longest: int, longer: int = 0) -> tuple[str, int] | None:

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from meshwright.data.loader import Batch, DataSource, Loader, MicroBatch, Windows
+from meshwright.data.loader import Batch, DataSource, Loader, MicroBatch, Windows, scheduled_micro_batches
 from meshwright.data.sample_steps import SampleSteps
 from meshwright.data.slots import TokenReader
 from meshwright.data.step_samples import lengths_of_step
@@ -19,7 +19,8 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import Engine
 from meshwright.parallel.mesh import Mesh
 from meshwright.policies.sample_balance import RankPool, rank_pool
-from meshwright.spec.plan import CONTEXT_AXES, SamplePlan
+from meshwright.spec.hybrid import Numbering, slot_numbering
+from meshwright.spec.plan import CONTEXT_AXES, Plan, SamplePlan
 
 Passes = Callable[["HeldOut", np.ndarray, torch.device], Iterator[list[MicroBatch]]]
 """Reads the samples with the given indices of a source: a rank's micro-batches of each pass."""
@@ -76,26 +77,28 @@ def evaluate(
     mesh: Mesh,
     micro_batch: int,
     device: torch.device,
-    samples: SamplePlan | None = None,
+    plan: Plan,
 ) -> Evaluation:
     """Mean loss on the held-out samples under the plan of the run; collective.
 
-    Samples of any length are placed as in training: `samples` has their slots and times.
+    Samples of any length are placed as in training: `plan.samples` has their slots and times.
     """
 
     def measure(batches: Sequence[MicroBatch]) -> torch.Tensor:
-        return engine.executor.play(engine.evaluation_schedule(len(batches)), batches, NullRecorder())
+        schedule = engine.evaluation_schedule(scheduled_micro_batches(batches))
+        return engine.executor.play(schedule, batches, NullRecorder())
 
     passes: Passes
-    if samples is None:
+    if held_out.pass_tokens is None:
         # As many micro-batches at a time as fill the pipeline.
         at_once = mesh.layout.size("pipeline")
         passes = partial(
             _window_passes, rank=mesh.data_rank, ranks=mesh.data_ranks, micro_batch=micro_batch, at_once=at_once
         )
     else:
-        pool, equal = rank_pool(samples, mesh.data_ranks), mesh.axis_size("hybrid") == 1
-        passes = partial(_document_passes, pool=pool, rank=mesh.data_rank, equal_slots=equal)
+        assert plan.samples is not None, "a plan for samples of any length has their slots"
+        pool = rank_pool(plan.samples, mesh.data_ranks, mesh.axis_size("pipeline"))
+        passes = partial(_document_passes, pool=pool, rank=mesh.data_rank, numbering=slot_numbering(plan))
     sums = _sums(held_out, measure, passes, device)
     if not engine.holds_loss:
         sums.zero_()
@@ -125,7 +128,7 @@ def evaluate_plain(
     passes: Passes = partial(_window_passes, rank=0, ranks=1, micro_batch=micro_batch, at_once=1)
     if held_out.pass_tokens is not None:
         pool = rank_pool(undivided_samples(held_out.source.seq_len), 1)
-        passes = partial(_document_passes, pool=pool, rank=0, equal_slots=True)
+        passes = partial(_document_passes, pool=pool, rank=0, numbering="own")
     return _evaluation(held_out, _sums(held_out, measure, passes, device))
 
 
@@ -189,13 +192,13 @@ def _window_passes(
 
 
 def _document_passes(
-    held_out: HeldOut, indices: np.ndarray, device: torch.device, *, pool: RankPool, rank: int, equal_slots: bool
+    held_out: HeldOut, indices: np.ndarray, device: torch.device, *, pool: RankPool, rank: int, numbering: Numbering
 ) -> Iterator[list[MicroBatch]]:
     """A rank's slots of each pass over samples of any length."""
     source, end = _SourceSamples(held_out.source, indices), len(indices)
     assert held_out.pass_tokens is not None, "samples of any length are read by tokens"
     tokens = max(held_out.pass_tokens, int(source.lengths(np.arange(end)).max()))
-    reader = SampleSteps(source, tokens=tokens, pool=pool, rank=rank, equal_slots=equal_slots)
+    reader = SampleSteps(source, tokens=tokens, pool=pool, rank=rank, numbering=numbering)
     with Loader(reader, skipped=((end, end + 1),), device=device) as loader:
         while loader.consumed < end:
             yield next(loader)

@@ -35,6 +35,7 @@ from meshwright.parallel.shared_ranks import ranks_of_stage
 from meshwright.parallel.world import World
 from meshwright.policies.sample_balance import rank_pool
 from meshwright.policies.skipped_samples import SampleRange
+from meshwright.spec.hybrid import slot_numbering
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.optimizers import LambSpec, MuonSpec
@@ -99,9 +100,13 @@ class Session:
         """What reads this rank's part of a step."""
         mesh, batch, samples = self.mesh, self.plan.batch, self.plan.samples
         if samples is not None:
-            tokens, pool = self.run.train.tokens_per_step, rank_pool(samples, mesh.data_ranks)
+            pool = rank_pool(samples, mesh.data_ranks, mesh.axis_size("pipeline"))
             return SampleSteps(
-                self.data, tokens=tokens, pool=pool, rank=mesh.data_rank, equal_slots=mesh.axis_size("hybrid") == 1
+                self.data,
+                tokens=self.run.train.tokens_per_step,
+                pool=pool,
+                rank=mesh.data_rank,
+                numbering=slot_numbering(self.plan),
             )
         return Windows(
             self.data,

@@ -93,14 +93,12 @@ def compute_answer(job: SpreadJob, world: World) -> Answer:
     if job.measurement:
         text = job.measurement
         source = open_data(text.data, seq_len=text.seq_len, seed=0, vocab_size=job.model.vocab_size, split="validation")
-        held_out, samples = HeldOut.of(source, text.samples), None
+        held_out = HeldOut.of(source, text.samples)
         if text.data.packing == "none":
-            samples = plan.samples or undivided_samples(text.seq_len)
+            plan = replace(plan, samples=plan.samples or undivided_samples(text.seq_len))
             pass_tokens = text.micro_batch * text.seq_len * mesh.data_ranks
             held_out = HeldOut.of_documents(source, pass_tokens, math.ceil(text.samples * text.seq_len / pass_tokens))
-        measured = evaluate(
-            engine, held_out, mesh=mesh, micro_batch=text.micro_batch, device=world.device, samples=samples
-        )
+        measured = evaluate(engine, held_out, mesh=mesh, micro_batch=text.micro_batch, device=world.device, plan=plan)
     return Answer(tokens=tokens, evaluation=measured)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.data.loader import MicroBatch
+from meshwright.data.loader import MicroBatch, scheduled_micro_batches
 from meshwright.events.span import Recorder
 from meshwright.optim.clip import clip_factor, gradient_norm
 from meshwright.optim.optimizer import Optimizer
@@ -82,7 +82,7 @@ def train_step(
         )
 
     callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}
-    schedule = engine.training_schedule(len(micro_batches))
+    schedule = engine.training_schedule(scheduled_micro_batches(micro_batches))
     loss = engine.executor.play(schedule, micro_batches, recorder, loss_divisor(valid), callbacks)
     routing, predictions = engine.executor.rank_model.routing, engine.executor.rank_model.predictions
     norms, further = _norm_slots(norm, mesh), [] if predictions is None else [predictions.loss[None]]
