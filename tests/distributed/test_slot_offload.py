@@ -1,4 +1,4 @@
-"""Selective offload by slot: bit for bit as without offload, equal to one device, and seen in the trace for long slots only."""
+"""Selective offload by slot: bit for bit as without offload, equal to one device, in the trace for long slots only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.slow import examples, quick_first
 
 SPEC = replace(LLAMA, max_seq_len=LONGEST, layers=6)
 CAPACITY, OFFLOAD = 16, SlotOffload(capacity=32, layers=5, shortest=24)
-"""Slots of twice the tokens, with five of six blocks offloaded: two of these stay on the device, so three of six are saved."""
+"""Slots of twice the tokens, with five of six blocks offloaded: two of these stay on the device, so three are saved."""
 CASES = [Case(2), Case(3, schedule="breadth_first", recompute="full"), Case(2, tensor=2), Case(1)]
 
 

@@ -32,7 +32,7 @@ LINEAR = SampleTime(0.0, 1.0)
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[np.ndarray, RankPool, np.ndarray | None]:
-    """Lengths with few or many long samples, a pool with or without pipelines and slots with offload, and memory shares or none."""
+    """Lengths with few or many long samples, a pool with or without pipelines and offload, and memory shares or none."""
     ranks, capacity = draw(st.integers(1, 40)), 2 * draw(st.integers(1, 64))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     spread = draw(st.sampled_from([0.1, 1.0, 2.0]))

@@ -1,4 +1,4 @@
-"""Slots for long samples, of whose activations a part is offloaded to host memory: their sizes, their layers, and which samples take them.
+"""Slots for long samples with offload of activations: their sizes, their layers, and which samples take them.
 
 The method is ByteScale's selective offload (Ge et al. 2025, arXiv 2502.21231): attention grows with the square of the length and
 activations with the length, so the copies of a long sample are hidden behind its work, and fewer ranks hold it.
@@ -30,7 +30,7 @@ SEVERAL = 2
 
 
 def offloaded_layers(capacity: int, longer: int, layers: int) -> int | None:
-    """Fewest of `layers` blocks to offload so that `longer` tokens need no more device memory than `capacity`; None if all are too few."""
+    """Fewest of `layers` blocks to offload so that `longer` tokens need the memory of `capacity`; None if all are too few."""
     needed = ceil(layers * (1 - capacity / longer) + DEVICE_LAYERS - 1e-9)
     return needed if needed <= layers else None
 
@@ -38,7 +38,9 @@ def offloaded_layers(capacity: int, longer: int, layers: int) -> int | None:
 def slot_offload(
     priced: Pricing | None, time: SampleTime, capacity: int, longer: int, ranks: int, layers: int
 ) -> tuple[SlotOffload, bool] | None:
-    """Slots of `longer` tokens with offload beside those of `capacity`, and whether all their copies are hidden; None if they do not fit.
+    """Slots of `longer` tokens with offload beside those of `capacity`, and whether all copies are hidden.
+
+    None if they do not fit.
 
     `time` is that of samples on a device, `layers` are the model's. A sample that `ranks` ranks do not hold without offload takes these
     slots even if its copies are not hidden, and so do all where the rates of the device are not known (`priced` is None).
@@ -89,7 +91,7 @@ def longer_slot_memory(run: RunSpec, plan: Plan, offload: SlotOffload) -> dict[s
 def offload_layouts(
     run: RunSpec, layout: SampleLayout, strategy: LayerStrategy | None, budget: int | None
 ) -> Iterator[tuple[SampleLayout, LayerStrategy, int]]:
-    """Hybrid layouts whose long samples have slots as long as those of `layout`, with offload and less recompute; and their memory.
+    """Hybrid layouts whose long samples have slots of the size of `layout`, with offload and less recompute; their memory.
 
     `strategy` has the least recompute with which `layout` fits without offload, None if it does not. The other slots have the most tokens
     of `FRACTIONS` that fit.

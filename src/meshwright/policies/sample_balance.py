@@ -181,7 +181,7 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, shares: np.ndarray | No
 
 
 def _held(tokens: np.ndarray, shares: np.ndarray, pool: RankPool) -> np.ndarray:
-    """Tokens whose memory without offload parts of `tokens` tokens need, which have no offload where they fit without; `(P,)` each."""
+    """Tokens whose memory without offload parts of `tokens` tokens need, `(P,)` each; parts that fit have none."""
     return np.where(tokens > pool.capacity, np.ceil(tokens * shares - ROUNDING).astype(np.int64), tokens)
 
 

@@ -156,7 +156,7 @@ def longest_first_parts(
 
 
 def _packed_slots(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """The slot of each sample `(S,)` of at most `capacity` tokens, and how many slots there are: as few as best-fit finds at first."""
+    """The slot of each sample `(S,)` of at most `capacity` tokens, packed best-fit, and the number of slots."""
     slot_of, count = np.full(len(lengths), -1), 0
     while (left := np.flatnonzero(slot_of < 0)).size:
         more = -(-int(lengths[left].sum()) // capacity)

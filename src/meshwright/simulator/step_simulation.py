@@ -117,7 +117,7 @@ def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tu
 
 
 def _slots_on_host(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> float:
-    """Bytes of host memory for slots with offload, of `train.seq_len` tokens without; in layered order all slots are in flight."""
+    """Bytes of host memory for slots with offload, of `train.seq_len` tokens without; in layered order, of all slots."""
     samples = plan.samples
     if samples is None or samples.offload is None:
         return 0.0
