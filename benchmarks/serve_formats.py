@@ -1,10 +1,11 @@
-"""Decode time and accuracy of the engine's formats: the model's dtype, fp8 weights, fp8 weights and cache, invariant results.
+"""Time, memory and accuracy of the engine's formats beside the model's dtype, and of decodes that do not attend to latents.
 
-    python benchmarks/serve_formats.py [--tiny] [--formats NAME…] [--out FILE]
+    python benchmarks/serve_formats.py [--model llama3-8b|deepseek-v2-lite] [--tiny] [--formats NAME…] [--out FILE]
 
-Times and differences of logits are those of Llama-3-8B with random weights (on one 80 GB GPU, about 3 minutes), losses those of a small
-model that is trained here on Python's standard library and then reads files that it has not seen. `--tiny` runs all of it with tiny models
-on a CPU. Prints one JSON object per format.
+Times are those of the model with random weights (on one 80 GB GPU, about a minute a format); so are differences of logits, which are those
+of prompts. Losses are those of a small dense model that is trained here on Python's standard library and then reads files that it has not
+seen. "expanded" computes decodes of latent attention with keys and values of each head, without CUDA graphs, so "no graphs" is beside it.
+`--tiny` runs all of it with tiny models on a CPU. Prints one JSON object per format.
 """
 
 from __future__ import annotations
@@ -22,24 +23,47 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from serve_offline import decode, finish, random_model
+from serve_offline import decode, finish
 from torch import Tensor
 
 from meshwright.checkpoint.single_device import device_and_dtype
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.serve.engine import Engine
+from meshwright.serve.engine_profile import random_model
 from meshwright.serve.sampling import GREEDY
 from meshwright.spec.engine import EngineOptions
+from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 
 FORMATS: dict[str, dict[str, Any]] = {
     "none": {},
     "fp8 weights": {"weights": "fp8"},
+    "int8 weights": {"weights": "int8"},
     "fp8 weights and cache": {"weights": "fp8", "kv_cache": "fp8"},
     "invariant": {"invariant": True},
     "invariant, fp8 weights and cache": {"weights": "fp8", "kv_cache": "fp8", "invariant": True},
+    "no graphs": {"graphs": False},
+    "expanded": {"absorb": False},
 }
+TINY: dict[str, dict[str, Any]] = {
+    "llama3-8b": MODEL_PRESETS["llama-nano"] | {"vocab_size": 4096},
+    "deepseek-v2-lite": MODEL_PRESETS["deepseek-v2-lite"]
+    | {
+        "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 24, "ffn_hidden": 96, "vocab_size": 1024, "max_seq_len": 512,
+        "kv_rank": 32, "rope_head_dim": 8, "value_head_dim": 16, "experts": 8, "expert_hidden": 48, "shared_expert_hidden": 96,
+        "yarn": None,
+    },
+}  # fmt: skip
+"""Models in the place of the large ones with `--tiny`."""
+USUAL: dict[str, tuple[str, ...]] = {
+    "llama3-8b": ("fp8 weights", "int8 weights", "fp8 weights and cache", "invariant"),
+    "deepseek-v2-lite": ("fp8 weights", "int8 weights", "no graphs", "expanded"),
+}
+"""Rows of each model without `--formats`."""
+PROMPTS_UNCHANGED = ("no graphs", "expanded")
+"""Rows that change decodes only."""
 BYTES = 256
 """Vocabulary of the trained model."""
 HELD_OUT = 5
@@ -49,8 +73,9 @@ HELD_OUT = 5
 class Sizes:
     """What is measured, on a GPU or with `--tiny`."""
 
-    def __init__(self, tiny: bool) -> None:
-        self.model = "llama-nano" if tiny else "llama3-8b"
+    def __init__(self, model: str, tiny: bool) -> None:
+        dimensions = TINY[model] if tiny else MODEL_PRESETS[model]
+        self.name, self.model = model, from_plain(ModelSpec, dimensions)
         self.batches = (1, 4) if tiny else (1, 8, 32, 128)
         self.prompt, self.new_tokens, self.context = (20, 16, 256) if tiny else (960, 192, 1280)
         self.prefill, self.prompts = (64, 2) if tiny else (1024, 32)
@@ -74,29 +99,34 @@ class Sizes:
 
 def main() -> None:
     options = _arguments()
-    sizes = Sizes(options.tiny)
+    sizes = Sizes(options.model, options.tiny)
     trained, texts = trained_model(sizes)
     random = [[(7 * index * index + row) % 1000 for index in range(sizes.text)] for row in range(sizes.texts)]
     base_logits, base_loss, base_times = None, math.nan, {}
     lines = []
-    for name in dict.fromkeys(("none", *options.formats)):
+    device = device_and_dtype()
+    for name in dict.fromkeys(("none", *(options.formats or USUAL[options.model]))):
         started = time.perf_counter()
-        model = random_model(sizes.model)
+        model = random_model(sizes.model, *device)
         times = measure_times(model, sizes, FORMATS[name])
         logits = torch.cat([text_logits(times["engine"], text) for text in random])
         del model, times["engine"]
         gc.collect()
         torch.cuda.empty_cache()
         base_logits = logits if base_logits is None else base_logits
-        loss = held_out_loss(trained, texts, FORMATS[name])
+        loss = base_loss if name in PROMPTS_UNCHANGED else held_out_loss(trained, texts, FORMATS[name])
         base_loss, base_times = (loss, times) if name == "none" else (base_loss, base_times)
         line = {
             "benchmark": "serve_formats",
             "format": name,
-            "model": sizes.model,
+            "model": sizes.name,
+            "tiny": options.tiny,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "torch": torch.__version__,
             **times,
+            "new_tokens_per_second": {
+                batch: 1000 * batch / milliseconds for batch, milliseconds in times["decode_milliseconds"].items()
+            },
             "decode_over_none": {
                 batch: value / base_times["decode_milliseconds"][batch]
                 for batch, value in times["decode_milliseconds"].items()
@@ -213,8 +243,9 @@ def _divided(files: list[Path]) -> tuple[list[Path], list[Path]]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=list(TINY), default="llama3-8b")
     parser.add_argument("--tiny", action="store_true", help="tiny models, for a CPU")
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS)[:4])
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), help="rows beside the model's dtype")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

@@ -4,7 +4,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/serve_offline.py --model llama3-8b --repeats 0 --decode 1 32 128
 
-The second form divides the model over tensor ranks. The requests are those of nano-vllm's script: seed 0, prompts and outputs of 100 to
+The second form divides the model over tensor ranks, or with `--share-experts` its experts over ranks with requests of their own, whose
+sizes are those of each. The requests are those of nano-vllm's script: seed 0, prompts and outputs of 100 to
 1024 tokens, temperature 0.6. Prints one JSON object per measurement.
 """
 
@@ -29,10 +30,12 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.world import World, join
 from meshwright.serve import engine_profile
 from meshwright.serve.engine import Engine
+from meshwright.serve.expert_group import ExpertEngine
+from meshwright.serve.rank_group import RankModel
 from meshwright.serve.sampling import GREEDY, SamplingOptions
-from meshwright.serve.tensor_group import RankModel, TensorEngine
+from meshwright.serve.tensor_group import TensorEngine
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.engine import EngineOptions
+from meshwright.spec.engine import EngineOptions, ExpertRanks
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
@@ -48,7 +51,7 @@ def main() -> None:
     options = _arguments()
     started = time.perf_counter()
     world = join_launched() if started_by_launcher() else None
-    model = random_model(options.model) if world is None else random_part(options.model, world)
+    model = random_model(options.model) if world is None else random_part(options, world)
     loaded = time.perf_counter()
     sizes = EngineOptions(
         sequences=options.sequences,
@@ -63,7 +66,10 @@ def main() -> None:
     if world is None or isinstance(model, Decoder):
         measure(Engine(model, options=sizes), options, started, loaded)
         return
-    engine = TensorEngine(model, world, options=sizes)
+    if options.share_experts:
+        engine = ExpertEngine(model, world, options=sizes, micro_batches=options.micro_batches)
+    else:
+        engine = TensorEngine(model, world, options=sizes)
     if world.leads:
         measure(engine, options, started, loaded, ranks=world.ranks)
         engine.close()
@@ -87,6 +93,9 @@ def measure(engine: Engine, options: argparse.Namespace, started: float, loaded:
         "model": options.model,
         "device": device,
         "ranks": ranks,
+        "shared_experts": options.share_experts,
+        "dispatch": options.dispatch,
+        "micro_batches": options.micro_batches,
         "weights": options.weights,
         "kv_cache": options.kv_cache,
         "torch": torch.__version__,
@@ -161,19 +170,24 @@ def finish(engine: Engine, requests: Sequence[tuple[list[int], int]], sampling: 
     return steps, time.perf_counter() - start
 
 
-def random_model(preset: str, context: int = 0) -> Decoder:
-    """A preset's model, or a "tiny" one, with normal weights, made on the device; with a context of `context` tokens if that is longer."""
+def random_model(preset: str, context: int = 0, *, predictions: int = 0) -> Decoder:
+    """A preset's model, or a "tiny" one, with normal weights, made on the device.
+
+    It has a context of at least `context` tokens, and so many `predictions` modules.
+    """
     values = TINY if preset == "tiny" else MODEL_PRESETS[preset]
     spec = from_plain(ModelSpec, {**values, "vocab_size": values["vocab_size"] or 4096})
-    spec = replace(spec, max_seq_len=max(spec.max_seq_len, context))
+    spec = replace(spec, max_seq_len=max(spec.max_seq_len, context), prediction_depth=predictions)
     return engine_profile.random_model(spec, *device_and_dtype())
 
 
-def random_part(preset: str, world: World) -> RankModel:
+def random_part(options: argparse.Namespace, world: World) -> RankModel:
     """A rank's part of `random_model`, with other values."""
-    values = MODEL_PRESETS[preset]
+    values = MODEL_PRESETS[options.model]
     spec = from_plain(ModelSpec, {**values, "vocab_size": values["vocab_size"] or 4096})
-    part = RankModel.empty(spec, world, device_and_dtype()[1])
+    dtype = device_and_dtype()[1]
+    count = world.ranks if options.share_experts else 1
+    part = RankModel.empty(spec, world, dtype, ExpertRanks(count=count, dispatch=options.dispatch))
     engine_profile.fill_at_random(part.model)
     return part
 
@@ -194,8 +208,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--block", type=int, default=16, help="tokens in a block of the cache")
     parser.add_argument("--context", type=int, default=2304)
-    parser.add_argument("--weights", choices=["fp8"], help="format of the linear layers' weights")
+    parser.add_argument("--weights", choices=["fp8", "int8"], help="format of the linear layers' weights")
     parser.add_argument("--kv-cache", choices=["fp8"], help="format of cached keys and values")
+    parser.add_argument(
+        "--share-experts", action="store_true", help="ranks with requests of their own share the experts"
+    )
+    parser.add_argument("--dispatch", choices=["int8"], help="format of tokens on their way to shared experts")
+    parser.add_argument("--micro-batches", type=int, default=1, help="parts of a step's decodes with shared experts")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""The prediction of CloudMatrix384: operators by hand, published rates within 15%, gains in order, and the file of results."""
+"""The prediction of CloudMatrix384: operators by hand, published rates within 15%, gains in order, and the kept file."""
 
 from __future__ import annotations
 

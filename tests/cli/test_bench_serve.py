@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("uvicorn")
 
+from meshwright.cli import bench_serve
 from meshwright.cli.bench_serve import read_rates
+from meshwright.server import deployment_servers
+from meshwright.server.deployment_servers import RunningDeployment, RunningInstance
+from meshwright.server.load_client import LoadTest, MeasuredRequest
+from meshwright.spec.deployment import TimedRequest
 from meshwright.spec.errors import BadInput
 from tests.cli.command import meshwright
 from tests.server.helpers import write_folder
-from tests.slow import quick_first
 
 QUESTION = """\
 model: {{init: hf:{folder}}}
@@ -31,7 +40,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("bench") / "tiny")
 
 
-@pytest.mark.parametrize("instances", quick_first(1, [COLOCATED, PAIR]))
+class Instant(LoadTest):
+    """A load test whose requests take 10 ms to the first token and 1 ms for each other one, of two busy servers."""
+
+    async def run(self, requests: Sequence[TimedRequest], watched: Sequence[str] = (), every: float = 0.25) -> None:
+        assert self.urls == ["http://router"] and watched == ["http://0", "http://1"]
+        for each in requests:
+            first = each.arrival_seconds + 0.01
+            self.measured.append(MeasuredRequest(each, 0, 0.0, first, first + 1e-3 * (each.output_tokens - 1)))
+        self.occupancy += [(time, server, {"running": 1.0, "cache": 0.5}) for time in (0.0, 0.05) for server in (0, 1)]
+
+
+def test_the_report_has_predicted_beside_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def servers(folder: Path, deployment: Any, *, gpu: bool) -> Iterator[RunningDeployment]:
+        yield RunningDeployment(
+            "http://router", [RunningInstance("prefill", 0, "http://0"), RunningInstance("decode", 0, "http://1")]
+        )
+
+    monkeypatch.setattr(deployment_servers, "deployment_servers", servers)
+    monkeypatch.setattr("meshwright.server.load_client.LoadTest", Instant)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    (tmp_path / "serve.yaml").write_text(QUESTION.format(folder=folder))
+    (tmp_path / "d.yaml").write_text(f"instances: {PAIR}\n")
+    report = tmp_path / "report.html"
+    bench_serve.bench_serve(
+        [str(tmp_path / "serve.yaml")], tmp_path / "d.yaml", None, "100,200", seconds=0.1, out=report, as_json=True
+    )
+    rates = json.loads(capsys.readouterr().out)["rates"]
+    assert [(result["rate"], result["requests"], result["failed"]) for result in rates] == [(100, 20, 0), (200, 20, 0)]
+    for result in rates:
+        assert result["measured"]["ttft_p90"] == pytest.approx(0.01)
+        assert result["measured"]["tpot_p50"] == pytest.approx(1e-3)
+        assert result["predicted"]["attainment"] == 1.0
+    HTMLParser().feed(text := report.read_text())
+    for part in ("Predicted beside measured", "Attainment", "prefill 0", "decode 0"):
+        assert part in text
+    for gauge in ("Requests in the batch", "Cache that requests hold"):
+        assert f"{gauge}, by role" in text and f"{gauge}, by instance" in text
+    assert all(f"{role}, {kind}" in text for role in ("prefill", "decode") for kind in ("measured", "predicted"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instances", [COLOCATED, PAIR])
 def test_a_deployment_serves_its_workload_and_the_report_shows_it(folder: Path, tmp_path: Path, instances: str) -> None:
     (tmp_path / "serve.yaml").write_text(QUESTION.format(folder=folder))
     (tmp_path / "d.yaml").write_text(f"instances: {instances}\n")

@@ -373,7 +373,7 @@ def test_generate_with_drafts_gives_the_same_texts(finished: Path) -> None:
 
 def test_generate_in_other_formats(finished: Path) -> None:
     arguments = ["-p", "the quick", "-p", "seven", "--tokens", 5, "--seed", 1, "--json"]
-    formats = ["--weights", "fp8", "--kv-cache", "fp8", "--invariant"]
+    formats = ["--weights", "int8", "--kv-cache", "fp8", "--invariant"]
     answer = meshwright("generate", finished, *arguments, *formats)
     alone = meshwright("generate", finished, *arguments[2:], *formats)
     assert len(answer.json["samples"]) == 2 and answer.json["samples"][1:] == alone.json["samples"]

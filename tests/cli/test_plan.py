@@ -531,7 +531,8 @@ def test_the_largest_model_in_text_and_json() -> None:
     answer = meshwright("plan", "--largest", *words, *pins, "--json").json
     assert set(answer) == {"family", "device_bytes_usable", "host_bytes_usable", "largest"}
     (entry,) = answer["largest"]
-    assert set(entry) == {"offload", "moments", "parameters", "model", "plan", "host_bytes"}
+    assert set(entry) == {"offload", "moments", "parameters", "model", "plan", "host_bytes", "bytes"}
+    assert entry["bytes"]["host"] == {"optimizer": entry["host_bytes"]} and entry["bytes"]["device"]["weights"] > 1e9
     assert (entry["offload"], entry["moments"], entry["plan"]["precision"]["moments"]) == ("optimizer", "bf16", "bf16")
     text = meshwright("plan", "--largest", *words, *pins).out
     assert f"bf16 moments, which round: {entry['parameters'] / 1e9:.1f} B parameters" in text

@@ -54,6 +54,8 @@ def test_a_tight_limit_of_tokens_separates_prefill_and_decode(question: Path) ->
     assert [i.role for i in deployment.instances] == ["prefill", "decode"] and deployment.why
     assert deployment.predicted is not None and deployment.predicted.goodput_per_gpu == answer["goodput_per_gpu"]
     HTMLParser().feed(text := page.read_text())
+    assert "Goodput by division of the devices" in text and "if both limits are scaled" in text
+    assert all(other["runnable"] for other in answer["alternatives"])
     assert "Attainment" in text and "Why this deployment" in text and "://" not in text
 
 

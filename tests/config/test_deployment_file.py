@@ -58,6 +58,8 @@ def test_a_question_has_its_defaults_and_takes_overrides(tmp_path: Path) -> None
     assert (spec.serve.limits.ttft_seconds, spec.serve.limits.tpot_seconds) == (0.2, 0.02)
     assert spec.serve.limits.attainment == 0.9
     assert spec.serve.quantisation == Quantisation(weights="fp8", kv_cache="fp8")
+    spec = load_deployment_spec(file, ["serve.quantisation=int8"])
+    assert spec.serve.quantisation == Quantisation(weights="int8")
     assert asks_for_deployment(file, ()) and asks_for_deployment(None, ["serve.limits.attainment=1"])
     assert not asks_for_deployment(None, ["model=llama3-8b"])
 
@@ -90,7 +92,7 @@ def test_equal_requests_arrive_at_their_rate_and_share_whole_blocks() -> None:
         ("0.01}", "0.01, attainment: 1.5}", 5, "serve.limits.attainment", "≤ 1", None),
         ("rate: 3, ", "", 4, "serve.workload", "a trace, or all of rate, input_tokens, output_tokens", None),
         ("rate: 3", "trace: none", 4, "serve.workload", "a trace, or all of", None),
-        ("serve:", "serve:\n  quantisation: fp9", 4, "serve.quantisation", "fp8 or a section", None),
+        ("serve:", "serve:\n  quantisation: fp9", 4, "serve.quantisation", "fp8, int8 or a section", None),
         ("model: llama3-8b", "model: llama3-9b", 1, "model.preset", "a preset", "llama3-8b"),
         ("H200,", "MI300,", 2, "cluster.gpu", "MI300X", "MI300X"),
         ("serve:", "train: {steps: 3}\nserve:", 3, "train", "a top-level key", None),
@@ -203,8 +205,9 @@ def test_a_server_takes_the_settings_of_its_role() -> None:
         server_settings(DEPLOYMENT, "both", "d.yaml")
     colocated = Deployment(instances=(InstanceSpec(count=4, tensor=2),))
     assert server_settings(colocated, None, "d.yaml") == {"role": "both", "tensor": 2, "step_tokens": 2048}
-    with pytest.raises(BadInput, match="expert: expected 1, got 8"):
-        server_settings(Deployment(instances=(InstanceSpec(expert=8),)), None, "d.yaml")
+    assert server_settings(Deployment(instances=(InstanceSpec(expert=8),)), None, "d.yaml")["expert"] == 8
+    with pytest.raises(BadInput, match="expert: expected 1 beside tensor 2 and role both, got 8"):
+        server_settings(Deployment(instances=(InstanceSpec(tensor=2, expert=8),)), None, "d.yaml")
     with pytest.raises(BadInput, match="tensor: expected 1 for role prefill, got 2"):
         server_settings(Deployment(instances=(InstanceSpec(role="prefill", tensor=2),)), None, "d.yaml")
     several = Deployment(instances=(InstanceSpec(tensor=2), InstanceSpec(tensor=4)))

@@ -10,7 +10,7 @@ from tests.config.test_key_rules import MIXTURE, mistakes
 
 from meshwright.config.load import load_plan, load_run, plan_yaml
 from meshwright.spec.errors import BadConfig
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, SamplePlan, SlotOffload
+from meshwright.spec.plan import REFUSED_SCHEDULES, BatchPlan, LayerStrategy, MeshAxis, Plan, SamplePlan, SlotOffload
 
 RUN = """\
 model: {preset: llama-nano}
@@ -30,9 +30,11 @@ DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or 
         (["plan.hybrid=2"], "plan.hybrid", "all of the cluster's 4 ranks", "4"),
         (["plan.hybrid=4", "plan.tensor=2"], "plan.hybrid", "all of the cluster's 4 ranks ÷ plan.tensor 2", "2"),
         ([HYBRID, "plan.pipeline=2"], "plan.hybrid", "all of the cluster's 4 ranks ÷ plan.pipeline 2", "2"),
+        ([*PIPELINES, "plan.schedule=dualpipe_v"], "plan.schedule", REFUSED_SCHEDULES["dualpipe_v"], "zbv"),
         ([HYBRID, *EXPERTS, "plan.expert=8"], "plan.expert", "a divisor of plan.hybrid = 4", "4"),
         ([HYBRID, *MIXTURE, "model.family=mixtral"], "train.balance_loss",
          "0, as data.packing is none: no rank has the loads of whole samples (train.balance_bias needs none)", "0"),
+        ([HYBRID, "model.prediction_depth=1"], "data.packing", "stream, as model.prediction_depth is not 0", "stream"),
         ([HYBRID, "plan.capacity=200"], "plan.capacity", "at least the longest sample, train.seq_len = 1024 ÷ 4 hybrid ranks", "256"),
         ([HYBRID, "plan.capacity=257"], "plan.capacity", "an even number of tokens", "258"),
         (["plan.capacity=512"], "plan.capacity", "no such key without plan.hybrid, whose slots it sizes", "none"),

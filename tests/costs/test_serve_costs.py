@@ -59,6 +59,18 @@ def test_fp8_halves_the_linear_layers_of_blocks_only() -> None:
     assert (rounded.head_bytes, rounded.cache_bytes) == (work.head_bytes, work.cache_bytes / 2)
 
 
+def test_int8_halves_routed_experts_too_and_takes_int8_products() -> None:
+    work, rounded = device_work(MIXTRAL), device_work(MIXTRAL, weights="int8")
+    experts = work.expert_slots * work.expert_bytes
+    assert (rounded.expert_bytes, rounded.expert_flops) == (work.expert_bytes / 2, work.expert_flops)
+    assert rounded.stored_bytes == device_work(MIXTRAL, weights="fp8").stored_bytes - experts / 2
+    a100 = ClusterSpec(gpu="A100", gpus_per_node=8)
+    plain, faster = (ServeCosts(LLAMA_8B, a100, Quantisation(weights=each)).constants for each in (None, "int8"))
+    assert faster.flops_per_s / plain.flops_per_s == pytest.approx(624 / 312 * 0.55 / 0.63)
+    with pytest.raises(BadInput, match="B300 has no int8 products"):
+        ServeCosts(LLAMA_8B, ClusterSpec(gpu="B300", gpus_per_node=8), Quantisation(weights="int8"))
+
+
 def test_a_step_reads_the_experts_that_a_token_is_sent_to() -> None:
     work = device_work(MIXTRAL)
     one = 2 * MIXTRAL.expert_hidden * 3 * MIXTRAL.hidden

@@ -11,11 +11,13 @@ import torch
 from meshwright.checkpoint.stored_model import StoredModel
 from meshwright.parallel.world import World
 from meshwright.serve.engine import Engine
-from meshwright.serve.formats import Fp8Linear
+from meshwright.serve.expert_group import ExpertEngine
+from meshwright.serve.quantized_layers import QuantizedWeight
+from meshwright.serve.rank_group import RankEngine, RankModel
 from meshwright.serve.sampling import SamplingOptions
-from meshwright.serve.tensor_group import RankModel, TensorEngine
-from meshwright.spec.engine import EngineOptions
-from meshwright.spec.inference_layout import rank_pieces
+from meshwright.serve.tensor_group import TensorEngine
+from meshwright.spec.engine import Dispatch, EngineOptions, ExpertRanks
+from meshwright.spec.inference_layout import piece_dimension, rank_pieces
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec, parameters
 from tests.serve.helpers import PROMPTS, TOKENS, newer, record_logits, save_run, texts, tiny
@@ -60,9 +62,9 @@ def first_logits(engine: Engine) -> list[list[float]]:
     return [seen[number][0].tolist() for number in sorted(seen)]
 
 
-def compare_fp8_weights(world: World, spec: ModelSpec, folder: str) -> int:
-    """The number of rounded layers whose values and scales on this rank are the part of one device's, before and after a swap."""
-    options = options_of(weights="fp8")
+def compare_rounded_weights(world: World, spec: ModelSpec, folder: str, weights: str) -> int:
+    """The number of rounded weights that are this rank's part of one device's, scales too, before and after a swap."""
+    options = options_of(weights=weights)
     engine = tensor_engine(world, spec, options)
     equal = _equal_parts(engine, Engine(tiny(spec), options=options), world)
     engine._load(Path(folder))
@@ -73,19 +75,27 @@ def compare_fp8_weights(world: World, spec: ModelSpec, folder: str) -> int:
 def _equal_parts(divided: Engine, alone: Engine, world: World) -> int:
     part, equal = Part(world.rank, world.ranks), 0
     for parameter in parameters(alone.spec):
-        name, _, leaf = parameter.name.rpartition(".")
-        ours, whole = (engine._model.get_submodule(name) for engine in (divided, alone))
-        if not isinstance(whole, Fp8Linear) or leaf != "weight":
+        ours, whole = (_rounded_weight(engine, parameter.name) for engine in (divided, alone))
+        if ours is None or whole is None:
             continue
         slices = [
             tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))
             for piece in rank_pieces(alone.spec, parameter, part)
         ]
-        values = torch.cat([whole.values.view(torch.uint8)[piece] for piece in slices])
-        assert torch.equal(ours.values.view(torch.uint8), values), name
-        assert torch.equal(ours.scale, torch.cat([whole.scale[piece[0]] for piece in slices])), name
+        dimension = piece_dimension(parameter)
+        values = torch.cat([whole.values.view(torch.uint8)[piece] for piece in slices], dim=dimension)
+        assert torch.equal(ours.values.view(torch.uint8), values), parameter.name
+        scale = torch.cat([whole.scale[piece[:-1]] for piece in slices], dim=dimension)
+        assert torch.equal(ours.scale, scale), parameter.name
         equal += 1
     return equal
+
+
+def _rounded_weight(engine: Engine, name: str) -> QuantizedWeight | None:
+    owner, _, leaf = name.rpartition(".")
+    module = engine._model.get_submodule(owner)
+    found = module if leaf == "weight" else getattr(module, leaf, None)
+    return found if isinstance(found, QuantizedWeight) else None
 
 
 def options_of(**options: Any) -> EngineOptions:
@@ -120,8 +130,16 @@ def play_alone(spec: ModelSpec, options: EngineOptions, play: Play, *arguments: 
 
 
 def fail_on(world: World, spec: ModelSpec, failing: int) -> None:
-    """The fourth step raises on one rank; afterwards every call raises too."""
-    engine = tensor_engine(world, spec, options_of())
+    """The fourth step of tensor ranks raises on one of them."""
+    _fail_at_fourth_step(tensor_engine(world, spec, options_of()), world, failing)
+
+
+def fail_on_expert_ranks(world: World, spec: ModelSpec, failing: int) -> None:
+    """The fourth step of expert ranks raises on one of them."""
+    _fail_at_fourth_step(expert_engine(world, spec, options_of()), world, failing)
+
+
+def _fail_at_fourth_step(engine: RankEngine, world: World, failing: int) -> None:
     compute, calls = engine._runner.logits, []
 
     def raises_at_the_fourth(packed: Any) -> torch.Tensor:
@@ -157,3 +175,56 @@ def draw_differently(world: World, spec: ModelSpec) -> None:
 def save_newer(folder: Path, spec: ModelSpec) -> str:
     """A run folder with weights `newer(spec)`."""
     return str(save_run(folder, newer(spec)))
+
+
+def expert_engine(
+    world: World, spec: ModelSpec, options: EngineOptions, dispatch: Dispatch | None = None, micro_batches: int = 1
+) -> ExpertEngine:
+    """This expert rank's engine of the model `tiny(spec)`."""
+    weights = dict(tiny(spec).named_parameters())
+    part = RankModel.empty(spec, world, torch.float32, ExpertRanks(count=world.ranks, dispatch=dispatch))
+    part.copy_from(StoredModel(spec, lambda parameter, start, stop: weights[parameter.name][start:stop], lambda: None))
+    return ExpertEngine(part, world, options=options, micro_batches=micro_batches)
+
+
+def play_on_expert_ranks(
+    world: World,
+    spec: ModelSpec,
+    options: EngineOptions,
+    dispatch: Dispatch | None,
+    micro_batches: int,
+    play: Play,
+    *arguments: Any,
+) -> tuple[Any, int]:
+    """The result of `play(engine, *arguments)` on rank 0, and this rank's requests. All blocks are free at the end."""
+    engine = expert_engine(world, spec, options, dispatch, micro_batches)
+    add, requests, result = engine._policy.add, [], None
+
+    def counted(*given: Any) -> None:
+        requests.append(given)
+        add(*given)
+
+    engine._policy.add = counted
+    if world.leads:
+        result = play(engine, *arguments)
+        engine.close()
+    else:
+        engine.follow()
+    assert all(pool.free == pool.blocks for pool in engine._policy.cache.pools)
+    return result, len(requests)
+
+
+def continue_some(engine: Engine) -> Any:
+    """Greedy and drawn texts; one is aborted, one ends by its deadline; a second round has fewer requests than ranks."""
+    numbers = [engine.submit(prompt, new_tokens=TOKENS) for prompt in PROMPTS]
+    numbers += [engine.submit(prompt, new_tokens=TOKENS, sampling=DRAWN) for prompt in PROMPTS[:3]]
+    numbers += engine.submit_samples(PROMPTS[1], 2, sampling=DRAWN, new_tokens=TOKENS)
+    engine.abort(numbers[2])
+    numbers.append(engine.submit(PROMPTS[0], new_tokens=TOKENS, seconds=1e-9))
+    tokens: dict[int, list[int]] = {number: [] for number in numbers}
+    ends: dict[int, str | None] = {}
+    for update in engine.run():
+        tokens[update.number] += update.tokens
+        ends[update.number] = update.reason
+    assert (ends.pop(numbers[2]), ends[numbers[-1]]) == ("abort", "deadline")
+    return tokens, ends, texts(engine, PROMPTS[:1])

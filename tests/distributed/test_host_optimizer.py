@@ -76,8 +76,8 @@ def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> N
     compare(pool.run(sharded, case.plan.ranks, spec, case.plan), one_device(spec), 1e-9)
 
 
-def steps(world: World, spec: ModelSpec, tested_plan: Plan) -> tuple[dict[str, torch.Tensor], int]:
-    """Run some steps; returns this rank's figures, weights and moments, and the bytes of its weights on the device."""
+def steps(world: World, spec: ModelSpec, tested_plan: Plan, count: int = STEPS) -> tuple[dict[str, torch.Tensor], int]:
+    """Run `count` steps; returns this rank's figures, weights and moments, and the bytes of its weights on the device."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.optim.shards import local
@@ -93,7 +93,7 @@ def steps(world: World, spec: ModelSpec, tested_plan: Plan) -> tuple[dict[str, t
     optimizer.release_master_weights()
     samples_per_rank = BATCH // mesh.data_ranks
     final_state: dict[str, torch.Tensor] = {}
-    for step in range(STEPS):
+    for step in range(count):
         first = mesh.data_rank * samples_per_rank
         micro_batches = [
             tensor[first : first + samples_per_rank].split(tested_plan.batch.micro_batch)
@@ -152,6 +152,133 @@ def test_state_that_is_lost_is_noticed(pool: Pool, lose: str) -> None:
     spec, tested_plan = BITS["one rank, layered"]
     ((differences, _),) = pool.run(state_differences, 1, spec, tested_plan, lose)
     assert "figures 0" not in differences and {"figures 2", "model.layers.3.mlp.up.weight"} <= differences
+
+
+def order_of_updates(world: World, spec: ModelSpec, tested_plan: Plan) -> list[tuple[str, int, int]]:
+    """Of two steps, the events in their order: (name, unit, staging buffers that are filled for the next update).
+
+    Names: `updated` when compute waits for a unit's update, `forward` and `backward` when they have waited for their weights.
+    """
+    from meshwright.optim.host import HostAdamW
+    from meshwright.parallel.executor import _Step
+
+    events: list[tuple[str, int, int]] = []
+    optimizers: list[HostAdamW] = []
+    complete, wait = HostAdamW.complete_updates, _Step.wait_for_gather
+    ends = {"embed": -1, "norm": spec.layers, "head": spec.layers}
+
+    def completed(self: HostAdamW, names: Any = None) -> bool:
+        optimizers[:] = [self]
+        before = self._pending.completed if self._pending else 0
+        left = complete(self, names)
+        after = self._pending.completed if self._pending else len(self._chunks)
+        for chunk in self._chunks[before:after] if left else ():
+            units = {ends.get(s.name.split(".")[0], s.name.split(".")[1]) for s in chunk.segments}
+            events.extend(("updated", int(unit), 0) for unit in units)
+        return left
+
+    def gathered(self: _Step, action: Any) -> None:
+        wait(self, action)
+        events.append((action.op, action.unit - 1, optimizers[0]._fetched if optimizers else 0))
+
+    with (
+        mock.patch.object(HostAdamW, "complete_updates", completed),
+        mock.patch.object(_Step, "wait_for_gather", gathered),
+    ):
+        steps(world, spec, tested_plan, 2)
+    second = next(index for index, event in enumerate(events) if event[0] == "updated")
+    return events[second:]
+
+
+@pytest.mark.parametrize("shards", quick_first(1, [1, 2]))
+def test_a_forward_waits_for_the_updates_of_gathered_units_only(pool: Pool, shards: int) -> None:
+    """On one rank for those of its own unit. The backward finds the first chunks of the next update fetched."""
+    case = Case("1f1b", shard=shards, micro=8 // shards, offload="optimizer")
+    for events in pool.run(order_of_updates, shards, DEEP, bf16(case.plan)):
+        updated: set[int] = set()
+        for name, unit, fetched in events:
+            if name == "updated":
+                updated.add(unit)
+            elif name == "forward":
+                assert updated == set(range(-1, min(unit + (shards > 1), DEEP.layers) + 1))
+            else:
+                assert fetched > 0
+                break
+
+
+MANY, RESUMED_AT, SKIPPED_EVERY = 100, 60, 9
+
+
+def clipped_steps(
+    world: World, spec: ModelSpec, tested_plan: Plan, resumed_at: int
+) -> tuple[dict[str, torch.Tensor], int, int]:
+    """MANY steps with two micro-batches or more; returns figures, weights and moments, and how many were clipped and skipped.
+
+    At step `resumed_at` another engine goes on with the state of the first.
+    """
+    from meshwright.data.loader import MicroBatch
+    from meshwright.events.span import NullRecorder
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.training.session import open_optimizer
+    from meshwright.training.train_step import train_step
+    from tests.distributed.test_equality import BATCH, TRAIN, batch
+
+    mesh, clipped, skipped = build_mesh(tested_plan, world), 0, 0
+    engine = build_engine(spec, tested_plan, mesh, loss_chunk=5, seed=0)
+    optimizer = open_optimizer(engine, spec, TRAIN, mesh)
+    optimizer.release_master_weights()
+    samples_per_rank = BATCH // mesh.data_ranks
+    final_state: dict[str, torch.Tensor] = {}
+    for step in range(MANY):
+        if step == resumed_at:
+            saved = {parts.name: parts.read().clone() for parts in optimizer.state()}
+            engine = build_engine(spec, tested_plan, mesh, loss_chunk=5, seed=1)
+            optimizer = open_optimizer(engine, spec, TRAIN, mesh)
+            for parts in optimizer.state():
+                parts.write(saved[parts.name])
+            optimizer.set_steps(step - skipped)
+            optimizer.release_master_weights()
+        first = mesh.data_rank * samples_per_rank
+        micro_batches = [
+            tensor[first : first + samples_per_rank].split(tested_plan.batch.micro_batch)
+            for tensor in batch(step, spec)
+        ]
+        batches = [
+            MicroBatch(*columns, valid_tokens=int((columns[1] >= 0).sum()))
+            for columns in zip(*micro_batches, strict=True)
+        ]
+        skips, limit = step % SKIPPED_EVERY == 4, 0.3 if step % 3 else 100.0
+        figures = train_step(
+            engine, optimizer, mesh, batches, learning_rate=1e-3, clip_norm=limit, recorder=NullRecorder(),
+            norm_limit=1e-6 if skips else float("inf"),
+        ).values  # fmt: skip
+        final_state[f"figures {step}"] = figures
+        clipped, skipped = clipped + int(figures[1] > limit and not skips), skipped + int(figures[5] > 0)
+    final_state |= {parts.name: parts.read().clone() for parts in optimizer.state()}
+    return final_state, clipped, skipped
+
+
+PAIRS = {name: entry for name, entry in BITS.items() if name != "fp32"} | {
+    str(case): (spec, bf16(case.plan)) for spec, case in CASES
+}
+"""Every layout with which an optimizer in host memory is paired, in bf16: with 10 bytes of state per parameter."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", ["device", "host"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_hundred_steps_have_the_same_bits(pool: Pool, name: str, accumulation: Any) -> None:
+    """Those of a run without offload that never stops; with frequent clipping, skipped steps, and sums over micro-batches."""
+    spec, tested_plan = PAIRS[name]
+    without = tuple(replace(layer, offload="none") for layer in tested_plan.layers)
+    truth = pool.run(clipped_steps, tested_plan.ranks, spec, replace(tested_plan, layers=without), -1)
+    chosen = replace(tested_plan, accumulation=accumulation)
+    actual = pool.run(clipped_steps, chosen.ranks, spec, chosen, RESUMED_AT)
+    for (state, clipped, skipped), (expected, *_) in zip(actual, truth, strict=True):
+        assert state.keys() == expected.keys()
+        assert {name for name, value in state.items() if not torch.equal(value, expected[name])} == set()
+        assert clipped > MANY / 4 and skipped == len(range(4, MANY, SKIPPED_EVERY))
 
 
 OFFLOADED, ON_DEVICE = "plan.offload=optimizer", "plan.offload=none"

@@ -83,6 +83,7 @@ class Case:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 0
+    copies: int = 0
     capacity: int = 16
     compile: bool = False
 
@@ -100,8 +101,13 @@ class Case:
             layers=(strategy,),
             precision=Precision(compute="fp64", reduce="fp64"),
             compile=self.compile,
-            experts=ExpertPlan(expert=self.expert, expert_shard=self.ranks // self.expert) if self.expert else None,
+            experts=self.expert_plan if self.expert else None,
         )
+
+    @property
+    def expert_plan(self) -> ExpertPlan:
+        policy = "fixed" if self.copies else "none"
+        return ExpertPlan(expert=self.expert, expert_shard=self.ranks // self.expert, policy=policy, slots=self.copies)
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(Case(0), key))
@@ -249,6 +255,7 @@ CASES = [
     (EXPERTS, Case(4, expert=4, schedule="breadth_first", offload="activations")),
     (EXPERTS, Case(2, expert=2, tensor=2)),
     (EXPERTS, Case(2, pipeline=2, expert=2, schedule="zbv")),
+    (EXPERTS, Case(2, pipeline=2, expert=2, copies=2, recompute="full")),
 ]
 
 

@@ -67,17 +67,19 @@ def test_no_kernel_is_compiled_after_the_engine_is_built(name: str, monkeypatch:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("source", ["lookup", "layer", "model"])
+@pytest.mark.parametrize("source", ["lookup", "layer", "model", "modules"])
 def test_graphs_compute_drafts_and_their_check(
     source: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp32; only steps with chunks of prompts replay no graph."""
     options = EngineOptions(sequences=5, tokens_per_block=16, cache_blocks=64, context=64)
-    model, sampling = tiny(LLAMA).cuda(), SamplingOptions(temperature=temperature, top_k=20, seed=3)
+    modules = source == "modules"
+    model = tiny(replace(LLAMA, prediction_depth=3 * modules)).cuda()
+    sampling = SamplingOptions(temperature=temperature, top_k=20, seed=3)
     expected = texts(Engine(copy.deepcopy(model), options=options), sampling=sampling)
     drafts = {"lookup": None, "layer": tiny(replace(LLAMA, layers=1)).cuda(), "model": copy.deepcopy(model)}
-    speculation = Speculation(tokens=3, shortest=1, least=0)
-    engine = Engine(model, options=replace(options, speculation=speculation), draft_model=drafts[source])
+    speculation = Speculation(tokens=3, shortest=1, least=0, mtp=modules)
+    engine = Engine(model, options=replace(options, speculation=speculation), draft_model=drafts.get(source))
     forward, chunks = ModelRunner.forward, []
 
     def recorded(runner: ModelRunner, inputs: StepInputs) -> torch.Tensor:
@@ -106,9 +108,13 @@ def test_graphs_compute_with_newer_weights(tmp_path: Path) -> None:
     assert texts(engine) == after
 
 
-def test_two_tensor_ranks_with_graphs_end_after_their_last_request() -> None:
+SHARED_EXPERTS = ("--model", "deepseek-v2-lite", "--share-experts", "--dispatch", "int8", "--micro-batches", "2")
+
+
+@pytest.mark.parametrize("form", [(), SHARED_EXPERTS], ids=["tensor ranks with graphs", "expert ranks"])
+def test_two_ranks_end_after_their_last_request(form: tuple[str, ...]) -> None:
     needs(2)
     script = Path(__file__).parents[2] / "benchmarks" / "serve_offline.py"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     options = ["--repeats", "0", "--decode", "1", "--decode-prompt", "64", "--context", "512"]
-    subprocess.run([*launcher, str(script), *options], check=True, timeout=LIMIT)
+    subprocess.run([*launcher, str(script), *options, *form], check=True, timeout=LIMIT)

@@ -1,4 +1,4 @@
-"""GPU: fp8 weights and cache, and results that do not depend on the batch, of kernels and of the engine."""
+"""GPU: weights in 8 bits, an fp8 cache, and results that do not depend on the batch, of kernels and of the engine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from meshwright.kernels import row_quantize
 from meshwright.kernels.add_norm import add_rms_norm
 from meshwright.kernels.fixed_product import FEW_TOKENS, fixed_linear, fp8_linear, inner_splits
 from meshwright.kernels.fp8_products import Fp8Matrix, quantize
+from meshwright.kernels.int8_products import Int8Matrix, grouped_int8, int8_linear
 from meshwright.kernels.swiglu import swiglu
 from meshwright.models.decoder import Decoder
 from meshwright.serve.engine import Engine
@@ -37,6 +38,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8 weights": {"weights": "fp8"},
     "fp8 cache": {"kv_cache": "fp8"},
     "fp8": {"weights": "fp8", "kv_cache": "fp8"},
+    "int8 weights": {"weights": "int8"},
 }
 
 
@@ -94,6 +96,41 @@ def test_fp8_product(inner: int, outer: int, tokens: int) -> None:
     out = fp8_linear(a, b, bias, torch.bfloat16)
     assert out.dtype == torch.bfloat16
     assert (out.double() - exact).norm() < 5e-3 * exact.norm() + 1e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 33, 100, 300])
+@pytest.mark.parametrize(("inner", "outer"), [*SHAPES[:4], (1000, 70)])
+def test_int8_product_is_that_of_a_cpu(inner: int, outer: int, tokens: int) -> None:
+    """Of the same integers; scales and bias may be applied in one rounding more or less."""
+    x, weight, bias = operands(tokens, inner, outer)
+    a, b = (row_quantize.quantize_rows(matrix, "int8") for matrix in (x, weight))
+    assert isinstance(a, Int8Matrix) and isinstance(b, Int8Matrix)
+    on_host = [Int8Matrix(matrix.values.cpu(), matrix.scale.cpu()) for matrix in (a, b)]
+    expected = int8_linear(*on_host, bias.cpu(), torch.float32)
+    bound = 1e-6 * float(expected.abs().max())
+    torch.testing.assert_close(int8_linear(a, b, bias, torch.float32).cpu(), expected, rtol=1e-5, atol=bound)
+
+
+@pytest.mark.parametrize("tokens", [0, 6, 192, 3000])
+@pytest.mark.parametrize("experts", [8, 64])
+def test_grouped_int8_product_is_the_plain_one(experts: int, tokens: int) -> None:
+    draw = torch.Generator().manual_seed(tokens)
+    sizes = torch.bincount(torch.randint(experts, (tokens,), generator=draw) ** 2 // experts, minlength=experts)
+    x, _, _ = operands(max(tokens, 1), 512, 16)
+    a = row_quantize.quantize_rows(x[:tokens], "int8")
+    matrices = row_quantize.quantize_rows(torch.randn(experts, 352, 512, device="cuda", dtype=torch.bfloat16), "int8")
+    assert isinstance(a, Int8Matrix) and isinstance(matrices, Int8Matrix)
+    offsets = sizes.cumsum(0).to("cuda", torch.int32)
+    ours, plain = (grouped_int8(a, matrices, offsets, torch.float32, plain=plain) for plain in (False, True))
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1, 4096), (7, 1000), (3, 28672)])
+def test_rounding_to_int8_is_that_of_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = draws(*shape, dtype=dtype)
+    ours, theirs = row_quantize.quantize_rows(x.cuda(), "int8"), row_quantize.quantize_rows(x, "int8")
+    assert torch.equal(ours.values.cpu(), theirs.values) and torch.equal(ours.scale.cpu(), theirs.scale)
 
 
 def test_parts_leave_no_arrivals() -> None:

@@ -127,7 +127,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], bound: floa
 
 def deferred_cases() -> Iterator[Any]:
     """Every compiler with every mode; of those that take long, some are quick."""
-    quick = {"aot_eager": ("full", "selective"), "inductor": ("selective",)}
+    quick: dict[str, tuple[str, ...]] = {"aot_eager": ("full", "selective"), "inductor": ()}
     for compiler in (None, "eager", "aot_eager", "inductor"):
         for mode in RECOMPUTE:
             marks = [needs_compiler] * (compiler == "inductor")

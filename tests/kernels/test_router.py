@@ -50,7 +50,7 @@ def test_choices_and_gradients_equal_those_of_torch(case: str, monkeypatch: pyte
     logits = of_logits(spec, 2, 20).to(DEVICE)
     expected = results(mixture, logits.double(), 7)
     monkeypatch.setattr("meshwright.models.moe.has_kernel", lambda x, experts: x.dtype != torch.float64)
-    monkeypatch.setattr("meshwright.kernels.router_triton.CHOICE_TILE", 16 * triton.next_power_of_2(spec.experts))
+    monkeypatch.setattr("meshwright.kernels.router_triton.TILE", 16 * triton.next_power_of_2(spec.experts))
     actual = results(mixture, logits, 7)
     weights, chosen, sums, loads, gradient = actual
     assert weights.dtype == sums.dtype == torch.float32 and gradient.dtype == torch.bfloat16
@@ -74,7 +74,7 @@ def test_the_order_of_copies_is_that_of_a_stable_sort(
     """With more blocks of tokens than the scan reads at a time."""
     from meshwright.kernels import router_triton
 
-    monkeypatch.setattr(router_triton, "ORDER_TILE", 64)
+    monkeypatch.setattr(router_triton, "TILE", 64)
     monkeypatch.setattr(router_triton, "SCAN_BLOCK", 4)
     chosen = torch.rand(count, experts, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :copies].to(DEVICE)
     order, positions = router_triton.sort_by_expert(chosen, experts)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from math import log
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from meshwright.config.deployment_file import server_settings
 from meshwright.config.load import load_run
 from meshwright.config.trace_file import workload_requests
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.planner import deployment_search
 from meshwright.planner.deployment_goodput import Goodput, GoodputSearch, RatePoint
+from meshwright.planner.deployment_reasons import Option, choice_reasons, why_not
 from meshwright.planner.deployment_search import FINALISTS, plan_deployment
 from meshwright.planner.deployment_space import deployment_space
 from meshwright.simulator.serve_simulation import simulate
 from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, Role, ServeLimits, Workload
+from meshwright.spec.errors import BadInput
 
 RUN = load_run(None, ["model=llama3-8b", "cluster.gpu=H200", "cluster.gpus_per_node=2"])
 
@@ -51,6 +57,37 @@ def test_finalists_are_the_best_of_each_kind_and_of_each_tensor_degree() -> None
     finalists = deployment_search._finalists(estimates)
     assert wide in finalists and slow not in finalists and len(finalists) == FINALISTS
     assert [d for d in finalists if not d.colocated] == pairs[:1:-1]
+
+
+def grouped(expert: int, budget: int = 2048) -> Deployment:
+    return Deployment(instances=(InstanceSpec(count=4 // expert, tensor=2, expert=expert, token_budget=budget),))
+
+
+def test_groups_that_cannot_be_served_are_shown_and_never_chosen() -> None:
+    estimates = {COLOCATED: 100.0, PAIR: 90.0} | {
+        grouped(2, budget): 300.0 + budget / 100 for budget in (512, 1024, 2048)
+    }
+    finalists = deployment_search._finalists(estimates)
+    assert set(finalists) == {COLOCATED, PAIR, grouped(2), grouped(2, 1024)}
+    compared = {deployment: goodput(estimates[deployment]) for deployment in finalists}
+    search = SimpleNamespace(goodput=lambda deployment, *_, **__: compared[deployment])
+    refined = deployment_search._refine(cast(GoodputSearch, search), compared)
+    assert set(refined) == {COLOCATED, PAIR} and deployment_search._choose(refined) == COLOCATED
+    options = [Option(deployment, rate.rate, rate) for deployment, rate in compared.items()]
+    best = options[finalists.index(COLOCATED)]
+    assert "not runnable" in why_not(best, options[finalists.index(grouped(2))])
+    assert "colocated: prefill and decode instances" in next(choice_reasons(best, options[1:], LIMITS))
+
+
+def test_a_mixture_has_deployments_with_groups_of_experts() -> None:
+    run = load_run(None, ["model=qwen3-30b-a3b", "cluster.gpu=H200", "cluster.gpus_per_node=4"])
+    space = deployment_space(run.model, run.cluster, Quantisation(), lambda instance: None)
+    entries = [deployment.instances[0] for deployment in space.deployments if not deployment.runnable]
+    assert {(i.count, i.tensor, i.expert) for i in entries} == {(1, 2, 2)}
+    for deployment in space.deployments:  # those that the planner may choose are those that a server takes
+        for role in {instance.role for instance in deployment.instances}:
+            with nullcontext() if deployment.runnable else pytest.raises(BadInput, match="expert: expected 1"):
+                server_settings(deployment, role, "d.yaml")
 
 
 def test_the_curve_gives_the_rate_of_an_attainment() -> None:

@@ -1,28 +1,36 @@
-"""fp8 weights and cache against the trainer's forward with the same roundings, on a CPU in fp32."""
+"""Weights in 8 bits and an fp8 cache against the trainer's forward with the same roundings, on a CPU in fp32."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.costs.serve_work import device_work
 from meshwright.kernels.attention import attention
+from meshwright.kernels.grouped import ExpertOrder
+from meshwright.kernels.int8_products import MOST_INPUTS
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
+from meshwright.models.moe import Experts
 from meshwright.serve.engine import Engine
-from meshwright.serve.formats import Fp8Linear, assign_parameter
+from meshwright.serve.formats import assign_parameter
 from meshwright.serve.kv_cache import KVCache
+from meshwright.serve.quantized_layers import QuantizedLinear, QuantizedWeight
 from meshwright.spec.errors import BadInput
-from tests.models.tiny import ALL, LLAMA, MIXTRAL, SLIDING
+from tests.models.tiny import ALL, DEEPSEEK_LITE, LLAMA, MIXTRAL, SLIDING
 from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts, tiny
+from tests.slow import quick_first
 
 SAME = 0.1
 """How far the engine may be from a model with the same roundings, over how far that is from the exact model.
 
-Both round numbers that differ by the order of additions, so a few are rounded to another fp8 number.
+Both round numbers that differ by the order of additions, so a few are rounded to another number of 8 bits.
 """
 
 
@@ -32,6 +40,39 @@ def round_weights(model: Decoder) -> Decoder:
         for name, module in block.named_modules():
             if isinstance(module, Linear) and not name.endswith("router"):
                 module.scaling = "rowwise"
+    return model
+
+
+def integers(x: Tensor) -> Tensor:
+    """x as int8 has it: each row divided by its largest magnitude over 127, and rounded."""
+    scale = x.double().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return ((x.double() / scale).round() * scale).to(x.dtype)
+
+
+def round_to_integers(model: Decoder) -> Decoder:
+    """The model with int8 products in the layers of the blocks and in routed experts, not in routers and `kv_up`."""
+
+    def multiply(x: Tensor, layer: Linear) -> Tensor:
+        return F.linear(integers(x), integers(layer.weight), layer.bias)
+
+    def compute(x: Tensor, order: ExpertOrder, weights: Tensor, experts: Experts) -> Tensor:
+        expert = torch.searchsorted(order.offsets, torch.arange(len(x)), right=True)
+        first = experts.gate_up if experts.gated else experts.up
+        projected = (integers(first)[expert] @ integers(x)[..., None])[..., 0]
+        if experts.gated:
+            gate, up = projected.chunk(2, dim=-1)
+            active = F.silu(gate) * up
+        else:
+            active = F.gelu(projected, approximate="tanh")
+        active = integers(active * weights[:, None].to(x.dtype))
+        return (integers(experts.down)[expert] @ active[..., None])[..., 0]
+
+    for block in model.layers.values():
+        for name, module in block.named_modules():
+            if isinstance(module, Linear) and not name.endswith(("router", "kv_up")):
+                module.forward = partial(multiply, layer=module)
+            if isinstance(module, Experts):
+                module.forward = partial(compute, experts=module)
     return model
 
 
@@ -60,10 +101,17 @@ def errors(engine: Engine, rounded: Decoder, exact: Decoder) -> tuple[float, flo
     return float(sum(ours)), float(sum(spread))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "parallel", "shared expert", "mixtral"])
-def test_fp8_weights(name: str) -> None:
+WEIGHTS = [
+    ("llama", "fp8"), ("shared expert", "int8"), ("gpt2", "fp8"), ("parallel", "int8"), ("shared expert", "fp8"),
+    ("mixtral", "int8"), ("parallel", "fp8"), ("mixtral", "fp8"), ("llama", "int8"), ("gpt2", "int8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "weights"), quick_first(4, WEIGHTS, unpack=True))
+def test_weights_in_8_bits(name: str, weights: str) -> None:
     exact = tiny(ALL[name])
-    ours, spread = errors(engine_of(exact, weights="fp8"), round_weights(copy.deepcopy(exact)), exact)
+    rounded = (round_weights if weights == "fp8" else round_to_integers)(copy.deepcopy(exact))
+    ours, spread = errors(engine_of(exact, weights=weights), rounded, exact)
     assert spread > 1e-3 and ours < SAME * spread
 
 
@@ -98,11 +146,26 @@ def test_weights_of_linear_layers_are_in_fp8_and_others_are_not() -> None:
     before = dict(model.named_parameters())
     Engine(model, options=engine_of(model, weights="fp8").options)
     block = model.layers["1"]
-    assert isinstance(block.attention.qkv, Fp8Linear) and isinstance(block.attention.out, Fp8Linear)
+    assert isinstance(block.attention.qkv, QuantizedLinear) and isinstance(block.attention.out, QuantizedLinear)
     assert block.attention.qkv.values.dtype == torch.float8_e4m3fn
     kept = dict(model.named_parameters())
     assert set(before) - set(kept) == {f"layers.{n}.attention.{part}.weight" for n in (0, 1) for part in ("qkv", "out")}
     assert all(parameter is before[name] for name, parameter in kept.items())
+
+
+@pytest.mark.parametrize("spec", [MIXTRAL, DEEPSEEK_LITE], ids=["mixtral", "deepseek"])
+def test_bytes_of_a_model_with_int8_weights_are_those_of_the_cost_model(spec: Any) -> None:
+    """Of the weights; scales come on top."""
+    model = engine_of(tiny(spec), weights="int8")._model
+    scales = sum(module.scale.nbytes for module in model.modules() if isinstance(module, QuantizedWeight))
+    stored = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert stored - scales == device_work(spec, weights="int8", item=4).stored_bytes
+    assert {name.rpartition(".")[2] for name, _ in model.named_parameters() if "experts" in name} == set()
+
+
+def test_int8_sums_fit_32_bits() -> None:
+    with pytest.raises(BadInput, match="at most 133,144 inputs, got 133,145"):
+        QuantizedWeight(torch.zeros(1, MOST_INPUTS + 1), "int8")
 
 
 @pytest.mark.parametrize("formats", [{"weights": "fp8"}, {"invariant": True}], ids=str)
@@ -113,13 +176,14 @@ def test_a_part_of_a_model_is_refused(formats: dict[str, Any]) -> None:
         engine_of(model, **formats)
 
 
-def test_parameters_are_assigned_in_their_format() -> None:
+@pytest.mark.parametrize(("spec", "weights"), [(LLAMA, "fp8"), (MIXTRAL, "int8")], ids=["fp8", "int8"])
+def test_parameters_are_assigned_in_their_format(spec: Any, weights: str) -> None:
     """An engine that gets another model's parameters gives the logits of an engine for that model, in the same memory."""
-    first, second = tiny(LLAMA), tiny(LLAMA)
+    first, second = tiny(spec), tiny(spec)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.mul_(1.25)
-    changed, expected = engine_of(first, weights="fp8"), engine_of(second, weights="fp8")
+    changed, expected = engine_of(first, weights=weights), engine_of(second, weights=weights)
     model = changed._runner._model
     places = [buffer.data_ptr() for buffer in model.buffers()]
     for name, parameter in second.named_parameters():

@@ -15,6 +15,7 @@ from meshwright.spec.engine import EngineOptions, Speculation
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import ALL, LLAMA
 from tests.serve.helpers import PROMPTS, engine_of, greedy, record_logits, texts, tiny
+from tests.slow import quick_first
 
 SIZES = [
     {"sequences": 1},
@@ -35,17 +36,25 @@ def equal(ours: dict[int, Tensor], theirs: dict[int, Tensor]) -> bool:
     return all(torch.equal(ours[number], theirs[number]) for number in range(len(PROMPTS)))
 
 
-@pytest.mark.parametrize("formats", [{}, {"weights": "fp8", "kv_cache": "fp8"}], ids=["fp32", "fp8"])
-def test_bits_do_not_depend_on_batches_chunks_and_preemption(formats: dict[str, Any]) -> None:
+FP8 = {"weights": "fp8", "kv_cache": "fp8"}
+FORMATS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    ({}, SIZES), (FP8, SIZES[-1:]), (FP8, SIZES[:-1]), ({"weights": "int8"}, SIZES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("formats", "cases"), quick_first(2, FORMATS, unpack=True))
+def test_bits_do_not_depend_on_batches_chunks_and_preemption(
+    formats: dict[str, Any], cases: list[dict[str, Any]]
+) -> None:
     expected = run(engine_of(tiny(LLAMA), invariant=True, **formats))
-    for sizes in SIZES:
+    for sizes in cases:
         engine = engine_of(tiny(LLAMA), invariant=True, **formats, **sizes)
         ours = run(engine)
         assert (engine._policy.preemptions > 0) == ("cache_blocks" in sizes)
         assert equal(ours, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "sliding", "mixtral"])
+@pytest.mark.parametrize("name", quick_first(1, ["sliding", "gpt2", "mixtral"]))
 def test_bits_of_other_families(name: str) -> None:
     model = tiny(ALL[name])
     assert equal(

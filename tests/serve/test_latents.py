@@ -19,7 +19,8 @@ from meshwright.kernels.attention import attention
 from meshwright.models.decoder import Decoder
 from meshwright.serve.kv_cache import KVCache, bytes_per_block, layer_groups
 from meshwright.serve.sampling import GREEDY
-from meshwright.spec.engine import Speculation
+from meshwright.spec.engine import EngineOptions, Speculation
+from meshwright.spec.errors import BadInput
 from tests.models.test_deepseek import their_model
 from tests.models.tiny import DEEPSEEK_LITE, DEEPSEEK_V2, DEEPSEEK_V3, LATENT, LLAMA
 from tests.serve.helpers import PROMPTS, TOKENS, assert_all_free, engine_of, greedy, record_logits, texts, tiny
@@ -63,6 +64,31 @@ def test_logits_of_prefill_and_decode_are_those_of_the_trainer(name: str) -> Non
                 whole = model(torch.tensor([[*prompt, *new]]))[0, len(prompt) - 1 : -1]
                 assert (torch.stack(seen[number]) - whole).abs().max() < 1e-5
                 assert new == whole.argmax(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"), quick_first(1, [({}, 1e-5), ({"kv_cache": "fp8"}, 0.02)], unpack=True), ids=str
+)
+def test_decodes_that_attend_to_latents_give_the_logits_of_expanded_keys_and_values(
+    options: dict[str, Any], bound: float
+) -> None:
+    """In an fp8 cache a number may round to its neighbour."""
+    model, seen = tiny(DEEPSEEK_LITE), []
+    for absorb in (True, False):
+        engine = engine_of(model, absorb=absorb, **options)
+        logits = record_logits(engine)
+        texts(engine)
+        seen.append([torch.stack(logits[number]) for number in sorted(logits)])
+    for absorbed, expanded in zip(*seen, strict=True):
+        torch.testing.assert_close(absorbed, expanded, rtol=0, atol=bound)
+    assert not all(torch.equal(absorbed, expanded) for absorbed, expanded in zip(*seen, strict=True))
+
+
+def test_only_decodes_of_latents_can_be_expanded() -> None:
+    with pytest.raises(BadInput, match="absorb: only latent attention"):
+        engine_of(tiny(LLAMA), absorb=False)
+    with pytest.raises(BadInput, match="graphs: not without absorb"):
+        EngineOptions(absorb=False, graphs=True)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files
 from meshwright.server.run import transfer_setup, uvicorn_server
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.serve import ServeSpec
 from tests.models.tiny import LLAMA
 from tests.serve.helpers import tiny
@@ -51,9 +52,9 @@ def byte_tokenizer(*special: str) -> Tokenizer:
     return tokenizer
 
 
-def write_folder(folder: Path) -> Path:
+def write_folder(folder: Path, spec: ModelSpec = LLAMA) -> Path:
     """A Hugging Face folder with a tiny model, a tokenizer of bytes, and a chat template."""
-    spec = replace(LLAMA, vocab_size=257)
+    spec = replace(spec, vocab_size=257)
     tokenizer = folder.with_suffix(".json")
     byte_tokenizer().save(str(tokenizer))
     model = tiny(spec)

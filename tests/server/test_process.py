@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import pytest
 
+from meshwright.config.deployment_file import deployment_yaml
 from meshwright.server import run
 from meshwright.server.addresses import listening_socket
 from meshwright.server.endpoints import Api
@@ -26,10 +27,12 @@ from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_process import load_engine
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
 from meshwright.server.metrics import ServerMetrics
+from meshwright.spec.deployment import Deployment, InstanceSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.serve import ServeSpec
-from tests.server.helpers import SIZES
+from meshwright.spec.serve import MTP, ServeSpec
+from tests.models.tiny import QWEN3_MOE
+from tests.server.helpers import SIZES, write_folder
 
 OPTIONS = [word for key, value in SIZES.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
@@ -217,7 +220,30 @@ def test_settings_reach_the_engine(folder: Path) -> None:
     assert proposed >= 15 and accepted > 0
 
 
+def test_prediction_modules_are_asked_for(folder: Path) -> None:
+    """The model has none."""
+    spec = ServeSpec(**SIZES, draft_model=MTP)
+    setup = EngineSetup(folder=str(folder), tokenizer=None, options=spec.engine, draft_model=spec.draft_model)
+    with pytest.raises(BadInput, match="the model has 0; expected at most that many draft tokens, got 1"):
+        load_engine(from_plain(EngineSetup, json.loads(json.dumps(to_plain(setup)))))
+
+
 @pytest.mark.parametrize("given", [{"invariant": True}, {"speculate": 2}])
 def test_ranks_exclude_what_is_for_one_device(given: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="for one device only; leave out tensor"):
         ServeSpec(tensor=2, **given)
+
+
+@pytest.mark.slow
+def test_expert_ranks_serve_requests_of_their_own(tmp_path: Path) -> None:
+    """The choices of a prompt are on one rank, other prompts on the other one."""
+    folder, texts, plan = write_folder(tmp_path / "experts", QWEN3_MOE), [], tmp_path / "plan.yaml"
+    deployment = Deployment(instances=(InstanceSpec(expert=2, token_budget=64),))
+    plan.write_text(deployment_yaml(deployment), encoding="utf-8")
+    for options in ((), ("--plan", str(plan))):
+        with served(folder, *options) as (process, url):
+            with ask(url, prompt=["def", "class", "import"], n=2, max_tokens=20, temperature=0.5, seed=1) as answer:
+                texts.append([choice["text"] for choice in json.load(answer)["choices"]])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == EXIT_DONE
+    assert texts[0] == texts[1]

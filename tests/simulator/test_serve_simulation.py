@@ -61,7 +61,7 @@ def test_one_new_token_ends_where_it_was_computed() -> None:
     assert served.requests[0].tpot == 0.0
 
 
-@pytest.mark.parametrize("role", ["both", "prefill"])
+@pytest.mark.parametrize("role", quick_first(1, ["both", "prefill"]))
 def test_mean_wait_is_that_of_a_queue_with_one_server(role: str) -> None:
     draw, now, requests = random.Random(5), 0.0, []
     for _ in range(6000):
@@ -135,8 +135,19 @@ def test_attainment_is_joint_and_leaves_out_both_ends() -> None:
     limits = LIMITS.__class__(ttft_seconds=0.7, tpot_seconds=0.6)
     served = simulate(COLOCATED, requests, costs_of(simple_times(0.5)), limits)
     assert served.attainment == 0.5
+    assert (served.attainment_within(0.8), served.attainment_within(2.0)) == (0.0, 1.0)
     assert served.rate == pytest.approx(0.01)
     assert served.good_rate_per_gpu == pytest.approx(0.005)
+
+
+def test_a_watched_simulation_has_what_each_instance_held() -> None:
+    served = simulate(COLOCATED, [TimedRequest(1.0, 8, 3)], costs_of(simple_times(0.5)), LIMITS, watched=True)
+    ((idle, prompt, *decodes, last),) = served.occupancy
+    assert idle == (0.0, 0, 0.0)
+    assert prompt == (1.0, 1, pytest.approx(2 / 999))
+    assert decodes and all(entry[1:] == (1, pytest.approx(3 / 999)) for entry in decodes)
+    assert last == (pytest.approx(2.5), 0, 0.0)
+    assert not simulate(COLOCATED, [TimedRequest(1.0, 8, 3)], costs_of(simple_times(0.5)), LIMITS).occupancy
 
 
 def test_refuses_what_it_cannot_play() -> None:

@@ -31,17 +31,17 @@ class StoredModel:
     A Hugging Face folder has no digests; its headers and sizes were checked when it was opened.
     """
 
-    def tensors(self, part: Part = WHOLE) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and value of each parameter: of all, or of the part of a tensor rank of the inference engine."""
+    def tensors(self, part: Part = WHOLE, experts: Part = WHOLE) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields name and value of each parameter: of all, or of the part of a tensor or expert rank of the inference engine."""
         for parameter in parameters(self.spec):
-            if pieces := rank_pieces(self.spec, parameter, part):
+            if pieces := rank_pieces(self.spec, parameter, part, experts):
                 yield parameter.name, self._combined(parameter, pieces)
 
     @torch.no_grad()
-    def copy_to(self, model: Decoder, part: Part = WHOLE) -> None:
-        """Copy the weights into the parameters of `model`, in place; `part` as in `tensors`."""
+    def copy_to(self, model: Decoder, part: Part = WHOLE, experts: Part = WHOLE) -> None:
+        """Copy the weights into the parameters of `model`, in place; the parts are those of `tensors`."""
         weights = dict(model.named_parameters())
-        for name, value in self.tensors(part):
+        for name, value in self.tensors(part, experts):
             weights[name].copy_(value)
 
     def _combined(self, parameter: ParameterSpec, pieces: Sequence[Piece]) -> torch.Tensor:
@@ -56,19 +56,19 @@ class StoredModel:
 
 
 @contextmanager
-def open_model(folder: Path, *, contents: bool = True) -> Iterator[StoredModel]:
+def open_model(folder: Path, *, contents: bool = True, predictions: int = 0) -> Iterator[StoredModel]:
     """The model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
 
-    Modules that predict further tokens are left out: inference and evaluation do not use them. With `contents` a checkpoint is good if
-    all its bytes are; else by the names and sizes of its files. Raises BadInput if the folder is none of these, and Damaged if no
-    checkpoint is good.
+    Of the modules that predict further tokens it has the first `predictions`, or all if there are fewer: only speculative decoding uses
+    them. With `contents` a checkpoint is good if all its bytes are; else by the names and sizes of its files. Raises BadInput if the
+    folder is none of these, and Damaged if no checkpoint is good.
     """
     if (folder / "config.json").exists():
         spec, weights = import_hf(folder)
-        yield StoredModel(replace(spec, prediction_depth=0), weights.read_rows, lambda: None)
+        yield StoredModel(_with_predictions(spec, predictions), weights.read_rows, lambda: None)
         return
     checkpoint = newest_checkpoint(folder, contents=contents)
-    spec = replace(load_resolved_model(checkpoint / "config.yaml"), prediction_depth=0)
+    spec = _with_predictions(load_resolved_model(checkpoint / "config.yaml"), predictions)
     with CheckpointReader(checkpoint) as reader:
         names = {parameter.name: f"model.{parameter.name}" for parameter in parameters(spec)}
         yield StoredModel(
@@ -76,3 +76,8 @@ def open_model(folder: Path, *, contents: bool = True) -> Iterator[StoredModel]:
             lambda parameter, start, stop: reader.read_rows(names[parameter.name], start, stop),
             lambda: reader.verify(names.values()),
         )
+
+
+def _with_predictions(spec: ModelSpec, most: int) -> ModelSpec:
+    """The model with its first `most` prediction modules."""
+    return replace(spec, prediction_depth=min(spec.prediction_depth, most))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
     from meshwright.costs.serve_costs import ServeCosts
     from meshwright.observe.load_report import InstanceTimeline, LatencyFigures, LoadReport, RateResult
-    from meshwright.server.deployment_servers import RunningInstance
+    from meshwright.server.deployment_servers import RunningDeployment, RunningInstance
     from meshwright.server.load_client import LoadTest
+    from meshwright.simulator.serve_types import Occupancy, ServedDeployment
     from meshwright.spec.deployment import Deployment, DeploymentSpec, TimedRequest
 
 SHARES = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1)
@@ -61,8 +63,8 @@ def bench_serve(
 ) -> None:
     """Start a deployment on this host, replay the workload at several rates, and report predicted beside measured latencies.
 
-    The deployment is planned first unless --plan names one. Each instance is a `meshwright serve` process; requests go to the one with the
-    fewest running. The report has attainment over rate, and the batch and the cache of each instance over time.
+    The deployment is planned first unless --plan names one. Each instance is a `meshwright serve` process, behind a
+    `meshwright route` process. The report has attainment over rate, and batch and cache over time of each role and instance.
 
     With --json: `instances`, `rates` (each with `measured` and `predicted`), `report`.
 
@@ -157,32 +159,35 @@ class _Test:
     _results: list[RateResult] = field(default_factory=list)
     _starts: list[float] = field(default_factory=list)
     _gauges: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
+    _served: list[ServedDeployment] = field(default_factory=list)
+    """The simulation of each rate."""
 
     def run(self, folder: Path, requests: Sequence[TimedRequest], rates: Sequence[float], seconds: float) -> LoadReport:
         """Serve the model in `folder` and test all rates."""
         from meshwright.planner.deployment_goodput import RequestSample
         from meshwright.server.deployment_servers import deployment_servers
 
-        with deployment_servers(folder, self.deployment, gpu=not self.spec.cluster.is_cpu) as instances:
-            self._replay(instances, [request._replace(arrival_seconds=0.0) for request in requests[: len(instances)]])
+        with deployment_servers(folder, self.deployment, gpu=not self.spec.cluster.is_cpu) as running:
+            first = [request._replace(arrival_seconds=0.0) for request in requests[: len(running.instances)]]
+            self._replay(running, first)
             begin = 0.0
             for rate in rates:
                 count = max(FEWEST_REQUESTS, round(rate * seconds))
                 sample = RequestSample(requests, count).at(rate)
-                test = self._replay(instances, sample)
+                test = self._replay(running, sample)
                 result = self._result(rate, test, sample)
                 say(_line(result))
                 self._results.append(result)
                 self._starts.append(begin)
                 self._gauges += [(begin + time, index, gauges) for time, index, gauges in test.occupancy]
                 begin += max([entry.end for entry in test.measured if not entry.error], default=0.0)
-        return self._report(instances)
+        return self._report(running.instances)
 
-    def _replay(self, instances: Sequence[RunningInstance], sample: Sequence[TimedRequest]) -> LoadTest:
+    def _replay(self, running: RunningDeployment, sample: Sequence[TimedRequest]) -> LoadTest:
         from meshwright.server.load_client import LoadTest
 
-        test = LoadTest([instance.url for instance in instances if instance.role != "prefill"], self.vocab_size)
-        asyncio.run(test.run(sample, [instance.url for instance in instances]))
+        test = LoadTest([running.url], self.vocab_size)
+        asyncio.run(test.run(sample, [instance.url for instance in running.instances]))
         return test
 
     def _result(self, rate: float, test: LoadTest, sample: Sequence[TimedRequest]) -> RateResult:
@@ -201,7 +206,8 @@ class _Test:
         measured = self._figures(np.array([e.ttft for e in entries]), np.array([e.tpot for e in entries]))
         predicted = None
         if self.costs is not None:
-            served = simulate(self.deployment, sample, self.costs, self.spec.serve.limits)
+            served = simulate(self.deployment, sample, self.costs, self.spec.serve.limits, watched=True)
+            self._served.append(served)
             predicted = self._figures(served.ttft, served.tpot)
         return RateResult(rate, len(entries), failed["failed"], measured, predicted)
 
@@ -242,10 +248,31 @@ class _Test:
         from meshwright.observe.load_report import InstanceTimeline
 
         own = [(time, gauges) for time, of, gauges in self._gauges if of == index]
-        running = [gauges.get("running", 0.0) for _, gauges in own]
+        times = [time for time, _ in own]
+        running, cache = ([gauges.get(name, 0.0) for _, gauges in own] for name in ("running", "cache"))
+        predicted = self._predicted(instance, times)
         return InstanceTimeline(
-            instance.name, [time for time, _ in own], running, [gauges.get("cache", 0.0) for _, gauges in own]
+            instance.name,
+            times,
+            running,
+            cache,
+            instance.role,
+            [p.running for p in predicted],
+            [p.cache for p in predicted],
         )
+
+    def _predicted(self, instance: RunningInstance, times: Sequence[float]) -> list[Occupancy]:
+        """What the simulated instance holds at these times of the test; none without a prediction."""
+        if not self._served:
+            return []
+        roles = [entry.role for entry in self.deployment.instances for _ in range(entry.count)]
+        index = [number for number, role in enumerate(roles) if role == instance.role][instance.number]
+        predicted = []
+        for time in times:
+            rate = bisect_right(self._starts, time) - 1
+            occupancy, since = self._served[rate].occupancy[index], time - self._starts[rate]
+            predicted.append(occupancy[max(0, bisect_right(occupancy, since, key=lambda entry: entry.seconds) - 1)])
+        return predicted
 
 
 def _line(result: RateResult) -> str:

@@ -13,8 +13,18 @@ import typer
 
 from meshwright.cli.evaluate import Model
 from meshwright.cli.options import Json, model_folder, say
-from meshwright.cli.spread import PlanFile, answer_of_ranks, ask_ranks, check_split, cluster_here, model_in
+from meshwright.cli.spread import (
+    PlanFile,
+    answer_of_ranks,
+    ask_ranks,
+    check_experts,
+    check_split,
+    cluster_here,
+    model_in,
+)
+from meshwright.spec.engine import ONE_RANK, ExpertRanks
 from meshwright.spec.errors import BadInput
+from meshwright.spec.serve import MTP
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,23 +40,44 @@ DRAFT_TOKENS = 4
 
 
 class Drafting(NamedTuple):
-    """Speculative decoding: draft tokens of a text in a step at most, and the folder of the draft model, if there is one."""
+    """Speculative decoding: draft tokens of a text in a step at most, and who proposes them; prompt lookup without either."""
 
     tokens: int = 0
     model: Path | None = None
+    """Folder of a draft model."""
+    mtp: bool = False
+    """The model's modules for multi-token prediction."""
+
+    @property
+    def modules(self) -> int:
+        """Prediction modules that propose drafts."""
+        return self.tokens if self.mtp else 0
 
 
-class Fp8Format(StrEnum):
-    """Formats narrower than the model's dtype."""
+class ProductFormat(StrEnum):
+    """Formats of products with weights, narrower than the model's dtype."""
 
     FP8 = "fp8"
+    INT8 = "int8"
+
+
+class CacheFormat(StrEnum):
+    """Formats of cached keys and values, narrower than the model's dtype."""
+
+    FP8 = "fp8"
+
+
+class Int8Format(StrEnum):
+    """Formats of tokens on their way to experts."""
+
+    INT8 = "int8"
 
 
 class Formats(NamedTuple):
     """Formats of the engine, as in `serve.engine.EngineOptions`."""
 
-    weights: Fp8Format | None = None
-    kv_cache: Fp8Format | None = None
+    weights: ProductFormat | None = None
+    kv_cache: CacheFormat | None = None
     invariant: bool = False
 
 
@@ -59,23 +90,46 @@ def generate(
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
-    weights: Annotated[Fp8Format | None, typer.Option(help="Format of the linear layers' weights.")] = None,
-    kv_cache: Annotated[Fp8Format | None, typer.Option(help="Format of cached keys and values.")] = None,
+    weights: Annotated[
+        ProductFormat | None, typer.Option(help="Format of the products with the blocks' weights.")
+    ] = None,
+    kv_cache: Annotated[CacheFormat | None, typer.Option(help="Format of cached keys and values.")] = None,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Make each text independent of the others, bit for bit.")
     ] = False,
     speculate: Annotated[
         int,
-        typer.Option(min=0, help="Draft tokens that a step checks for each text; 0 for none, or 4 with --draft-model."),
+        typer.Option(
+            min=0,
+            help="Draft tokens that a step checks for each text; 0 for none, or 4 with --draft-model, 1 if that is mtp.",
+        ),
     ] = 0,
     draft_model: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="A smaller model that proposes the draft tokens (default: prompt lookup)."),
+        typer.Option(
+            metavar="MODEL",
+            help="A smaller model that proposes the draft tokens, or mtp: the model's own prediction modules (default: prompt lookup).",
+        ),
     ] = None,
     plan: PlanFile = None,
     tensor: Annotated[
         int,
         typer.Option(min=1, metavar="RANKS", help="Devices of this host over which the engine divides every layer."),
+    ] = 1,
+    expert: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="RANKS", help="Devices of this host that share the experts; each has prompts of its own."
+        ),
+    ] = 1,
+    expert_dispatch: Annotated[
+        Int8Format | None, typer.Option(help="Format of tokens on their way to experts of other devices.")
+    ] = None,
+    expert_micro_batches: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Parts of a step's decodes; the tokens of one travel while another is computed."
+        ),
     ] = 1,
     as_json: Json = False,
 ) -> None:
@@ -91,10 +145,15 @@ def generate(
     """
     if plan is not None and tensor > 1:
         raise BadInput("--plan and --tensor exclude each other: a plan has its own ranks")
+    if expert > 1 and (tensor > 1 or plan is not None):
+        raise BadInput("--expert excludes --tensor and --plan, which name other ranks")
+    dispatch = None if expert_dispatch is None else expert_dispatch.value
+    experts = ExpertRanks(count=expert, dispatch=dispatch, micro_batches=expert_micro_batches)
     folder = model_folder(model)
     show = _unseen if as_json else partial(print, end="", flush=True)
-    drafting = Drafting(speculate)
-    if draft_model is not None:
+    mtp = draft_model == Path(MTP)
+    drafting = Drafting(speculate or int(mtp), mtp=mtp)
+    if draft_model is not None and not mtp:
         drafting = Drafting(speculate or DRAFT_TOKENS, model_folder(draft_model))
     samples = sample(
         folder,
@@ -107,6 +166,7 @@ def generate(
         drafting=drafting,
         plan=plan,
         tensor=tensor,
+        experts=experts,
         show=show,
     )
     if as_json:
@@ -129,9 +189,10 @@ def sample(
     drafting: Drafting = Drafting(),
     plan: Path | None = None,
     tensor: int = 1,
+    experts: ExpertRanks = ONE_RANK,
     show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
-    """`[{prompt, text}]`: each prompt with the model's continuation, by `tensor` ranks, or those of `plan` if it is given.
+    """`[{prompt, text}]`: each prompt with its continuation, by `tensor` ranks, `experts` or the ranks of `plan`.
 
     `formats` are those of the engine, for one device; a plan raises BadInput for them, and tensor ranks for `invariant`.
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
@@ -139,8 +200,9 @@ def sample(
     """
     from tokenizers import Tokenizer
 
-    if plan is not None or tensor > 1:
-        option = "--plan" if plan is not None else "--tensor"
+    ranks = max(tensor, experts.count)
+    if plan is not None or ranks > 1:
+        option = "--plan" if plan is not None else "--tensor" if tensor > 1 else "--expert"
         if formats.invariant or (plan is not None and formats != Formats()):
             refused = "--invariant is" if plan is None else "--weights, --kv-cache and --invariant are"
             raise BadInput(f"{refused} for one device: leave out {option}")
@@ -156,11 +218,11 @@ def sample(
     ids = [tuple(tokenizer.encode(prompt).ids or [stop or 0]) for prompt in prompts]
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder(prompts, show)
-    if plan is None and tensor == 1:
+    if plan is None and ranks == 1:
         _continue_here(folder, tokenizer, ids, how, texts, formats, drafting)
     else:
         by_ranks = (
-            _continued_by_tensor_ranks(folder, tensor, ids, how, formats)
+            _continued_by_engine_ranks(folder, tensor, experts, ids, how, formats)
             if plan is None
             else _continued_by_plan(folder, plan, ids, how)
         )
@@ -233,7 +295,8 @@ def _continue_here(
 
     draft_model = None if drafting.model is None else load_model(drafting.model, *device_and_dtype())
     options = engine_options(prompts, how, formats, drafting)
-    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options, draft_model=draft_model)
+    model = load_model(folder, *device_and_dtype(), predictions=drafting.modules)
+    engine = Engine(model, tokenizer, options, draft_model=draft_model)
     for number, update in continued(engine, prompts, how):
         texts.add(number, update.text, ended=update.reason is not None)
     if drafting.tokens:
@@ -248,14 +311,13 @@ def engine_options(
     from meshwright.spec.engine import EngineOptions, Speculation
 
     longest = max(map(len, prompts)) + how.tokens
-    weights, kv_cache = (None if name is None else name.value for name in formats[:2])
     return EngineOptions(
         sequences=min(len(prompts), MOST_AT_ONCE),
         context=longest,
-        weights=weights,
-        kv_cache=kv_cache,
+        weights=None if formats.weights is None else formats.weights.value,
+        kv_cache=None if formats.kv_cache is None else formats.kv_cache.value,
         invariant=formats.invariant,
-        speculation=Speculation(tokens=drafting.tokens) if drafting.tokens else None,
+        speculation=Speculation(tokens=drafting.tokens, mtp=drafting.mtp) if drafting.tokens else None,
     )
 
 
@@ -272,23 +334,33 @@ def continued(engine: Engine, prompts: Sequence[Sequence[int]], how: Sampling) -
         yield numbers.index(update.number), update
 
 
-def _continued_by_tensor_ranks(
-    folder: Path, ranks: int, prompts: Sequence[tuple[int, ...]], how: Sampling, formats: Formats
+def _continued_by_engine_ranks(
+    folder: Path,
+    tensor: int,
+    experts: ExpertRanks,
+    prompts: Sequence[tuple[int, ...]],
+    how: Sampling,
+    formats: Formats,
 ) -> Sequence[Sequence[int]]:
-    """The new tokens after each prompt, by the engine on tensor ranks of this host."""
-    from meshwright.cli.generate_rank import TensorJob
+    """The new tokens after each prompt, by the engine on tensor or expert ranks of this host."""
+    from meshwright.cli.generate_rank import EngineJob
     from meshwright.spec.fields import to_plain
 
     model, weights = model_in(folder)
-    check_split(model, ranks)
-    cluster = cluster_here(ranks, f"--tensor {ranks}", "expected at most that many")
+    if experts.count > 1:
+        check_experts(model, experts.count, "--expert")
+        cluster = cluster_here(experts.count, f"--expert {experts.count}", "expected at most that many")
+    else:
+        check_split(model, tensor)
+        cluster = cluster_here(tensor, f"--tensor {tensor}", "expected at most that many")
     options, source = engine_options(prompts, how, formats), weights.partition(":")[2]
-    job = TensorJob(
+    job = EngineJob(
         folder=source,
         cluster=cluster,
         prompts=tuple(prompts),
         weights=options.weights,
         kv_cache=options.kv_cache,
+        experts=experts,
         **how._asdict(),
     )
     return answer_of_ranks("meshwright.cli.generate_rank", to_plain(job), cluster, weights)

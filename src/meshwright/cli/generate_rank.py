@@ -1,4 +1,4 @@
-"""One rank of `meshwright generate --tensor`: its part of the model, in a tensor-parallel engine.
+"""One rank of `meshwright generate --tensor` or `--expert`: its part of the model, in an engine of several ranks.
 
 `cli.generate` starts it through `training.answer_rank`.
 """
@@ -13,9 +13,10 @@ import torch
 
 from meshwright.cli.generate import Sampling, continued, engine_options
 from meshwright.parallel.world import join
-from meshwright.serve.tensor_group import RankModel, TensorEngine
+from meshwright.serve.rank_engines import engine_of_rank
+from meshwright.serve.rank_group import RankModel
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.engine import Fp8
+from meshwright.spec.engine import ExpertRanks, Fp8, WeightFormat
 from meshwright.spec.fields import from_plain
 from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.worker import answer_as_rank
@@ -25,7 +26,7 @@ TIMEOUT_SECONDS = 600
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorJob:
+class EngineJob:
     """Input of every rank: a checkpoint or Hugging Face folder, prompts as token ids, options of `Sampling` and formats."""
 
     folder: str
@@ -36,18 +37,20 @@ class TensorJob:
     top_k: int
     seed: int
     stop: int | None
-    weights: Fp8 | None
+    weights: WeightFormat | None
     kv_cache: Fp8 | None
+    experts: ExpertRanks
+    """With several, these are the ranks."""
 
 
-def continue_prompts(job: TensorJob, environment: RankEnvironment) -> list[list[int]]:
+def continue_prompts(job: EngineJob, environment: RankEnvironment) -> list[list[int]]:
     """The new tokens after each prompt, on rank 0; the other ranks help to compute them."""
     world = join(environment, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
     how = Sampling(**{name: getattr(job, name) for name in Sampling._fields})
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    part = RankModel.load(Path(job.folder), world, dtype)
+    part = RankModel.load(Path(job.folder), world, dtype, job.experts)
     options = replace(engine_options(job.prompts, how), weights=job.weights, kv_cache=job.kv_cache)
-    engine = TensorEngine(part, world, options=options)
+    engine = engine_of_rank(part, world, None, options, job.experts)
     new: list[list[int]] = [[] for _ in job.prompts]
     if world.leads:
         for number, update in continued(engine, job.prompts, how):
@@ -63,6 +66,6 @@ def main() -> None:
     """Main function of a rank; rank 0 writes the answer."""
 
     def answer(question: str, environment: RankEnvironment) -> str:
-        return json.dumps(continue_prompts(from_plain(TensorJob, json.loads(question)), environment))
+        return json.dumps(continue_prompts(from_plain(EngineJob, json.loads(question)), environment))
 
     answer_as_rank(answer)

@@ -106,6 +106,7 @@ def _alternative(option: Option) -> dict[str, Any]:
         "instances": to_plain(option.deployment.instances),
         "goodput_per_gpu": option.goodput_per_gpu,
         "binding": option.goodput.binding,
+        "runnable": option.deployment.runnable,
         "why_not": option.why_not,
     }
 
@@ -150,4 +151,23 @@ def instance_lines(answer: DeploymentAnswer) -> list[tuple[str, ...]]:
     ]
 
 
+def scaled_limits(answer: DeploymentAnswer) -> list[tuple[float, float]]:
+    """(factor of both limits, attainment) of the chosen deployment at its goodput."""
+    served = answer.chosen.goodput.served
+    return [] if served is None else [(factor, served.attainment_within(factor)) for factor in LIMIT_FACTORS]
+
+
+def divisions(answer: DeploymentAnswer) -> list[tuple[float, float]]:
+    """(share of devices that compute prompts only, goodput) of each simulated deployment that can be served, ascending."""
+    options = [option for option in (answer.chosen, *answer.alternatives) if option.deployment.runnable]
+    return sorted((_prefill_share(option), option.goodput_per_gpu) for option in options)
+
+
+def _prefill_share(option: Option) -> float:
+    prefill = sum(entry.devices for entry in option.deployment.instances if entry.role == "prefill")
+    return prefill / option.deployment.devices
+
+
+LIMIT_FACTORS = tuple(factor / 10 for factor in range(4, 21))
+"""Factors of both limits for which the plan shows the attainment."""
 INSTANCE_HEADS = ("role", "instances", "tensor", "expert", "prompt tokens a step")

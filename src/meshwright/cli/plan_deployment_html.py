@@ -5,15 +5,17 @@ from __future__ import annotations
 from meshwright.cli.plan_deployment import (
     INSTANCE_HEADS,
     ServePlan,
+    divisions,
     headline,
     instance_lines,
     limits_line,
     rate_line,
+    scaled_limits,
     search_line,
 )
 from meshwright.cli.plan_words import machines_line
 from meshwright.observe import number_text
-from meshwright.observe.attainment_chart import AttainmentCurve, attainment_chart
+from meshwright.observe.attainment_chart import AttainmentCurve, attainment_chart, division_chart, limits_chart
 from meshwright.observe.page import document, header, listing, table, tile_list
 from meshwright.spec.deployment import deployment_name
 from meshwright.spec.model import parameter_count
@@ -37,8 +39,9 @@ def page(plan: ServePlan) -> str:
             "none meets the limits" if margin is None else f"{margin:+.0%}",
             "the best colocated deployment",
         ),
-        ("Considered", number_text.short(answer.considered), f"deployments in {answer.search_seconds:.1f} s"),
+        ("Considered", f"{answer.considered:,}", f"deployments in {answer.search_seconds:.1f} s"),
     ]
+    goal = spec.serve.limits.attainment
     curve = AttainmentCurve("predicted", answer.curve)
     others = [
         (
@@ -55,7 +58,8 @@ def page(plan: ServePlan) -> str:
         ),
         tile_list(tiles),
         table("Instances", INSTANCE_HEADS, instance_lines(answer)),
-        f'<div class="grid">{attainment_chart([curve], spec.serve.limits.attainment)}</div>',
+        f'<div class="grid">{attainment_chart([curve], goal)}{limits_chart(scaled_limits(answer), goal)}</div>',
+        f'<div class="grid">{division_chart(divisions(answer))}</div>',
         listing("Why this deployment", [*answer.why, rate_line(plan), search_line(answer)]),
         table(
             "Alternatives, and why they were not chosen", ("requests/s a GPU", "deployment", "binds", "reason"), others

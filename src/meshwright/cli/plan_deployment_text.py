@@ -15,6 +15,7 @@ from meshwright.cli.plan_deployment import (
     instance_lines,
     limits_line,
     rate_line,
+    scaled_limits,
     search_line,
 )
 from meshwright.cli.plan_words import machines_line
@@ -41,6 +42,10 @@ def show(plan: ServePlan) -> None:
     _grid(console, "instances", [INSTANCE_HEADS, *instance_lines(answer)])
     curve = [(f"{rate:.3g}", f"{share:.1%}", "█" * round(BAR * share)) for rate, share in answer.curve]
     _grid(console, "attainment by requests/s a GPU", curve)
+    scaled = [
+        (f"× {factor:g}", f"{share:.1%}", "█" * round(BAR * share)) for factor, share in scaled_limits(answer)[::2]
+    ]
+    _grid(console, "attainment at the goodput, if both limits are scaled", scaled)
     _grid(console, "why this deployment", [("·", reason) for reason in answer.why])
     others = [
         (f"{option.goodput_per_gpu:.3g}", f"{deployment_name(option.deployment)}\n[dim]{option.why_not}[/dim]")

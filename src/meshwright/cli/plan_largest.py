@@ -44,7 +44,23 @@ def _as_plain(entry: Largest) -> dict[str, Any]:
     model = {
         name: getattr(entry.model, name) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden")
     }
-    return {**plain, "model": model, "plan": to_plain(entry.plan), "host_bytes": entry.host_bytes}
+    return {
+        **plain,
+        "model": model,
+        "plan": to_plain(entry.plan),
+        "host_bytes": entry.host_bytes,
+        "bytes": _by_place(entry),
+    }
+
+
+def _by_place(entry: Largest) -> dict[str, dict[str, float]]:
+    """Bytes of a device and of a host by use, those of at least 50 MB."""
+    predicted = entry.plan.predicted if entry.plan is not None else None
+    device = {} if predicted is None else predicted.memory_bytes
+    return {
+        memory: {use: size for use, size in sizes.items() if size >= 5e7}
+        for memory, sizes in (("device", device), ("host", entry.host))
+    }
 
 
 def _lines(entry: Largest) -> list[str]:
@@ -52,11 +68,14 @@ def _lines(entry: Largest) -> list[str]:
     if entry.model is None or entry.plan is None or entry.plan.predicted is None:
         return [f"{form}: no model fits"]
     model, predicted = entry.model, entry.plan.predicted
-    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in predicted.memory_bytes.items() if size >= 5e7)
+    device, host = (
+        ", ".join(f"{use} {size / 1e9:.1f}" for use, size in sizes.items()) for sizes in _by_place(entry).values()
+    )
     seconds = f", {predicted.step_seconds:.2f} s a step" if predicted.step_seconds else ""
     words = f"model.layers={model.layers} model.hidden={model.hidden} model.heads={model.heads} model.ffn_hidden={model.ffn_hidden}"
     return [
         f"{form}: {entry.parameters / 1e9:.1f} B parameters{seconds}",
         f"  {words}",
-        f"  device {predicted.memory_peak_bytes / 1e9:.1f} GB ({parts}); host {entry.host_bytes / 1e9:.1f} GB",
+        f"  device {predicted.memory_peak_bytes / 1e9:.1f} GB: {device or 'less'}",
+        f"  host {entry.host_bytes / 1e9:.1f} GB{': ' if host else ''}{host}",
     ]

@@ -147,7 +147,9 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     replicas = f", over replicas in {precision.reduce_replicas}" if precision.reduce_replicas else ""
     low = "" if precision.linear == "compute" else f", linear layers in {precision.linear}"
     low += "" if precision.gather == "compute" else f", gathered in {precision.gather}"
-    entries.append(("precision", f"compute {precision.compute}{low}, sum gradients in {precision.reduce}{replicas}"))
+    sums = {"device": "", "bf16": ", over micro-batches in bf16", "host": ", over micro-batches in host memory"}
+    summed = f"sum gradients in {precision.reduce}{replicas}{sums[plan.accumulation]}"
+    entries.append(("precision", f"compute {precision.compute}{low}, {summed}"))
     copied = {GATHERS: "by copy engines", TOKENS: "between tensor ranks by copy engines, beside the products"}
     entries += [(option.transfer_name, copied[option]) for option in copied_options(plan)]
     entries.append(("compile", "each block" if plan.compile else "no"))

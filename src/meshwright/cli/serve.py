@@ -11,8 +11,10 @@ import typer
 from meshwright.cli.evaluate import Model
 from meshwright.cli.options import model_folder, print_now
 from meshwright.cli.setting_options import add_options
-from meshwright.cli.spread import check_split, cluster_here, model_in
-from meshwright.spec.serve import ServeSpec
+from meshwright.cli.spread import check_experts, check_split, cluster_here, model_in
+from meshwright.spec.engine import ExpertRanks
+from meshwright.spec.errors import BadInput
+from meshwright.spec.serve import MTP, ServeSpec
 
 
 def serve(
@@ -48,15 +50,23 @@ def serve(
 
     planned = {} if plan is None else server_settings(load_deployment(plan), options.get("role"), str(plan))
     given = planned | {key: value for key, value in options.items() if value is not None}
+    experts = ExpertRanks(count=given.pop("expert", 1))
     spec, folder = load_settings(ServeSpec, config, given), model_folder(model)
-    if spec.draft_model is not None:
+    if experts.count > 1 and (spec.invariant or spec.speculate or spec.draft_model or spec.exchanges):
+        raise BadInput(
+            f"{plan}: expert: expected 1 with invariant, speculate, draft_model or roles, got {experts.count}"
+        )
+    if spec.draft_model not in (None, MTP):
         spec = replace(spec, draft_model=str(model_folder(Path(spec.draft_model))))
     cluster = None
     if spec.tensor > 1:
         served, _ = model_in(folder)
         check_split(served, spec.tensor)
         cluster = cluster_here(spec.tensor, f"--tensor {spec.tensor}", "expected at most that many")
-    run_server(folder, spec, print_now, cluster)
+    elif experts.count > 1:
+        check_experts(model_in(folder)[0], experts.count, f"{plan}: expert")
+        cluster = cluster_here(experts.count, f"{plan}: expert", "expected at most that many")
+    run_server(folder, spec, print_now, cluster, experts)
 
 
 add_options(serve, ServeSpec)

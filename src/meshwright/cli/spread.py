@@ -117,6 +117,14 @@ def check_split(model: ModelSpec, ranks: int) -> None:
         raise BadInput(f"--tensor: expected {expected}, got {ranks}")
 
 
+def check_experts(model: ModelSpec, ranks: int, option: str) -> None:
+    """Raise BadInput, which begins with the option, if `ranks` cannot share the experts of a model."""
+    from meshwright.spec.inference_layout import experts_error
+
+    if expected := experts_error(model, ranks):
+        raise BadInput(f"{option}: expected {expected}, got {ranks}")
+
+
 def cluster_here(ranks: int, source: str, remedy: str, *, launched: bool = False) -> ClusterSpec:
     """This host as a cluster of `ranks` devices, or the hosts of a launcher.
 

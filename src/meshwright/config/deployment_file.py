@@ -15,12 +15,16 @@ from meshwright.config.reading import in_reading_order
 from meshwright.config.trace_file import read_trace
 from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
 from meshwright.config.yaml_positions import Document, KeyPath, dump_yaml, format_value, read_yaml
-from meshwright.spec.deployment import Deployment, DeploymentSpec, role_error
+from meshwright.spec.deployment import Deployment, DeploymentSpec, release_error, role_error
 from meshwright.spec.errors import BadConfig, BadInput, Mistake
 from meshwright.spec.fields import from_plain, hints_of, to_plain
 
-FP8: dict[str, Any] = {"weights": "fp8", "kv_cache": "fp8"}
-"""The section for which `quantisation: fp8` stands."""
+SHORTHANDS: dict[str, dict[str, str]] = {
+    "none": {},
+    "fp8": {"weights": "fp8", "kv_cache": "fp8"},
+    "int8": {"weights": "int8"},
+}
+"""The sections for which single words of `quantisation` stand."""
 _SYNTHETIC = ("rate", "input_tokens", "output_tokens", "prefix_sharing")
 _WORKLOAD: KeyPath = ("serve", "workload")
 
@@ -98,14 +102,11 @@ def server_settings(deployment: Deployment, role: str | None, shown: str) -> dic
         wanted = "--role of an instance" if role is None or not settings else f"equal instances of role {role}"
         raise BadInput(f"{shown}: expected {wanted}; instances: {listed}")
     ((own_role, tensor, expert, token_budget),) = settings
-    if expert > 1:
-        raise BadInput(f"{shown}: expert: expected 1, got {expert}: this release divides experts over `tensor` only")
-    if tensor > 1 and own_role != "both":
-        raise BadInput(
-            f"{shown}: tensor: expected 1 for role {own_role}, got {tensor}: blocks move between single devices only"
-        )
+    if (problem := release_error(instances[0])) is not None:
+        raise BadInput(f"{shown}: {problem}")
     formats = {key: value for key, value in to_plain(deployment.quantisation).items() if value is not None}
-    return {"role": own_role, "tensor": tensor, "step_tokens": token_budget, **formats}
+    shared = {"expert": expert} if expert > 1 else {}
+    return {"role": own_role, "tensor": tensor, **shared, "step_tokens": token_budget, **formats}
 
 
 def _expand(document: Document, folder: Path) -> None:
@@ -121,8 +122,8 @@ def _expand(document: Document, folder: Path) -> None:
 
 def _expand_quantisation(document: Document, path: KeyPath) -> None:
     word = document.get(path)
-    if word in ("fp8", "none"):
-        document.put(path, dict(FP8) if word == "fp8" else {}, document.value_position(path))
+    if isinstance(word, str) and word in SHORTHANDS:
+        document.put(path, dict(SHORTHANDS[word]), document.value_position(path))
 
 
 def _workload_rules(document: Document) -> Iterator[Mistake]:

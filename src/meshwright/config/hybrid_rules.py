@@ -10,6 +10,7 @@ from meshwright.config.run_values import RunValues
 from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
 from meshwright.spec.hybrid import REFUSED_BESIDE, SCHEDULES, capacity_error, hybrid_error, schedules_of
+from meshwright.spec.plan import REFUSED_SCHEDULES
 
 _LAYERED = "breadth_first"
 
@@ -52,7 +53,7 @@ def _pipeline(run: RunValues) -> int:
 def _kept(run: RunValues) -> Iterator[Mistake]:
     """No collective of one micro-batch: units stay gathered and gradients whole, or the order is layered."""
     schedule, allowed = run("plan.schedule"), schedules_of(_pipeline(run))
-    if schedule not in (None, *allowed):
+    if schedule not in (None, *allowed, *REFUSED_SCHEDULES):
         yield run.mistake("plan.schedule", f"{_either(allowed)}, as plan.hybrid is {run('plan.hybrid')}", SCHEDULES[0])
     if schedule == _LAYERED:
         return
@@ -81,7 +82,7 @@ def plan_file_hybrid(plan: Document, run: RunValues) -> Iterator[Mistake]:
         yield plan.mistake(("mesh",), f"for the hybrid axis {error}", ", ".join(sizes))
     name = plan.get(("schedule", "name")) or SCHEDULES[0]
     allowed = schedules_of(sizes.get("pipeline", 1))
-    if name not in allowed:
+    if name not in (*allowed, *REFUSED_SCHEDULES):
         yield plan.mistake(("schedule", "name"), f"{_either(allowed)} with a hybrid axis", name, SCHEDULES[0])
     for index, layer in enumerate(plan.get(("layers",)) or ({},)):
         if name != _LAYERED and _collects(layer):

@@ -54,7 +54,7 @@ _SHORTHANDS: dict[KeyPath, str] = {
     ("cluster",): "auto, a cluster file or ",
     ("data", "mix"): "a data directory or ",
     ("observe", "wandb"): "a project's name or ",
-    ("serve", "quantisation"): "fp8 or ",
+    ("serve", "quantisation"): "fp8, int8 or ",
 }
 
 

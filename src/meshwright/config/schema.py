@@ -171,7 +171,7 @@ def json_schema(cls: type = RunSpec) -> dict[str, Any]:
 _SHORTHANDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("DataSpec", "mix", {"type": "string"}),
     ("ObserveSpec", "wandb", {"type": "string"}),
-    ("ServeTarget", "quantisation", {"enum": ["fp8", "none"]}),
+    ("ServeTarget", "quantisation", {"enum": ["fp8", "int8", "none"]}),
 )
 """Shorthands of single keys: the section, the key, and the schema of its shorthand."""
 

@@ -24,6 +24,9 @@ HOST_SHARE, HOST_SHARE_DEVICES = 0.4, 8
 Measured on 8×H200: 20 of 50 GB/s, limited by host memory. Fewer devices reach more, up to the full link: a guess.
 """
 
+GRADIENT_BYTES = 4.0
+"""Bytes of a gradient that is summed over micro-batches (fp32) where the closed form does not know the plan's."""
+
 UNITS_GATHERED = 2
 """Units whose weights are updated before the first of them computes: it and the next one, which is gathered meanwhile."""
 
@@ -51,9 +54,10 @@ def rate_both_ways(machine: Machine) -> Array:
 
 
 def host_memory_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
-    """Bytes of host memory per device: offloaded activations in flight, and the state of its `owned` parameters."""
+    """Bytes of host memory per device: offloaded activations in flight, and state and gradient sums of its `owned` parameters."""
     activations = shape.layers / layout.pipeline * layout.in_flight * offloaded_bytes(shape, layout)
-    return layout.offload_activations * activations + layout.offload * owned * layout.state_bytes
+    sums = _copies_sums(layout) * (layout.micro_batches > 1) * owned * GRADIENT_BYTES
+    return layout.offload_activations * activations + layout.offload * owned * layout.state_bytes + sums
 
 
 def activation_copies(shape: Shape, machine: Machine, layout: Layouts) -> Array:
@@ -75,6 +79,29 @@ def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Arr
 def exposed_copy_seconds(copied: Array, forward: Array, backward: Array) -> tuple[Array, Array]:
     """Exposed seconds of copies that take `copied` seconds in each direction: beside the forwards, and beside the backwards."""
     return np.maximum(0.0, copied - forward), np.maximum(0.0, copied - backward)
+
+
+def exposed_sums(machine: Machine, layout: Layouts, owned: Array, backward: Array) -> Array:
+    """Exposed seconds over all layers of one micro-batch's copies of gradient sums to host memory and back.
+
+    A rank has `owned` parameters; `backward` has the seconds over all layers.
+    """
+    copied = owned * layout.pipeline * GRADIENT_BYTES / rate_both_ways(machine)
+    return _copies_sums(layout) * exposed_sum_copies(copied, backward, layout.micro_batches)
+
+
+def _copies_sums(layout: Layouts) -> Array:
+    """1 where gradient sums are in host memory: of shards that are reduced after each micro-batch."""
+    return layout.sums_on_host * (1 - np.asarray(layout.reduce_once)) * (1 - np.asarray(layout.layered))
+
+
+def exposed_sum_copies(copied: Array, backward: Array, micro_batches: Array) -> Array:
+    """Mean exposed seconds of a backward beside which sums of gradients are copied, `copied` seconds in each direction.
+
+    The first backward has no copies to the device, the last none to the host.
+    """
+    repeated = (micro_batches - 1) / np.maximum(1.0, micro_batches)
+    return np.maximum(0.0, copied - backward) * repeated
 
 
 def host_optimizer(

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.plan_costs import number
-from meshwright.spec.engine import Fp8
+from meshwright.spec.engine import WeightFormat
 from meshwright.spec.serve_profile import StepConstants
 
-WEIGHTS_SHARES: dict[Fp8 | None, float] = {None: 0.71, "fp8": 0.59}
-"""Share of the memory bandwidth with which a step reads weights, by their format."""
-PRODUCTS_SHARES: dict[Fp8 | None, float] = {None: 0.63, "fp8": 0.55}
-"""Share of the peak that products with weights reach."""
+WEIGHTS_SHARES: dict[WeightFormat | None, float] = {None: 0.71, "fp8": 0.59, "int8": 0.59}
+"""Share of the memory bandwidth with which a step reads weights, by their format; int8's is taken to be that of fp8."""
+PRODUCTS_SHARES: dict[WeightFormat | None, float] = {None: 0.63, "fp8": 0.55, "int8": 0.55}
+"""Share of the peak that products with weights reach; int8's is taken to be that of fp8."""
 CACHE_SHARE, ATTENTION_SHARE = 0.95, 0.55
 """Shares of the memory bandwidth that decodes reach with keys and values, and of the peak in the attention of prompts."""
 DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.3e-3, 12.7e-3, 7e-6, 50e-6
 
 
-def usual_constants(machine: Machine, weights: Fp8 | None = None) -> StepConstants:
+def usual_constants(machine: Machine, weights: WeightFormat | None = None) -> StepConstants:
     """Constants of a device by its datasheet; `machine` has the rates of products in the format of the weights."""
     memory, peak = number(machine.hbm), number(machine.peak)
     return StepConstants(

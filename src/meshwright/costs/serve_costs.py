@@ -85,7 +85,7 @@ class ServeCosts:
         self.quantisation, self.settings = quantisation or Quantisation(), settings or EngineSettings()
         self.profile = profile or _profile_of(model, cluster, self.quantisation)
         """The measurement that the constants are from."""
-        products = "fp8" if self.quantisation.weights and not cluster.is_cpu else "bf16"
+        products = "bf16" if cluster.is_cpu else self.quantisation.weights or "bf16"
         self._machine, self._k = _rates(cluster, products)
         measured = self.profile is not None and (self.profile.weights, self.profile.kv_cache) == (
             self.quantisation.weights,

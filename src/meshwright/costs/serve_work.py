@@ -12,14 +12,14 @@ from functools import lru_cache
 from math import prod
 from typing import Protocol
 
-from meshwright.spec.engine import Fp8
+from meshwright.spec.engine import WeightFormat
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.workload.cache_size import cache_bytes_per_block, layer_groups
 
-FP8_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
-"""Linear layers of a block that `serve.formats` rounds to fp8, outside of routed experts."""
+ROUNDED_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
+"""Linear layers of a block that `serve.formats` rounds to 8 bits, outside of routed experts, which it rounds to int8 only."""
 
 
 class PromptPart(Protocol):
@@ -84,9 +84,15 @@ class DeviceWork:
 
 @lru_cache(maxsize=256)
 def device_work(
-    spec: ModelSpec, tensor: int = 1, expert: int = 1, *, weights: Fp8 | None = None, item: int = 2, cache_item: int = 2
+    spec: ModelSpec,
+    tensor: int = 1,
+    expert: int = 1,
+    *,
+    weights: WeightFormat | None = None,
+    item: int = 2,
+    cache_item: int = 2,
 ) -> DeviceWork:
-    """The work of a device of an instance; numbers have `item` bytes, those of the cache `cache_item`, fp8 weights one."""
+    """The work of a device of an instance; numbers have `item` bytes, those of the cache `cache_item`, rounded weights one."""
     part, rank = Part(0, tensor), rank_dimensions(spec, tensor)
     dense = expert_weights = embedding = 0.0
     dense_bytes = head_count = 0.0
@@ -98,24 +104,25 @@ def device_work(
             expert_weights += count / expert
         elif parameter.inside:
             dense += count if len(parameter.shape) > 1 else 0
-            dense_bytes += count * (1 if weights is not None and _in_fp8(parameter) else item)
+            dense_bytes += count * (1 if weights is not None and _is_rounded(parameter) else item)
         elif parameter.name == "head.weight":
             head_count = count
         else:
             dense_bytes += count * item
-    stored = dense_bytes + item * (expert_weights + embedding + head_count)
+    expert_item = 1 if weights == "int8" else item
+    stored = dense_bytes + expert_item * expert_weights + item * (embedding + head_count)
     head_count = head_count or spec.vocab_size * spec.hidden / tensor
     routed = sum(spec.routed(layer) for layer in range(spec.layers))
     slots = routed * spec.experts / expert
-    expert_bytes = item * expert_weights / slots if slots else 0.0
+    one_expert = expert_weights / slots if slots else 0.0
     return DeviceWork(
         stored_bytes=stored,
         dense_bytes=dense_bytes,
         dense_flops=2.0 * dense,
         head_bytes=item * head_count,
         head_flops=2.0 * head_count,
-        expert_bytes=expert_bytes,
-        expert_flops=2.0 * routed * spec.experts_per_token * expert_bytes / item,
+        expert_bytes=expert_item * one_expert,
+        expert_flops=2.0 * routed * spec.experts_per_token * one_expert,
         expert_slots=slots,
         chosen_share=spec.experts_per_token / spec.experts if spec.experts else 0.0,
         cache_bytes=float(cache_bytes_per_block(rank, 1, cache_item)),
@@ -124,9 +131,9 @@ def device_work(
     )
 
 
-def _in_fp8(parameter: ParameterSpec) -> bool:
+def _is_rounded(parameter: ParameterSpec) -> bool:
     module = parameter.module
-    return len(parameter.shape) > 1 and module.rpartition(".")[2] in FP8_MODULES and module != "moe.router"
+    return len(parameter.shape) > 1 and module.rpartition(".")[2] in ROUNDED_MODULES and module != "moe.router"
 
 
 def _attention_flops(rank: ModelSpec) -> float:

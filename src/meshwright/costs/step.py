@@ -27,7 +27,7 @@ from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copy_seconds
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.layer_costs import LayerCosts, exposed_seconds, layer_costs
-from meshwright.costs.offload_costs import activation_copies, exposed_copies, host_optimizer
+from meshwright.costs.offload_costs import activation_copies, exposed_copies, exposed_sums, host_optimizer
 from meshwright.costs.optimizer_costs import matrix_seconds, update_seconds
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.workload.arrays import Array
@@ -103,6 +103,7 @@ def step_cost(
         np.where(layout.splits_backward, np.maximum(exposed_if_joint, exposed_if_split), exposed_if_joint) + copies_each
     )
     offloaded = exposed_copies(shape, machine, layout, times.forward, times.backward)
+    offloaded = offloaded + exposed_sums(machine, layout, owned_params(shape, layout), times.backward)
     all_layers_seconds = layers_time + shard_exposed + offloaded
     host_micro = k.host_micro_us * 1e-6
     stage, all_stages = _stage_seconds(shape, layout, all_layers_seconds, times)

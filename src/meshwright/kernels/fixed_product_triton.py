@@ -54,7 +54,7 @@ def product(
     splits: int | None = None,
     across: bool | None = None,
 ) -> Tensor:
-    """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, times the scales, plus the bias, if given.
+    """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, times the scales, plus the bias, if given; int8 is summed in int32.
 
     The scales are `(tokens, 1)` and `(out, 1)`. All tensors are contiguous. `across` says whether each part of the inner dimension has
     a program of its own; None decides by the number of tokens. Not for several streams at a time: parts count their arrivals in one
@@ -70,9 +70,10 @@ def product(
     if across is None:
         across = tokens <= 256
     across = across and splits > 1 and tiles <= MOST_ARRIVALS
-    partial, arrivals = out, out
+    partial, arrivals, integer = out, out, x.dtype == torch.int8
     if across:
-        partial = torch.empty(tiles * splits, tile.columns * tile.tokens, dtype=torch.float32, device=x.device)
+        sum_dtype = torch.int32 if integer else torch.float32
+        partial = torch.empty(tiles * splits, tile.columns * tile.tokens, dtype=sum_dtype, device=x.device)
         arrivals = _arrivals(x.device)
     inner_tile = TILE_BYTES // x.element_size()
     _product[(tiles, splits if across else 1)](
@@ -92,7 +93,8 @@ def product(
         TOKENS=tile.tokens,
         INNER=inner_tile,
         EVEN=inner % inner_tile == 0,
-        IMPRECISE=inner_tile if x.element_size() == 1 else 0,
+        IMPRECISE=inner_tile if x.element_size() == 1 and not integer else 0,
+        SUM=tl.int32 if integer else tl.float32,
         ACROSS=across,
         SCALED=x_scale is not None,
         BIAS=bias is not None,
@@ -110,12 +112,12 @@ def _arrivals(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _sum_tiles(
+def sum_tiles(
     x, weight, begin, end, token_used, inner, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr,
-    EVEN: tl.constexpr, IMPRECISE: tl.constexpr,
+    EVEN: tl.constexpr, IMPRECISE: tl.constexpr, SUM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Products `(COLUMNS, TOKENS)` of the tiles `begin` to end - 1; x and weight point to the rows of the operands."""
-    sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
+    """Products `(COLUMNS, TOKENS)` in SUM of the tiles `begin` to end - 1; x and weight point to the rows of the operands."""
+    sums = tl.zeros([COLUMNS, TOKENS], SUM)
     step = tl.arange(0, INNER)
     for tile in range(begin, end):
         index = tile * INNER + step
@@ -126,16 +128,19 @@ def _sum_tiles(
             inside = (index < inner)[None, :]
             inputs = tl.load(x[:, None] + index[None, :], mask=token_used[:, None] & inside, other=0.0)
             weights = tl.load(weight[:, None] + index[None, :], mask=inside, other=0.0)
-        sums = tl.dot(weights, tl.trans(inputs), sums, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
+        sums = tl.dot(
+            weights, tl.trans(inputs), sums, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUM
+        )
     return sums
 
 
 @triton.jit
-def _finish(
+def store_product(
     sums, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED: tl.constexpr, BIAS: tl.constexpr
 ) -> None:
     """Scale the sums `(COLUMNS, TOKENS)`, add the bias, and store them transposed."""
     column_used = column < columns
+    sums = sums.to(tl.float32)
     if SCALED:
         sums = sums * tl.load(weight_scale + column, mask=column_used, other=0.0)[:, None]
         sums = sums * tl.load(x_scale + token, mask=token < tokens, other=0.0)[None, :]
@@ -148,8 +153,8 @@ def _finish(
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _product(
     x, weight, x_scale, weight_scale, bias, out, partial, arrivals, tokens, columns, inner, splits, COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr, IMPRECISE: tl.constexpr, ACROSS: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
+    TOKENS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr, IMPRECISE: tl.constexpr, SUM: tl.constexpr,
+    ACROSS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     number, column_tiles, token_tiles = tl.program_id(0), tl.cdiv(columns, COLUMNS), tl.cdiv(tokens, TOKENS)
     first_tile = number // (GROUP * column_tiles) * GROUP
@@ -162,11 +167,11 @@ def _product(
     # Columns behind the last read its weights, and nothing of them is stored.
     weight += tl.minimum(column, columns - 1).to(tl.int64) * inner
     tiles = tl.cdiv(inner, INNER)
-    total = tl.zeros([COLUMNS, TOKENS], tl.float32)
+    total = tl.zeros([COLUMNS, TOKENS], SUM)
     if ACROSS:
         split = tl.program_id(1)
         begin, end = tiles * split // splits, tiles * (split + 1) // splits
-        sums = _sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE)
+        sums = sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE, SUM)
         place = tl.arange(0, COLUMNS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         parts = partial + (number * splits).to(tl.int64) * (COLUMNS * TOKENS) + place
         tl.store(parts + split * (COLUMNS * TOKENS), sums, mask=token_used[None, :])
@@ -179,9 +184,9 @@ def _product(
                 total += tl.load(
                     parts + index * (COLUMNS * TOKENS), mask=token_used[None, :], other=0.0, cache_modifier=".cg"
                 )
-            _finish(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)
+            store_product(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)
     else:
         for index in range(splits):
             begin, end = tiles * index // splits, tiles * (index + 1) // splits
-            total += _sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE)
-        _finish(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)
+            total += sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE, SUM)
+        store_product(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)

@@ -14,8 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHOICE_TILE, ORDER_TILE = 2048, 4096
-"""Elements of a tile, unless one token has more: twice as many take up to 254 registers of a thread on sm_90."""
+TILE = 2048
+"""Elements of a tile, unless one token has more.
+
+With twice as many, counting takes 254 registers of a thread on sm_90 instead of 74.
+"""
 SCAN_BLOCK = 1024
 """Blocks of tokens of which one program of the scan reads the counts at a time."""
 
@@ -25,7 +28,7 @@ def choose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tensors of a `router.Choice`; see `router.choose`."""
     logits, (batch, seq, experts) = logits.contiguous(), logits.shape
-    tokens, block = _tile(experts, CHOICE_TILE)
+    tokens, block = _tile(experts)
     parts = triton.cdiv(seq, tokens)
     weights = torch.empty(batch, seq, copies, dtype=torch.float32, device=logits.device)
     chosen = torch.empty_like(weights, dtype=torch.int64)
@@ -50,7 +53,7 @@ def choice_gradient(
 ) -> Tensor:
     """The gradient of `logits` from those of the weights and of the sums of probabilities."""
     logits, (batch, seq, experts) = logits.contiguous(), logits.shape
-    tokens, block = _tile(experts, CHOICE_TILE)
+    tokens, block = _tile(experts)
     out = torch.empty_like(logits)
     if out.numel():
         _choose_backward[(triton.cdiv(seq, tokens), batch)](
@@ -64,7 +67,7 @@ def choice_gradient(
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """`sorted` and `positions` of a `grouped.ExpertOrder`; the experts `chosen` `(tokens, copies)` of one token differ."""
     chosen, (count, copies) = chosen.contiguous(), chosen.shape
-    tokens, block = _tile(experts, ORDER_TILE)
+    tokens, block = _tile(experts)
     parts = triton.cdiv(count, tokens)
     counts, before = (torch.empty(parts, experts, dtype=torch.int32, device=chosen.device) for _ in range(2))
     totals = torch.empty(experts, dtype=torch.int32, device=chosen.device)
@@ -78,10 +81,10 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, positions
 
 
-def _tile(experts: int, elements: int) -> tuple[int, int]:
+def _tile(experts: int) -> tuple[int, int]:
     """Tokens and experts of a tile."""
     block = triton.next_power_of_2(experts)
-    return max(1, elements // block), block
+    return max(1, TILE // block), block
 
 
 def _empty_order(chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,53 +1,68 @@
-"""Rounding of activations to e4m3 with one scale per token, alone or fused into the operation before, for inference.
+"""Rounding of activations to 8 bits with one scale per token, alone or fused into the operation before, for inference.
 
-The numbers are those of `fp8_products.quantize` by rows, of the operation's result rounded to the dtype of its input. On CUDA a Triton
-kernel computes a token in one program, so the fp8 copy costs no further kernel where it is fused. Elsewhere, and with `plain`, the
-separate operators run.
+The numbers are those of `fp8_products.quantize` by rows (e4m3), or of `int8_products.quantize`, of the operation's result rounded to the
+dtype of its input. On CUDA a Triton kernel computes a token in one program, so the rounded copy costs no further kernel where it is
+fused. Elsewhere, and with `plain`, the separate operators run.
 """
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
+from meshwright.kernels import int8_products
 from meshwright.kernels.add_norm import add_rms_norm
-from meshwright.kernels.fp8_products import Fp8Matrix, quantize
+from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, quantize
+from meshwright.kernels.int8_products import Int8Matrix
 from meshwright.kernels.swiglu import swiglu
+from meshwright.spec.engine import WeightFormat
+
+RoundedMatrix = Fp8Matrix | Int8Matrix
+"""A matrix of 8-bit numbers with a scale for each row."""
+DTYPES: dict[WeightFormat, torch.dtype] = {"fp8": E4M3, "int8": torch.int8}
 
 MAX_WIDTH = 32768
 """Widest token that one program holds in registers."""
 
 
-def quantize_rows(x: Tensor, *, plain: bool = False) -> Fp8Matrix:
-    """x `(…, width)` in e4m3, with scales `(…, 1)`."""
+@overload
+def quantize_rows(x: Tensor, number_format: Literal["fp8"] = "fp8", *, plain: bool = False) -> Fp8Matrix: ...
+@overload
+def quantize_rows(x: Tensor, number_format: WeightFormat, *, plain: bool = False) -> RoundedMatrix: ...
+def quantize_rows(x: Tensor, number_format: WeightFormat = "fp8", *, plain: bool = False) -> RoundedMatrix:
+    """x `(…, width)` in 8 bits, with scales `(…, 1)`."""
     if _runs_kernel(x, plain):
         from meshwright.kernels.row_quantize_triton import round_rows
 
-        return round_rows(x)
+        return round_rows(x, DTYPES[number_format])
+    if number_format == "int8":
+        return int8_products.quantize(x)
     values, scale = quantize(x.flatten(0, -2), "rowwise")
     return Fp8Matrix(values.view(x.shape), scale.view(*x.shape[:-1], 1))
 
 
 def quantize_add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plain: bool = False
-) -> tuple[Tensor, Fp8Matrix]:
-    """Return `x + delta` `(…, width)`, and its RMSNorm in e4m3 as `quantize_rows` gives it."""
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, number_format: WeightFormat = "fp8", *, plain: bool = False
+) -> tuple[Tensor, RoundedMatrix]:
+    """Return `x + delta` `(…, width)`, and its RMSNorm in 8 bits as `quantize_rows` gives it."""
     equal = x.dtype == delta.dtype == weight.dtype and x.shape == delta.shape
     if equal and _runs_kernel(x, plain):
         from meshwright.kernels.row_quantize_triton import round_add_rms_norm
 
-        return round_add_rms_norm(x, delta, weight, eps)
+        return round_add_rms_norm(x, delta, weight, eps, DTYPES[number_format])
     total, normed = add_rms_norm(x, delta, weight, eps, plain=plain)
-    return total, quantize_rows(normed, plain=plain)
+    return total, quantize_rows(normed, number_format, plain=plain)
 
 
-def quantize_swiglu(gate_up: Tensor, *, plain: bool = False) -> Fp8Matrix:
-    """silu(gate) · up of `gate_up` `(…, 2·width)`, which has the gates first, in e4m3 `(…, width)`."""
+def quantize_swiglu(gate_up: Tensor, number_format: WeightFormat = "fp8", *, plain: bool = False) -> RoundedMatrix:
+    """silu(gate) · up of `gate_up` `(…, 2·width)`, which has the gates first, in 8 bits `(…, width)`."""
     if _runs_kernel(gate_up, plain, gate_up.shape[-1] // 2):
         from meshwright.kernels.row_quantize_triton import round_swiglu_rows
 
-        return round_swiglu_rows(gate_up)
-    return quantize_rows(swiglu(gate_up, plain=plain), plain=plain)
+        return round_swiglu_rows(gate_up, DTYPES[number_format])
+    return quantize_rows(swiglu(gate_up, plain=plain), number_format, plain=plain)
 
 
 def _runs_kernel(x: Tensor, plain: bool, width: int | None = None) -> bool:

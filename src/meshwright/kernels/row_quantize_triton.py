@@ -1,6 +1,6 @@
 """The Triton kernels of `row_quantize`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
-One program computes one token. `fp8_dtype` is e4m3; tests in Triton's interpreter, which rounds wrongly to fp8, take fp32.
+One program computes one token. `dtype` is e4m3 or int8; tests in Triton's interpreter, which rounds wrongly to fp8, take fp32 for e4m3.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix
+from meshwright.kernels.int8_products import Int8Matrix
+from meshwright.kernels.row_quantize import RoundedMatrix
 
 ELEMENTS_PER_THREAD = 16
 """More threads would wait longer for the reductions over a token, fewer would have too few loads in flight."""
@@ -18,41 +20,45 @@ MIN_MAGNITUDE = tl.constexpr(2.0**-100)
 CARRY, EXPONENT, INVERSE = tl.constexpr(0x1FFFFF), tl.constexpr(0x7F800000), tl.constexpr(254 << 23)
 LARGEST_EXPONENT = tl.constexpr(8 << 23)
 """The constants of `fp8_products.scale_of` and `inverse`, for e4m3."""
+LARGEST_INTEGER = tl.constexpr(127.0)
+TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
+"""Added to a number below 2²², it rounds to an integer, ties to even."""
 
 
-def round_rows(x: Tensor, fp8_dtype: torch.dtype = E4M3) -> Fp8Matrix:
-    """x in fp8; see `row_quantize.quantize_rows`."""
+def round_rows(x: Tensor, dtype: torch.dtype = E4M3) -> RoundedMatrix:
+    """x in 8 bits; see `row_quantize.quantize_rows`."""
     x, width = x.contiguous(), x.shape[-1]
-    out = _empty(x, width, fp8_dtype)
+    out = _empty(x, width, dtype)
     if x.numel():
         _round_rows[(x.numel() // width,)](x, *out, WIDTH=width, **_launch(width))
     return out
 
 
 def round_add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, fp8_dtype: torch.dtype = E4M3
-) -> tuple[Tensor, Fp8Matrix]:
-    """The sum, and its norm in fp8; see `row_quantize.quantize_add_rms_norm`."""
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = E4M3
+) -> tuple[Tensor, RoundedMatrix]:
+    """The sum, and its norm in 8 bits; see `row_quantize.quantize_add_rms_norm`."""
     x, delta, width = x.contiguous(), delta.contiguous(), x.shape[-1]
-    total, out = torch.empty_like(x), _empty(x, width, fp8_dtype)
+    total, out = torch.empty_like(x), _empty(x, width, dtype)
     if x.numel():
         _round_add_rms_norm[(x.numel() // width,)](x, delta, weight, total, *out, eps, WIDTH=width, **_launch(width))
     return total, out
 
 
-def round_swiglu_rows(gate_up: Tensor, fp8_dtype: torch.dtype = E4M3) -> Fp8Matrix:
-    """silu(gate) · up in fp8; see `row_quantize.quantize_swiglu`."""
+def round_swiglu_rows(gate_up: Tensor, dtype: torch.dtype = E4M3) -> RoundedMatrix:
+    """silu(gate) · up in 8 bits; see `row_quantize.quantize_swiglu`."""
     gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
-    out = _empty(gate_up, width, fp8_dtype)
+    out = _empty(gate_up, width, dtype)
     if gate_up.numel():
         _round_swiglu[(gate_up.numel() // (2 * width),)](gate_up, *out, WIDTH=width, **_launch(width))
     return out
 
 
-def _empty(like: Tensor, width: int, fp8_dtype: torch.dtype) -> Fp8Matrix:
+def _empty(like: Tensor, width: int, dtype: torch.dtype) -> RoundedMatrix:
     shape = like.shape[:-1]
-    values = torch.empty((*shape, width), dtype=fp8_dtype, device=like.device)
-    return Fp8Matrix(values, torch.empty((*shape, 1), dtype=torch.float32, device=like.device))
+    values = torch.empty((*shape, width), dtype=dtype, device=like.device)
+    scale = torch.empty((*shape, 1), dtype=torch.float32, device=like.device)
+    return Int8Matrix(values, scale) if dtype == torch.int8 else Fp8Matrix(values, scale)
 
 
 def _launch(width: int) -> dict[str, int]:
@@ -62,15 +68,20 @@ def _launch(width: int) -> dict[str, int]:
 
 @triton.jit
 def _store_rounded(numbers, inside, values, scales, offset, token) -> None:
-    """Store the `numbers` of a token in fp8, and its scale: a power of two, or NaN if a number is not finite."""
+    """Store the `numbers` of a token in 8 bits, and its scale: for fp8 a power of two; NaN if a number is not finite."""
     largest = tl.max(tl.where(inside, tl.abs(numbers), 0.0), 0)
     # A maximum may ignore NaN; a sum does not, and 0 · inf is NaN.
     finite = tl.sum(tl.where(inside, numbers * 0.0, 0.0), 0) == 0.0
-    bits = tl.maximum(largest, MIN_MAGNITUDE).to(tl.int32, bitcast=True)
-    bits = ((bits + CARRY) & EXPONENT) - LARGEST_EXPONENT
-    factor = (-bits + INVERSE).to(tl.float32, bitcast=True)
-    tl.store(values + offset, (numbers * factor).to(values.dtype.element_ty), mask=inside)
-    tl.store(scales + token, tl.where(finite, bits.to(tl.float32, bitcast=True), float("nan")))
+    largest = tl.maximum(largest, MIN_MAGNITUDE)
+    if values.dtype.element_ty == tl.int8:
+        scale = tl.div_rn(largest, LARGEST_INTEGER)
+        rounded = (tl.div_rn(numbers, scale) + TO_INTEGER) - TO_INTEGER
+    else:
+        bits = ((largest.to(tl.int32, bitcast=True) + CARRY) & EXPONENT) - LARGEST_EXPONENT
+        scale = bits.to(tl.float32, bitcast=True)
+        rounded = numbers * (-bits + INVERSE).to(tl.float32, bitcast=True)
+    tl.store(values + offset, rounded.to(values.dtype.element_ty), mask=inside)
+    tl.store(scales + token, tl.where(finite, scale, float("nan")))
 
 
 @triton.jit

@@ -422,10 +422,11 @@ def check_init(run: RunSpec, note: Note) -> None:
 
 def check_host_memory(run: RunSpec, plan: Plan) -> None:
     """Raise OutOfResources if this host's memory cannot hold what its ranks offload."""
-    activations, optimizer = host_bytes(run.model, slot_run(run, plan).train, plan, run.cluster.nodes)
-    need, available = activations + optimizer, host_memory_bytes()
+    activations, optimizer, sums = host_bytes(run.model, slot_run(run, plan).train, plan, run.cluster.nodes)
+    need, available = activations + optimizer + sums, host_memory_bytes()
     if need > available:
+        sums_text = f"plan.accumulation: gradient sums take {sums / 1e9:.1f} GB, and " if sums else ""
         raise OutOfResources(
-            f"plan.offload: activations take {activations / 1e9:.1f} and the optimizer {optimizer / 1e9:.1f} GB of host memory, and "
-            f"this host has {available / 1e9:.1f} GB; offload fewer layers (plan.layers), or use more nodes"
+            f"{sums_text}plan.offload: activations take {activations / 1e9:.1f} and the optimizer {optimizer / 1e9:.1f} GB of host memory, "
+            f"and this host has {available / 1e9:.1f} GB; offload fewer layers (plan.layers), or use more nodes"
         )

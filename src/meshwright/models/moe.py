@@ -73,7 +73,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, counted: Tensor | None = None) -> RoutedOutput:
         """Route and process x `(batch, seq, hidden)`; losses and load are those of the tokens `counted` `(batch, seq)`, or of all."""
         logits = self.router(x)
-        choice = self._choose(logits, counted)
+        choice = self.choose_experts(logits, counted)
         load = choice.loads.sum(0)
         order = order_by_expert(choice.chosen.flatten(0, 1), load)
         weights = sorted_weights(choice.weights.flatten(0, 1), order)
@@ -93,7 +93,7 @@ class MixtureOfExperts(nn.Module):
         balance = _balance(choice.probability_sums, loads, self.per_token, by_token=counted is not None)
         return RoutedOutput(y, balance, load, squares)
 
-    def _choose(self, logits: Tensor, counted: Tensor | None) -> Choice:
+    def choose_experts(self, logits: Tensor, counted: Tensor | None = None) -> Choice:
         """The experts of each token, by a kernel where there is one; probabilities are summed over `counted` tokens, or all."""
         particular = self.groups_per_token != self.groups or self.replayed is not None or counted is not None
         if self.plain or particular or not has_kernel(logits, self.count):

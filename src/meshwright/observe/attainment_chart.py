@@ -24,7 +24,7 @@ def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
     rates = [rate for curve in curves for rate, _ in curve.points]
     if not rates:
         return ""
-    high = 1.05 * max(rates)
+    high = 1.15 * max(rates)  # the label of the goal is at the right end
     axis = Axis("rate", "requests/s a GPU", 0.0, high, tuple((value, f"{value:g}") for value in ticks(0.0, high, 5)))
     tables = {curve.label: {"rate": [rate for rate, _ in curve.points]} for curve in curves}
     series = [
@@ -40,3 +40,29 @@ def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
         reference=("asked for", goal),
     )
     return draw(chart, tables, axis)
+
+
+def limits_chart(points: Sequence[tuple[float, float]], goal: float) -> str:
+    """The chart of attainment at one rate over a factor of both limits; empty without points."""
+    if not points:
+        return ""
+    factors = [factor for factor, _ in points]
+    marks = tuple((value, f"× {value:g}") for value in (0.5, 1.0, 1.5, 2.0))
+    axis = Axis("factor", "limits", min(factors), 1.15 * max(factors), marks)
+    series = Series("predicted", COLOURS[0], "predicted", [share for _, share in points])
+    title = "Attainment at the goodput, if both limits are scaled"
+    chart = Chart(
+        "limits", title, "of requests, by factor of the limits", "percent", (series,), reference=("asked for", goal)
+    )
+    return draw(chart, {"predicted": {"factor": factors}}, axis)
+
+
+def division_chart(points: Sequence[tuple[float, float]]) -> str:
+    """The chart of goodput over the share of devices that compute prompts only, 0 for colocated ones; empty without points."""
+    if not points:
+        return ""
+    axis = Axis("share", "prefill devices", -0.02, 1.0, tuple((v / 4, f"{25 * v}%") for v in range(5)))
+    series = Series("simulated", COLOURS[1], "simulated", [goodput for _, goodput in points], "points")
+    unit = "requests/s a GPU, by share of devices that compute prompts only; 0%: colocated"
+    chart = Chart("division", "Goodput by division of the devices", unit, "short", (series,))
+    return draw(chart, {"simulated": {"share": [share for share, _ in points]}}, axis)

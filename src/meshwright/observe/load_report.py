@@ -49,6 +49,10 @@ class InstanceTimeline:
     """Requests in its batch."""
     cache: Sequence[float]
     """Share of its cache that requests hold."""
+    role: str = "both"
+    predicted_running: Sequence[float] = ()
+    """The simulated requests in its batch at the same times; empty without a prediction."""
+    predicted_cache: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ def page(report: LoadReport) -> str:
         tile_list(tiles),
         f'<div class="grid">{attainment_chart(_curves(report), report.goal)}</div>',
         table("Predicted beside measured", ("", *HEADS), lines),
+        f'<div class="grid">{_role_timeline(report, "running", "Requests in the batch, by role")}</div>',
+        f'<div class="grid">{_role_timeline(report, "cache", "Cache that requests hold, by role")}</div>',
         f'<div class="grid">{_timeline(report, "running", "Requests in the batch, by instance")}</div>',
         f'<div class="grid">{_timeline(report, "cache", "Cache that requests hold, by instance")}</div>',
         listing("Why this deployment", report.why),
@@ -119,17 +125,38 @@ def _figures(figures: LatencyFigures) -> tuple[str, ...]:
     return (f"{figures.attainment:.1%}", *(f"{1e3 * seconds:.3g} ms" for seconds in times))
 
 
+def _role_timeline(report: LoadReport, gauge: str, title: str) -> str:
+    """The mean of a gauge over the instances of each role, measured and predicted."""
+    curves: dict[str, tuple[list[float], list[float]]] = {}
+    for role in dict.fromkeys(timeline.role for timeline in report.timelines):
+        alike = [timeline for timeline in report.timelines if timeline.role == role]
+        for kind, name in (("measured", gauge), ("predicted", f"predicted_{gauge}")):
+            values = [getattr(timeline, name) for timeline in alike]
+            means = [sum(at_once) / len(alike) for at_once in zip(*values, strict=False)]
+            if means:
+                curves[f"{role}, {kind}"] = list(alike[0].seconds[: len(means)]), means
+    return _chart(report, gauge, f"{gauge}-by-role", title, curves)
+
+
 def _timeline(report: LoadReport, gauge: str, title: str) -> str:
-    """A curve of a gauge for each instance, over the whole test; ticks are where the rates begin."""
-    tables: Mapping[str, dict[str, list[float]]] = {t.name: {"seconds": list(t.seconds)} for t in report.timelines}
-    times = [second for timeline in report.timelines for second in timeline.seconds]
-    if len(set(times)) < 2:
+    """A curve of a gauge for each instance."""
+    curves = {t.name: (list(t.seconds), list(getattr(t, gauge))) for t in report.timelines}
+    return _chart(report, gauge, gauge, title, curves)
+
+
+def _chart(
+    report: LoadReport, gauge: str, key: str, title: str, curves: Mapping[str, tuple[list[float], list[float]]]
+) -> str:
+    """Curves over the whole test; ticks are where the rates begin. Empty with less than two times."""
+    times = {second for seconds, _ in curves.values() for second in seconds}
+    if len(times) < 2:
         return ""
     marks = tuple((start, f"{r.rate:.3g}/s") for start, r in zip(report.starts, report.rates, strict=True))
     axis = Axis("seconds", "seconds", 0.0, max(times), marks)
     series = tuple(
-        Series(timeline.name, COLOURS[index % len(COLOURS)], timeline.name, list(getattr(timeline, gauge)))
-        for index, timeline in enumerate(report.timelines)
+        Series(name, COLOURS[index % len(COLOURS)], name, values)
+        for index, (name, (_, values)) in enumerate(curves.items())
     )
+    tables = {name: {"seconds": seconds} for name, (seconds, _) in curves.items()}
     unit = "requests, by rate tested" if gauge == "running" else "of its blocks, by rate tested"
-    return draw(Chart(gauge, title, unit, "short" if gauge == "running" else "percent", series), dict(tables), axis)
+    return draw(Chart(key, title, unit, "short" if gauge == "running" else "percent", series), tables, axis)

@@ -15,7 +15,7 @@ table.rows td { text-align: left; color: var(--text); padding-right: 18px; }
 table.rows td:first-child { white-space: nowrap; }
 table.rows td { overflow-wrap: normal; }
 table.rows th { width: auto; border-top: 0; }
-section.card + section.card, .grid + section.card { margin-bottom: 20px; }
+section.card + section.card, .grid + section.card, .tiles + section.card { margin-bottom: 20px; }
 """
 """Styles of tables with several columns, which the report's style sheet lacks."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -5,8 +5,8 @@ the device: moments, and a remainder of the master weights where weights are gat
 stream copies later chunks to the device and another copies earlier ones to the host, so both directions of the link are busy.
 
 The first chunks are fetched as soon as their staging buffers are free, so beside the next forward and backward. An update begins when the
-gradients' factor is known. On a GPU the host launches it at once; `complete_updates` makes the compute stream wait for the chunks of the
-unit that is gathered next, while later ones are copied and updated beside the forward. With `fraction` below 1 the
+gradients' factor is known. On a GPU the host launches chunks ahead of their use; `complete_updates` makes the compute stream wait for the
+chunks of the unit that is gathered next, while later ones are copied and updated beside the forward. With `fraction` below 1 the
 records of the first chunks stay on the device.
 
 The update uses the arithmetic of the optimizer on the device, so both give the same bits. It has a stream of its own, which no forward
@@ -40,6 +40,12 @@ from meshwright.spec.plan import Moments
 from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
+LAUNCHED_AHEAD = 32
+"""Chunks that the host launches on a GPU before they are needed, so that the link is busy while it launches other work.
+
+A stream's launch queue holds about a thousand operations, and streams may share one: with all chunks launched at once the host would wait
+for the queue, and kernels of the forward would queue behind updates that wait for copies.
+"""
 CPU_CHUNK_ELEMENTS = 1 << 16
 """Elements per chunk on a CPU: few, so that small models have several chunks."""
 
@@ -70,8 +76,7 @@ class HostAdamW:
 
     `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none.
     `fraction` of the elements have their record in host memory, the first ones on the device. `ahead` chunks are launched before they are
-    needed: by default all on a GPU, and none on a CPU, which does not run them beside the forward. Raises OutOfResources when host memory
-    cannot be pinned.
+    needed: none on a CPU, which does not run them beside the forward. Raises OutOfResources when host memory cannot be pinned.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class HostAdamW:
         default = STAGED_ELEMENTS if self._device.type == "cuda" else CPU_CHUNK_ELEMENTS
         sizes = {name: part.numel() for name, part in parts.items()}
         self._chunks = plan_chunks(groups_in_order(sizes, decays), chunk or default)
-        self._ahead = (len(self._chunks) if self._device.type == "cuda" else 0) if ahead is None else ahead
+        self._ahead = (LAUNCHED_AHEAD if self._device.type == "cuda" else 0) if ahead is None else ahead
         self._memory = ChunkMemory(
             self, self._device, self._packing, self._chunks, _chunks_on_device(self._chunks, fraction)
         )
@@ -160,8 +165,7 @@ class HostAdamW:
         self._pending = _PendingUpdate(dict(gradients), table, concurrent_span, copies, results)
         self._copy_streams.begin_updates()
         self._fetch_first(concurrent_span)
-        # Where an update waits for a snapshot on the host, it is launched as late as possible.
-        self._launch(self._pending, 0 if self._waits_for_snapshot(self._pending) else self._ahead)
+        self._launch(self._pending, 0)
         if not self.deferred:
             self.complete_updates()
 
@@ -184,9 +188,11 @@ class HostAdamW:
             self._end_update(pending)
         return pending.completed > before
 
-    def _launch(self, pending: _PendingUpdate, count: int) -> None:
-        """Launch the updates of the first `count` chunks, as far as that was not done."""
-        for number in range(len(pending.events), min(count, len(self._chunks))):
+    def _launch(self, pending: _PendingUpdate, needed: int) -> None:
+        """Launch the updates of the first `needed` chunks and of those ahead, as far as that was not done."""
+        # Where an update waits for a snapshot on the host, it is launched as late as possible.
+        ahead = 0 if self._waits_for_snapshot(pending) else self._ahead
+        for number in range(len(pending.events), min(needed + ahead, len(self._chunks))):
             self._run(number, pending)
             pending.events.append(self._copy_streams.latest_update)
 

@@ -36,7 +36,7 @@ from meshwright.parallel.recompute import with_recompute
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import RoutingStatistics
 from meshwright.parallel.sharded_unit import ShardedUnit
-from meshwright.parallel.stages import RankModel, make_units, remove_other_modules, shrink_to_local_parts
+from meshwright.parallel.stages import RankModel, Unit, make_units, remove_other_modules, shrink_to_local_parts
 from meshwright.parallel.tensor import TensorCopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedGradientSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
@@ -177,7 +177,7 @@ def build_engine(
         GradientSums(_replica_sums(plan, mesh), tied, copies),
         scales=WeightScales(sharded, mesh.shards, mesh.device) if plan.precision.gather == "fp8" else None,
         channels=open_channels(mesh, training.channels) if training.ranks > 1 else None,
-        host=HostMemory(mesh.device) if plan.offloads_activations else None,
+        **_host_memories(units, plan, mesh.device),
     )
     return Engine(
         model,
@@ -213,6 +213,16 @@ def _routing(
         bias_step=balance_bias,
         z_loss=z_loss,
     )
+
+
+def _host_memories(units: Sequence[Sequence[Unit]], plan: Plan, device: torch.device) -> dict[str, HostMemory | None]:
+    """The executor's buffers in host memory for activations and gradient sums; None where the plan has none there."""
+    slots_offload = plan.samples is not None and plan.samples.offload is not None
+    offloads = slots_offload or any(unit.offloads for stage_units in units for unit in stage_units)
+    return {
+        "host": HostMemory(device) if offloads else None,
+        "sums_on_host": HostMemory(device, purpose="gradients") if plan.accumulation == "host" else None,
+    }
 
 
 def _host_offloaded(

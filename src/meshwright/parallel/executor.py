@@ -26,6 +26,7 @@ from meshwright.models.moe import RoutedOutput
 from meshwright.parallel.channels import Channels
 from meshwright.parallel.fp8_weights import WeightScales
 from meshwright.parallel.fsdp import CommunicationStreams, Span
+from meshwright.parallel.gradient_offload import GradientOffload
 from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.offload import ActivationOffload, HostMemory, leaf_without_memory, storage_addresses
 from meshwright.parallel.sharded_unit import ShardedUnit
@@ -44,7 +45,7 @@ class Executor:
 
     `streams` run the gathers and reductions of parameters. `sums` adds gradients over ranks that a unit's own reduction does not include
     (replicas, tied weights). The others are None if the plan does not need them: `scales` of weights that are gathered in fp8, `channels`
-    between pipeline ranks, `host` buffers for offloaded activations.
+    between pipeline ranks, `host` buffers for offloaded activations, `sums_on_host` buffers for sums of gradients.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Executor:
         scales: WeightScales | None = None,
         channels: Channels | None = None,
         host: HostMemory | None = None,
+        sums_on_host: HostMemory | None = None,
     ) -> None:
         self.rank_model, self.streams, self.sums = rank_model, streams, sums
-        self.scales, self.channels, self.host = scales, channels, host
+        self.scales, self.channels, self.host, self.sums_on_host = scales, channels, host, sums_on_host
         self.on_action: Callable[[int], None] = _ignore
         """Called with the index of each action, before it runs."""
         self.before_gather: Callable[[ShardedUnit | None], bool] = _nothing_left
@@ -144,11 +146,25 @@ class _Step:
             {visit for visit in units if self.offloads(visit)},
             partial(_communication_span, recorder),
         )
+        self.gradient_offload = self.offload_of_gradients()
         self.reductions_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reduce_grad")
         self.frees_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reshard")
         self.index = -1  # of the action in progress
         self.tokens = [batch.valid_tokens for batch in batches]
         self.host_blocks = self.rank_model.device.type == "cpu"
+
+    def offload_of_gradients(self) -> GradientOffload | None:
+        """What copies sums of gradients to host memory and back; None where they stay on the device."""
+        if self.executor.sums_on_host is None:
+            return None
+        additions = {
+            index: [self.unit(part).sharded for part in action.parts if self.makes_weight_gradients(part)]
+            for index, action in enumerate(self.rank_actions)
+            if action.op in COMPUTE
+        }
+        return GradientOffload(
+            self.executor.sums_on_host, list(additions.values()), partial(_communication_span, self.recorder)
+        )
 
     def run(self) -> Tensor:
         if self.executor.scales is not None:
@@ -169,6 +185,8 @@ class _Step:
             self.index = index
             if index in self.visits_at:
                 self.offload.begin_compute()
+            if self.gradient_offload is not None and action.op in COMPUTE:
+                self.gradient_offload.begin_compute()
             for part in action.parts:
                 self.run_action(part, skip_accumulate=index in reduced_next)
         self.recorder.gap()
@@ -201,6 +219,8 @@ class _Step:
     def wait_for_gather(self, action: Action) -> None:
         """Make compute wait for the weights of the action's unit."""
         sharded = self.unit(action).sharded
+        if sharded.reads_shards_in_use:
+            self.executor.before_gather(sharded)
         if not self.host_blocks and sharded.gathering:
             with self.recorder.waiting("collective_wait", self.index, action, sharded.gathered_bytes):
                 sharded.wait_for_collectives()
@@ -374,7 +394,7 @@ class _Step:
 
     def unshard(self, action: Action) -> None:
         sharded = self.unit(action).sharded
-        if self.executor.before_gather(sharded):
+        if not sharded.reads_shards_in_use and self.executor.before_gather(sharded):
             self.executor.streams.follow_compute()
         sharded.gather(self.span(action, "unshard"))
 
@@ -387,7 +407,11 @@ class _Step:
         sharded = self.unit(action).sharded
         self.reductions_left[sharded] -= 1
         last = not self.reductions_left[sharded]
-        sharded.reduce(self.span(action, "reduce"), user=(action.stage, action.unit), last=last)
+        if last and self.gradient_offload is not None:
+            self.gradient_offload.ensure_on_device(sharded)
+        reduced = sharded.reduce(self.span(action, "reduce"), user=(action.stage, action.unit), last=last)
+        if reduced and not last and self.gradient_offload is not None:
+            self.gradient_offload.send(sharded)
         if last and self.executor.sums.over_replicas:
             self.executor.sums.start(sharded, self.span(action, "replicate"))
 

@@ -136,7 +136,7 @@ class AllToAll(TokenExchange):
     def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
         received_loads, splits = exchange_loads(load, self._group, self._ranks, local)
         received = exchange_rows(sorted_rows, splits, None, False, self._group)
-        local_order = order_by_expert(_experts_of_rows(received_loads, received), received_loads.sum(0))
+        local_order = order_by_expert(experts_of_rows(received_loads, received), received_loads.sum(0))
         local_outputs = from_groups(compute(to_groups(received, local_order), local_order), local_order)
         return exchange_rows(local_outputs.squeeze(1), splits, sorted_rows.shape[0], True, self._group)
 
@@ -156,7 +156,7 @@ def _order_by_slot(present: PresentExperts, load: Tensor, count: int) -> tuple[E
     return order_by_expert(keys[pairs][:, None], sent), sent
 
 
-def _experts_of_rows(received_loads: Tensor, received: Tensor) -> Tensor:
+def experts_of_rows(received_loads: Tensor, received: Tensor) -> Tensor:
     """Index of the local expert of each received row, `(rows, 1)`; rows are ordered by sending rank, then by expert."""
     ends = received_loads.flatten().cumsum(0)
     positions = torch.arange(received.shape[0], device=received_loads.device)

@@ -40,12 +40,21 @@ Span = AbstractContextManager[None]
 
 
 class ParameterGroup:
-    """The parameters of some modules, sharded over the ranks of a mesh; without those of inner modules that have a group."""
+    """The parameters of some modules, sharded over the ranks of a mesh; without those of inner modules that have a group.
+
+    Gradients of shards are summed in `sum_dtype`, by default in that of the master weights.
+    """
 
     kept = False
     """Whether the weights stay gathered for the step, whatever the schedule frees."""
 
-    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        precision: Precision,
+        sum_dtype: torch.dtype | None = None,
+    ) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[precision.compute] if precision.compute == "bf16" else None,
             reduce_dtype=DTYPES[precision.reduce],
@@ -75,7 +84,7 @@ class ParameterGroup:
         self._group.reshard_after_backward = False
         self.parameters = [ShardedParameter(parameter) for parameter in self._group.fsdp_params]
         self.ranks = mesh.size()
-        self.gathered_dtype = DTYPES[precision.compute]
+        self.gathered_dtype, self.sum_dtype = DTYPES[precision.compute], sum_dtype
         self._copy_gather: Any = None
 
     @property
@@ -129,7 +138,7 @@ class ParameterGroup:
         memory is freed.
         """
         packed = _replace_attribute(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
-        with self._output_memory(), packed, _in_span(self._group, "_reduce_scatter_comm", span):
+        with self._output_memory(), self._sums_rounded(), packed, _in_span(self._group, "_reduce_scatter_comm", span):
             self._group.post_backward()
         self._group._training_state = TrainingState.IDLE
 
@@ -144,12 +153,51 @@ class ParameterGroup:
         """
         group = self._group
         added = any(parameter.shard.grad is not None for parameter in self.parameters)
-        if group.device.type != "cuda" or added or group._reduce_dtype != group._orig_dtype:
+        temporary = added or self.sum_dtype is not None or group._reduce_dtype != group._orig_dtype
+        if group.device.type != "cuda" or temporary:
             return nullcontext()
         compute = torch.cuda.stream(torch.cuda.current_stream())
         return _replace_attribute(
             group, "_reduce_scatter_comm", _CollectiveInContext(group._reduce_scatter_comm, allocating=compute)
         )
+
+    @contextmanager
+    def _sums_rounded(self) -> Iterator[None]:
+        """Context of a reduction that rounds new gradients of shards to `sum_dtype`; FSDP2 adds later ones to these.
+
+        FSDP2 calls the hooks on the reduction's stream, before it records the event at its end. The rounded gradients are parts of one
+        buffer, as the others are, from memory that compute can allocate from.
+        """
+        if self.sum_dtype is None:
+            yield
+            return
+        rounded: dict[int, torch.Tensor] = {}
+        compute = torch.cuda.current_stream() if self.device.type == "cuda" else None
+
+        def round_gradient(shard: nn.Parameter) -> None:
+            gradient = parameters[shard].shard_gradient
+            assert gradient is not None
+            if gradient.dtype == self.sum_dtype:
+                return
+            storage = gradient.untyped_storage()
+            buffer = rounded.get(storage.data_ptr())
+            if buffer is None:
+                whole = torch.empty(0, dtype=gradient.dtype, device=gradient.device).set_(storage)
+                with torch.cuda.stream(compute):
+                    buffer = torch.empty_like(whole, dtype=self.sum_dtype)
+                rounded[storage.data_ptr()] = buffer.copy_(whole)
+            view = buffer.as_strided(gradient.shape, gradient.stride(), gradient.storage_offset())
+            shard.grad = None  # its dtype may change then
+            parameters[shard].set_shard_gradient(view)
+
+        parameters = {parameter.shard: parameter for parameter in self.parameters if parameter.shard.requires_grad}
+        hooks = [shard.register_post_accumulate_grad_hook(round_gradient) for shard in parameters]
+        for shard in parameters:
+            if shard.grad is None:
+                shard.grad_dtype = None  # any: FSDP2 sets a gradient in the dtype of the master weight
+        yield
+        for hook in hooks:
+            hook.remove()
 
     def finish_reductions(self) -> None:
         """Make the compute stream wait for every reduction that was started."""

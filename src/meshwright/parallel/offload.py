@@ -33,10 +33,10 @@ On a CPU, for tests, all storages are offloaded.
 
 
 class HostMemory:
-    """Reusable buffers in host memory, pinned for GPU copies, and the streams of the copies."""
+    """Reusable buffers in host memory for `purpose`, pinned for GPU copies, and the streams of the copies."""
 
-    def __init__(self, device: torch.device, min_bytes: int | None = None) -> None:
-        self.device, cuda = device, device.type == "cuda"
+    def __init__(self, device: torch.device, min_bytes: int | None = None, purpose: str = "activations") -> None:
+        self.device, self._purpose, cuda = device, purpose, device.type == "cuda"
         self.min_bytes = (MIN_BYTES if cuda else 1) if min_bytes is None else min_bytes
         self.offload_stream, self.fetch_stream = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
         self.host_bytes = 0
@@ -50,7 +50,7 @@ class HostMemory:
         if not self._free[size]:
             self.host_bytes += size
             return (
-                allocate_pinned(self, size, "activations")
+                allocate_pinned(self, size, self._purpose)
                 if self.offload_stream is not None
                 else torch.empty(size, dtype=torch.uint8)
             )
@@ -106,16 +106,16 @@ class SavedActivations:
 
     def start_offload(self, span: AbstractContextManager[None] | None = None) -> None:
         """Start to copy every storage to host memory, after the work launched so far on the compute stream."""
-        with _on_copy_stream(self._memory.offload_stream), span or nullcontext():
+        with on_copy_stream(self._memory.offload_stream), span or nullcontext():
             for storage in self._storages.values():
                 assert storage.device is not None
                 storage.host = self._memory.acquire(storage.size)
                 storage.host.copy_(storage.device, non_blocking=True)
-            self._offloaded = _record_event(self._memory.offload_stream)
+            self._offloaded = record_event(self._memory.offload_stream)
 
     def free_device_memory(self) -> None:
         """Make the compute stream wait for the copies to host memory, and free the device memory."""
-        _wait_for_event(self._offloaded)
+        wait_for_event(self._offloaded)
         for storage in self._storages.values():
             storage.device = None
 
@@ -124,15 +124,15 @@ class SavedActivations:
         for storage in self._storages.values():
             storage.device = torch.empty(storage.size, dtype=torch.uint8, device=self._memory.device)
         # The copies start after compute launched so far, which may still read freed tensors in the memory allocated here.
-        with _on_copy_stream(self._memory.fetch_stream), span or nullcontext():
+        with on_copy_stream(self._memory.fetch_stream), span or nullcontext():
             for storage in self._storages.values():
                 assert storage.device is not None and storage.host is not None
                 storage.device.copy_(storage.host, non_blocking=True)
-            self._fetched = _record_event(self._memory.fetch_stream)
+            self._fetched = record_event(self._memory.fetch_stream)
 
     def wait_for_fetch(self) -> None:
         """Make the compute stream wait for the copies back."""
-        _wait_for_event(self._fetched)
+        wait_for_event(self._fetched)
 
     def release_buffers(self) -> None:
         """Return the host buffers, once the backward has been launched."""
@@ -173,7 +173,7 @@ class SavedActivations:
         return tensor
 
 
-def _on_copy_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+def on_copy_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     """Run work on `stream`, after the work launched so far on the compute stream; on a CPU in program order."""
     if stream is None:
         return nullcontext()
@@ -181,11 +181,13 @@ def _on_copy_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[
     return torch.cuda.stream(stream)
 
 
-def _record_event(stream: torch.cuda.Stream | None) -> Any:
+def record_event(stream: torch.cuda.Stream | None) -> Any:
+    """The event after the work launched so far on `stream`; None on a CPU."""
     return None if stream is None else stream.record_event()
 
 
-def _wait_for_event(event: Any) -> None:
+def wait_for_event(event: Any) -> None:
+    """Make the compute stream wait for an event; None: nothing to wait for."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 

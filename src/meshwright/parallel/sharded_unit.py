@@ -9,7 +9,7 @@ the unit's gradient:
 | between the halves of a split backward | the executor's `WeightQueue`, as two factors | compute dtype or fp8 |
 | between micro-batches, before the reduction | `GradientAccumulator`, or `.grad` if the dtypes are equal | `plan.reduce` |
 | during the reduction | FSDP2's buffer | `plan.reduce` |
-| after the reduction, until the optimizer's update | `.grad` of the shard | dtype of the master weight |
+| after the reduction, until the optimizer's update | `.grad` of the shard | dtype of the master weight, or that of `plan.accumulation` |
 
 On one rank the reduction sends nothing, and the gradient of a single backward keeps the compute dtype until the update.
 """
@@ -152,7 +152,7 @@ class UnsharedGradientAccumulator(GradientAccumulator):
             if shard_gradient is not None:
                 add(shard_gradient, gradient)
                 continue
-            dtype = gradient.dtype if self._final else parameter.stored_dtype
+            dtype = gradient.dtype if self._final else self._unshared_group.sum_dtype or parameter.stored_dtype
             if gradient.dtype != dtype or not gradient.is_contiguous():
                 sources.append(gradient)
                 outputs.append(torch.empty(gradient.shape, dtype=dtype, device=gradient.device))
@@ -203,6 +203,11 @@ class ShardedUnit:
         """Make the compute stream wait for the all-gathers that have started, without the copies that follow them."""
         for group in self._sharded_groups:
             group.wait_for_collective()
+
+    @cached_property
+    def reads_shards_in_use(self) -> bool:
+        """Whether the shards are not read before `wait_for_gather`: on one rank, where compute casts them."""
+        return all(isinstance(group, UnsharedParameterGroup) for group in self.groups)
 
     @cached_property
     def gathered_bytes(self) -> int:

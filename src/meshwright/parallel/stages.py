@@ -155,12 +155,15 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
         mesh.expert_copies if expert_shards is not None and plan.experts and plan.experts.policy != "none" else None
     )
 
-    def shard(modules: Sequence[nn.Module], uses: int = 1) -> ShardedUnit:
-        return _shard(modules, model.spec, plan, mesh.shards, expert_shards, copy_group, uses)
+    kept, strategies = saved_elements_by_layer(model.spec, plan), plan.strategies(model.spec.layers)
+
+    def shard(modules: Sequence[nn.Module], layers: Sequence[int], uses: int = 1) -> ShardedUnit:
+        rounds_sums = plan.accumulation == "bf16" and all(plan.sums_shards(strategies[layer]) for layer in layers)
+        sum_dtype = torch.bfloat16 if rounds_sums else None
+        return _shard(modules, model.spec, plan, mesh.shards, expert_shards, copy_group, uses, sum_dtype)
 
     end_units = _shard_ends(model, shard)
-    blocks = {name: shard([block]) for name, block in model.layers.items()}
-    kept, strategies = saved_elements_by_layer(model.spec, plan), plan.strategies(model.spec.layers)
+    blocks = {name: shard([block], [int(name)]) for name, block in model.layers.items()}
     units_by_stage = []
     for stage in stages:
         units = [
@@ -189,26 +192,27 @@ def _shard_ends(model: Decoder, shard: Callable[..., ShardedUnit]) -> dict[str, 
     front = [module for module in (model.embed, model.positions) if module is not None]
     back = [module for module in (model.norm, model.head, *model.predictions) if module is not None]
     if front and back and model.spec.embedding_at_both_ends:
-        both = shard([*front, *back], uses=2 if _runs_embedding(model) else 1)
+        both = shard([*front, *back], [0, -1], uses=2 if _runs_embedding(model) else 1)
         return {"embed": both, "head": both}
-    return {name: shard(modules) for name, modules in (("embed", front), ("head", back)) if modules}
+    ends = (("embed", front, [0]), ("head", back, [-1]))
+    return {name: shard(modules, layers) for name, modules, layers in ends if modules}
 
 
 def _shard(
     modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None,
-    copy_group: dist.ProcessGroup | None, uses: int,
+    copy_group: dist.ProcessGroup | None, uses: int, sum_dtype: torch.dtype | None,
 ) -> ShardedUnit:  # fmt: skip
     """Shard a unit over `shards`, but distributed experts over `expert_shards`, the ranks with the same experts.
 
-    `copy_group` sends copies of experts, if the plan has any.
+    `copy_group` sends copies of experts, if the plan has any. `sum_dtype` as in `ParameterGroup`.
     """
     experts = [part for module in modules for part in module.modules() if isinstance(part, DistributedExperts)]
     groups: list[ParameterGroup | CopiedParameterGroup] = []
     if experts and expert_shards is not None:
         # The experts first: FSDP2 then excludes them from the group of the whole unit.
-        owned = _parameter_group(experts, plan, expert_shards)
+        owned = _parameter_group(experts, plan, expert_shards, sum_dtype)
         groups.append(owned if copy_group is None else _with_copies(owned, copy_group, plan))
-    groups.append(_parameter_group(modules, plan, shards))
+    groups.append(_parameter_group(modules, plan, shards, sum_dtype))
     return ShardedUnit(groups, uses=uses, final=gradients_final_in_backward(spec, plan))
 
 
@@ -222,9 +226,11 @@ def _with_copies(owned: ParameterGroup, group: dist.ProcessGroup, plan: Plan) ->
     return copied
 
 
-def _parameter_group(modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh) -> ParameterGroup:
+def _parameter_group(
+    modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, sum_dtype: torch.dtype | None
+) -> ParameterGroup:
     group_class = ParameterGroup if mesh.size() > 1 else UnsharedParameterGroup
-    return group_class(modules, mesh, plan.precision)
+    return group_class(modules, mesh, plan.precision, sum_dtype)
 
 
 def _runs_embedding(model: Decoder) -> bool:

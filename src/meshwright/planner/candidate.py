@@ -20,6 +20,7 @@ from meshwright.spec.plan import (
     PARTIAL_RECOMPUTES,
     RECOMPUTES_PRODUCTS,
     SHARD_AXES,
+    Accumulation,
     AxisName,
     LayerStrategy,
     Linear,
@@ -101,8 +102,8 @@ class Answer:
 
 
 def offloads(plan: Plan) -> bool:
-    """Whether the plan offloads activations or optimizer state of some layer."""
-    return any(layer.offload != "none" for layer in plan.layers)
+    """Whether the plan offloads activations, optimizer state or gradient sums of some layer."""
+    return plan.accumulation == "host" or any(layer.offload != "none" for layer in plan.layers)
 
 
 def offload_penalty(run: RunSpec, plan: Plan) -> float:
@@ -150,6 +151,8 @@ def idle_fields(plan: Plan) -> Iterator[str]:
     ):  # fmt: skip
         if idle and ranks == 1:
             yield f"plan.{key} = {value} has no effect: the mesh has one {rank_name}"
+    if plan.accumulation != "device" and not any(map(plan.sums_shards, plan.layers)):
+        yield f"plan.accumulation = {plan.accumulation} has no effect: each gradient is reduced once a step"
     if plan.mlp_tile and not any(layer.recompute in RECOMPUTES_PRODUCTS for layer in plan.layers):
         yield f"plan.mlp_tile = {plan.mlp_tile} has no effect: no layer has recompute all_but_attention or full"
 
@@ -319,6 +322,11 @@ def offload_fraction_of(run: RunSpec) -> float:
     """The pinned share of the offloaded optimizer state in host memory, else all of it."""
     pinned = pins_of(run).offload_fraction
     return 1.0 if pinned is None else pinned
+
+
+def accumulation_of(run: RunSpec) -> Accumulation:
+    """The pinned place of gradient sums between micro-batches, else the device."""
+    return pins_of(run).accumulation or "device"
 
 
 def without_bf16(cluster: ClusterSpec) -> list[str]:

@@ -29,6 +29,7 @@ class Option:
 
 def choice_reasons(chosen: Option, alternatives: Sequence[Option], limits: ServeLimits) -> Iterator[str]:
     """The reasons of a choice: the roles, the token budget, how busy the instances are, and the limit that binds."""
+    alternatives = [option for option in alternatives if option.deployment.runnable]
     yield _role_reason(chosen, alternatives)
     if (reason := _budget_reason(chosen, alternatives)) is not None:
         yield reason
@@ -42,6 +43,9 @@ def why_not(chosen: Option, other: Option) -> str:
         return "does not meet the limits at any rate"
     loss = 1 - other.goodput_per_gpu / chosen.goodput_per_gpu
     missed = other.goodput.binding.upper()
+    if not other.deployment.runnable:
+        change = f"{abs(loss):.1%} {'less' if loss > 0 else 'more'}"
+        return f"not runnable: this release serves groups of experts of one device each; it would serve {change}"
     if loss < 0:
         return f"serves {-loss:.1%} more, less than predictions can tell apart, and moves keys and values"
     return f"serves {loss:.1%} less; {missed} binds"
@@ -91,7 +95,9 @@ def _budget_reason(chosen: Option, alternatives: Sequence[Option]) -> str | None
     alike = [
         option
         for option in alternatives
-        if option.deployment.colocated and option.deployment.instances[0].tensor == own.tensor
+        if option.deployment.colocated
+        and option.deployment.instances[0].tensor == own.tensor
+        and option.deployment.instances[0].expert == own.expert
     ]
     best = max(alike, key=lambda option: option.goodput_per_gpu, default=None)
     if best is None or best.goodput_per_gpu > (1 - LEAST_GAIN) * chosen.goodput_per_gpu:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Literal
 
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
@@ -24,8 +25,11 @@ from meshwright.spec.deployment import (
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.model import ModelSpec
 
-FINALISTS, COLOCATED_FINALISTS = 10, 4
-"""Deployments that are simulated at most, and how many of them are colocated."""
+FINALISTS, COLOCATED_FINALISTS, EXPERT_FINALISTS = 10, 4, 2
+"""Deployments that are simulated at most; of them colocated ones, and those of mixtures that divide experts over groups."""
+Placement = Literal["colocated", "roles", "experts"]
+PLACEMENTS: tuple[Placement, ...] = ("colocated", "roles", "experts")
+"""Colocated instances, instances with roles, and colocated ones with several groups of experts."""
 FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
 COARSE_REQUESTS, FINE_REQUESTS = 1000, 4000
@@ -99,19 +103,21 @@ def plan_deployment(
     sizes = SizeSample.of(requests)
     estimates = {deployment: estimate_goodput(deployment, sizes, costs.of, limits) for deployment in space.deployments}
     finalists = _finalists(estimates)
-    if not finalists:
-        raise OutOfResources(unreachable(space.deployments, sizes, costs.of, limits))
+    runnable = [deployment for deployment in space.deployments if deployment.runnable]
+    if not any(deployment.runnable for deployment in finalists):
+        raise OutOfResources(unreachable(runnable, sizes, costs.of, limits))
     search = GoodputSearch(_simulator(costs, limits), limits, requests)
     compared = _compare(search, finalists, estimates, note)
-    if not any(goodput.rate for goodput in compared.values()):
-        raise OutOfResources(unreachable(space.deployments, sizes, costs.of, limits))
+    if not any(goodput.rate for deployment, goodput in compared.items() if deployment.runnable):
+        raise OutOfResources(unreachable(runnable, sizes, costs.of, limits))
     best_of_kind = _refine(search, compared)
     chosen = _choose(best_of_kind)
     low, high = _band(search, chosen, best_of_kind[chosen])
     devices = cluster.ranks / space.units
     options = _options(space, compared, best_of_kind, devices)
     best = options.pop(chosen)
-    colocated = max((o.goodput_per_gpu for o in (best, *options.values()) if o.deployment.colocated), default=0.0)
+    alike = [option for option in (best, *options.values()) if _placement(option.deployment) == "colocated"]
+    colocated = max((option.goodput_per_gpu for option in alike), default=0.0)
     others = sorted(options.values(), key=lambda option: -option.goodput_per_gpu)
     return DeploymentAnswer(
         chosen=best,
@@ -136,12 +142,12 @@ def _options(
 ) -> dict[Deployment, Option]:
     """The compared deployments; the goodputs of a kind are corrected by the longer simulation of its best."""
     factors = {
-        deployment.colocated: goodput.rate / compared[deployment].rate for deployment, goodput in best_of_kind.items()
+        _placement(deployment): goodput.rate / compared[deployment].rate for deployment, goodput in best_of_kind.items()
     }
     options = {}
     for deployment, coarse in compared.items():
         goodput = best_of_kind.get(deployment, coarse)
-        factor = factors.get(deployment.colocated, min(factors.values()))
+        factor = factors.get(_placement(deployment), min(factors.values()))
         rate = goodput.rate if deployment in best_of_kind else factor * coarse.rate
         options[deployment] = Option(space.whole(deployment), rate / devices, goodput)
     return options
@@ -159,18 +165,24 @@ def _simulator(costs: ServeCosts, limits: ServeLimits) -> Simulate:
     return lambda deployment, requests: simulate(deployment, requests, costs, limits)
 
 
+def _placement(deployment: Deployment) -> Placement:
+    if any(instance.expert > 1 for instance in deployment.instances):
+        return "experts"
+    return "colocated" if deployment.colocated else "roles"
+
+
 def _finalists(estimates: Mapping[Deployment, float]) -> list[Deployment]:
-    """The best estimates of each kind, colocated or not, as estimates of one kind err alike.
+    """The best estimates of each kind, as estimates of one kind err alike.
 
     The best of each tensor degree comes first.
     """
     chosen: list[Deployment] = []
-    for colocated, most in ((True, COLOCATED_FINALISTS), (False, FINALISTS - COLOCATED_FINALISTS)):
-        kind = sorted((d for d in estimates if d.colocated == colocated and estimates[d]), key=lambda d: -estimates[d])
-        near = [deployment for deployment in kind if estimates[deployment] >= FINALIST_SHARE * estimates[kind[0]]]
+    for kind, most in (("colocated", COLOCATED_FINALISTS), ("experts", EXPERT_FINALISTS), ("roles", FINALISTS)):
+        alike = sorted((d for d in estimates if _placement(d) == kind and estimates[d]), key=lambda d: -estimates[d])
+        near = [deployment for deployment in alike if estimates[deployment] >= FINALIST_SHARE * estimates[alike[0]]]
         first = {deployment.instances[0].tensor: deployment for deployment in reversed(near)}
         leaders = [deployment for deployment in near if deployment in first.values()]
-        chosen += list(dict.fromkeys([*leaders, *near]))[:most]
+        chosen += list(dict.fromkeys([*leaders, *near]))[: min(most, FINALISTS - len(chosen))]
     return chosen
 
 
@@ -182,30 +194,32 @@ def _compare(
 ) -> dict[Deployment, Goodput]:
     """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind."""
     compared: dict[Deployment, Goodput] = {}
-    ratios = {True: 1.0, False: 1.0}
+    ratios = dict.fromkeys(PLACEMENTS, 1.0)
     fastest = 0.0
     # The first of each kind comes first, so that the others of a much slower kind need no simulation.
-    kinds = [[d for d in finalists if d.colocated == colocated] for colocated in (True, False)]
-    for deployment in [d for pair in zip_longest(*kinds) for d in pair if d is not None]:
-        start = ratios[deployment.colocated] * estimates[deployment]
-        if start < FINALIST_SHARE * fastest and any(d.colocated == deployment.colocated for d in compared):
+    kinds = [[d for d in finalists if _placement(d) == kind] for kind in PLACEMENTS]
+    for deployment in [d for firsts in zip_longest(*kinds) for d in firsts if d is not None]:
+        kind = _placement(deployment)
+        start = ratios[kind] * estimates[deployment]
+        if start < FINALIST_SHARE * fastest and any(_placement(d) == kind for d in compared):
             continue
         compared[deployment] = found = search.goodput(deployment, start, COARSE_REQUESTS, tolerance=COARSE)
-        fastest = max(fastest, found.rate)
+        if deployment.runnable:
+            fastest = max(fastest, found.rate)
         if found.rate:
-            ratios[deployment.colocated] = found.rate / estimates[deployment]
+            ratios[kind] = found.rate / estimates[deployment]
     note(f"{len(compared)} of {len(estimates)} deployments simulated")
     return compared
 
 
 def _refine(search: GoodputSearch, compared: Mapping[Deployment, Goodput]) -> dict[Deployment, Goodput]:
-    """Goodputs of the best deployment of each kind, colocated or not, from longer simulations; a kind far behind has none."""
+    """Goodputs of the best runnable deployment of each kind, from longer simulations; a kind far behind has none."""
     refined: dict[Deployment, Goodput] = {}
-    fastest = max(goodput.rate for goodput in compared.values())
-    for colocated in (True, False):
-        kind = [d for d in compared if d.colocated == colocated and compared[d].rate]
-        if kind:
-            best = max(kind, key=lambda deployment: compared[deployment].rate)
+    fastest = max(goodput.rate for deployment, goodput in compared.items() if deployment.runnable)
+    for kind in PLACEMENTS:
+        alike = [d for d in compared if _placement(d) == kind and compared[d].rate and d.runnable]
+        if alike:
+            best = max(alike, key=lambda deployment: compared[deployment].rate)
             if compared[best].rate < FINALIST_SHARE * fastest:
                 continue
             found = search.goodput(best, compared[best].rate, FINE_REQUESTS, tolerance=FINE, step=1.05)
@@ -214,11 +228,10 @@ def _refine(search: GoodputSearch, compared: Mapping[Deployment, Goodput]) -> di
 
 
 def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
-    """The better of the two kinds; of a tie the colocated one, which needs no transfers."""
-    best, *second = sorted(best_of_kind, key=lambda deployment: -best_of_kind[deployment].rate)
-    if best.colocated or not second:
-        return best
-    return second[0] if best_of_kind[best].rate < (1 + TIE) * best_of_kind[second[0]].rate else best
+    """The best of all kinds; of a tie the colocated one, which needs no transfers."""
+    best = max(best_of_kind, key=lambda deployment: best_of_kind[deployment].rate)
+    plain = next((deployment for deployment in best_of_kind if _placement(deployment) == "colocated"), best)
+    return plain if best_of_kind[best].rate < (1 + TIE) * best_of_kind[plain].rate else best
 
 
 def _band(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> tuple[float, float]:

@@ -1,5 +1,8 @@
 """Deployments that the planner considers: colocated, or of prefill and decode instances, in every tensor degree that fits.
 
+For mixtures also colocated instances that divide experts over groups of devices; this release serves those with groups
+of one device, the planner shows the others beside its choice.
+
 A large cluster is planned as equal units of a few instances: the share of devices for each role is then a multiple of one instance in a
 unit, and the simulation of a unit takes as long as that of a small cluster. A router over all units shares load a little better.
 """
@@ -20,6 +23,8 @@ UNIT_INSTANCES = 8
 """Instances of the smallest tensor degree in a unit, at least, if the cluster has so many."""
 TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 """Prompt tokens of a step: small ones bound the time of a step, large ones compute prompts faster."""
+EXPERT_BUDGETS = (512, 2048, 8192)
+"""Budgets that are tried for instances with several groups of experts."""
 PREFILL_BUDGET, DECODE_BUDGET = 8192, 256
 """Budgets of instances that compute prompts only, and of those that compute no whole prompt."""
 
@@ -49,7 +54,11 @@ def deployment_space(
     budgets = _fitting_budgets(model, cluster, check)
     units = max(1, cluster.ranks // (UNIT_INSTANCES * min(budgets)))
     devices = cluster.ranks // units
-    groups = [*_colocated(budgets, devices), *_disaggregated(budgets, devices)]
+    groups = [
+        *_colocated(budgets, devices),
+        *_disaggregated(budgets, devices),
+        *_expert_parallel(model, devices, check),
+    ]
     deployments = tuple(Deployment(instances=instances, quantisation=quantisation) for instances in groups)
     return DeploymentSpace(units, deployments)
 
@@ -92,3 +101,22 @@ def _disaggregated(budgets: dict[int, list[int]], devices: int) -> Iterator[tupl
                 InstanceSpec(role="prefill", count=count, token_budget=prefill_budget),
                 InstanceSpec(role="decode", count=devices - count, token_budget=DECODE_BUDGET),
             )
+
+
+def _expert_parallel(
+    model: ModelSpec, devices: int, check: Callable[[InstanceSpec], object]
+) -> Iterator[tuple[InstanceSpec, ...]]:
+    """Instances whose groups of devices have a part of the experts each, in the degrees that fit."""
+    for tensor in divisors(devices) if model.experts else ():
+        if split_error(model, tensor) is not None:
+            continue
+        for expert in (degree for degree in divisors(devices // tensor) if degree > 1 and model.experts % degree == 0):
+            for budget in EXPERT_BUDGETS:
+                instance = InstanceSpec(
+                    count=devices // (tensor * expert), tensor=tensor, expert=expert, token_budget=budget
+                )
+                try:
+                    check(instance)
+                except OutOfResources:
+                    break
+                yield (instance,)

@@ -14,8 +14,10 @@ from math import inf
 
 import numpy as np
 
+from meshwright.planner.accumulation_choice import plans_with_sums_on_host
 from meshwright.planner.candidate import (
     Candidate,
+    accumulation_of,
     compiles,
     fits,
     mlp_tile_of,
@@ -94,6 +96,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         precision=precision,
         **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
         offload_fraction=offload_fraction_of(run),
+        accumulation=accumulation_of(run),
         mlp_tile=mlp_tile_of(run),
         compile=compiles(run),
     )
@@ -236,14 +239,18 @@ def add_better_neighbours(run: RunSpec, candidates: Sequence[Candidate], budget:
     """The candidates and faster neighbours of the leading ones, the fastest first.
 
     Neighbours differ in what the closed form predicts worst: whether gradients and gathered weights stay whole between micro-batches. Of
-    an offloaded optimizer, as much state as fits stays on the device.
+    an offloaded optimizer, as much state as fits stays on the device. Sums of gradients in host memory leave room for activations.
     """
     leading = 1 if _simulation_work(candidates[0].plan, run.model.layers) > MAX_WORK else MAX_IMPROVED
     better, simulated_plans = [], [candidate.plan for candidate in candidates if candidate.simulated]
     for candidate in candidates[:leading]:
         plans = [
             plan
-            for plan in (*_neighbours(run, candidate.plan), *_with_state_on_device(run, candidate.plan, budget))
+            for plan in (
+                *_neighbours(run, candidate.plan),
+                *_with_state_on_device(run, candidate.plan, budget),
+                *plans_with_sums_on_host(run, candidate.plan),
+            )
             if not any(same_layout(plan, other) for other in simulated_plans)
         ]
         for plan in plans:
@@ -382,6 +389,7 @@ def complexity(plan: Plan) -> int:
         + len(plan.layers)
         + layer_features
         + plan.layered
+        + (plan.accumulation == "host")
         + copy_engines
         + copies_experts(plan)
         + balances_owners(plan)

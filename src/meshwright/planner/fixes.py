@@ -24,8 +24,8 @@ TRIES = 32
 DOUBLINGS = 6
 """Most times that sequences are halved, and nodes doubled."""
 MEMORY_PINS = (
-    "micro_batch", "recompute", "offload", "reshard", "gradients", "layers", "schedule", "stages", "replicate", "shard", "tensor",
-    "pipeline", "context_ring", "context_ulysses", "expert",
+    "micro_batch", "recompute", "offload", "reshard", "gradients", "accumulation", "layers", "schedule", "stages", "replicate", "shard",
+    "tensor", "pipeline", "context_ring", "context_ulysses", "expert",
 )  # fmt: skip
 """Pins that affect memory, the cheapest to give up first."""
 
@@ -110,6 +110,7 @@ def _changes_in_steps(run: RunSpec, *, chips: bool) -> Iterator[Iterable[tuple[s
     yield pinned
     yield _less_host_state(run)
     yield _narrower_moments(run)
+    yield _narrower_sums(run)
     unpinned_words, unpinned = pinned[-1] if pinned else ("", run)
     for base, before in ((run, ""), (unpinned, f"{unpinned_words} and ")) if pinned else ((run, ""),):
         larger = [*_larger_chips(base)] if chips else []
@@ -162,6 +163,13 @@ def _narrower_moments(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     if pins.offload in ("optimizer", "both"):
         for moments in narrower[pins.moments or "fp32"]:
             yield f"plan.moments={moments}, which rounds", replace(run, plan=replace(pins, moments=moments))
+
+
+def _narrower_sums(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+    """Sums of gradients in a format that rounds, beside a pinned optimizer in host memory."""
+    pins = pins_of(run)
+    if pins.offload in ("optimizer", "both") and pins.accumulation != "bf16":
+        yield "plan.accumulation=bf16, which rounds", replace(run, plan=replace(pins, accumulation="bf16"))
 
 
 def _only_others(pins: PlanPins) -> PlanPins:

@@ -7,8 +7,8 @@ continues with 30 to 50 layers of width 5,120.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import ceil, floor
 from typing import get_args
@@ -35,8 +35,13 @@ class Largest:
     moments: Moments
     model: ModelSection | None
     plan: Plan | None
-    host_bytes: float = 0.0
-    """Of the node with the most."""
+    host: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of host memory by use, of the node with the most."""
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of host memory, of the node with the most."""
+        return sum(self.host.values())
 
     @property
     def parameters(self) -> int:
@@ -107,7 +112,9 @@ def _largest(run: RunSpec, offload: Offload, moments: Moments) -> Largest:
     if fitting is None:
         return Largest(offload, moments, None, None)
     model, plan = fitting
-    return Largest(offload, moments, model, plan, sum(host_bytes(model, run.train, plan, run.cluster.nodes)))
+    sizes = host_bytes(model, run.train, plan, run.cluster.nodes)
+    by_use = zip(("activations", "optimizer", "gradient sums"), sizes, strict=True)
+    return Largest(offload, moments, model, plan, {use: size for use, size in by_use if size})
 
 
 def _plan_of(run: RunSpec) -> Plan | None:

@@ -203,8 +203,12 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
             f"offload_fraction {plan.offload_fraction:g}: {1 - plan.offload_fraction:.0%} of the optimizer's state "
             "fits on the devices and is not copied"
         )
+    if plan.accumulation == "host" and pins.accumulation is None:
+        on_device = replace(plan, accumulation="device")
+        need = "a step is no faster" if fits(on_device) else shortfall(run, on_device)
+        sentences.append(f"sums of gradients in host memory between micro-batches: on the devices {need}")
     sizes = host_bytes(run.model, run.train, plan, run.cluster.nodes)
-    labelled = zip(("activations take", "the optimizer takes"), sizes, strict=True)
+    labelled = zip(("activations take", "the optimizer takes", "sums of gradients take"), sizes, strict=True)
     return [
         *sentences,
         *(f"{label} {size / 1e9:.1f} GB of each host's memory{_guess_suffix(run)}" for label, size in labelled if size),

@@ -18,6 +18,7 @@ from itertools import chain
 from math import inf
 
 from meshwright.costs.plan_costs import Pricing
+from meshwright.planner.accumulation_choice import with_and_without_sums
 from meshwright.planner.candidate import (
     Answer,
     Candidate,
@@ -176,7 +177,8 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
             break
     if not candidates:  # the closed form may overestimate memory by more than the margins
         least = _smallest_plans(run, space)
-        candidates = [estimator.by_stages(candidate.plan) for candidate in least if fits(run, candidate.plan, budget)]
+        tried = [plan for candidate in least for plan in with_and_without_sums(run, candidate.plan)]
+        candidates = [estimator.by_stages(plan) for plan in tried if fits(run, plan, budget)]
         if not candidates:
             raise OutOfResources(nothing_fits(run, least, budget or 0))
     candidates = add_better_neighbours(run, simulate_leading(estimator, candidates), budget)

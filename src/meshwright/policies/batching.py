@@ -75,7 +75,7 @@ class BatchPolicy:
 
         Raises BadInput if the cache could not hold it alone or its numbers make no sense.
         """
-        self._check(request)
+        self.check(request)
         key = (request.arrival - request.priority * self.limits.priority_seconds, request.number)
         salt = NO_SALT + request.salt if self.limits.prefix_cache else None
         progress = Progress(request, key, len(self.cache.pools), salt)
@@ -298,7 +298,8 @@ class BatchPolicy:
         self._ended.append(Ended(progress.request.number, reason, progress.new_tokens))
         self._queue.replace_leader(progress.request.number)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise BadInput if the cache could not hold a request alone or its numbers make no sense."""
         name = f"request {request.number}"
         if request.number in self._progress:
             raise BadInput(f"{name}: another request has this number")

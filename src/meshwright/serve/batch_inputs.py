@@ -74,6 +74,8 @@ class Packed(NamedTuple):
     """Tokens of each sequence of a step of decodes only: more than one if a decode has drafts."""
     sampled_tokens: Tensor | None = None
     """`(samples,)` int32: tokens of a step of decodes with drafts whose logits are needed; None for a token of each decode."""
+    following: Tensor | None = None
+    """`(predictions, sequences)`: the tokens after each sequence of a mixed step, arbitrary where the host does not know them."""
 
 
 class BatchInputs:
@@ -81,7 +83,8 @@ class BatchInputs:
 
     `table_rows` is the number of rows of the tables, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
     `groups` is the number of groups of layers that share a block table. Of a chunk that begins at position 0, the largest multiple
-    of `prompt_unit` tokens attends to itself without the cache; 0 means none. `drafts` is the most draft tokens of a decode.
+    of `prompt_unit` tokens attends to itself without the cache; 0 means none. `drafts` is the most draft tokens of a decode. Mixed steps
+    have `Packed.following` for so many `predictions`.
     """
 
     def __init__(
@@ -95,8 +98,14 @@ class BatchInputs:
         device: torch.device,
         prompt_unit: int = 0,
         drafts: int = 0,
+        predictions: int = 0,
     ) -> None:
-        self.prompt_unit, self.step_tokens, self.drafts = prompt_unit, step_tokens, drafts
+        self.prompt_unit, self.step_tokens, self.drafts, self.predictions = (
+            prompt_unit,
+            step_tokens,
+            drafts,
+            predictions,
+        )
         self.padding_row, self.groups, self.tokens_per_block, self.device = table_rows, groups, tokens_per_block, device
         self._on_host = device.type != "cuda"
         self._host_tables = np.zeros((groups, table_rows + 1, blocks), np.int32)
@@ -108,7 +117,7 @@ class BatchInputs:
         self._known: list[tuple[int, int]] = [(-1, 0)] * table_rows
         self._starts = torch.arange(max(table_rows, drafts) + 1, dtype=torch.int32, device=device)
         # Tokens, positions, slots, and five arrays of samples, of which drafts need one for each token of a step.
-        capacity = (7 + groups) * step_tokens + (8 + groups + 2 * drafts) * (table_rows + 1)
+        capacity = (7 + groups) * step_tokens + (8 + groups + 2 * drafts + predictions) * (table_rows + 1)
         self._buffer = CopyBuffer(capacity, device)
         self._decodes: _Decodes | None = None
         """Those of the last step, if it was one of decodes only."""
@@ -331,6 +340,7 @@ class BatchInputs:
         sampled = np.concatenate((sampled, query_starts[1:][samples] - 1))
         arrays = [tokens, positions, rows, starts + counts, query_starts]
         arrays += [sampled, token_rows[sampled], positions[sampled] + 1, *self._slots(token_rows, positions)]
+        arrays += [_following(pieces, ahead) for ahead in range(self.predictions)]
         if drafted_counts := tuple(counts[drafted].tolist()):
             arrays += sample_arrays(drafted_counts, max(drafted_counts))
         tensors = self._buffer.copy(arrays)
@@ -349,6 +359,8 @@ class BatchInputs:
         in_order = [*decodes[singles:], *decodes[:singles], *cached, *alone]
         sampled_parts = [piece.part for piece in in_order if piece.samples]
         packed = Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
+        if self.predictions:
+            packed = packed._replace(following=torch.stack(tensors[8 + self.groups :][: self.predictions]))
         if not drafted_counts:
             return packed
         lengths = tensors[4].diff()[drafted] - 1
@@ -449,3 +461,9 @@ def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> list[in
         return known
     following = drafts.get(piece.part.request.number)
     return [*known, -1 - piece.table_row] if following is None else [*known, *following[:missing]]
+
+
+def _following(pieces: Sequence[_Piece], ahead: int) -> Array:
+    """`(pieces,)`: the token `ahead + 1` after the last one of each piece, 0 if it is not known."""
+    ends = ((piece.part.tokens, piece.start + piece.count + ahead) for piece in pieces)
+    return np.array([tokens[end] if end < len(tokens) else 0 for tokens, end in ends], np.int32)

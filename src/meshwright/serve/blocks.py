@@ -1,8 +1,8 @@
 """The trainer's blocks with each residual addition fused into the next norm.
 
 The residual stream between two halves of a block is a pair `(x, delta)`: `delta` is the output of the last half, and the next norm adds it
-to x. The roundings are those of `models.decoder.Block`. All tensors are `(1, tokens, hidden)`. A norm before layers with fp8 weights
-(`serve.formats`) also rounds its result to fp8.
+to x. The roundings are those of `models.decoder.Block`. All tensors are `(1, tokens, hidden)`. A norm before layers with weights in 8 bits
+(`serve.formats`) also rounds its result to that format.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import cast
 from torch import Tensor
 
 from meshwright.kernels.add_norm import add_rms_norm
-from meshwright.kernels.fp8_products import Fp8Matrix
-from meshwright.kernels.row_quantize import quantize_add_rms_norm
+from meshwright.kernels.row_quantize import RoundedMatrix, quantize_add_rms_norm
 from meshwright.models.decoder import Block, Decoder, Norm, SharedInputs
-from meshwright.serve.formats import takes_fp8
+from meshwright.serve.formats import input_format
+from meshwright.spec.engine import WeightFormat
 
 
 def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -29,27 +29,35 @@ def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[
 
 def block_forward(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return `(x, delta)` behind the block, whose attention rotates and masks by itself; the first block has no delta."""
-    dense = not block.routed
-    fp8 = takes_fp8(block.attention) and (dense or not block.parallel)
-    x, normed = add_and_norm(x, delta, block.attention_norm, fp8=fp8)
-    if block.parallel and dense:
+    if block.routed:
+        x, normed = mixture_input(block, x, delta)
+        return x, block.moe(normed).x
+    x, normed = add_and_norm(x, delta, block.attention_norm, input_format(block.attention))
+    if block.parallel:
         return x, block.add_branches(block, cast("Tensor", normed), None, None)
+    x, normed = add_and_norm(x, block.attention(normed, None, None), block.mlp_norm, input_format(block.mlp))
+    return x, block.mlp(normed)
+
+
+def mixture_input(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The residual stream behind the attention of a routed block, and what its mixture gets."""
+    rounded = None if block.parallel else input_format(block.attention)
+    x, normed = add_and_norm(x, delta, block.attention_norm, rounded)
     attended = block.attention(normed, None, None)
     if block.parallel:
-        x = x + attended
-    else:
-        x, normed = add_and_norm(x, attended, block.mlp_norm, fp8=dense and takes_fp8(block.mlp))
-    return x, block.moe(normed).x if block.routed else block.mlp(normed)
+        return x + attended, cast("Tensor", normed)
+    x, normed = add_and_norm(x, attended, block.mlp_norm)
+    return x, cast("Tensor", normed)
 
 
 def add_and_norm(
-    x: Tensor, delta: Tensor | None, norm: Norm, *, fp8: bool = False
-) -> tuple[Tensor, Tensor | Fp8Matrix]:
-    """Return `x + delta`, or x without a delta, and its norm; with `fp8` the norm may be rounded to fp8."""
+    x: Tensor, delta: Tensor | None, norm: Norm, rounded: WeightFormat | None = None
+) -> tuple[Tensor, Tensor | RoundedMatrix]:
+    """Return `x + delta`, or x without a delta, and its norm, which may be `rounded` to a format."""
     if delta is None:
         return x, norm(x)
-    if norm.bias is None and fp8:
-        return quantize_add_rms_norm(x, delta, norm.weight, norm.eps, plain=norm.plain)
+    if norm.bias is None and rounded:
+        return quantize_add_rms_norm(x, delta, norm.weight, norm.eps, rounded, plain=norm.plain)
     if norm.bias is None:
         return add_rms_norm(x, delta, norm.weight, norm.eps, plain=norm.plain)
     x = x + delta

@@ -8,17 +8,20 @@ in the same way.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.latent_attention import latent_attention, rotate_and_write_latents
-from meshwright.kernels.paged_attention import paged_attention, prompt_attention, rotate_and_write
+from meshwright.kernels.paged_attention import is_fp8, paged_attention, prompt_attention, rotate_and_write
 from meshwright.kernels.rope import RotaryTables
-from meshwright.models.decoder import Attention, Decoder
+from meshwright.models.decoder import Attention, Block, Decoder
 from meshwright.models.latent_attention import LatentAttention
+from meshwright.models.prediction import PredictionModule
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.host_attention import HostDecodes, prepare_decodes, signed_tables
 from meshwright.serve.kv_cache import KVCache
@@ -37,6 +40,8 @@ class CurrentStep:
         """Scales of an fp8 cache."""
         self.invariant = invariant
         """Whether the bits of a token's attention do not depend on the other tokens of the step."""
+        self.absorbs = True
+        """Whether decodes attend to latents; if not, to keys and values that are expanded from them."""
         on_host = cache.tensors[0].device.type == "cpu"
         self._host_rope = signed_tables(rope) if on_host and rope is not None else None
         self._host_decodes_work = on_host and cache.scales is None
@@ -192,7 +197,10 @@ class CachedLatents:
 
     def _attend_to_cache(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
         """The absorbed form for the first tokens of the step, `(tokens, heads · value_head_dim)`."""
-        step, q = self._step.inputs, attention.absorb(q_plain)
+        step = self._step.inputs
+        if not self._step.absorbs and step.decode_queries == 1 and step.decodes == len(step.tokens):
+            return self._attend_expanded(attention, q_plain, q_rotated)
+        q = attention.absorb(q_plain)
         scale = attention.score_scale / math.sqrt(attention.head_dim)
         if not attention.plain and (decodes := self._step.host_decodes(self._group)) is not None:
             sums = decodes.attend_latents(torch.cat((q, q_rotated), dim=-1), self._cache, scale)
@@ -211,18 +219,37 @@ class CachedLatents:
         )
         return attention.expand_values(sums)
 
+    def _attend_expanded(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
+        """A step of decodes in the training form: keys and values of each head for all tokens of the contexts."""
+        step, size = self._step.inputs, self._cache.shape[1]
+        lengths = step.context_lengths.clamp(min=1)  # padding has none, and a softmax over nothing is NaN
+        tables = step.block_tables[self._group][:, : -(-int(lengths.max()) // size)]
+        source = self._cache.view(torch.uint8) if is_fp8(self._cache) else self._cache
+        cached = source[tables.long()].view(self._cache.dtype).flatten(1, 2).to(q_plain.dtype)
+        latent, key = cached.split((attention.kv_rank, attention.rotated), dim=-1)
+        q, keys, values = (
+            x.transpose(1, 2) for x in attention.expand(q_plain[:, None], q_rotated[:, None], latent, key)
+        )
+        visible = torch.arange(cached.shape[1], device=lengths.device) < lengths[:, None]
+        out = scaled_dot_product_attention(q, keys, values, attn_mask=visible[:, None, None])
+        return out.transpose(1, 2).flatten(1)
 
-def use_cached_attention(model: Decoder, cache: KVCache, context: int, *, invariant: bool = False) -> CurrentStep:
-    """Let every layer of `model` attend to the cache, in texts of up to `context` tokens.
 
-    The model then computes only steps whose inputs are set in the result.
+def use_cached_attention(
+    model: Decoder, cache: KVCache, context: int, *, invariant: bool = False, predictions: int = 0
+) -> CurrentStep:
+    """Let all layers of `model` and its first `predictions` modules attend to the cache.
+
+    `context` is the length of a text at most. The model then computes only steps whose inputs are set in the result.
     """
     weight = model.embed.weight
     rope = model.rope(torch.arange(context, device=weight.device), weight.dtype)
     step = CurrentStep(None if rope is None else (rope[0][0, :, 0], rope[1][0, :, 0]), cache, invariant=invariant)
-    for number, layer in model.layers.items():
-        group, cache_layer = cache.layer(int(number))
-        attention = layer.attention
+    modules = cast("Iterable[PredictionModule]", model.predictions[:predictions])
+    blocks = [*model.layers.values(), *(module.block for module in modules)]
+    for number, block in enumerate(blocks):
+        group, cache_layer = cache.layer(number)
+        attention = cast("Block", block).attention
         if isinstance(attention, LatentAttention):
             attention.attend_latents = CachedLatents(step, cache_layer, group)
         else:

@@ -12,12 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import Part
-from meshwright.policies.drafting import CPU_STEP_COST, GPU_STEP_COST, DraftPauses, least_accepted, most_drafting
+from meshwright.policies.drafting import DraftPauses, most_drafting
 from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed, StepInputs
 from meshwright.serve.graphs import Graphs
-from meshwright.serve.kv_cache import KVCache, layer_groups
 from meshwright.serve.model_runner import ModelRunner, drafted_sizes
 from meshwright.serve.packed_drafts import PackedDrafts
 from meshwright.serve.readback import LaunchedStep
@@ -32,17 +30,15 @@ from meshwright.serve.speculation import (
     likeliest_tokens,
 )
 from meshwright.spec.engine import Speculation
-from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec
 
 
 class CheckedStep(NamedTuple):
-    """The tokens of a step with drafts, int32 on the device."""
+    """The new tokens of a step, int32 on the device."""
 
     tokens: Tensor
     """`(samples,)`; of the samples of a part with drafts, those of the accepted drafts and the next one count."""
-    accepted: Tensor
-    """`(drafted,)`: numbers of accepted drafts."""
+    accepted: Tensor | None
+    """`(drafted,)`: numbers of accepted drafts; None in a step without drafts."""
     newest: Tensor
     """`(parts,)`: the newest token of each part."""
     table_rows: Tensor
@@ -85,12 +81,18 @@ class Drafter:
         """Compute what a draft model needs of a step, before the model computes it."""
 
     def check(self, packed: Packed, logits: Tensor, drawn: Tensor) -> CheckedStep:
-        """Check the drafts of a step by its logits `(samples, vocab)` and the tokens `(samples,)` drawn from them.
+        """Check the drafts of a step, if any, by its logits `(samples, vocab)` and the tokens `(samples,)` drawn from them."""
+        if packed.drafts is None:
+            return CheckedStep(drawn, None, drawn, packed.sampled_rows)
+        return _checked_step(packed.drafts, packed, drawn, self._accepted(packed.drafts, packed, logits, drawn))
 
-        Accepts drafts that equal the drawn tokens, so texts are those without drafts.
-        """
-        drafts = _drafts_of(packed)
-        return _checked_step(packed, drawn, accept_equal(drafts.tokens, drafts.lengths, drawn[drafts.samples]))
+    def _accepted(self, drafts: PackedDrafts, packed: Packed, logits: Tensor, drawn: Tensor) -> Checked:
+        """Accept drafts that equal the drawn tokens, so texts are those without drafts."""
+        del packed, logits
+        return accept_equal(drafts.tokens, drafts.lengths, drawn[drafts.samples])
+
+    def draw_next(self, packed: Packed, checked: CheckedStep) -> None:
+        """Draw the drafts of the next step, if they come from a step that has been checked."""
 
     def record(self, launched: LaunchedStep, new: Sequence[int]) -> None:
         """Note the numbers of new tokens of the parts of a step with drafts."""
@@ -140,8 +142,44 @@ class LookupDrafter(Drafter):
         return drafts
 
 
-class ModelDrafter(Drafter):
-    """Drafts are drawn from a draft model, and accepted by rejection sampling.
+class SampledDrafter(Drafter):
+    """Drafts are drawn from a distribution on the device, and accepted by rejection sampling.
+
+    The host plans them as placeholders.
+    """
+
+    def __init__(self, longest: int, pauses: DraftPauses, inputs: BatchInputs, sampler: Sampler) -> None:
+        super().__init__(longest, pauses)
+        self._inputs, self._sampler = inputs, sampler
+        self._unknown = (0,) * longest
+        """Drafts that are not known when the step is planned; `follow` puts the drawn ones in their place on the device."""
+        self._drafts: Drafts | None = None
+        """Those of the current step, with their distributions; None if all requests take the likeliest tokens."""
+        self._graphs = Graphs()
+
+    def propose(self, decodes: Sequence[Part]) -> Mapping[int, Sequence[int]]:
+        """Placeholders for draft tokens by request number."""
+        return dict.fromkeys(self._pauses.drafting, self._unknown)
+
+    def _place_drafts(self, packed: Packed, drafts: PackedDrafts, drawn: Tensor) -> None:
+        """Put drawn drafts `(drafted, longest)` into a packed step."""
+        drafts.tokens.copy_(drawn)
+        if packed.mixed is not None:
+            first, tokens = packed.mixed.decodes, torch.cat((self._inputs.newest[drafts.table_rows, None], drawn), 1)
+            packed.mixed.tokens[first : first + drafts.total] = tokens.flatten()[drafts.indices].to(torch.int32)
+
+    def _accepted(self, drafts: PackedDrafts, packed: Packed, logits: Tensor, drawn: Tensor) -> Checked:
+        """Accept drafts by rejection sampling."""
+        if self._drafts is None:
+            return super()._accepted(drafts, packed, logits, drawn)
+        scores = self._sampler.scores(logits[: drafts.total], packed.sampled_rows[: drafts.total])
+        draws, seeds = self._sampler.draws(drafts.table_rows)
+        positions = drafts.positions + 1
+        return accept_by_rejection(self._drafts, drafts.lengths, scores[drafts.samples], draws, seeds, positions)
+
+
+class ModelDrafter(SampledDrafter):
+    """Drafts are drawn from a draft model.
 
     The draft model computes every step too, so its cache has the same tokens in the same blocks as the model's. All drafts of a step of
     decodes are one CUDA graph, for each batch size one that takes the likeliest tokens and one that draws.
@@ -150,13 +188,8 @@ class ModelDrafter(Drafter):
     def __init__(
         self, options: Speculation, pauses: DraftPauses, runner: ModelRunner, inputs: BatchInputs, sampler: Sampler
     ) -> None:
-        super().__init__(options.tokens, pauses)
-        self._runner, self._inputs, self._sampler = runner, inputs, sampler
-        self._unknown = (0,) * options.tokens
-        """Drafts that are not known when the step is planned; `follow` puts the drawn ones in their place on the device."""
-        self._drafts: Drafts | None = None
-        """Those of the current step, with their distributions; None if all requests take the likeliest tokens."""
-        self._graphs = Graphs()
+        super().__init__(options.tokens, pauses, inputs, sampler)
+        self._runner = runner
         self._probabilities = torch.empty(0)
         """`(sequences, longest, vocab)`: distributions of a step of decodes; graphs write them there."""
 
@@ -172,10 +205,6 @@ class ModelDrafter(Drafter):
             packed = self._inputs.pack_padding(size)
             self._graphs.capture(size, partial(self._runner.fill_cache, packed))
 
-    def propose(self, decodes: Sequence[Part]) -> Mapping[int, Sequence[int]]:
-        """Placeholders for draft tokens by request number."""
-        return dict.fromkeys(self._pauses.drafting, self._unknown)
-
     def follow(self, packed: Packed) -> None:
         """Draw the drafts of a packed step, and write the draft model's keys and values of its tokens."""
         drafts, size = packed.drafts, packed.decode_size
@@ -189,18 +218,6 @@ class ModelDrafter(Drafter):
                 return
             self._draw_beside_chunks(packed, drafts, drawn)
         self._graphs.run(size, partial(self._runner.fill_cache, packed))
-
-    def check(self, packed: Packed, logits: Tensor, drawn: Tensor) -> CheckedStep:
-        """Check the drafts of a step by rejection sampling; requests without drafts keep the `drawn` tokens."""
-        if self._drafts is None:
-            return super().check(packed, logits, drawn)
-        drafts = _drafts_of(packed)
-        scores = self._sampler.scores(logits[: drafts.total], packed.sampled_rows[: drafts.total])
-        draws, seeds = self._sampler.draws(drafts.table_rows)
-        checked = accept_by_rejection(
-            self._drafts, drafts.lengths, scores[drafts.samples], draws, seeds, drafts.positions + 1
-        )
-        return _checked_step(packed, drawn, checked)
 
     def _draw_decodes(self, size: int, blocks: int, drawn: bool) -> None:
         """Draw the drafts of a step of `size` decodes."""
@@ -216,10 +233,7 @@ class ModelDrafter(Drafter):
         """Draw the drafts of a step with chunks of prompts."""
         rows, longest = drafts.table_rows, drafts.tokens.shape[1]
         new = self._draw(rows, drafts.positions, drafts.lengths, longest, packed.blocks, drawn)
-        assert packed.mixed is not None
-        first, tokens = packed.mixed.decodes, torch.cat((self._inputs.newest[rows, None], new.tokens), 1)
-        packed.mixed.tokens[first : first + drafts.total] = tokens.flatten()[drafts.indices].to(torch.int32)
-        drafts.tokens.copy_(new.tokens)
+        self._place_drafts(packed, drafts, new.tokens)
         self._drafts = new if drawn else None
 
     def _draw(
@@ -249,79 +263,8 @@ class ModelDrafter(Drafter):
         return drafts
 
 
-def drafter_for(
-    options: Speculation | None,
-    draft_model: Decoder | None,
-    model: Decoder,
-    inputs: BatchInputs,
-    sampler: Sampler,
-    *,
-    blocks: int,
-    context: int,
-    graph_sizes: tuple[int, ...] = (),
-) -> Drafter:
-    """The drafter of an engine.
-
-    A draft model's cache has as many `blocks` in each group as the model's, and its steps have CUDA graphs for `graph_sizes`.
-    """
-    if options is None:
-        return NoDrafter()
-    share = 0.0 if draft_model is None else _bytes_of(draft_model) / _bytes_of(model)
-    cost = GPU_STEP_COST if inputs.device.type == "cuda" else CPU_STEP_COST
-    least = least_accepted(options.tokens, cost, share) if options.least is None else options.least
-    if draft_model is None:
-        return LookupDrafter(options, DraftPauses(least))
-    check_draft_model(draft_model.spec, model.spec, context)
-    weight = draft_model.embed.weight
-    cache = KVCache(
-        draft_model.spec,
-        [blocks] * inputs.groups,
-        tokens_per_block=inputs.tokens_per_block,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
-    runner = ModelRunner(draft_model, cache, inputs, context=context, graph_sizes=graph_sizes)
-    return ModelDrafter(options, DraftPauses(least), runner, inputs, sampler)
-
-
-def check_draft_model(draft: ModelSpec, spec: ModelSpec, context: int) -> None:
-    """Raise BadInput if a model cannot be the draft model of another in texts of up to `context` tokens."""
-    if draft.vocab_size != spec.vocab_size:
-        raise BadInput(
-            f"draft model: expected the model's vocabulary of {spec.vocab_size} tokens, got {draft.vocab_size}; "
-            "choose a model with the same tokenizer"
-        )
-    if draft.max_seq_len < context:
-        raise BadInput(
-            f"draft model: its context of {draft.max_seq_len} tokens is shorter than the engine's of {context}; "
-            f"give the engine a context of {draft.max_seq_len}"
-        )
-    for ours, theirs in zip(layer_groups(draft), layer_groups(spec), strict=True):
-        if theirs.window is not None and (ours.window is None or ours.window > theirs.window):
-            raise BadInput(
-                f"draft model: it attends to {ours.window or 'all'} tokens, but only {theirs.window} stay in the cache; "
-                "choose a model with this window or a smaller one"
-            )
-
-
-def _bytes_of(model: Decoder) -> int:
-    """Bytes of the weights that a decode reads: all but embeddings, of which it reads single rows."""
-    tied = model.head.weight is None
-    return sum(
-        parameter.numel() * parameter.element_size()
-        for name, parameter in model.named_parameters()
-        if tied or not name.startswith("embed.")
-    )
-
-
-def _drafts_of(packed: Packed) -> PackedDrafts:
-    assert packed.drafts is not None
-    return packed.drafts
-
-
-def _checked_step(packed: Packed, drawn: Tensor, checked: Checked) -> CheckedStep:
+def _checked_step(drafts: PackedDrafts, packed: Packed, drawn: Tensor, checked: Checked) -> CheckedStep:
     """The outcome for all parts of a step, from that for the parts with drafts; the others keep their `drawn` tokens."""
-    drafts = _drafts_of(packed)
     tokens, others = checked.tokens.to(torch.int32), drawn[drafts.total :]
     last = tokens.gather(1, checked.accepted[:, None])[:, 0]
     return CheckedStep(

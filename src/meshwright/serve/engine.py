@@ -22,12 +22,12 @@ from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.serve.batch_inputs import NO_DRAFTS, PROMPT_UNIT, BatchInputs, Packed
-from meshwright.serve.drafts import drafter_for
+from meshwright.serve.drafters import check_speculation, drafter_for
 from meshwright.serve.figures import EngineFigures
 from meshwright.serve.formats import assign_parameter, use_formats
 from meshwright.serve.generation import Generation, Update
 from meshwright.serve.grammar import BadGrammar, GrammarTokens, unconstrained
-from meshwright.serve.invariance import check_invariant, classes_for
+from meshwright.serve.invariance import classes_for
 from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
 from meshwright.serve.prefix_blocks import PrefixBlocks
@@ -53,6 +53,9 @@ class Engine:
     (without it by its defaults).
     """
 
+    runner_class: type[ModelRunner] = ModelRunner
+    """Of the forward pass."""
+
     def __init__(
         self,
         model: Decoder,
@@ -67,7 +70,7 @@ class Engine:
         self._model, self._weights_whole = model, True
         self.context = _context(model, options)
         speculation = options.speculation or (None if draft_model is None else Speculation())
-        check_invariant(options.invariant, draft_model)
+        check_speculation(options, model.spec, draft_model)
         use_formats(model, weights=options.weights, invariant=options.invariant)
         weight = model.embed.weight
         cuda = weight.device.type == "cuda"
@@ -92,6 +95,7 @@ class Engine:
             tokens_per_block=options.tokens_per_block,
             device=weight.device,
             dtype=_cache_dtype(model, options),
+            predictions=options.predictions,
         )
         self._inputs = BatchInputs(
             table_rows=rows,
@@ -102,12 +106,24 @@ class Engine:
             device=weight.device,
             prompt_unit=_prompt_unit(weight.device, cache, options),
             drafts=0 if speculation is None else speculation.tokens,
+            predictions=options.predictions,
         )
-        graphs = cuda and not _host_reads_experts(model) if options.graphs is None else options.graphs
+        usual_graphs = cuda and options.absorb and not _host_reads_experts(model)
+        graphs = usual_graphs if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
         invariant = options.invariant
-        runner, sampler = classes_for(weight.device) if invariant else (ModelRunner, Sampler)
-        self._runner = runner(model, cache, self._inputs, context=self.context, graph_sizes=sizes, invariant=invariant)
+        runner, sampler = classes_for(weight.device) if invariant else (self.runner_class, Sampler)
+        self._runner = runner(
+            model,
+            cache,
+            self._inputs,
+            context=self.context,
+            graph_sizes=sizes,
+            invariant=invariant,
+            predictions=options.predictions,
+        )
+        if not options.absorb:
+            self._runner.expand_latents()
         self._sampler = sampler(rows + 1, weight.device, model.spec.vocab_size)
         self._table_rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}
@@ -115,6 +131,7 @@ class Engine:
             speculation,
             draft_model,
             model,
+            self._runner,
             self._inputs,
             self._sampler,
             blocks=blocks,
@@ -155,6 +172,18 @@ class Engine:
         return self._queue(TextRequest(prompt=ids, new_tokens=new_tokens, **options))
 
     def _queue(self, request: TextRequest) -> int:
+        generation, planned = self._prepare(request)
+        self._policy.add(planned)
+        number = planned.number
+        self._next_number += 1
+        self._grammar_requests += generation.matcher is not None
+        if generation.matcher is None and not generation.sampling.penalises:
+            self._drafter.begin(number)
+        self._generations[number] = generation
+        return number
+
+    def _prepare(self, request: TextRequest) -> tuple[Generation, Request]:
+        """The output of a request, and what the policy plans; raises as `submit`."""
         ids, sampling, grammar = tuple(request.prompt), request.sampling, request.grammar
         check_request(ids, request.new_tokens, context=self.context, vocab=self.spec.vocab_size)
         if request.stop_strings and (self._tokenizer is None or not self.options.texts):
@@ -164,25 +193,19 @@ class Engine:
         tokenizer = self._tokenizer if self.options.texts else None
         generation = Generation(sampling, tokenizer, request.stop_ids, request.stop_strings, matcher)
         generation.begin_after(request.given)
-        number, now = self._next_number, self._clock()
-        self._policy.add(
-            Request(
-                number,
-                ids,
-                min(request.new_tokens, self.context - len(ids)),
-                priority=request.priority,
-                deadline=None if request.seconds is None else now + request.seconds,
-                arrival=now,
-                samples_of=request.samples_of,
-                given=tuple(request.given),
-            )
+        now = self._clock()
+        planned = Request(
+            self._next_number,
+            ids,
+            min(request.new_tokens, self.context - len(ids)),
+            priority=request.priority,
+            deadline=None if request.seconds is None else now + request.seconds,
+            arrival=now,
+            samples_of=request.samples_of,
+            given=tuple(request.given),
         )
-        self._next_number += 1
-        self._grammar_requests += grammar is not None
-        if grammar is None and not sampling.penalises:
-            self._drafter.begin(number)
-        self._generations[number] = generation
-        return number
+        self._policy.check(planned)
+        return generation, planned
 
     def submit_samples(
         self, prompt: str | Sequence[int], count: int, *, sampling: SamplingOptions, **options: Any
@@ -212,7 +235,7 @@ class Engine:
         All files are verified before the first parameter changes. Raises BadInput for another model and Damaged for damaged
         files; the engine then goes on with its weights. If reading fails after that, `step` raises until weights are loaded.
         """
-        with open_newer(folder) as stored:
+        with open_newer(folder, predictions=self.spec.prediction_depth) as stored:
             check_same_model(self.spec, stored.spec, folder)
             stored.verify()
             self._policy.forget_cache()
@@ -231,11 +254,11 @@ class Engine:
         pools = policy.cache.pools
         usage = max(1 - pool.free / pool.blocks for pool in pools)
         waiting = policy.unfinished - policy.running
-        return EngineFigures(policy.running, waiting, usage, policy.preemptions, policy.cached_tokens)
+        return EngineFigures(policy.running, waiting, usage, policy.preemptions, policy.cached_tokens, *self.drafts)
 
     def run(self) -> Iterator[Update]:
         """Yields the updates of all steps until no request is left."""
-        while self._generations:
+        while self.unfinished:
             yield from self.step()
 
     @torch.inference_mode()
@@ -279,14 +302,13 @@ class Engine:
             self._drafter.follow(packed)
             logits = self._runner.logits(packed)
             tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions, self._allowed(packed))
-            accepted = None
-            if packed.drafts is None:
-                self._inputs.newest[packed.sampled_rows] = tokens
-            else:
-                tokens, accepted, newest, rows = self._drafter.check(packed, logits, tokens)
-                self._inputs.newest[rows] = newest
-            logprobs = self._sampler.logprobs(logits, tokens) if self._sampler.wants_logprobs else None
-            return self._readback.start(step, packed, tokens, logprobs, accepted)
+            checked = self._drafter.check(packed, logits, tokens)
+            self._inputs.newest[checked.table_rows] = checked.newest
+            logprobs = self._sampler.logprobs(logits, checked.tokens) if self._sampler.wants_logprobs else None
+            launched = self._readback.start(step, packed, checked.tokens, logprobs, checked.accepted)
+            # The host need not wait for the next drafts.
+            self._drafter.draw_next(packed, checked)
+            return launched
         except Exception as error:
             self._complete_in_flight(updates)
             self._fail(step, error, updates)
@@ -408,6 +430,7 @@ def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder
         cache_dtype=_cache_dtype(model, options),
         draft=None if draft_model is None else draft_model.spec,
         drafts=0 if speculation is None else speculation.tokens,
+        predictions=options.predictions,
     )
 
 

@@ -151,7 +151,7 @@ def fill_at_random(model: Decoder) -> None:
 
 
 def _machine(cluster: ClusterSpec, options: EngineOptions) -> Machine:
-    return machine_of(cluster, "fp8" if options.weights and not cluster.is_cpu else "bf16")
+    return machine_of(cluster, "bf16" if cluster.is_cpu else options.weights or "bf16")
 
 
 class _Measurement:

@@ -18,3 +18,7 @@ class EngineFigures(NamedTuple):
     """Times that a request lost its blocks."""
     cached_tokens: int = 0
     """Positions of prompts that were taken from the prefix cache."""
+    draft_tokens: int = 0
+    """Draft tokens that steps have checked."""
+    accepted_draft_tokens: int = 0
+    """Those of them that were accepted."""

@@ -25,6 +25,10 @@ class Graphs:
             call()
         self._graphs[key] = graph
 
+    def holds(self, key: Hashable) -> bool:
+        """Whether there is such a graph."""
+        return key in self._graphs
+
     def replay(self, key: Hashable) -> bool:
         """Run the operations of a graph; false if there is none."""
         if (graph := self._graphs.get(key)) is None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.model_runner import ModelRunner
 from meshwright.serve.sampling import Sampler, TokenLogprobs
-from meshwright.spec.errors import BadInput
 
 
 class TokenRunner(ModelRunner):
@@ -82,14 +81,6 @@ class InvariantSampler(Sampler):
 def classes_for(device: torch.device) -> tuple[type[ModelRunner], type[Sampler]]:
     """The runner and the sampler of an invariant engine."""
     return (ModelRunner if device.type == "cuda" else TokenRunner), InvariantSampler
-
-
-def check_invariant(invariant: bool, draft_model: object | None) -> None:
-    """Raise BadInput for an invariant engine with a draft model."""
-    if invariant and draft_model is not None:
-        raise BadInput(
-            "invariant results cannot have a draft model: which of its drafts are accepted depends on the batch"
-        )
 
 
 def _split(allowed: Tensor | None, samples: int) -> Sequence[Tensor | None]:

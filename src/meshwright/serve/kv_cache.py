@@ -48,18 +48,21 @@ def fitting_blocks(
     context: int,
     draft: ModelSpec | None = None,
     drafts: int = 0,
+    predictions: int = 0,
     cache_dtype: torch.dtype | None = None,
 ) -> int:
     """Blocks of each group that fit the memory of `device` beside the weights, at most `most_blocks`.
 
     `dtype` is that of activations and, unless `cache_dtype` says otherwise, of the cache. A `draft` model has as many blocks in a cache
-    of its own. `drafts` is the number of draft tokens of a request in a step.
+    of its own. `drafts` is the number of draft tokens of a request in a step; so many `predictions` modules of the model propose them.
     Raises OutOfResources if not even one request of `context` tokens fits.
     """
-    block = sum(bytes_per_block(spec, group, tokens_per_block, cache_dtype or dtype) for group in layer_groups(spec))
+    groups = layer_groups(spec, predictions)
+    block = sum(bytes_per_block(spec, group, tokens_per_block, cache_dtype or dtype) for group in groups)
     samples = sequences * (1 + drafts)
+    if draft is not None or predictions:
+        samples *= 2  # distributions of drafts
     if draft is not None:
-        samples *= 2
         block += sum(bytes_per_block(draft, group, tokens_per_block, dtype) for group in layer_groups(draft))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -78,7 +81,7 @@ def fitting_blocks(
 
 
 class KVCache:
-    """The cache tensors of all groups, filled with zeros."""
+    """The cache tensors of all groups, filled with zeros; so many prediction modules are further layers."""
 
     def __init__(
         self,
@@ -88,8 +91,9 @@ class KVCache:
         tokens_per_block: int,
         device: torch.device,
         dtype: torch.dtype,
+        predictions: int = 0,
     ) -> None:
-        self.groups, self.tokens_per_block = layer_groups(spec), tokens_per_block
+        self.groups, self.tokens_per_block = layer_groups(spec, predictions), tokens_per_block
         fp8 = dtype.itemsize == 1
         self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None
         """What the stored keys and values of each head are multiplied by; None without fp8. Latents have no scales."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.models.decoder import Block, Decoder
+from meshwright.models.prediction import PredictionModule
 from meshwright.policies.drafting import most_drafting
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
 from meshwright.serve.blocks import add_and_norm, block_forward, residual_stream
@@ -23,6 +24,7 @@ from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.graphs import Graphs
 from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
+from meshwright.spec.errors import BadInput
 
 
 class ModelRunner:
@@ -40,21 +42,32 @@ class ModelRunner:
         context: int,
         graph_sizes: tuple[int, ...] = (),
         invariant: bool = False,
+        predictions: int = 0,
     ) -> None:
-        self._model, self._inputs = model, inputs
-        self._step = use_cached_attention(model, cache, context, invariant=invariant)
-        usual = not invariant and HostDecode.supports(model, cache)
+        self._model, self._inputs, self._predictions = model, inputs, predictions
+        self._step = use_cached_attention(model, cache, context, invariant=invariant, predictions=predictions)
+        usual = not invariant and not predictions and HostDecode.supports(model, cache)
         self._host_decode = HostDecode(model, cache, context) if usual else None
         self.decode_sizes = graph_sizes
         """Batch sizes with a CUDA graph, ascending."""
         self._graphs = Graphs()
         self._graph_logits = torch.empty(0)
+        self.normed = self._graph_normed = torch.empty(0)
+        """`(1, tokens, hidden)`: the normed output of the last step, if there are prediction modules."""
+
+    def expand_latents(self) -> None:
+        """Let decodes expand keys and values from cached latents. Raises BadInput for a model without latents."""
+        if not self._model.spec.kv_rank:
+            raise BadInput("absorb: only latent attention has a form that does not absorb")
+        self._step.absorbs = False
 
     def logits(self, packed: Packed) -> Tensor:
         """Logits `(samples, vocab)` of a packed step, valid until the next call."""
         size, queries = packed.decode_size, packed.decode_queries
         if size is not None and self._graphs.replay((size, queries)):
             logits = self._graph_logits[: size * queries]
+            if self._predictions:
+                self.normed = self.graph_normed(size * queries)
         elif self._host_decode is not None and size == queries == 1:
             return self._host_decode.logits(self._inputs, packed)
         else:
@@ -82,11 +95,19 @@ class ModelRunner:
             packed = self._inputs.pack_padding(size, queries)
             if not self._graph_logits.numel():
                 self._graph_logits = torch.empty_like(self.forward(self._inputs.resolve(packed)))
+                if self._predictions:
+                    self._graph_normed = torch.empty_like(self.normed)
             # Into one tensor for all graphs: the logits of each would stay allocated.
             self._graphs.capture((size, queries), partial(self._compute_into_graph_logits, packed, size * queries))
 
     def _compute_into_graph_logits(self, packed: Packed, count: int) -> None:
         self._graph_logits[:count].copy_(self.forward(self._inputs.resolve(packed)))
+        if self._predictions:
+            self._graph_normed[:, :count].copy_(self.normed)
+
+    def graph_normed(self, count: int) -> Tensor:
+        """Where the graph of a step of `count` tokens writes `normed`; there are prediction modules."""
+        return self._graph_normed[:, :count]
 
     def release_graphs(self) -> None:
         """Free the graphs. NCCL waits for those with its collectives when a process group is destroyed."""
@@ -116,11 +137,28 @@ class ModelRunner:
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
         x, delta = self._residual(inputs)
-        if inputs.sampled is not None:
+        if inputs.sampled is not None and not self._predictions:
             x, delta = x[:, inputs.sampled], None if delta is None else delta[:, inputs.sampled]
-        _, normed = add_and_norm(x, delta, self._model.norm)
+        normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])
+        if self._predictions:
+            self.normed = normed
+            normed = normed if inputs.sampled is None else normed[:, inputs.sampled]
+        return self.head(normed)
+
+    def head(self, normed: Tensor) -> Tensor:
+        """Logits `(tokens, vocab)` of normed outputs `(1, tokens, hidden)`."""
         tied = self._model.embed.weight if self._model.spec.tied else None
         return self._model.head(normed, None, tied)[0]
+
+    def predict(self, inputs: StepInputs, depth: int, normed: Tensor, following: Tensor) -> Tensor:
+        """The normed output of prediction module `depth`, from 0, `(1, tokens, hidden)`; writes its keys and values.
+
+        `normed` is that of the model or of the module before, `following` `(tokens,)` the token `depth + 1` after each of the step.
+        """
+        self._step.inputs = inputs
+        module = cast("PredictionModule", self._model.predictions[depth])
+        joined = module.join(normed, self._model.embed(following[None]))
+        return cast("Tensor", add_and_norm(*block_forward(cast("Block", module.block), joined, None), module.norm)[1])
 
     def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after all layers, `(1, tokens, hidden)`, and what is still to be added to it."""

@@ -1,110 +1,23 @@
 """The inference engine on a group of tensor ranks, each with a part of every layer and of the cache.
 
-Every rank runs the same engine with the same policy. Rank 0 has the interface; before a step it sends the others the calls since the last
-one and its clock, in one message. So all ranks plan the same step. They draw the same tokens, because all have the same logits, bit for
-bit, and a draw depends on logits, seed and position alone; nothing is exchanged for it. To be sure, each message has a checksum of the
-tokens of the step before, with which the other ranks compare theirs.
-
-An error on one rank ends the whole group, because the ranks would no longer plan the same steps: the rank raises it, and the others raise
-CommunicationFailure when they wait for that rank. Then all processes of the group should end.
+Every rank runs the same engine with the same policy, and gets the same calls and clock (`serve.rank_group`). So all ranks plan the same
+step. They draw the same tokens, because all have the same logits, bit for bit, and a draw depends on logits, seed and position alone;
+nothing is exchanged for it. To be sure, each message has a checksum of the tokens of the step before, with which the other ranks compare
+theirs.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.stored_model import StoredModel
-from meshwright.models.decoder import Decoder
-from meshwright.parallel.tensor_inference import divide_for_inference
-from meshwright.parallel.world import World, world_group
-from meshwright.policies.batch_request import Step
-from meshwright.serve.engine import Engine, blocks_that_fit
-from meshwright.serve.formats import assign_parameter, use_formats
 from meshwright.serve.generation import Update
-from meshwright.serve.step_messages import StepMessages
+from meshwright.serve.rank_group import RankEngine
 from meshwright.serve.text_request import TextRequest
-from meshwright.serve.weights import check_same_model, open_newer
-from meshwright.spec.engine import EngineOptions
-from meshwright.spec.errors import BadInput, CommunicationFailure, MeshwrightError
-from meshwright.spec.failures import as_meshwright_error
-from meshwright.spec.layout import Part
-from meshwright.spec.model import ModelSpec
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
-@dataclass(frozen=True)
-class RankModel:
-    """A rank's part of a model, and the dimensions of the whole one."""
-
-    model: Decoder
-    spec: ModelSpec
-
-    @classmethod
-    def empty(cls, spec: ModelSpec, world: World, dtype: torch.dtype) -> RankModel:
-        """The part of this rank of `world`, on its device, without values. Raises BadInput if the ranks cannot divide the model."""
-        with torch.device("meta"):
-            model = Decoder(spec)
-        divide_for_inference(model, Part(world.rank, world.ranks), world_group())
-        return cls(model.to(dtype).to_empty(device=world.device), spec)
-
-    @classmethod
-    def load(cls, folder: Path, world: World, dtype: torch.dtype) -> RankModel:
-        """The part of this rank of the model in `folder`: a run, a checkpoint or a Hugging Face folder. Collective.
-
-        Raises the same error on all ranks: BadInput if the ranks cannot divide the model, Damaged for damaged files.
-        """
-        loaded: list[RankModel] = []
-
-        def load() -> None:
-            with open_newer(folder) as stored:
-                loaded.append(cls.empty(stored.spec, world, dtype))
-                stored.copy_to(loaded[0].model, Part(world.rank, world.ranks))
-
-        Ranks(world.control).run_on_all(f"loading {folder}", load)
-        return loaded[0]
-
-
-class TensorEngine(Engine):
-    """The engine of one rank of a group. Creating it is collective, with the same options and tokenizer on all ranks.
-
-    Raises BadInput for invariant results.
-    Rank 0 calls the methods of `Engine`, and `close` at the end; the others call `follow`, which returns after that.
-    """
-
-    def __init__(
-        self,
-        part: RankModel,
-        world: World,
-        tokenizer: Tokenizer | None = None,
-        options: EngineOptions | None = None,
-    ) -> None:
-        options = options or EngineOptions()
-        if options.invariant:
-            raise BadInput("invariant results are for an engine on one device")
-        use_formats(part.model, weights=options.weights, ranks=world_group())
-        self._world, self._ranks, self._now = world, Ranks(world.control), 0.0
-        # The ranks' devices may have different amounts of free memory.
-        blocks = min(self._ranks.run_on_all("sizing the cache", lambda: blocks_that_fit(part.model, options)))
-        super().__init__(part.model, tokenizer, replace(options, cache_blocks=blocks), clock=lambda: self._now)
-        self.spec = part.spec
-        self._messages = StepMessages()
-        self._calls: list[dict[str, Any]] = []
-        """Calls on rank 0 that the others do not know yet."""
-        self._checksum = 0
-        """Of the tokens of the last step."""
-        self._failure: str | None = None
+class TensorEngine(RankEngine):
+    """The engine of a rank that has a part of each layer."""
 
     def _queue(self, request: TextRequest) -> int:
         call = {"now": time.monotonic(), "submit": request.to_plain()}
@@ -118,108 +31,8 @@ class TensorEngine(Engine):
         self._apply(call)
         self._calls.append(call)
 
-    def step(self) -> list[Update]:
-        """Compute one step on all ranks, as `Engine.step`.
-
-        An error ends the group: it is raised as a MeshwrightError, CommunicationFailure if another rank has failed.
-        """
-        with self._ending_on_error("a step"):
-            self._send(now=time.monotonic())
-            return self._compute_step()
-
-    def load_weights(self, folder: Path) -> None:
-        """Use newer weights on all ranks from the next step on, as `Engine.load_weights`; all ranks raise the same errors."""
-        self._send(load=str(folder))
-        self._load(folder)
-
-    def close(self) -> None:
-        """Let `follow` return on the other ranks. Called on rank 0 when no step will follow; the engine is then of no use."""
-        if self._failure is None:
-            self._send(end=True)
-            self._messages.wait_for_acknowledgement()
-        self._runner.release_graphs()
-
-    def follow(self) -> None:
-        """Compute the steps of rank 0 until it calls `close`. For all other ranks.
-
-        Raises MeshwrightError if a step fails, CommunicationFailure if another rank has failed.
-        """
-        while True:
-            with self._ending_on_error("a step"):
-                message = self._messages.receive()
-                if message["checksum"] != self._checksum:
-                    raise MeshwrightError("drew other tokens than rank 0")
-                for call in message["calls"]:
-                    self._apply(call)
-                if "now" in message:
-                    self._now = message["now"]
-                    self._compute_step()
-            if "load" in message:
-                self._load_or_report(Path(message["load"]))
-            if "end" in message:
-                self._messages.acknowledge()
-                self._runner.release_graphs()
-                return
-
-    def _send(self, **message: Any) -> None:
-        if self._failure is not None:
-            raise CommunicationFailure(f"the engine's ranks have ended: {self._failure}")
-        self._messages.send({"checksum": self._checksum, "calls": self._calls, **message})
-        self._calls = []
-
-    def _apply(self, call: Mapping[str, Any]) -> int:
-        """Submit or abort a request on this rank; the number of the request."""
-        self._now = call["now"]
-        if "abort" in call:
-            super().abort(call["abort"])
-            return call["abort"]
-        return super()._queue(TextRequest.from_plain(call["submit"]))
-
     def _compute_step(self) -> list[Update]:
-        updates = super().step()
+        updates = super()._compute_step()
         drawn = [(update.number, update.tokens, update.reason) for update in updates]
         self._checksum = zlib.crc32(repr(drawn).encode())
         return updates
-
-    def _load_or_report(self, folder: Path) -> None:
-        """As `_load`; rank 0 raises the error, which is that of all ranks, and decides what follows."""
-        try:
-            self._load(folder)
-        except CommunicationFailure:
-            raise
-        except MeshwrightError:
-            return
-
-    def _load(self, folder: Path) -> None:
-        part, activity = Part(self._world.rank, self._world.ranks), f"loading {folder}"
-        with ExitStack() as files:
-            opened: list[StoredModel] = []
-
-            def verify() -> None:
-                opened.append(files.enter_context(open_newer(folder)))
-                check_same_model(self.spec, opened[0].spec, folder)
-                opened[0].verify()
-
-            self._ranks.run_on_all(activity, verify)
-            self._policy.forget_cache()
-            self._weights_whole = False
-            self._ranks.run_on_all(activity, lambda: self._assign(opened[0].tensors(part)))
-            self._weights_whole = True
-
-    def _assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for name, value in tensors:
-            assign_parameter(self._model, name, value)
-
-    def _fail(self, step: Step, error: Exception, updates: list[Update]) -> None:
-        """Pass on the error of a step: the other ranks could not go on without its requests."""
-        raise error
-
-    @contextmanager
-    def _ending_on_error(self, activity: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            name = f"rank {self._world.rank} of {self._world.ranks}, {activity}"
-            failure = as_meshwright_error(error, name)
-            self._failure = str(failure)
-            raise failure from error

@@ -13,12 +13,12 @@ UNUSED_FIELDS = ("init_std",)
 """Dimensions that do not change what a model computes."""
 
 
-def open_newer(folder: Path) -> AbstractContextManager[StoredModel]:
-    """The model in `folder`: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder.
+def open_newer(folder: Path, *, predictions: int = 0) -> AbstractContextManager[StoredModel]:
+    """The model in `folder`: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder; modules as `open_model`.
 
     An older checkpoint does not stand in for a damaged one.
     """
-    return open_model(folder, contents=False)
+    return open_model(folder, contents=False, predictions=predictions)
 
 
 def check_same_model(spec: ModelSpec, stored: ModelSpec, folder: Path) -> None:

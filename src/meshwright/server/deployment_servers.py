@@ -1,4 +1,4 @@
-"""Starts the servers of a deployment on this host, one process for each instance, and stops them."""
+"""Starts the servers of a deployment on this host, one process for each instance, and a router, and stops them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ START_SECONDS = 600.0
 """Longest time that a server may take to load its model and warm up."""
 END_SECONDS = 30.0
 """Longest time that a server may take to end."""
+ROUTER_WORDS = ("--port", "0", "--silent-seconds", "600", "--requests", "65536")
+"""Options of the router: a load test waits for slow servers, and refuses nothing."""
 LAST_LINES = 20
 """Lines of a failed server's output in the error."""
 
@@ -42,26 +44,39 @@ class RunningInstance:
         return f"{self.role} {self.number}"
 
 
-@contextmanager
-def deployment_servers(folder: Path, deployment: Deployment, *, gpu: bool) -> Iterator[list[RunningInstance]]:
-    """Start all servers of the model in `folder`, wait until they take requests, and stop them at the end.
+@dataclass(frozen=True)
+class RunningDeployment:
+    """All servers, and the address that clients use."""
 
-    Each gets the next devices of this host if `gpu`. Raises MeshwrightError with the output of a server that does not start.
+    url: str
+    """That of the router."""
+    instances: Sequence[RunningInstance]
+
+
+@contextmanager
+def deployment_servers(folder: Path, deployment: Deployment, *, gpu: bool) -> Iterator[RunningDeployment]:
+    """Start all servers of the model in `folder` and a router, wait until they take requests, and stop them at the end.
+
+    Each server gets the next devices of this host if `gpu`. Raises MeshwrightError with the output of a process that does not start.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-") as temporary:
         plan = Path(temporary) / "deployment.yaml"
         write_durable(plan, deployment_yaml(deployment))
         servers: list[_Server] = []
+        router: _Process | None = None
         try:
             for role in ("prefill", "decode", "both"):
                 servers += _start(folder, plan, deployment, role, gpu, sum(server.devices for server in servers))
             deadline = time.monotonic() + START_SECONDS
-            yield [server.running(deadline) for server in servers]
+            instances = [RunningInstance(s.role, s.number, s.address(deadline)) for s in servers]
+            router = _Process("router", ["route", *(instance.url for instance in instances), *ROUTER_WORDS], os.environ)
+            yield RunningDeployment(router.address(deadline), instances)
         finally:
-            for server in servers:
-                server.process.terminate()
-            for server in servers:
-                server.close()
+            processes = [router, *servers] if router is not None else servers
+            for process in processes:
+                process.end()
+            for process in processes:
+                process.close()
 
 
 def _arguments(role: Role, deployment: Deployment, folder: Path) -> list[list[str]]:
@@ -80,28 +95,27 @@ def _start(
     folder: Path, plan: Path, deployment: Deployment, role: Role, gpu: bool, first_device: int
 ) -> Iterator[_Server]:
     """The servers of a role; each has the next devices of this host, or its share of the processor."""
-    tensor = next((instance.tensor for instance in deployment.instances if instance.role == role), 1)
+    sizes = (instance.tensor * instance.expert for instance in deployment.instances if instance.role == role)
+    devices = next(sizes, 1)
     for number, words in enumerate(_arguments(role, deployment, plan.parent)):
         environment = dict(os.environ)
         if gpu:
-            visible = range(first_device + number * tensor, first_device + (number + 1) * tensor)
+            visible = range(first_device + number * devices, first_device + (number + 1) * devices)
             own = os.environ.get("CUDA_VISIBLE_DEVICES")
             names = own.split(",") if own else [str(index) for index in range(visible.stop)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[visible.start : visible.stop])
         else:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // deployment.devices)))
-        yield _Server(role, number, tensor, [str(folder), "--plan", str(plan), "--port", "0", *words], environment)
+        yield _Server(role, number, devices, [str(folder), "--plan", str(plan), "--port", "0", *words], environment)
 
 
-class _Server:
-    """The process of one instance; a thread reads its output."""
+class _Process:
+    """A process that tells its address; a thread reads its output."""
 
-    def __init__(
-        self, role: Role, number: int, devices: int, words: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
-        self.role, self.number, self.devices = role, number, devices
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "meshwright", "serve", *words, "--no-log-requests"],
+    def __init__(self, name: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "meshwright", *words],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -113,33 +127,47 @@ class _Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def running(self, deadline: float) -> RunningInstance:
-        """The server once it takes requests. Raises MeshwrightError if it ends before or takes too long."""
+    def address(self, deadline: float) -> str:
+        """Its URL once it takes requests. Raises MeshwrightError if it ends before or takes too long."""
         try:
             address = self._addresses.get(timeout=max(0.1, deadline - time.monotonic()))
         except queue.Empty:
             address = None
         if address is None:
             ending = "\n".join(self._lines[-LAST_LINES:])
-            error = MeshwrightError(f"the server of role {self.role} did not start:\n{ending}")
-            error.exit_code = self.process.poll() or error.exit_code
+            error = MeshwrightError(f"the {self._name} did not start:\n{ending}")
+            error.exit_code = self._process.poll() or error.exit_code
             raise error
-        return RunningInstance(self.role, self.number, address)
+        return address
+
+    def end(self) -> None:
+        """Tell it to end."""
+        self._process.terminate()
 
     def close(self) -> None:
         """Wait for the end of the process that was told to end; kill it if that takes long."""
         try:
-            self.process.wait(END_SECONDS)
+            self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self._process.kill()
+            self._process.wait()
         self._reader.join()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout:
-            for line in self.process.stdout:
+        assert self._process.stdout is not None
+        with self._process.stdout:
+            for line in self._process.stdout:
                 self._lines.append(line.rstrip("\n"))
-                if line.startswith("serving ") and " at " in line:
+                if line.startswith(("serving ", "routing to ")) and " at " in line:
                     self._addresses.put(line.rpartition(" at ")[2].strip())
         self._addresses.put(None)
+
+
+class _Server(_Process):
+    """The process of one instance."""
+
+    def __init__(
+        self, role: Role, number: int, devices: int, words: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        super().__init__(f"server of role {role}", ["serve", *words, "--no-log-requests"], environment)
+        self.role, self.number, self.devices = role, number, devices

@@ -29,6 +29,7 @@ from meshwright.spec.errors import (
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain
 from meshwright.spec.rank_environment import RankEnvironment
+from meshwright.spec.serve import MTP
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -239,9 +240,10 @@ def load_engine(setup: EngineSetup) -> Engine:
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.serve.engine import Engine
 
-    draft = None if setup.draft_model is None else load_model(Path(setup.draft_model), *device_and_dtype())
-    model = load_model(Path(setup.folder), *device_and_dtype())
-    return Engine(model, _tokenizer(setup), _options(setup), draft_model=draft)
+    options, folder = _options(setup), setup.draft_model
+    draft = None if folder in (None, MTP) else load_model(Path(folder), *device_and_dtype())
+    model = load_model(Path(setup.folder), *device_and_dtype(), predictions=options.predictions)
+    return Engine(model, _tokenizer(setup), options, draft_model=draft)
 
 
 def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
@@ -249,13 +251,14 @@ def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
     import torch
 
     from meshwright.parallel.world import join
-    from meshwright.serve.tensor_group import RankModel, TensorEngine
+    from meshwright.serve.rank_engines import engine_of_rank
+    from meshwright.serve.rank_group import RankModel
 
     assert setup.cluster is not None
     world = join(RankEnvironment.from_environment(), setup.cluster, timeout_seconds=LOAD_SECONDS)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    part = RankModel.load(Path(setup.folder), world, dtype)
-    engine = TensorEngine(part, world, _tokenizer(setup), _options(setup))
+    part = RankModel.load(Path(setup.folder), world, dtype, setup.experts)
+    engine = engine_of_rank(part, world, _tokenizer(setup), _options(setup), setup.experts)
     keep_loaded()
     if connection is None:
         engine.follow()
@@ -274,7 +277,9 @@ def _tokenizer(setup: EngineSetup) -> Tokenizer | None:
 def _options(setup: EngineSetup) -> EngineOptions:
     from meshwright.spec.engine import EngineOptions, Speculation
 
-    speculation = Speculation(tokens=setup.speculate) if setup.speculate else None
+    mtp = setup.draft_model == MTP
+    tokens = setup.speculate or int(mtp)
+    speculation = Speculation(tokens=tokens, mtp=mtp) if tokens else None
     return EngineOptions(**setup.options, texts=False, speculation=speculation)
 
 

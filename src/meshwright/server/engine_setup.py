@@ -19,6 +19,7 @@ from meshwright.events.parent import PARENT
 from meshwright.server.engine_client import EngineClient, connect
 from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.engine import ONE_RANK, ExpertRanks
 from meshwright.spec.errors import EXIT_COMMUNICATION
 from meshwright.spec.fields import to_plain
 from meshwright.spec.rank_environment import STORE_SOCKET
@@ -45,9 +46,11 @@ class EngineSetup:
     """Fields of `EngineSettings`."""
     speculate: int = 0
     draft_model: str | None = None
-    """Folder of the draft model."""
+    """Folder of the draft model, or `spec.serve.MTP`."""
     cluster: ClusterSpec | None = None
-    """This host with a device for each tensor rank; None: one process."""
+    """This host with a device for each rank; None: one process."""
+    experts: ExpertRanks = ONE_RANK
+    """With several, these are the ranks."""
     transfer: TransferSetup | None = None
     """Role and peers; None: the engine exchanges nothing with others."""
 

@@ -22,6 +22,7 @@ from meshwright.server.model_files import read_model_files, tokenizer_file
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.engine import ONE_RANK, ExpertRanks
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.serve import ServeSpec
 
@@ -36,10 +37,16 @@ FAILED_SECONDS = 2.0
 LARGEST_HEADERS = 64 << 10
 
 
-def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None], cluster: ClusterSpec | None = None) -> None:
+def run_server(
+    folder: Path,
+    spec: ServeSpec,
+    say: Callable[[str], None],
+    cluster: ClusterSpec | None = None,
+    experts: ExpertRanks = ONE_RANK,
+) -> None:
     """Serve the model in `folder` until SIGTERM or Ctrl-C; `say` receives the address once requests are taken.
 
-    `cluster` is this host, with as many devices as `spec.tensor`; None: the engine runs on one device.
+    `cluster` is this host, with as many devices as `spec.tensor` or `experts`; None: the engine runs on one device.
 
     Raises BadInput for wrong settings, and the engine's error if it cannot continue.
     """
@@ -54,6 +61,7 @@ def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None], cluste
         speculate=spec.speculate,
         draft_model=spec.draft_model,
         cluster=cluster,
+        experts=experts,
         transfer=transfer_setup(spec),
     )
     process = EngineProcess(setup)

@@ -13,7 +13,7 @@ from meshwright.costs.serve_costs import InstanceCosts
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
-from meshwright.simulator.serve_types import InstanceFigures
+from meshwright.simulator.serve_types import InstanceFigures, Occupancy
 from meshwright.spec.deployment import Role
 
 NEVER = float("inf")
@@ -57,6 +57,8 @@ class Instance:
         self._run_begin, self._run_steps = 0.0, 0
         """Begin of the run of identical steps in flight, and their number; 0 steps: none."""
         self._busy = self._held_seconds = self._peak = self._changed = 0.0
+        self.occupancy: list[Occupancy] | None = None
+        """What it held after each change, if that is to be noted."""
 
     def post(self, now: float, action: Action) -> None:
         """Do something at the end of the step in flight, or at once if there is none."""
@@ -182,5 +184,7 @@ class Instance:
     def _note_usage(self, now: float) -> None:
         pools = self.policy.cache.pools
         share = max([1 - pool.free / pool.blocks for pool in pools])
+        if self.occupancy is not None:
+            self.occupancy.append(Occupancy(self._changed, self.policy.running, share))
         self._held_seconds += share * (now - self._changed)
         self._changed, self._peak = now, max(self._peak, share)

@@ -32,8 +32,11 @@ def simulate(
     requests: Sequence[TimedRequest],
     costs: ServeCosts | Callable[[InstanceSpec], InstanceCosts],
     limits: ServeLimits,
+    *,
+    watched: bool = False,
 ) -> ServedDeployment:
-    """Serve all requests, which are in order of arrival, and return their times. `costs` prices an instance.
+    """Serve all requests, which are in order of arrival, and return their times. `costs` prices an instance; of
+    a `watched` simulation the result has what each instance held over time.
 
     Raises BadInput without requests, for a request that an instance's cache cannot hold, and for instances of role `both` beside others;
     OutOfResources if an instance does not fit its devices. The result depends on the arguments alone.
@@ -46,7 +49,7 @@ def simulate(
             f"roles: expected instances of role both, or of prefill and decode; got {', '.join(sorted(roles))}"
         )
     cost_of = costs.of if isinstance(costs, ServeCosts) else costs
-    return _Simulation(deployment, requests, cost_of, limits).run()
+    return _Simulation(deployment, requests, cost_of, limits, watched).run()
 
 
 def can_count(requests: Sequence[TimedRequest], costs: InstanceCosts) -> bool:
@@ -85,6 +88,7 @@ class _Simulation:
         requests: Sequence[TimedRequest],
         cost_of: Callable[[InstanceSpec], InstanceCosts],
         limits: ServeLimits,
+        watched: bool,
     ) -> None:
         self._deployment, self._limits = deployment, limits
         self._times = [RequestTimes(request) for request in requests]
@@ -96,6 +100,7 @@ class _Simulation:
                 prices = cost_of(spec)
                 cache = CountedBlocks(prices.blocks, prices.tokens_per_block) if self._counted else None
                 instance = Instance(spec.role, prices, spec.token_budget, cache)
+                instance.occupancy = [] if watched else None
                 instance.after_chunk = partial(self._after_chunk, len(self._members))
                 instance.after_end = partial(self._after_end, len(self._members))
                 member = _Member(len(self._members), instance)
@@ -137,6 +142,7 @@ class _Simulation:
             instances=[member.instance.figures(now) for member in self._members],
             seconds=now,
             transferred_bytes=self._bytes,
+            occupancy=[member.instance.occupancy for member in self._members if member.instance.occupancy is not None],
         )
 
     def _schedule(self, index: int) -> None:

@@ -50,11 +50,14 @@ class InstanceFigures(NamedTuple):
     """Positions of prompts taken from its prefix cache."""
 
 
-class Samples(NamedTuple):
-    """A value over time."""
+class Occupancy(NamedTuple):
+    """What an instance held from a time on."""
 
-    seconds: Sequence[float]
-    values: Sequence[float]
+    seconds: float
+    running: int
+    """Requests in its batch."""
+    cache: float
+    """Share of its cache blocks that requests held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,8 @@ class ServedDeployment:
     """From the first arrival to the last end."""
     transferred_bytes: float = 0.0
     """Keys and values that moved between instances."""
+    occupancy: Sequence[Sequence[Occupancy]] = ()
+    """By instance and time; empty unless the simulation was watched."""
 
     @property
     def ttft(self) -> np.ndarray:
@@ -95,6 +100,11 @@ class ServedDeployment:
     def attainment(self) -> float:
         """Share of requests that met both limits, without those at both ends (`WARM_UP`)."""
         return self.share(self.meets_ttft & self.meets_tpot)
+
+    def attainment_within(self, scale: float) -> float:
+        """The same with both limits multiplied by `scale`."""
+        limits = self.limits
+        return self.share((self.ttft <= scale * limits.ttft_seconds) & (self.tpot <= scale * limits.tpot_seconds))
 
     @property
     def rate(self) -> float:

@@ -33,7 +33,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.workload.activations import activation_bytes
 from meshwright.workload.groups import shard_size
-from meshwright.workload.plan_bytes import memory_by_rank, optimizer_on_host
+from meshwright.workload.plan_bytes import gradient_sums_on_host, memory_by_rank, optimizer_on_host
 
 T = TypeVar("T")
 REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
@@ -106,14 +106,17 @@ def _peak_candidates(name: str, ranks: int, micro_batches: int, per_rank: int) -
     return peak_candidates(order), order[0]
 
 
-def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tuple[float, float]:
-    """Bytes of host memory for offloaded activations and for offloaded optimizer state, on the node with the most.
+def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tuple[float, float, float]:
+    """Bytes of host memory for offloaded activations, optimizer state and gradient sums, on the node with the most.
 
     Raises BadInput as `training_schedule` does.
     """
     plan = plan.without_prediction
-    activations = _activations_on_host(model, train, plan, nodes) + _slots_on_host(model, train, plan, nodes)
-    return activations, optimizer_on_host(model, plan, nodes)
+    return (
+        _activations_on_host(model, train, plan, nodes) + _slots_on_host(model, train, plan, nodes),
+        optimizer_on_host(model, plan, nodes),
+        gradient_sums_on_host(model, plan, nodes),
+    )
 
 
 def _slots_on_host(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> float:

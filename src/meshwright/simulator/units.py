@@ -17,14 +17,26 @@ import numpy as np
 from meshwright.costs.collective_costs import Group, all_reduce, congestion, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.layer_costs import context_traffic, layer_exposure
-from meshwright.costs.offload_costs import exposed_copy_seconds, exposed_updates, host_rate, rate_both_ways
+from meshwright.costs.offload_costs import (
+    exposed_copy_seconds,
+    exposed_sum_copies,
+    exposed_updates,
+    host_rate,
+    rate_both_ways,
+)
 from meshwright.costs.optimizer_costs import matrix_seconds, update_seconds
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
 from meshwright.workload.activations import saved_elements_by_layer
-from meshwright.workload.dtypes import bytes_of, gathered_width, products_accumulate_gradients, state_bytes
+from meshwright.workload.dtypes import (
+    bytes_of,
+    gathered_width,
+    products_accumulate_gradients,
+    state_bytes,
+    summed_bytes,
+)
 from meshwright.workload.groups import experts_over, shard_size
 from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts
@@ -99,14 +111,18 @@ class UnitCosts:
         """Compute seconds of one micro-batch in the unit."""
         if unit == "embed":
             total = number(self._ends.embed) * self.jitter
-            return Seconds(total / 3, 0.0, total * 2 / 3)
+            copied = self._exposed_sums(unit, total * 2 / 3)
+            return Seconds(total / 3, copied, total * 2 / 3, {"host link": copied} if copied else {})
         if unit == "head":  # its forward computes its gradients too (kernels.loss)
-            return self._head()
+            head = self._head()
+            return _with_link_time(head, "forward", self._exposed_sums(unit, head.forward))
         block = self._block_without_offload(unit)
+        copied = self._exposed_sums(unit, block.backward_input + block.backward_weight)
+        block = _with_link_time(block, "backward_input", copied)
         if not self._strategy(unit).activations_offloaded:
             return block
         to_host, from_host = self._exposed_copy_seconds(unit)
-        exposed = {**block.exposed, "host link": to_host + from_host}
+        exposed = {**block.exposed, "host link": block.exposed.get("host link", 0.0) + to_host + from_host}
         return replace(
             block, forward=block.forward + to_host, backward_input=block.backward_input + from_host, exposed=exposed
         )
@@ -174,7 +190,7 @@ class UnitCosts:
         # A rank without sharding scales its gradients into another buffer and copies that.
         side_bytes = 4.0 * sent if shards == 1 else 0.0
         if accumulated:
-            side_bytes += 3 * bytes_of(precision.stored) / shards
+            side_bytes += (bytes_of(precision.stored) + 2 * self._summed_bytes) / shards
         padding = parameters.dense * (1 / number(self.cost_inputs.constants.packing) - 1) if shards > 1 else 0.0
         return self._memory_seconds((count + padding) * width, count * side_bytes)
 
@@ -183,12 +199,18 @@ class UnitCosts:
 
         If the product accumulates, it reads and writes the sum in place of the gradient.
         """
-        width = bytes_of(self.plan.precision.compute) + 2 * bytes_of(self.plan.precision.reduce)
+        on_one_rank = shard_size(self.plan) == 1 and self.plan.sums_shards(self._strategy(unit))
+        summed = self._summed_bytes if on_one_rank else bytes_of(self.plan.precision.reduce)
+        width = bytes_of(self.plan.precision.compute) + 2 * summed
         parameters = self.parameters(unit)
         count = float(parameters.count)
         if not isinstance(unit, str) and products_accumulate_gradients(self.plan, unit, self.model.layers):
             count = parameters.experts + parameters.dense * number(self.cost_inputs.constants.product_sums)
         return self._memory_seconds(count * width)
+
+    @property
+    def _summed_bytes(self) -> int:
+        return summed_bytes(self.plan.precision, self.plan.accumulation)
 
     def parameters(self, unit: Unit) -> UnitParameters:
         """Parameters of the unit on one rank."""
@@ -242,6 +264,14 @@ class UnitCosts:
         tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
         copied = tokens * saved[unit] * bytes_of(self.plan.precision.compute)
         return number(copied / host_rate(self.cost_inputs.machine))
+
+    def _exposed_sums(self, unit: Unit, backward: float) -> float:
+        """Exposed seconds of copies of the unit's gradient sums beside one of its backwards of `backward` seconds."""
+        if self.plan.accumulation != "host" or not self.plan.sums_shards(self._strategy(unit)):
+            return 0.0
+        size = self.parameters(unit).shard * bytes_of(self.plan.precision.stored)
+        copied = size / rate_both_ways(self.cost_inputs.machine)
+        return number(exposed_sum_copies(copied, backward, self.plan.batch.accumulate))
 
     def _beside_backward(self, unit: Unit, ranks: Group, seconds: float) -> float:
         """Seconds of a reduction that overlaps with the backward of an equal unit; `seconds` without overlap.
@@ -367,3 +397,11 @@ class UnitCosts:
             number(product.layers * speed.seconds(product.k, product.m, product.n, product.count))
             for product in layer_products(shape, step_shape(shape, cost_inputs.layout), width)
         )
+
+
+def _with_link_time(seconds: Seconds, part: Literal["forward", "backward_input"], added: float) -> Seconds:
+    """`seconds` with exposed copies over the host link added to a part."""
+    if not added:
+        return seconds
+    exposed = {**seconds.exposed, "host link": seconds.exposed.get("host link", 0.0) + added}
+    return replace(seconds, exposed=exposed, **{part: getattr(seconds, part) + added})

@@ -36,20 +36,21 @@ def _table(*chips: Chip) -> dict[str, Chip]:
     return {chip.name: chip for chip in chips}
 
 
-_AMPERE = {"bf16": 312e12, "fp32": 19.5e12}
-_HOPPER = {"bf16": 989e12, "fp8": 1979e12, "fp32": 67e12}
-_B200 = {"bf16": 2250e12, "fp8": 4500e12, "mxfp8": 4500e12, "nvfp4": 9000e12, "fp32": 75e12}
-_GB200 = {"bf16": 2500e12, "fp8": 5000e12, "mxfp8": 5000e12, "nvfp4": 10000e12, "fp32": 80e12}
+_AMPERE = {"bf16": 312e12, "int8": 624e12, "fp32": 19.5e12}
+_HOPPER = {"bf16": 989e12, "fp8": 1979e12, "int8": 1979e12, "fp32": 67e12}
+_B200 = {"bf16": 2250e12, "fp8": 4500e12, "int8": 4500e12, "mxfp8": 4500e12, "nvfp4": 9000e12, "fp32": 75e12}
+_GB200 = {"bf16": 2500e12, "fp8": 5000e12, "int8": 5000e12, "mxfp8": 5000e12, "nvfp4": 10000e12, "fp32": 80e12}
 _B300 = {"bf16": 2250e12, "fp8": 4500e12, "mxfp8": 4500e12, "nvfp4": 14000e12, "fp32": 75e12}
 _GB300 = {"bf16": 2500e12, "fp8": 5000e12, "mxfp8": 5000e12, "nvfp4": 15000e12, "fp32": 80e12}
-_GA102 = {"bf16": 71e12, "fp32": 35.6e12}
-_AD102 = {"bf16": 165.2e12, "fp8": 330.3e12, "fp32": 82.6e12}
-_GB202 = {"bf16": 209.5e12, "fp8": 419e12, "fp32": 104.8e12}
-_RTX6000_ADA = {"bf16": 364.2e12, "fp8": 728.5e12, "fp32": 91.1e12}
-_L40S = {"bf16": 362e12, "fp8": 733e12, "fp32": 91.6e12}
-_L40 = {"bf16": 181e12, "fp8": 362e12, "fp32": 90.5e12}
-_L4 = {"bf16": 121e12, "fp8": 242.5e12, "fp32": 30.3e12}
-_H20 = {"bf16": 148e12, "fp8": 296e12, "fp32": 44e12}
+_GA102 = {"bf16": 71e12, "int8": 284e12, "fp32": 35.6e12}
+_AD102 = {"bf16": 165.2e12, "fp8": 330.3e12, "int8": 660.6e12, "fp32": 82.6e12}
+_GB202 = {"bf16": 209.5e12, "fp8": 419e12, "int8": 838e12, "fp32": 104.8e12}
+_RTX6000_ADA = {"bf16": 364.2e12, "fp8": 728.5e12, "int8": 728.5e12, "fp32": 91.1e12}
+_L40S = {"bf16": 362e12, "fp8": 733e12, "int8": 733e12, "fp32": 91.6e12}
+_L40 = {"bf16": 181e12, "fp8": 362e12, "int8": 362e12, "fp32": 90.5e12}
+_L4 = {"bf16": 121e12, "fp8": 242.5e12, "int8": 242.5e12, "fp32": 30.3e12}
+_H20 = {"bf16": 148e12, "fp8": 296e12, "int8": 296e12, "fp32": 44e12}
+_A6000 = {"bf16": 154.8e12, "int8": 309.7e12, "fp32": 38.7e12}
 _V100 = {"fp16": 125e12, "fp32": 15.7e12}
 _PCIE3, _PCIE4, _PCIE5 = 12.5e9, 25e9, 50e9
 """Bytes/s of 16 PCIe lanes in one direction: links and host links of cards without NVLink.
@@ -57,7 +58,7 @@ The line rates are 15.8, 31.5 and 63 GB/s."""
 _ETHERNET_10, _CLOUD_100, _CLOUD_400 = 1.25e9, 100e9 / 8 / 8, 400e9 / 8 / 8
 """Network bandwidth of cards that are not sold in clusters.
 10 Gb/s per card is a guess; 100 and 400 Gb/s for eight cards are what clouds rent."""
-_CDNA3 = {"bf16": 1307e12, "fp8": 2615e12, "fp32": 163e12}
+_CDNA3 = {"bf16": 1307e12, "fp8": 2615e12, "int8": 2615e12, "fp32": 163e12}
 
 CHIPS = _table(
     Chip("V100", "volta", 32 * GiB, _V100, 0.9e12, 150e9, 12.5e9, host=_PCIE3, multiprocessors=80),
@@ -75,9 +76,9 @@ CHIPS = _table(
     Chip("GB300", "blackwell", 277 * GiB, _GB300, 8e12, 900e9, 100e9, 4, 64, host=225e9, multiprocessors=148, best_bf16_flops=1822e12),
     Chip("H20", "hopper-h20", 96 * GiB, _H20, 4e12, 450e9, 50e9, host=_PCIE5, multiprocessors=78),
     Chip("RTX3090", "ampere-rtx", 24 * GiB, _GA102, 0.936e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=82),
-    Chip("A10", "ampere-rtx", 22 * GiB, {"bf16": 125e12, "fp32": 31.2e12}, 0.6e12, _PCIE4, _CLOUD_100, multiprocessors=72),
+    Chip("A10", "ampere-rtx", 22 * GiB, {"bf16": 125e12, "int8": 250e12, "fp32": 31.2e12}, 0.6e12, _PCIE4, _CLOUD_100, multiprocessors=72),
     Chip("A10G", "ampere-rtx", 22 * GiB, {"bf16": 70e12, "fp32": 31.5e12}, 0.6e12, _PCIE4, _CLOUD_100, multiprocessors=80),
-    Chip("A6000", "ampere-rtx", 48 * GiB, {"bf16": 154.8e12, "fp32": 38.7e12}, 0.768e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=84),
+    Chip("A6000", "ampere-rtx", 48 * GiB, _A6000, 0.768e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=84),
     Chip("RTX4090", "ada", 24 * GiB, _AD102, 1.008e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=128),
     Chip("RTX6000-Ada", "ada", 48 * GiB, _RTX6000_ADA, 0.96e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=142),
     Chip("L4", "ada", 22 * GiB, _L4, 0.3e12, _PCIE4, _CLOUD_100, multiprocessors=58),
@@ -93,7 +94,8 @@ CHIPS = _table(
 Host links: PCIe 3, 4 or 5 with 16 lanes; NVLink-C2C, shared by two GPUs, in GB200 and GB300.
 GB200 and GB300 name one GPU of the NVL72 rack; its domain counts the 64 that a power-of-two mesh uses.
 GeForce cards: peaks of products that are summed in fp32, half of what is advertised for sums in fp16; RTX3090 without its optional NVLink.
-V100 and T4 have no bf16. Generations name devices whose shares of these rates may be alike, so graphics cards have their own.
+V100 and T4 have no bf16; B300 and GB300 have few int8 units, which are left out. Generations name devices whose shares of these rates
+may be alike, so graphics cards have their own.
 Fastest products: the search over shapes of Stas Bekman's Machine Learning Engineering, 2025; A100-40GB, H200, B300 and GB300 are
 taken to be as fast as the chip with the same tensor cores.
 """

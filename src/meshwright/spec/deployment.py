@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.engine import Fp8
+from meshwright.spec.engine import Fp8, WeightFormat
 from meshwright.spec.fields import Bound, Positive
 from meshwright.spec.run import ModelSection
 
@@ -31,8 +31,8 @@ class TimedRequest(NamedTuple):
 class Quantisation:
     """Number formats of a server that differ from the model's own."""
 
-    weights: Fp8 | None = None
-    """Format of the linear layers' weights; none is the model's dtype."""
+    weights: WeightFormat | None = None
+    """Format of the products with the blocks' weights; none is the model's dtype."""
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
 
@@ -95,6 +95,11 @@ class Deployment:
         """Whether every instance computes both prompts and new tokens."""
         return all(instance.role == "both" for instance in self.instances)
 
+    @property
+    def runnable(self) -> bool:
+        """Whether this release can serve it."""
+        return not any(release_error(instance) for instance in self.instances)
+
 
 def deployment_name(deployment: Deployment) -> str:
     """The instances in a few words: `4 × TP2, 2,048 tokens` or `5 prefill × TP1 + 3 decode × TP1`."""
@@ -105,6 +110,18 @@ def deployment_name(deployment: Deployment) -> str:
         budget = f", {instance.token_budget:,} tokens" if instance.role == "both" else ""
         parts.append(f"{instance.count}{role} × TP{instance.tensor}{expert}{budget}")
     return " + ".join(parts)
+
+
+def release_error(instance: InstanceSpec) -> str | None:
+    """The key of an instance that this release cannot serve, with what it expects and why; None if it serves it."""
+    if instance.expert > 1 and (instance.tensor > 1 or instance.role != "both"):
+        return (
+            f"expert: expected 1 beside tensor {instance.tensor} and role {instance.role}, got {instance.expert}: devices share experts "
+            "with tensor 1 and role both only"
+        )
+    if instance.tensor > 1 and instance.role != "both":
+        return f"tensor: expected 1 for role {instance.role}, got {instance.tensor}: blocks move between single devices only"
+    return None
 
 
 def role_error(roles: Sequence[Role]) -> str | None:
@@ -154,7 +171,7 @@ class ServeTarget:
     limits: ServeLimits
     """The limits of latency."""
     quantisation: Quantisation = field(default_factory=Quantisation)
-    """Number formats; `fp8` alone is fp8 weights and an fp8 cache."""
+    """Number formats; `fp8` alone is fp8 weights and an fp8 cache, `int8` alone int8 weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

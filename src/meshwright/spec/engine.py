@@ -10,11 +10,37 @@ from meshwright.spec.fields import Positive
 
 Fp8 = Literal["fp8"]
 """e4m3: 4 significant bits, up to 448."""
+WeightFormat = Literal["fp8", "int8"]
+"""Formats that weights and activations of linear layers are rounded to."""
+Dispatch = Literal["int8"]
+"""A format of tokens on their way to experts: integers from -127 to 127, with a scale for each token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRanks:
+    """Devices of one host that share the experts of each layer; each has requests and a cache of its own."""
+
+    count: int = 1
+    dispatch: Dispatch | None = None
+    """Format of tokens on their way to experts of other devices; none is the model's dtype."""
+    micro_batches: int = 1
+    """Parts of a step's decodes; the tokens of one travel between devices while another is computed."""
+
+    def __post_init__(self) -> None:
+        if self.count == 1 and (self.dispatch is not None or self.micro_batches > 1):
+            raise BadInput("dispatch and micro-batches of experts: tokens travel between several devices only")
+
+
+ONE_RANK = ExpertRanks()
+"""A device that has all experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Speculative decoding, by prompt lookup or by the engine's draft model. Raises BadInput for sizes below 1."""
+    """Speculative decoding: by prompt lookup, the engine's draft model or, with `mtp`, the model's own modules.
+
+    Raises BadInput for sizes below 1.
+    """
 
     tokens: int = 4
     """Draft tokens of a request in a step at most."""
@@ -24,6 +50,8 @@ class Speculation:
     """And at least so many."""
     least: float | None = None
     """Accepted drafts a step below which those of a request pause; 0 never, None by their cost (`policies.drafting`)."""
+    mtp: bool = False
+    """Whether the model's modules for multi-token prediction propose the drafts, one each."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -48,8 +76,8 @@ class EngineSettings:
     """Longest text in tokens, prompt and new tokens together; none is the model's context, which is the most."""
     prefix_cache: bool = True
     """Whether requests share cached blocks of equal prefixes."""
-    weights: Fp8 | None = None
-    """Format of the linear layers' weights; none is the model's dtype."""
+    weights: WeightFormat | None = None
+    """Format of the products with the blocks' weights; none is the model's dtype. int8 includes routed experts, fp8 does not."""
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
     invariant: bool = False
@@ -69,10 +97,22 @@ class EngineOptions(EngineSettings):
     """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
     graphs: bool | None = None
     """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    absorb: bool = True
+    """Whether decodes of latent attention attend to latents; if not, each expands its context's keys and values."""
     texts: bool = True
     """Whether updates have texts and stop strings are found; a caller that decodes the tokens itself needs neither."""
     speculation: Speculation | None = None
-    """Drafts by prompt lookup, or by a draft model; None: no drafts."""
+    """Drafts by prompt lookup, a draft model or prediction modules; None: no drafts."""
+
+    @property
+    def predictions(self) -> int:
+        """Prediction modules that propose drafts."""
+        return self.speculation.tokens if self.speculation is not None and self.speculation.mtp else 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.graphs and not self.absorb:
+            raise BadInput("graphs: not without absorb, whose decodes read lengths on the host")
 
     @property
     def most_step_tokens(self) -> int:

@@ -32,8 +32,6 @@ def hybrid_error(sizes: Mapping[str, int], model: Callable[[str], Any]) -> str |
         return f"no {other} ranks beside it: hybrid ranks take the place of shard and context ranks"
     if model("sliding_window") is not None:
         return "model.sliding_window = none beside it: a divided sample attends to all its tokens"
-    if model("prediction_depth"):
-        return "model.prediction_depth = 0 beside it: further tokens of a divided sample are on other ranks"
     return None
 
 

@@ -1,7 +1,7 @@
-"""Parameter → part of a tensor rank of the inference engine. Torch-free.
+"""Parameter → part of a rank of the inference engine. Torch-free.
 
-As in training (`spec.layout`), except for routed experts: each rank has a part of the width of every expert, so that all ranks have the
-same work whatever the routers choose, and tokens need not travel.
+As in training (`spec.layout`), except for routed experts: each tensor rank has a part of the width of every expert, so that all ranks have
+the same work whatever the routers choose, and tokens need not travel. Expert ranks have whole experts, and all of the other layers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshwright.spec.layout import TENSOR_SPLITS, Division, Part, even_rows, local_boxes, tensor_split_error
+from meshwright.spec.layout import TENSOR_SPLITS, WHOLE, Division, Part, even_rows, local_boxes, tensor_split_error
 from meshwright.spec.model import ModelSpec, ParameterSpec
 
 
@@ -21,11 +21,15 @@ class Piece(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def rank_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> tuple[Piece, ...]:
-    """The pieces of a parameter that a tensor rank holds, in order along `piece_dimension`.
+def rank_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part, experts: Part = WHOLE) -> tuple[Piece, ...]:
+    """The pieces of a parameter that tensor rank `part` or rank `experts` holds, in order along `piece_dimension`.
 
-    `split_error` says which models can be divided. A bias that is added after a sum over ranks is on the first rank only.
+    `split_error` and `experts_error` say which models can be divided. A bias that is added after a sum over tensor ranks is on the first
+    one only.
     """
+    if parameter.expert and experts.count > 1:
+        owned = even_rows(spec.experts, experts.count, experts.index)
+        return (Piece((owned.start, 0, 0), (len(owned), *parameter.shape[1:])),)
     if parameter.expert:
         return tuple(_expert_pieces(spec, parameter, part))
     if part.index and parameter.name.endswith(".bias") and TENSOR_SPLITS.get(parameter.module) == "columns":
@@ -68,6 +72,13 @@ def split_error(spec: ModelSpec, ranks: int) -> str | None:
         if (width := getattr(spec, name)) % ranks:
             return f"a divisor of model.{name} = {width}"
     return None
+
+
+def experts_error(spec: ModelSpec, ranks: int) -> str | None:
+    """The numbers of ranks that can share the model's experts, in words, if `ranks` cannot; None if they can."""
+    if not spec.experts:
+        return "1, as the model has no experts"
+    return f"a divisor of model.experts = {spec.experts}" if spec.experts % ranks else None
 
 
 def _expert_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> Iterator[Piece]:

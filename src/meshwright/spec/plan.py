@@ -31,6 +31,7 @@ REFUSED_SCHEDULES: dict[ScheduleName, str] = {
 Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Moments = Literal["fp32", "bf16", "int8"]
+Accumulation = Literal["device", "bf16", "host"]
 OffloadShare = Annotated[float, Bound(at_least=0, at_most=1)]
 Engine = Literal["kernel", "copy"]
 ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
@@ -299,6 +300,11 @@ class Plan:
     the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     offload_fraction: OffloadShare = 1.0
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device in the same format."""
+    accumulation: Accumulation = "device"
+    """Sums of a rank's gradient shards between micro-batches, of layers with gradients `shard`.
+    device: on the device, in the stored format. bf16: on the device, rounded to bf16 after each micro-batch. host: in host
+    memory in the stored format, on the device from a unit's backward until its reduction and after the last one; the same
+    bits as device."""
     mlp_tile: NotNegative = 0
     """Tokens of a tile of the feed-forward networks of layers with recompute all_but_attention or full; 0: all tokens.
     A tile's activations are computed again in the backward and freed before the next tile's."""
@@ -325,12 +331,6 @@ class Plan:
     def layered(self) -> bool:
         """Whether all micro-batches of a layer run before the next layer."""
         return self.schedule.name == "breadth_first"
-
-    @property
-    def offloads_activations(self) -> bool:
-        """Whether activations of some layer or slot are offloaded to host memory."""
-        of_slots = self.samples is not None and self.samples.offload is not None
-        return of_slots or any(layer.activations_offloaded for layer in self.layers)
 
     def axis_size(self, name: str) -> int:
         """Ranks along `name`; 1 when the mesh lacks the axis."""
@@ -371,6 +371,12 @@ class Plan:
     def tile(self, layer: int, layers: int) -> int:
         """Tokens of a tile of the feed-forward network of block `layer`; 0 if it has none."""
         return self.mlp_tile if self.strategy(layer, layers).recompute in RECOMPUTES_PRODUCTS else 0
+
+    def sums_shards(self, strategy: LayerStrategy) -> bool:
+        """Whether gradient shards of layers with this strategy are summed over micro-batches, see `accumulation`.
+        Otherwise a unit's gradients are reduced once a step."""
+        reduced_once = self.layered or self.axis_size("hybrid") > 1 or strategy.gradients == "whole"
+        return self.batch.accumulate > 1 and not reduced_once
 
     def linear(self, layer: int, layers: int) -> Linear:
         """Number format of the matrix products of block `layer` in a model of `layers` blocks."""
@@ -449,6 +455,9 @@ class PlanPins:
     offload_fraction: OffloadShare | None = None
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device, packed alike.
     Left out, 1."""
+    accumulation: Accumulation | None = None
+    """Sums of gradient shards between micro-batches: on the device, there in bf16, or in host memory.
+    Left out, on the device, or in host memory where that is faster or nothing fits otherwise."""
     gather_engine: Engine | None = None
     """What runs the all-gathers of weights over shard and context ranks."""
     tensor_engine: Engine | None = None

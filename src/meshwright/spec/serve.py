@@ -10,6 +10,8 @@ from meshwright.spec.engine import EngineSettings
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import Bound, NotNegative, Positive
 
+MTP = "mtp"
+"""In the place of a draft model: the model's own modules for multi-token prediction."""
 Port = Annotated[int, Bound(at_least=0, at_most=65_535)]
 
 
@@ -60,9 +62,9 @@ class ServeSpec(EngineSettings, HttpSettings):
     """How a model is served. Raises BadInput for settings that exclude each other."""
 
     speculate: NotNegative = 0
-    """Draft tokens that a step checks for each text; 0 for none, or 4 with `draft_model`."""
+    """Draft tokens that a step checks for each text; 0 for none, or 4 with `draft_model`, 1 if that is `mtp`."""
     draft_model: str | None = None
-    """Folder of a smaller model that proposes the draft tokens; prompt lookup if none."""
+    """Folder of a smaller model that proposes the draft tokens; `mtp`: the model's prediction modules; none: prompt lookup."""
     tensor: Positive = 1
     """Devices of this host over which the engine divides every layer."""
     role: Role = "both"
@@ -86,7 +88,7 @@ class ServeSpec(EngineSettings, HttpSettings):
             raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor")
         if not self.exchanges:
             return
-        if self.tensor > 1 or self.draft_model is not None or not self.prefix_cache:
+        if self.tensor > 1 or self.draft_model not in (None, MTP) or not self.prefix_cache:
             raise BadInput("roles: for an engine on one device with a prefix cache and no draft_model")
         if self.role == "prefill" and self.transfer_address is None:
             raise BadInput("role prefill: needs transfer_address, where others ask for prompts", key="role")

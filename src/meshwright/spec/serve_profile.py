@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from meshwright.spec.engine import Fp8
+from meshwright.spec.engine import Fp8, WeightFormat
 from meshwright.spec.fields import Bound, NotNegative, Positive
 from meshwright.spec.model import ModelSpec
 
@@ -85,8 +85,8 @@ class EngineProfile:
     """Day and time of the measurement, UTC, ISO 8601."""
     model: ModelSpec
     """Dimensions of the model; its weights were random."""
-    weights: Fp8 | None = None
-    """Format of the linear layers' weights; none is the model's dtype."""
+    weights: WeightFormat | None = None
+    """Format of the products with the blocks' weights; none is the model's dtype."""
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
     item_bytes: Positive = 2

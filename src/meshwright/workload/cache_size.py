@@ -26,12 +26,12 @@ class LayerGroup:
     """Whether tokens have a latent and a rotated key in place of keys and values of heads."""
 
 
-def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
-    """The groups of the model's layers by type of attention."""
+def layer_groups(spec: ModelSpec, predictions: int = 0) -> tuple[LayerGroup, ...]:
+    """The groups of the model's layers by type of attention; so many prediction modules are further layers."""
     window = spec.sliding_window
     if window is not None and window >= spec.max_seq_len:
         window = None
-    return (LayerGroup(tuple(range(spec.layers)), window, latent=spec.kv_rank > 0),)
+    return (LayerGroup(tuple(range(spec.layers + predictions)), window, latent=spec.kv_rank > 0),)
 
 
 def block_shape(spec: ModelSpec, group: LayerGroup, tokens_per_block: int) -> tuple[int, ...]:

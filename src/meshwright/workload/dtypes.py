@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.spec.plan import LayerStrategy, Linear, Plan, Precision
+from meshwright.spec.plan import Accumulation, LayerStrategy, Linear, Plan, Precision
 from meshwright.workload.groups import shard_size
 
 MOMENT_BLOCK = 256
@@ -26,6 +26,11 @@ def state_bytes(precision: Precision) -> float:
     """Bytes of a parameter's state in host memory: two moments, and 16 bits of a master weight that is not on the device."""
     moment = {"fp32": bytes_of(precision.stored), "bf16": 2, "int8": 1 + 1 / MOMENT_BLOCK}[precision.moments]
     return 2.0 * (moment + (precision.resident != precision.stored))
+
+
+def summed_bytes(precision: Precision, accumulation: Accumulation) -> int:
+    """Bytes of a gradient shard that is summed over micro-batches."""
+    return bytes_of("bf16" if accumulation == "bf16" else precision.stored)
 
 
 def low_share(precision: Precision, linear: Linear) -> float:

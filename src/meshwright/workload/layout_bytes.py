@@ -20,7 +20,13 @@ from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import shape_of
-from meshwright.workload.tensor_bytes import Formats, RankTensors, bytes_by_category, peak_bytes
+from meshwright.workload.tensor_bytes import (
+    Formats,
+    RankTensors,
+    bytes_by_category,
+    peak_bytes,
+    sums_beside_activations,
+)
 from meshwright.workload.unit_parameters import EndParameters, block_unit, end_units
 
 
@@ -71,13 +77,16 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
     temporary_elements = backward + received_elements(model, width, layout.context)
     pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
     reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
-    sums = np.where(reduces_once & (shards > 1), (layers * block + rank_ends) * formats.reduce, owned * formats.stored)
+    whole = reduces_once & (shards > 1)
+    shard_sums = sums_beside_activations(formats, owned, block, loss_parameters, shards)
+    sums = np.where(whole, (layers * block + rank_ends) * formats.reduce, shard_sums)
+    sums = np.where((pending_micro_batches > 0) | (micro_batches <= 1), 0.0, sums)
     return RankTensors(
         owned=owned, block=block, ends=rank_ends, head=loss_parameters, shards=shards,
         gathers=np.where((shards == 1) & (layout.data <= 1) & (formats.compute >= formats.stored), 0.0, 1.0),
         kept=np.where(layout.gather_once > 0, layers, 0.0), ends_kept=layout.gather_once,
         last=np.where((loss_parameters > 0) & ~shared, loss_parameters, block),
-        sums=np.where((pending_micro_batches > 0) | (micro_batches <= 1), 0.0, sums),
+        sums=sums, sums_shards=np.where((sums > 0) & ~reduces_once, 1.0, 0.0),
         reduces=np.where(~reduces_once | (single & ~forwards_first) | (pending_micro_batches > 0), 1.0, 0.0),
         offloaded_share=layout.offload, layers=layers, activations=stored_layers * saved_per_layer,
         working=tokens * formats.compute * temporary_elements + tile_sums, tokens=tokens, width=width, hidden=model.hidden,

@@ -73,6 +73,8 @@ class Layouts:
     """1 when the optimizer's state is in host memory."""
     state_bytes: Array = 12.0
     """Bytes of a parameter's state in host memory on average (`workload.dtypes.state_bytes` x plan.offload_fraction)."""
+    sums_on_host: Array = 0.0
+    """1 when sums of gradient shards over micro-batches are in host memory between the backwards of their unit."""
     update_bytes: Array = ADAMW_BYTES
     """Bytes that the optimizer moves per fp32 parameter; as the next three columns, from `workload.optimizer_work`."""
     muon_flops: Array = 0.0
@@ -203,6 +205,7 @@ def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         virtual=len(table[0]) if len(table) > 1 else 1, micro_batch=plan.batch.micro_batch, accumulate=plan.batch.accumulate,
         layers=table_layers(table), weights_by_copy_engine=plan.gather_engine == "copy",
         tokens_by_copy_engine=plan.tensor_engine == "copy", offload_fraction=plan.offload_fraction,
+        sums_on_host=plan.accumulation == "host" and plan.sums_shards(plan.layers[0]),
         **_strides(plan), **strategy_columns(plan.layers[0]),
     )  # fmt: skip
     return Layouts(**{field.name: float(getattr(columns, field.name)) for field in fields(Layouts)})

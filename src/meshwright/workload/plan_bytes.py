@@ -16,6 +16,7 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import (
+    Accumulation,
     Engine,
     LayerStrategy,
     Plan,
@@ -30,11 +31,17 @@ from meshwright.workload.activations import (
     tokens_of,
 )
 from meshwright.workload.buffers import DEVICE_LAYERS
-from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
+from meshwright.workload.dtypes import bytes_of, low_share, state_bytes, summed_bytes
 from meshwright.workload.groups import context_size, copies_experts, experts_over, shard_size, stacked_experts
 from meshwright.workload.optimizer_work import OptimizerWork, optimizer_work
 from meshwright.workload.stage_parts import StagePart, stage_part
-from meshwright.workload.tensor_bytes import CATEGORIES, Formats, RankTensors, bytes_by_category
+from meshwright.workload.tensor_bytes import (
+    CATEGORIES,
+    Formats,
+    RankTensors,
+    bytes_by_category,
+    sums_beside_activations,
+)
 from meshwright.workload.unit_parameters import block_unit
 
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
@@ -51,6 +58,7 @@ def formats(
     tensor_engine: Engine = "kernel",
     model: ModelSpec | None = None,
     offload_fraction: float = 1.0,
+    accumulation: Accumulation = "device",
     mlp_tile: int = 0,
 ) -> Formats:
     """Bytes of a run's numbers; replicas sum gradients over `replicas` ranks. Engines are the plan's.
@@ -68,7 +76,8 @@ def formats(
         token_window=tensor_engine == "copy" and not cpu, block_states=work.block_states, end_states=work.end_states,
         widens=train.optimizer.name in ("sgd", "lamb"), largest_matrix=work.largest, matrix_elements=work.exchanged,
         matrices=work.matrices, average=train.ema_decay is not None, record=state_bytes(precision),
-        offload_fraction=offload_fraction, mlp_tile=mlp_tile,
+        offload_fraction=offload_fraction, mlp_tile=mlp_tile, summed=summed_bytes(precision, accumulation),
+        sums_on_host=accumulation == "host",
     )  # fmt: skip
 
 
@@ -124,6 +133,13 @@ def _memory_by_rank(
     """Bytes by category of every pipeline rank; prediction modules are counted in all categories."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     micro_batches = 1 if finishes_each_micro_batch(plan) else plan.batch.accumulate
+    replicas = plan.axis_size("replicate")
+    sums_shards = any(map(plan.sums_shards, plan.layers))
+    number_formats = formats(
+        train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
+        model=model, offload_fraction=plan.offload_fraction, accumulation=plan.accumulation if sums_shards else "device",
+    )  # fmt: skip
+    number_formats = replace(number_formats, exchange_room=model.experts_per_token * exchange_room(model, plan))
     busiest, tokens = busiest_rows(model, train, plan), tokens_of(train, plan)
     columns, per_token = [], elements_per_token(model, plan, busiest, tokens)
     for rank in range(len(table)):
@@ -133,14 +149,8 @@ def _memory_by_rank(
             if activation_peaks
             else micro_batches * _saved_bytes(model, train, plan, stage.layers)
         )
-        columns.append(_rank_tensors(model, train, plan, stage, saved, per_token))
+        columns.append(_rank_tensors(model, train, plan, stage, saved, per_token, number_formats))
     rank_tensors = RankTensors(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
-    replicas = plan.axis_size("replicate")
-    number_formats = formats(
-        train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
-        model=model, offload_fraction=plan.offload_fraction,
-    )  # fmt: skip
-    number_formats = replace(number_formats, exchange_room=model.experts_per_token * exchange_room(model, plan))
     sizes = bytes_by_category(rank_tensors, number_formats)
     left_out = {"transfers": len(table) == 1, "ema": train.ema_decay is None}
     categories = [category for category in CATEGORIES if not left_out.get(category)]
@@ -161,6 +171,18 @@ def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     return offloaded * plan.offload_fraction * state_bytes(plan.precision) / nodes
 
 
+def gradient_sums_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
+    """Bytes of each node's memory that hold sums of gradients between micro-batches."""
+    if plan.accumulation != "host":
+        return 0.0
+    summed = sum(
+        parameter.count
+        for parameter in parameters(model)
+        if plan.sums_shards(plan.strategy_of(parameter.name, model.layers))
+    )
+    return summed * plan.axis_size("replicate") * summed_bytes(plan.precision, "host") / nodes
+
+
 def _saved_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
     strategies = plan.strategies(model.layers)
     per_token = elements_per_token(model, plan, busiest_rows(model, train, plan))
@@ -175,6 +197,7 @@ def _rank_tensors(
     part: StagePart,
     stored_activations: float,
     per_token: Callable[[int], tuple[float, float]],
+    number_formats: Formats,
 ) -> dict[str, float]:
     all_strategies = plan.strategies(model.layers)
     strategies = [all_strategies[layer] for layer in part.layers]
@@ -206,7 +229,8 @@ def _rank_tensors(
     return {
         "owned": part.sharded, "block": block, "ends": part.ends, "head": part.head, "shards": shard_size(plan),
         "gathers": not is_unsharded, "kept": kept,
-        "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies),
+        "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies, number_formats),
+        "sums_shards": any(plan.sums_shards(strategy) for strategy in strategies),
         "reduces": not reduces_once or finishes_each_micro_batch(plan) or plan.layered,
         "offloaded_share": host_parameters / (sum(part.blocks) + part.ends),
         "layers": len(part.layers), "activations": stored_activations + sum(sorted(offloaded)[-device_layers:]),
@@ -232,23 +256,23 @@ def _with_copies(model: ModelSpec, plan: Plan, block: float, kept: float, layers
     return block, max(kept, layers * stacked / block) if plan.experts.keep else kept
 
 
-def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy]) -> float:
+def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], number_formats: Formats) -> float:
     """Bytes of gradients accumulated over earlier micro-batches: shards, or whole units.
 
     0 in layered order or with one micro-batch.
     """
     if plan.layered or plan.batch.accumulate == 1:
         return 0
-    stored_bytes = bytes_of(plan.precision.stored)
-    if shard_size(plan) == 1:
-        return part.sharded * stored_bytes
-    reduced_whole = [strategy.gradients == "whole" for strategy in strategies]
-    blocks = zip(reduced_whole, part.blocks, part.shards, strict=True)
-    reduce_bytes, end_parameters = bytes_of(plan.precision.reduce), part.ends
-    sums = sum(reduce_bytes * block if is_whole else stored_bytes * shard for is_whole, block, shard in blocks)
-    return sums + (
-        reduce_bytes * end_parameters if reduced_whole[-1] else stored_bytes * end_parameters / shard_size(plan)
-    )
+    shards, reduced_once = shard_size(plan), [strategy.gradients == "whole" for strategy in strategies]
+    ends = part.ends / shards
+    summed = sum(count for once, count in zip(reduced_once, part.shards, strict=True) if not once)
+    summed += 0 if reduced_once[-1] else ends
+    # On one rank a unit's own sum is as large as its shard's.
+    width = number_formats.reduce if shards > 1 else number_formats.stored
+    whole = sum(count for once, count in zip(reduced_once, part.blocks, strict=True) if once)
+    whole += part.ends if reduced_once[-1] else 0
+    sums = sums_beside_activations(number_formats, summed, max(part.blocks), part.head, shards)
+    return float(sums) + float(width) * whole
 
 
 def finishes_each_micro_batch(plan: Plan) -> bool:

@@ -42,6 +42,10 @@ class Formats:
     """Of a parameter's state that is copied between host and device."""
     offload_fraction: Array = 1.0
     """Share of the records that are in host memory."""
+    summed: Array = 4
+    """Of a gradient shard that is summed over micro-batches."""
+    sums_on_host: Array = 0
+    """1 if these sums are in host memory between the backwards of their unit."""
     gathered: Array = 1.0
     """Of a block's gathered weight, relative to `compute`."""
     low: Array = 1.0
@@ -103,6 +107,8 @@ class RankTensors:
     """Parameters of the unit gathered last; its buffer is freed at the next gather."""
     sums: Array
     """Bytes of accumulated gradients at the peak of activations; 0 with one micro-batch and in layered order."""
+    sums_shards: Array = 0.0
+    """1 when gradient shards are summed over micro-batches (`Plan.sums_shards`)."""
     reduces: Array
     """1 when units reduce their gradients while all activations are still stored."""
     offloaded_share: Array
@@ -257,8 +263,7 @@ def _backward_end_moment(rank: RankTensors, formats: Formats) -> dict[str, Array
     unsharded = np.where(rank.gradients_final > 0, 0.0, UNITS_IN_FLIGHT * formats.reduce)
     buffers = np.where(rank.shards > 1, UNITS_IN_FLIGHT * formats.reduce, unsharded)
     return {
-        "gradients": rank.owned
-        * (np.where(rank.gradients_final > 0, formats.compute, formats.stored) + formats.travelling),
+        "gradients": rank.owned * (_gradient_bytes(rank, formats) + formats.travelling),
         "gathered": rank.gathers * unit * (formats.compute + buffers) + _buffers(rank, formats, 0.0 * rank.last),
         "activations": formats.workspace + 0.0 * rank.activations,
         "logits": 0.0 * rank.activations,
@@ -271,10 +276,26 @@ def _update_moment(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     whole = np.maximum(
         formats.largest_matrix, formats.matrix_elements / np.minimum(ranks, np.maximum(1.0, formats.matrices))
     )
-    cast = np.where(rank.gradients_final > 0, formats.widens * formats.stored, 0.0)
+    gradient = _gradient_bytes(rank, formats)
+    cast = np.where(gradient < formats.stored, formats.widens * formats.stored, 0.0)
     return {
-        "gradients": rank.owned * (np.where(rank.gradients_final > 0, formats.compute, formats.stored) + cast),
+        "gradients": rank.owned * (gradient + cast),
         "gathered": whole * MUON_BUFFERS * formats.compute + 0.0 * rank.owned,
         "activations": formats.workspace + 0.0 * rank.activations,
         "logits": 0.0 * rank.activations,
     }
+
+
+def _gradient_bytes(rank: RankTensors, formats: Formats) -> Array:
+    """Bytes of a shard's gradient after its last reduction."""
+    reduced = np.where(np.asarray(rank.sums_shards) > 0, formats.summed, formats.stored)
+    return np.where(rank.gradients_final > 0, formats.compute, reduced)
+
+
+def sums_beside_activations(formats: Formats, summed: Array, block: Array, head: Array, shards: Array) -> Array:
+    """Bytes of gradient shards, of `summed` parameters in all, on the device at the peak of activations.
+
+    Of sums in host memory those of three units: one is copied to the host, one back, and one is added to.
+    """
+    on_device = (np.maximum(head, block) + 2 * block) / shards
+    return formats.summed * np.where(np.asarray(formats.sums_on_host) > 0, np.minimum(summed, on_device), summed)

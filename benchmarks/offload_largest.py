@@ -1,0 +1,120 @@
+"""Trains the largest models that fit one device with the optimizer in host memory, and the published 20B GPT; a JSON line for each.
+
+    python benchmarks/offload_largest.py cluster.gpu=H200 cluster.host_memory_gib=128 --out largest.json
+    python benchmarks/offload_largest.py cluster.gpu=H200 cluster.host_memory_gib=128 --only gpt-20b
+
+`fp32`, `bf16` and `int8` are forms of AdamW's moments. For each, the planner names the largest model of Llama-3-8B's family with sequences
+of 2048 tokens; if it does not train, models with 2% fewer parameters are tried. gpt-20b has the sizes of Maurya et al. 2024 (arXiv
+2410.21316), bf16 moments and micro-batches of 2048 tokens. Losses are those of a few steps with a clipped norm on text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.load import load_run
+from meshwright.observe.environment import environment
+from meshwright.planner.largest import family, largest_models
+from meshwright.spec.model import parameter_count
+from meshwright.spec.run import ModelSection
+
+BASE = ["model=llama3-8b", "train.global_batch=1", "train.seq_len=2048", "cluster.gpus_per_node=1"]
+GPT = {
+    "family": "gpt2", "layers": 44, "hidden": 6144, "heads": 64, "kv_heads": 64, "head_dim": 96, "ffn_hidden": 24576, "max_seq_len": 2048,
+    "vocab_size": 50432, "positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "tied": True,
+}  # fmt: skip
+SMALLER, TRIES = 0.98, 5
+WARM_UP = 2
+"""Steps before those that are timed."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="the cluster, as in `meshwright train`")
+    parser.add_argument("--only", default="fp32,bf16,int8,gpt-20b")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results = []
+    for name in options.only.split(","):
+        moments = "bf16" if name == "gpt-20b" else name
+        models = gpt_words() if name == "gpt-20b" else largest_words(options.words, moments)
+        results.append({"name": name, **first_that_trains(models, moments, options)})
+        print(json.dumps(results[-1]), flush=True)
+    if options.out:
+        record = {
+            "benchmark": "offload_largest",
+            "words": options.words,
+            "environment": environment(),
+            "results": results,
+        }
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def gpt_words() -> Iterator[list[str]]:
+    """The overrides of the 20B GPT."""
+    yield [f"model.{key}={str(value).lower()}" for key, value in GPT.items()]
+
+
+def largest_words(words: Sequence[str], moments: str) -> Iterator[list[str]]:
+    """The overrides of the largest model that fits by prediction, then of smaller ones."""
+    run = load_run(None, [*BASE, *words, "plan.offload=optimizer", f"plan.moments={moments}"])
+    (entry,) = largest_models(run)
+    if entry.model is None:
+        return
+    models = family(run.model, entry.parameters)
+    limit = float(entry.parameters)
+    for _ in range(TRIES):
+        fitting = [model for model in models if parameter_count(model) <= limit]
+        if not fitting:
+            return
+        yield model_words(fitting[-1])
+        limit = SMALLER * parameter_count(fitting[-1])
+
+
+def model_words(model: ModelSection) -> list[str]:
+    """The overrides of Llama-3-8B that make it a model of its family."""
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden")
+    return [BASE[0], *(f"model.{name}={getattr(model, name)}" for name in names)]
+
+
+def first_that_trains(models: Iterator[list[str]], moments: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of the first model that trains, with how many did not."""
+    failed: list[str] = []
+    for model in models:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                sys.executable, "-m", "meshwright", "train", "--runs", folder, "name=largest", *model, *BASE[1:], *options.words,
+                "data.mix=stdlib", f"train.steps={options.steps}", "train.warmup_steps=1", "train.learning_rate=1e-4",
+                "train.clip_norm=1.0", "train.validate_every=0", "checkpoint.every=0", "checkpoint.at_end=false", "supervision.restarts=0",
+                "plan.offload=optimizer", f"plan.moments={moments}",
+            ]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                lines = (Path(folder) / "largest" / "metrics.jsonl").read_text().splitlines()
+                return {"model": model, "failed": failed, **figures([json.loads(line) for line in lines])}
+        failed.append((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300])
+    return {"model": None, "failed": failed}
+
+
+def figures(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Median seconds and tokens/s of the steps in a run's metrics, peak bytes and losses."""
+    steps = [line for line in lines if line.get("kind") == "step"]
+    keys = ("step_seconds", "tokens_per_second")
+    return {
+        **{key: statistics.median(step[key] for step in steps[WARM_UP:]) for key in keys},
+        "device_peak_bytes": max(step.get("memory_peak_bytes") or 0 for step in steps),
+        "losses": [step["loss"] for step in steps],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""One model on one device, its optimizer in host memory: this program beside FSDP2's CPUOffloadPolicy and torchao's CPUOffloadOptimizer.
+
+    python benchmarks/offload_peers.py model=llama3-3b train.seq_len=8192 train.global_batch=1 --out peers.json
+    python benchmarks/offload_peers.py model=llama3-8b train.seq_len=8192 train.global_batch=4 --only ours,ours-bf16
+    python benchmarks/offload_peers.py model=llama-nano train.seq_len=64 train.global_batch=2 cluster.gpu=cpu --steps 4
+
+Every method trains in a process of its own: the same modules, initial weights and samples, micro-batches of one sequence, all blocks
+recomputed. `ours` clips by the norm and has fp32 masters; `ours-bf16` has bf16 moments. `fsdp2` has fp32 masters and moments, updates them
+on the host, and clips there. `torchao` has bf16 weights and moments, and does not clip: its fastest form. Prints and writes the median
+seconds of a step without the first ones, tokens/s, peak bytes of the device, and the losses. Methods that cannot run say why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from meshwright.config.load import load_run
+from meshwright.data.loader import Windows
+from meshwright.launch.prepare import open_run_data, resolve_data
+from meshwright.models.decoder import Decoder
+from meshwright.observe.environment import environment
+from meshwright.parallel.apply import initialise_shards
+from meshwright.spec.run import RunSpec
+
+OURS = {"ours": (), "ours-bf16": ("plan.moments=bf16",)}
+PEERS = ("fsdp2", "torchao")
+WARM_UP = 3
+"""Steps before those that are timed: compilation, pinning of host memory."""
+RATE, CLIP = 1e-4, 1.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="model and batch as in `meshwright train`")
+    parser.add_argument("--only", default=",".join([*OURS, *PEERS]), help="methods, separated by commas")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    words = [
+        *options.words, "data.mix=stdlib", f"train.steps={options.steps}", f"train.learning_rate={RATE}", f"train.clip_norm={CLIP}",
+        "train.warmup_steps=1", "train.validate_every=0", "checkpoint.every=0", "checkpoint.at_end=false", "cluster.gpus_per_node=1",
+        "plan.micro_batch=1", "plan.recompute=full", "plan.compute=bf16", "plan.offload=optimizer", "plan.offload_fraction=1",
+    ]  # fmt: skip
+    if options.peer:
+        print(json.dumps(train_peer(resolve_data(load_run(None, words), _no_note), options.peer)))
+        return
+    results = [measure(name, words, options) for name in options.only.split(",")]
+    record = {"benchmark": "offload_peers", "words": words, "environment": environment(), "results": results}
+    for result in results:
+        print(json.dumps(result), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def measure(name: str, words: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The result of one method, trained in processes of its own."""
+    if name in PEERS:
+        if name == "torchao" and importlib.util.find_spec("torchao") is None:
+            return {"method": name, "error": "torchao is not installed"}
+        given = [*options.words, "--steps", str(options.steps), "--peer", name]
+        done = subprocess.run([sys.executable, __file__, *given], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"method": name, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+        return {"method": name, **json.loads(done.stdout.splitlines()[-1])}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "meshwright", "train", "--runs", folder, "name=ours", *words, *OURS[name]]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        metrics = Path(folder) / "ours" / "metrics.jsonl"
+        if done.returncode:
+            return {"method": name, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+        steps = [step for step in map(json.loads, metrics.read_text().splitlines()) if step.get("kind") == "step"]
+    run = load_run(None, words)
+    peak = max(step.get("memory_peak_bytes") or 0 for step in steps)
+    return {"method": name, **figures(run, [s["step_seconds"] for s in steps], [s["loss"] for s in steps], peak)}
+
+
+def figures(run: RunSpec, seconds: Sequence[float], losses: Sequence[float], peak: int) -> dict[str, Any]:
+    """The figures of a method from the seconds of its steps."""
+    median = statistics.median(seconds[WARM_UP:])
+    tokens = run.train.global_batch * run.train.seq_len
+    return {
+        "step_seconds": median, "tokens_per_second": tokens / median, "timed_steps": len(seconds[WARM_UP:]), "losses": list(losses),
+        "device_peak_bytes": peak,
+    }  # fmt: skip
+
+
+def train_peer(run: RunSpec, method: str) -> dict[str, Any]:
+    """Train with a peer's optimizer and return its figures."""
+    device = torch.device("cpu" if run.cluster.is_cpu else "cuda")
+    model = build_model(run, device)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(
+            "gloo" if run.cluster.is_cpu else "cpu:gloo,cuda:nccl",
+            init_method=f"file://{folder}/store",
+            rank=0,
+            world_size=1,
+        )
+        step = fsdp2_step(model, device) if method == "fsdp2" else torchao_step(model)
+        seconds, losses = train(run, model, step, device)
+        dist.destroy_process_group()
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return figures(run, seconds, losses, peak)
+
+
+def build_model(run: RunSpec, device: torch.device) -> Decoder:
+    """The model with the initial values of a run, in fp32 on the host; its blocks recompute, and compile on a GPU."""
+    with torch.device("meta"):
+        model = Decoder(run.model, loss_chunk=run.train.loss_chunk)
+    model.to_empty(device="cpu")
+    initialise_shards(model, run.seed)
+    for name, block in model.layers.items():
+        if device.type == "cuda":
+            block.compile()
+        model.layers[name] = checkpoint_wrapper(block)
+    return model
+
+
+def fsdp2_step(model: Decoder, device: torch.device) -> Callable[[], object]:
+    """Shard the model on one rank with CPUOffloadPolicy; returns the update: clipping and AdamW on the host."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    options: dict[str, Any] = {
+        "mesh": dist.init_device_mesh(device.type, (1,)),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+    }
+    for block in model.layers.values():
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = adamw(model.parameters(), torch.optim.AdamW, fused=True)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def torchao_step(model: nn.Module) -> Callable[[], object]:
+    """Move the model to the device in bf16; returns the update by CPUOffloadOptimizer."""
+    from torchao.optim import CPUOffloadOptimizer  # pyrefly: ignore [missing-import]
+
+    model.to(torch.bfloat16).cuda()
+    optimizer = adamw(model.parameters(), CPUOffloadOptimizer, optimizer_class=torch.optim.AdamW, fused=True)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def adamw(parameters: Iterable[nn.Parameter], optimizer_class: Any, **options: Any) -> Any:
+    """AdamW with the coefficients of a run."""
+    return optimizer_class(parameters, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **options)
+
+
+def train(
+    run: RunSpec, model: Decoder, update: Callable[[], object], device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Seconds and loss per token of each step."""
+    source = open_run_data(run)
+    windows = Windows(source, global_batch=run.train.global_batch, data_rank=0, data_ranks=1, micro_batch=1)
+    seconds, losses, sample = [], [], 0
+    for _ in range(run.train.steps):
+        step, start, total = windows.read(sample), time.perf_counter(), torch.zeros((), device=device)
+        sample += run.train.global_batch
+        valid = sum(batch.valid_tokens for batch in step.micro_batches)
+        for batch in step.micro_batches:
+            tokens, targets = (column.to(device) for column in (batch.tokens, batch.targets))
+            loss: Tensor = model(
+                tokens,
+                targets=targets,
+                positions=moved(batch.positions, device),
+                documents=moved(batch.documents, device),
+            )
+            (loss / valid).backward()
+            total += loss.detach() / valid
+        update()
+        losses.append(float(total))  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return seconds, losses
+
+
+def _no_note(note: str) -> None:
+    """Print nothing: the last line of the output is the result."""
+
+
+def moved(column: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if column is None else column.to(device)
+
+
+if __name__ == "__main__":
+    main()

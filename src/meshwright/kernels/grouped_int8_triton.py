@@ -1,0 +1,94 @@
+"""The Triton kernel of `int8_products.grouped_int8`; imported only with a CUDA device, as CPU builds of torch lack Triton.
+
+A program computes a tile of one group's rows. The grid has as many tiles as any sizes of groups may need, because the host does not know
+the sizes; each program finds its group from `offsets`, and those behind the last tile end at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.fixed_product import TILE_BYTES
+from meshwright.kernels.fixed_product_triton import Tile, store_product, sum_tiles, tile_of
+
+
+def grouped_product(
+    x: Tensor,
+    matrices: Tensor,
+    x_scale: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Rows of x `(rows, in)` times their groups' matrices `(groups, out, in)`, transposed and scaled, in `dtype`.
+
+    `x_scale` is `(rows, 1)`, `scales` `(groups, out, 1)`, `offsets` `(groups,)` int32. All tensors are contiguous.
+    """
+    (rows, inner), (groups, columns) = x.shape, matrices.shape[:2]
+    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    if not rows:
+        return out
+    tile = tile or tile_of(triton.cdiv(rows, groups), x.element_size())
+    most_tiles = rows // tile.tokens + min(groups, rows)
+    _grouped_product[(most_tiles, triton.cdiv(columns, tile.columns))](
+        x,
+        matrices,
+        x_scale,
+        scales,
+        offsets,
+        out,
+        columns,
+        inner,
+        GROUPS=groups,
+        PADDED_GROUPS=max(2, triton.next_power_of_2(groups)),
+        COLUMNS=tile.columns,
+        TOKENS=tile.tokens,
+        INNER=TILE_BYTES,
+        EVEN=inner % TILE_BYTES == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+@triton.jit
+def _find_rows(
+    offsets, number, TOKENS: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The group of tile `number`, its first row and the group's end; behind the last tile group PADDED_GROUPS."""
+    groups = tl.arange(0, PADDED_GROUPS)
+    ends = tl.load(offsets + groups, mask=groups < GROUPS, other=0)
+    begins = tl.load(offsets + groups - 1, mask=(groups > 0) & (groups < GROUPS), other=0)
+    tiles = (ends - begins + TOKENS - 1) // TOKENS
+    tiles_through = tl.cumsum(tiles, 0)
+    group = tl.sum((tiles_through <= number).to(tl.int32), 0)
+    chosen = groups == group
+    first = tl.sum(tl.where(chosen, begins + (number - tiles_through + tiles) * TOKENS, 0), 0)
+    return group, first, tl.sum(tl.where(chosen, ends, 0), 0)
+
+
+@triton.jit
+def _grouped_product(
+    x, matrices, x_scale, scales, offsets, out, columns, inner, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr,
+) -> None:  # fmt: skip
+    group, first, end = _find_rows(offsets, tl.program_id(0), TOKENS, GROUPS, PADDED_GROUPS)
+    if group < GROUPS:
+        token = first + tl.arange(0, TOKENS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        token_used = token < end
+        first_output = group.to(tl.int64) * columns
+        rows = x + token.to(tl.int64) * inner
+        # Columns behind the last read its weights, and nothing of them is stored.
+        outputs = matrices + (first_output + tl.minimum(column, columns - 1)) * inner
+        sums = sum_tiles(
+            rows, outputs, 0, tl.cdiv(inner, INNER), token_used, inner, COLUMNS, TOKENS, INNER, EVEN, 0, tl.int32
+        )
+        store_product(
+            sums, out, x_scale, scales + first_output, out, token, column, end, columns, SCALED=True, BIAS=False
+        )

@@ -1,0 +1,138 @@
+"""Expert parallelism for inference: each rank has some experts of every mixture, all other layers, and its own tokens.
+
+A mixture sends each token to the ranks of its experts and gets their outputs back, as in training (`parallel.experts`). All ranks compute
+a step at the same time; one without tokens takes part in the exchanges (`exchange_nothing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.kernels.grouped import ExpertOrder, from_groups, order_by_expert, sorted_weights, sum_copies, to_groups
+from meshwright.models.decoder import Block, Decoder
+from meshwright.models.moe import Experts, MixtureOfExperts
+from meshwright.parallel.experts import exchange_loads, experts_of_rows
+from meshwright.parallel.products import group_by_name
+from meshwright.spec.engine import Dispatch
+from meshwright.spec.errors import BadInput
+from meshwright.spec.inference_layout import experts_error
+from meshwright.spec.layout import Part, even_rows
+
+Stages = Generator[None, None, Tensor]
+LARGEST = 127
+"""Of int8, without -128."""
+SCALE_BYTES = 4
+
+
+def distribute_for_inference(
+    model: Decoder, part: Part, group: dist.ProcessGroup, dispatch: Dispatch | None = None
+) -> None:
+    """Leave a model on the meta device this rank's experts, to which the ranks of `group` send tokens, in order.
+
+    With `dispatch` tokens travel to the experts in that format. Raises BadInput if the ranks cannot share the experts.
+    """
+    if expected := experts_error(model.spec, part.count):
+        raise BadInput(f"expert ranks: expected {expected}, got {part.count}")
+    for mixture in mixtures(model):
+        for name, weight in list(mixture.experts.named_parameters()):
+            owned = even_rows(model.spec.experts, part.count, part.index)
+            local = weight.new_empty(len(owned), *weight.shape[1:])
+            mixture.experts.register_parameter(name, nn.Parameter(local, requires_grad=False))
+        mixture.experts = SharedExperts(mixture.experts, group.group_name, part.count, dispatch)
+
+
+def mixtures(model: Decoder) -> list[MixtureOfExperts]:
+    """The mixtures of the model's blocks, in order."""
+    return [block.moe for block in model.layers.values() if isinstance(block, Block) and block.routed]
+
+
+def mixture_in_stages(mixture: MixtureOfExperts, x: Tensor) -> Stages:
+    """The output of a mixture for x `(1, tokens, hidden)`; yields while tokens travel, so that other work can be done."""
+    choice = mixture.choose_experts(mixture.router(x))
+    load = choice.loads.sum(0)
+    order = order_by_expert(choice.chosen.flatten(0, 1), load)
+    outputs = yield from _exchange(mixture.experts, to_groups(x.flatten(0, 1), order), load)
+    scale = sorted_weights(choice.weights.flatten(0, 1), order)
+    y = sum_copies((outputs * scale[:, None]).to(outputs.dtype), order).view_as(x)
+    return y if mixture.shared is None else y + mixture.shared(x)
+
+
+def exchange_nothing(model: Decoder) -> Generator[None]:
+    """Take part in the exchanges of a step without tokens of this rank's own; yields as `mixture_in_stages` does."""
+    none = model.embed.weight.new_empty(0, model.spec.hidden)
+    load = torch.zeros(model.spec.experts, dtype=torch.int64, device=none.device)
+    for mixture in mixtures(model):
+        yield from _exchange(mixture.experts, none, load)
+
+
+def _exchange(experts: nn.Module, sorted_rows: Tensor, load: Tensor) -> Stages:
+    """The outputs of rows by the experts of all ranks, in three parts: behind the first two, rows travel."""
+    assert isinstance(experts, SharedExperts)
+    loads, splits = exchange_loads(load, experts.group, experts.ranks)
+    sent, received = splits.tolist()
+    packed = pack_int8(sorted_rows) if experts.dispatch == "int8" else sorted_rows
+    arriving, work = _start(packed, sent, received, experts.group)
+    yield
+    work.wait()
+    tokens = unpack_int8(arriving, sorted_rows.dtype) if experts.dispatch == "int8" else arriving
+    order = order_by_expert(experts_of_rows(loads, tokens), loads.sum(0))
+    outputs = from_groups(experts.compute(to_groups(tokens, order), order), order).squeeze(1)
+    returning, work = _start(outputs, received, sent, experts.group)
+    yield
+    work.wait()
+    return returning
+
+
+def _start(tokens: Tensor, sent: list[int], received: list[int], group: str) -> tuple[Tensor, dist.Work]:
+    """Start to exchange tokens `(tokens, width)`: their numbers to and from each rank. Returns those that arrive by the end."""
+    arriving = tokens.new_empty(sum(received), tokens.shape[1])
+    work = dist.all_to_all_single(
+        arriving, tokens.contiguous(), received, sent, group=group_by_name(group), async_op=True
+    )
+    assert work is not None
+    return arriving, work
+
+
+class SharedExperts(Experts):
+    """This rank's experts of a mixture; tokens travel to the other ranks' in the format `dispatch`."""
+
+    def __init__(self, whole: Experts, group: str, ranks: int, dispatch: Dispatch | None) -> None:
+        nn.Module.__init__(self)
+        self.gated, self.plain = whole.gated, whole.plain
+        self.group, self.ranks, self.dispatch = group, ranks, dispatch
+        for name, weight in whole.named_parameters():
+            self.register_parameter(name, weight)
+
+    def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
+        """The outputs of this rank's experts for rows `(rows, hidden)` sorted by expert."""
+        return super().forward(sorted_rows, order)
+
+    def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
+        """The outputs of all ranks' experts, each times its element of `weights`; waits for each exchange."""
+        load = order.offsets.diff(prepend=order.offsets.new_zeros(1)).long()
+        stages = _exchange(self, sorted_rows, load)
+        while True:
+            try:
+                next(stages)
+            except StopIteration as end:
+                outputs = end.value
+                return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
+
+
+def pack_int8(tokens: Tensor) -> Tensor:
+    """Tokens `(tokens, hidden)` rounded to int8, each followed by its scale in fp32: `(tokens, hidden + 4)` uint8."""
+    scale = tokens.abs().amax(1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
+    values = (tokens.float() / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+    # Flat: torch views bytes of consecutive numbers only, and those of an empty column are not.
+    scale_bytes = scale.flatten().view(torch.uint8).view(len(tokens), SCALE_BYTES)
+    return torch.cat((values.view(torch.uint8), scale_bytes), 1)
+
+
+def unpack_int8(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tokens `(tokens, hidden)` of `pack_int8`."""
+    values, scale = packed.split((packed.shape[1] - SCALE_BYTES, SCALE_BYTES), 1)
+    return (values.contiguous().view(torch.int8).float() * scale.contiguous().view(torch.float32)).to(dtype)

@@ -1,0 +1,134 @@
+"""Linear layers and routed experts with weights in 8 bits, in the place of the trainer's modules.
+
+Activations are rounded with one scale per token, where possible by the kernel that computes them. The weights of a layer are replaced in
+their memory by `assign`, so that CUDA graphs stay valid.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.kernels import int8_products
+from meshwright.kernels.fixed_product import fp8_linear
+from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_scale, scale_of
+from meshwright.kernels.grouped import ExpertOrder
+from meshwright.kernels.int8_products import MOST_INPUTS, Int8Matrix, grouped_int8, int8_linear
+from meshwright.kernels.row_quantize import DTYPES, RoundedMatrix, quantize_rows, quantize_swiglu
+from meshwright.models.moe import Experts
+from meshwright.spec.engine import WeightFormat
+from meshwright.spec.errors import BadInput
+
+
+class QuantizedWeight(nn.Module):
+    """A weight `(…, out, in)` in 8 bits, with one scale per output.
+
+    `ranks` are the tensor ranks that have the other columns of the weight, if it is divided so: scales are those of whole outputs, and
+    creating and assigning are collective. Raises BadInput for an int8 weight with so many inputs that sums may exceed 32 bits.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, number_format: WeightFormat, ranks: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        if number_format == "int8" and weight.shape[-1] > MOST_INPUTS:
+            raise BadInput(f"int8 weights: expected at most {MOST_INPUTS:,} inputs, got {weight.shape[-1]:,}")
+        self.number_format, self.ranks = number_format, ranks
+        values = torch.empty(weight.shape, dtype=DTYPES[number_format], device=weight.device)
+        self.register_buffer("values", values)
+        self.register_buffer("scale", torch.empty((*weight.shape[:-1], 1), dtype=torch.float32, device=weight.device))
+        self.assign(weight)
+
+    @torch.no_grad()
+    def assign(self, weight: Tensor) -> None:
+        """Round another weight `(…, out, in)` into the memory of this one."""
+        weight = weight.to(self.values.device)
+        matrices = weight.flatten(0, -3) if weight.dim() > 2 else weight[None]
+        # One matrix at a time, because the experts of a layer in fp32 may not fit beside the model.
+        for matrix, values, scale in zip(
+            matrices, self.values.view(matrices.shape), self.scale.view(*matrices.shape[:-1], 1), strict=True
+        ):
+            largest = matrix.abs().amax(dim=1, keepdim=True).float()
+            if self.ranks is not None:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.ranks)
+            if self.number_format == "int8":
+                scale.copy_(int8_products.scale_of(largest))
+                values.copy_(int8_products.round_with_scale(matrix, scale))
+            else:
+                scale.copy_(scale_of(largest, E4M3))
+                values.copy_(round_with_scale(matrix, scale, E4M3))
+
+
+class QuantizedLinear(QuantizedWeight):
+    """A linear layer with a `QuantizedWeight`; its inputs are rounded with one scale per token.
+
+    Each tensor rank scales its part of a token by itself.
+    """
+
+    scaling = None
+    """Read by `kernels.gated`: this layer is not one of the trainer's fp8 layers."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        number_format: WeightFormat,
+        *,
+        invariant: bool = False,
+        plain: bool = False,
+        ranks: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(weight, number_format, ranks)
+        self.dtype, self.bias, self.invariant, self.plain = weight.dtype, bias, invariant, plain
+
+    def forward(self, x: Tensor | RoundedMatrix) -> Tensor:
+        """`(…, out)` of x `(…, in)`, rounded here unless it is in this layer's format."""
+        if isinstance(x, Tensor):
+            x = quantize_rows(x, self.number_format, plain=self.plain)
+        if isinstance(x, Int8Matrix):
+            return int8_linear(x, Int8Matrix(self.values, self.scale), self.bias, self.dtype)
+        return fp8_linear(x, Fp8Matrix(self.values, self.scale), self.bias, self.dtype, invariant=self.invariant)
+
+
+class QuantizedGatedMLP(nn.Module):
+    """SwiGLU of two quantised layers of one format, whose activation is rounded by the kernel that computes it."""
+
+    def __init__(self, gate_up: QuantizedLinear, down: QuantizedLinear, plain: bool) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.plain = gate_up, down, plain
+
+    def forward(self, x: Tensor | RoundedMatrix) -> Tensor:
+        return self.down(quantize_swiglu(self.gate_up(x), self.gate_up.number_format, plain=self.plain))
+
+
+class Int8Experts(nn.Module):
+    """`models.moe.Experts` with int8 weights. `ranks` are the tensor ranks that have the other columns of `down`, if any."""
+
+    def __init__(self, experts: Experts, ranks: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.gated, self.plain, self.dtype = experts.gated, experts.plain, experts.down.dtype
+        self.input_name = "gate_up" if experts.gated else "up"
+        self.add_module(self.input_name, QuantizedWeight(getattr(experts, self.input_name), "int8"))
+        self.down = QuantizedWeight(experts.down, "int8", ranks)
+
+    def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
+        """The expert outputs of rows `(rows, hidden)`, as of `Experts`."""
+        x = quantize_rows(sorted_rows, "int8", plain=self.plain)
+        projected = self._multiply(x, self.get_submodule(self.input_name), order)
+        if self.gated:
+            activation = quantize_swiglu(projected, "int8", plain=self.plain)
+        else:
+            activation = quantize_rows(F.gelu(projected, approximate="tanh"), "int8", plain=self.plain)
+        values, scale = activation
+        # The scale of a row times its weight is the scale of the weighted row.
+        return self._multiply(
+            Int8Matrix(values, scale if weights is None else scale * weights[:, None]), self.down, order
+        )
+
+    def _multiply(self, x: RoundedMatrix, weight: nn.Module, order: ExpertOrder) -> Tensor:
+        assert isinstance(x, Int8Matrix) and isinstance(weight, QuantizedWeight)
+        matrices = Int8Matrix(weight.values, weight.scale)
+        return grouped_int8(x, matrices, order.offsets, self.dtype, plain=self.plain)
