@@ -12,13 +12,13 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_the_stored_replay_has_the_published_order() -> None:
-    """Only the balanced step is further off than 15%: it is a fifth faster here."""
+    """All steps are within 15%."""
     stored = json.loads((RESULTS / "2026-11-26-sample-replay.json").read_text(encoding="utf-8"))
     assert (stored["published_seconds"], stored["published_speed"]) == (PUBLISHED_SECONDS, PUBLISHED_SPEED)
     figures = stored["simulated"]["H800"]
     seconds, speed = figures["seconds"], figures["speed"]
     assert seconds["static"] > seconds["arrival"] > seconds["arrival_offload"] > seconds["balanced"]
-    for name in ("static", "arrival_offload"):
+    for name in PUBLISHED_SECONDS:
         assert seconds[name] == pytest.approx(PUBLISHED_SECONDS[name], rel=0.15)
     for name in PUBLISHED_SPEED:
         assert speed[name] == pytest.approx(PUBLISHED_SPEED[name], rel=0.15)
@@ -27,7 +27,7 @@ def test_the_stored_replay_has_the_published_order() -> None:
 @pytest.mark.slow
 def test_the_replay_is_as_stored() -> None:
     stored = json.loads((RESULTS / "2026-11-26-sample-replay.json").read_text(encoding="utf-8"))
-    assert replay("H800", 16) == stored["simulated"]["H800"]
+    assert replay("H800", 64) == stored["simulated"]["H800"]
 
 
 def test_the_stored_imbalance_is_within_its_bounds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tests.config.test_key_rules import MIXTURE, mistakes
 
 from meshwright.config.load import load_plan, load_run, plan_yaml
 from meshwright.spec.errors import BadConfig
-from meshwright.spec.plan import REFUSED_SCHEDULES, BatchPlan, LayerStrategy, MeshAxis, Plan, SamplePlan
+from meshwright.spec.plan import REFUSED_SCHEDULES, BatchPlan, LayerStrategy, MeshAxis, Plan, SamplePlan, SlotOffload
 
 RUN = """\
 model: {preset: llama-nano}
@@ -37,6 +38,13 @@ DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or 
         ([HYBRID, "plan.capacity=200"], "plan.capacity", "at least the longest sample, train.seq_len = 1024 ÷ 4 hybrid ranks", "256"),
         ([HYBRID, "plan.capacity=257"], "plan.capacity", "an even number of tokens", "258"),
         (["plan.capacity=512"], "plan.capacity", "no such key without plan.hybrid, whose slots it sizes", "none"),
+        (["plan.offload_capacity=512"], "plan.offload_capacity", "no such key without plan.hybrid and plan.capacity", "none"),
+        ([HYBRID, "plan.capacity=128", "plan.offload_capacity=1026"], "plan.offload_capacity",
+         "an even number of tokens above the 128 of other slots and at most 256, where all 4 blocks are offloaded", None),
+        ([HYBRID, "plan.capacity=128", "plan.offload_capacity=256", "plan.offload=both"], "plan.offload",
+         "none or optimizer, as slots with offload have activations of long samples only in host memory", "none"),
+        ([HYBRID, "plan.capacity=100", "plan.offload_capacity=200"], "plan.capacity",
+         "at least the longest sample, train.seq_len = 1024 ÷ 4 hybrid ranks", "256"),
         ([HYBRID, "plan.reshard=true"], "plan.reshard", f"false, {DIFFERENT}", "false"),
         ([HYBRID, "plan.gradients=shard"], "plan.gradients", f"whole, {DIFFERENT}", "whole"),
         ([HYBRID, "plan.schedule=gpipe"], "plan.schedule", "1f1b or breadth_first, as plan.hybrid is 4", "1f1b"),
@@ -68,6 +76,7 @@ def test_windows_are_refused(tmp_path: Path) -> None:
     [
         [HYBRID],
         ["plan.hybrid=2", "plan.tensor=2", "plan.capacity=512"],
+        [HYBRID, "plan.capacity=128", "plan.offload_capacity=256"],
         [*PIPELINES, "plan.schedule=zb_h1"],
         [HYBRID, *EXPERTS, "plan.expert=2"],
         [HYBRID, "plan.schedule=breadth_first", "plan.reshard=true", "plan.gradients=shard"],
@@ -102,6 +111,32 @@ def test_a_plan_file_obeys_the_same_rules(tmp_path: Path, old: str, new: str, ke
     file.write_text(text)
     assert load_plan(file).mesh == PLAN.mesh and load_run(run, [f"plan={file}"])
     assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(BadConfig) as raised:
+        load_run(run, [f"plan={file}"])
+    assert [mistake.key for mistake in raised.value.mistakes] == [key]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("capacity: 1024", "capacity: 512", "samples.offload.capacity"),
+        ("layers: 4", "layers: 5", "samples.offload.layers"),
+        ("shortest: 600", "shortest: 2050", "samples.offload.shortest"),
+        ("offload: none", "offload: activations", "layers"),
+    ],
+)
+def test_slots_with_offload_of_a_plan_file_are_longer_and_hold_all_samples(
+    tmp_path: Path, old: str, new: str, key: str
+) -> None:
+    assert PLAN.samples is not None
+    offload = SlotOffload(capacity=1024, layers=4, shortest=600)
+    text = plan_yaml(replace(PLAN, samples=replace(PLAN.samples, offload=offload)))
+    file, run = tmp_path / "plan.yaml", tmp_path / "run.yaml"
+    run.write_text(RUN)
+    file.write_text(text)
+    assert load_run(run, [f"plan={file}"])
+    assert text.count(old) == 1
     file.write_text(text.replace(old, new))
     with pytest.raises(BadConfig) as raised:
         load_run(run, [f"plan={file}"])

@@ -168,7 +168,7 @@ def validate_and_compare(world: World, assignment: Assignment) -> tuple[list[boo
         return [isinstance(parameter, DTensor) for parameter in session.engine.model.parameters()]
 
     before_validation = sharded()
-    evaluate(session.engine, session.held_out, mesh=session.mesh, micro_batch=2, device=world.device)
+    evaluate(session.engine, session.held_out, mesh=session.mesh, micro_batch=2, device=world.device, plan=session.plan)
     return before_validation, sharded()
 
 

@@ -121,8 +121,11 @@ def test_memory_follows_the_account_and_every_copy_has_time(order: list[tuple[Vi
         {visit: positions[visit][1] - 1 for visit in candidates},
         repeated_visits,
     )
-    other_bytes = max(load({}, {}, set(repeated_visits) - candidates))
-    capacity = max(other_bytes + sum(sorted(sizes[visit] for visit in candidates)[-2:]), *fewest_bytes)
+    other_bytes = load({}, {}, set(repeated_visits) - candidates)
+    largest = sorted((sizes[visit] for visit in candidates), reverse=True)
+    alive = [sum(positions[visit][0] <= at <= positions[visit][1] for visit in candidates) for at in range(len(order))]
+    at_once = [others + sum(largest[: min(2, count)]) for others, count in zip(other_bytes, alive, strict=True)]
+    capacity = max(*at_once, *fewest_bytes)
     allocated = load(frees, fetches, repeated_visits)
     assert max(allocated) <= capacity * (1 + 1e-6)
     for position, visits in table.frees.items():

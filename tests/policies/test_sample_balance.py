@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 import pytest
@@ -13,8 +14,15 @@ from hypothesis import strategies as st
 from meshwright.policies.sample_balance import Balance, RankPool, balance_samples
 from meshwright.policies.sample_blocks import block_ranges, part_tokens
 from meshwright.policies.sample_packing import level
-from meshwright.policies.sample_time import SampleTime, least_ranks, memory_shares, offload_ratios
+from meshwright.policies.sample_time import (
+    SampleTime,
+    least_ranks,
+    memory_shares,
+    offload_ratios,
+    shortest_hiding,
+)
 from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import SlotOffload
 from tests.policies.baseline_processor import digest_on_baseline
 from tests.slow import examples
 
@@ -24,24 +32,25 @@ LINEAR = SampleTime(0.0, 1.0)
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[np.ndarray, RankPool, np.ndarray | None]:
-    """Lengths with few or many long samples, a pool with or without pipelines, and offload ratios or none."""
+    """Lengths with few or many long samples, a pool with or without pipelines and offload, and memory shares or none."""
     ranks, capacity = draw(st.integers(1, 40)), 2 * draw(st.integers(1, 64))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     spread = draw(st.sampled_from([0.1, 1.0, 2.0]))
     lengths = random.lognormal(np.log(capacity / 4), spread, draw(st.integers(1, 150))).astype(np.int64)
     lengths = np.clip(lengths, 1, ranks * capacity)
     quadratic, fixed = draw(st.sampled_from([0.0, 0.01, 1.0])), draw(st.sampled_from([0.0, 5.0]))
-    pool = RankPool(ranks, capacity, SampleTime(quadratic, 1.0, fixed), draw(st.sampled_from([1, 1, 3])))
-    ratios = random.uniform(0, 1, len(lengths)) if draw(st.booleans()) else None
-    return lengths, pool, ratios
+    longer = SlotOffload(capacity=2 * draw(st.integers(capacity // 2, 2 * capacity)), layers=1, shortest=2 * capacity)
+    offload = longer if longer.capacity > capacity and draw(st.booleans()) else None
+    pool = RankPool(ranks, capacity, SampleTime(quadratic, 1.0, fixed), draw(st.sampled_from([1, 1, 3])), offload)
+    shares = random.uniform(1 / 4, 1, len(lengths)) if draw(st.booleans()) and offload is None else None
+    return lengths, pool, shares
 
 
 @given(batches())
 @settings(max_examples=examples(20, 1000), deadline=None)
 def test_every_token_is_once_in_a_slot_that_holds_it(problem: tuple[np.ndarray, RankPool, np.ndarray | None]) -> None:
-    lengths, pool, ratios = problem
-    balance = balance_samples(lengths, pool, ratios, layers=8)
-    shares = (2 + (1 - balance.offload) * 6) / 8
+    lengths, pool, shares = problem
+    balance = balance_samples(lengths, pool, shares)
     for sample, length in enumerate(lengths.tolist()):
         mine = balance.sample == sample
         parts = int(balance.parts[mine][0])
@@ -52,14 +61,23 @@ def test_every_token_is_once_in_a_slot_that_holds_it(problem: tuple[np.ndarray, 
         assert covered == list(range(length)), "every token once"
         assert balance.tokens[mine].sum() == length
     held = np.zeros((pool.ranks, int(balance.slots.max())))
-    np.add.at(held, (balance.rank, balance.slot), balance.tokens * shares[balance.sample])
+    fitting = balance.tokens <= pool.capacity
+    np.add.at(
+        held, (balance.rank, balance.slot), balance.tokens * np.where(fitting, 1.0, balance.shares[balance.sample])
+    )
     assert held.max() <= pool.capacity + 1e-6
     assert (balance.slot < balance.slots[balance.rank]).all()
+    filled = np.zeros((pool.ranks, int(balance.slots.max())), np.int64)
+    np.add.at(filled, (balance.rank, balance.slot), balance.tokens)
+    if pool.offload is not None:
+        assert filled.max() <= pool.offload.capacity
+        whole = lengths[balance.sample[(filled > pool.capacity)[balance.rank, balance.slot]]]
+        assert not len(whole) or whole.max() >= pool.offload.shortest, "only long samples take slots with offload"
     assert _deadlock_free(balance)
     assert balance.slowest_seconds >= balance.ideal_seconds * (1 - 1e-9)
     total = float((lengths * (pool.time.quadratic * lengths + pool.time.linear)).sum())
     assert balance.ideal_seconds >= total / pool.ranks * (1 - 1e-9)
-    again = balance_samples(lengths.copy(), pool, ratios, layers=8)
+    again = balance_samples(lengths.copy(), pool, shares)
     for name in ("sample", "part", "rank", "slot", "end_seconds"):
         assert (getattr(again, name) == getattr(balance, name)).all()
 
@@ -157,10 +175,21 @@ def test_offload_divides_a_long_sample_among_fewer_ranks() -> None:
     assert ratios.tolist() == [1.0, pytest.approx(0.55)]
     assert memory_shares(np.array([1.0, 0.5, 0.0]), 32).tolist() == [2 / 32, 17 / 32, 1]
     assert memory_shares(np.array([1.0]), 1).tolist() == [1]
-    balance = balance_samples(lengths, RankPool(16, 100, time), ratios, layers=32)
+    balance = balance_samples(lengths, RankPool(16, 100, time), memory_shares(ratios, 32))
     assert balance.parts[balance.sample == 0].tolist() == [1], "100 tokens' memory holds 1,600 tokens with 2 / 32 kept"
-    assert balance.offload.tolist() == [1, 0], "what one rank holds is not offloaded"
+    assert balance.shares.tolist() == [2 / 32, 1], "what fits without is not offloaded"
     assert least_ranks(np.array([100, 101, 1000]), np.ones(3), 100).tolist() == [1, 2, 10]
+
+
+def test_a_sample_whose_forward_hides_the_copies_takes_longer_slots() -> None:
+    """Forward of a token of s: (α s + β) ÷ 3.5 seconds; 350 tokens hide copies of a token that take 2 seconds."""
+    time = SampleTime(0.01, 3.5)
+    assert shortest_hiding(time, 2.0) == pytest.approx(350)
+    assert (shortest_hiding(time, 1.0), shortest_hiding(LINEAR, 1.0)) == (1, math.inf)
+    pool = RankPool(6, 100, time, offload=SlotOffload(capacity=200, layers=3, shortest=350))
+    longest, shorter = (balance_samples(np.array([tokens]), pool) for tokens in (1200, 340))
+    assert longest.tokens.tolist() == longest.slot_sizes.tolist() == [200] * 6 and longest.padding == 0
+    assert shorter.slot_sizes.tolist() == [100] * int(shorter.slots.sum()) and shorter.tokens.max() <= 100
 
 
 def test_level_spreads_work_like_water() -> None:

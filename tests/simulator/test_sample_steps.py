@@ -7,7 +7,15 @@ import pytest
 
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
-from meshwright.simulator.sample_steps import Parts, RingTime, arrival_parts, pack_sequences, play_parts, static_seconds
+from meshwright.simulator.sample_steps import (
+    Parts,
+    RingTime,
+    arrival_parts,
+    longest_first_parts,
+    pack_sequences,
+    play_parts,
+    static_seconds,
+)
 
 TIME = SampleTime(0.01, 1.0, 2.0)
 FREE = RingTime(0.0, 1.0, 1.0, 8, 0.0)
@@ -54,6 +62,14 @@ def test_samples_in_the_order_of_arrival_have_equal_tokens_not_equal_work() -> N
     order = np.argsort(parts.sample, kind="stable")
     assert parts.rank[order][:4].tolist() == [0, 1, 2, 3], "the ranks with the fewest slots"
     assert len(set(zip(parts.rank[order][4:].tolist(), parts.slot[order][4:].tolist(), strict=True))) == 1, "best-fit"
+
+
+def test_the_longest_samples_come_first_on_the_ranks_that_are_free_first() -> None:
+    """18 s on ranks 0 and 1, then 14 s on rank 2 and on rank 0, which is free at 18 s; then slots of 18, 12 and 8 s."""
+    lengths, needed, time = np.array([5, 14, 6, 18, 4, 4]), np.array([1, 2, 1, 2, 1, 1]), SampleTime(0.0, 2.0)
+    parts = longest_first_parts(lengths, needed, 3, 9, np.where(needed > 1, lengths, 2.0 * lengths))
+    assert len(parts.sample) == 8 and sorted(parts.rank[parts.sample == 1].tolist()) == [0, 2]
+    assert play_parts(parts, lengths, 3, time, FREE).tolist() == [32 + 12, 18 + 18, 32 + 8]
 
 
 @pytest.mark.parametrize("ring", [0.0, 0.5])

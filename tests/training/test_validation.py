@@ -24,7 +24,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, sums: list[list[float]]) -> tuple[
     monkeypatch.setattr(loop, "evaluate", lambda *_, **__: result)
     session: Any = SimpleNamespace(
         held_out=held_out, recorder=NullRecorder(), engine=None, mesh=None, step=3, world=SimpleNamespace(device=None),
-        plan=SimpleNamespace(batch=SimpleNamespace(micro_batch=1)),
+        plan=SimpleNamespace(batch=SimpleNamespace(micro_batch=1), samples=None),
     )  # fmt: skip
     reported: list[Any] = []
     reporter: Any = SimpleNamespace(

@@ -38,7 +38,7 @@ def evaluate(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens per sequence; default: that of the run, else 2048 or the model's context if shorter.",
+            help="Tokens per sequence (data.packing none: at most); default: that of the run, else 2048 or the model's context if shorter.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences read at a time.")] = 8,
@@ -109,9 +109,12 @@ def _evaluate(
     decoder = load_model(model, device, dtype)
     source = open_data(spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation")
     print(f"evaluating on {device}", file=sys.stderr)
-    long = length > text_losses.CHUNK_TOKENS and not spec.document_mask
+    long = length > text_losses.CHUNK_TOKENS and not spec.document_mask and spec.packing != "none"
     loss = _loss_in_chunks(decoder, length) if long else None
-    return evaluate_plain(decoder, HeldOut.of(source, batch * batches), micro_batch=batch, device=device, loss=loss)
+    held_out = HeldOut.of(source, batch * batches)
+    if spec.packing == "none":
+        held_out = HeldOut.of_documents(source, batch * length, batches)
+    return evaluate_plain(decoder, held_out, micro_batch=batch, device=device, loss=loss)
 
 
 def _loss_in_chunks(model: Decoder, length: int) -> Callable[[MicroBatch], Tensor]:

@@ -21,7 +21,7 @@ def sample_lines(choice: SampleChoice) -> Iterator[tuple[str, ...]]:
     for played in choice.layouts:
         yield (
             layout_name(played.layout),
-            f"{played.layout.capacity:,}",
+            f"{played.layout.capacity:,}" + (f" / {played.layout.offload.capacity:,}" if played.layout.offload else ""),
             seconds_text(played.seconds),
             *(seconds_text(played.steps.quantile(share)) for share in QUANTILES),
             f"{played.steps.tokens_per_second:,.0f}",
@@ -47,6 +47,7 @@ def _layout(played: PlayedLayout) -> dict[str, Any]:
         "context_ring": layout.ring,
         "context_ulysses": layout.ulysses,
         "capacity": layout.capacity,
+        "offload": None if layout.offload is None else vars(layout.offload),
         "recompute": played.strategy.recompute,
         "reshard": played.strategy.reshard,
         "memory_bytes": played.memory_bytes,

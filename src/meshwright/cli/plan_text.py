@@ -270,7 +270,8 @@ def _samples(console: Console, answer: Answer) -> None:
             table.add_row(*line)
         console.print(Padding(table, (0, 0, 0, 2)))
         console.print(
-            "  (capacity: tokens of a micro-batch on a rank; seconds of a step, its mean and quantiles)", style="dim"
+            "  (capacity: tokens of a micro-batch on a rank, and of one with offload; seconds of a step, its mean and quantiles)",
+            style="dim",
         )
 
 

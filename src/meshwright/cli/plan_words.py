@@ -135,7 +135,9 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     split_text = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
     entries = [("batch", f"{batch.global_batch:,} sequences of {run.train.seq_len:,} tokens: {split_text}")]
     if plan.samples is not None:
-        slots = f"in slots of {plan.samples.capacity:,} on each of {plan.data_ranks:,} {ranks}"
+        longer = plan.samples.offload
+        offloaded = f" (or {longer.capacity:,}, activations of {longer.layers} blocks offloaded)" if longer else ""
+        slots = f"in slots of {plan.samples.capacity:,}{offloaded} on each of {plan.data_ranks:,} {ranks}"
         entries = [
             ("batch", f"{run.train.tokens_per_step:,} tokens in samples of up to {run.train.seq_len:,}, {slots}")
         ]

@@ -37,7 +37,8 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
         divided = "".join(f" ÷ {key} {size}" for key, size in factors if size > 1)
         nearest = None if cluster % beside else str(cluster // beside)
         yield run.mistake("plan.hybrid", f"all of the cluster's {cluster} ranks{divided}", nearest)
-    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest)):
+    longer = run("plan.offload_capacity") or 0
+    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest, longer)):
         yield run.mistake("plan.capacity", wrong[0], str(wrong[1]))
     if ranks % (experts := run("plan.expert") or 1):
         yield run.mistake("plan.expert", f"a divisor of plan.hybrid = {ranks}", str(math.gcd(ranks, experts)))
@@ -70,7 +71,8 @@ def plan_file_hybrid(plan: Document, run: RunValues) -> Iterator[Mistake]:
     sizes: dict[str, int] = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
     ranks, tensor, longest = sizes.get("hybrid", 1), sizes.get("tensor", 1), run("train.seq_len")
     capacity = plan.get(("samples", "capacity"))
-    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest)):
+    longer = plan.get(("samples", "offload", "capacity")) or 0
+    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest, longer)):
         yield plan.mistake(("samples", "capacity"), wrong[0], str(capacity), str(wrong[1]))
     if ranks == 1:
         return

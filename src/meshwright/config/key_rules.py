@@ -17,7 +17,7 @@ from meshwright.config.format_rules import fp8_products, number_formats, plan_fi
 from meshwright.config.hybrid_rules import hybrid, plan_file_hybrid
 from meshwright.config.optimizer_rules import decay_patterns, offloaded_state, plan_file_offload
 from meshwright.config.run_values import RunValues
-from meshwright.config.sample_rules import plan_file_samples, samples
+from meshwright.config.sample_rules import plan_file_samples, samples, slot_offload
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.chips import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
@@ -71,6 +71,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _partner,
         _data,
         samples,
+        slot_offload,
         hybrid,
         _prometheus,
         _chip,

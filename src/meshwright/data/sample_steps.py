@@ -6,24 +6,32 @@ Every rank computes the balance of a step alike from the lengths of its samples,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from meshwright.data.loader import MicroBatch, Step
 from meshwright.data.slots import Slot, TokenReader, slot_arrays, slots_to_run
-from meshwright.data.source import DataSource
-from meshwright.data.step_samples import lengths_of_step
+from meshwright.data.step_samples import SampleLengths, lengths_of_step
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.skipped_samples import SampleRange
 from meshwright.spec.hybrid import Numbering
+
+
+class Documents(SampleLengths, Protocol):
+    """Samples of any length, as those of a `DataSource`."""
+
+    def begin_step(self, indices: Sequence[int] | np.ndarray) -> None: ...
+
+    def token_reader(self, indices: Sequence[int] | np.ndarray) -> TokenReader: ...
 
 
 class SampleSteps:
     """Reads steps of at most `tokens` tokens, divided over `pool`, for data rank `rank`, which has at least one slot."""
 
     def __init__(
-        self, source: DataSource, *, tokens: int, pool: RankPool, rank: int, numbering: Numbering = "equal"
+        self, source: Documents, *, tokens: int, pool: RankPool, rank: int, numbering: Numbering = "equal"
     ) -> None:
         self._source, self._tokens, self._pool, self._rank = source, tokens, pool, rank
         self._numbering: Numbering = numbering
@@ -35,15 +43,16 @@ class SampleSteps:
         self._source.begin_step(indices)
         balance, read = balance_samples(lengths, self._pool), self._source.token_reader(indices)
         slots = slots_to_run(balance, self._rank, self._numbering)
-        run_by_all = int(np.maximum(balance.slots, 1).sum())
+        empty = int(np.maximum(1 - balance.slots, 0).sum())
         if self._numbering == "equal":
-            run_by_all = len(slots) * self._pool.ranks
+            empty = len(slots) * self._pool.ranks - int(balance.slots.sum())
+        size = int(balance.slot_sizes.sum()) + empty * self._pool.capacity
         return Step(
             [_micro_batch(slot, read) for slot in slots],
             (sample, sample + len(lengths)),
             sum(slot.tokens for slot in slots),
             lengths,
-            1.0 - int(lengths.sum()) / (run_by_all * self._pool.capacity),
+            1.0 - int(lengths.sum()) / size,
         )
 
 

@@ -1,8 +1,8 @@
 """Time slots: the micro-batches of one rank in a step of samples of any length, from the balance of the step.
 
-A slot has a fixed number of tokens, its capacity C, so that nothing recompiles. It holds whole samples and at most one part of a sample
-that several ranks divide; the part comes first. The rest is padding: token 0 at position 0, without target, each token a document of its
-own.
+A slot has a fixed number of tokens, its capacity C, or with selective offload one of two, so that nothing recompiles. It holds whole
+samples and at most one part of a sample that several ranks divide; the part comes first. The rest is padding: token 0 at position 0,
+without target, each token a document of its own.
 
 A sample of s inputs has s + 1 tokens, as the last input's target is the token behind it.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.data.packing import IGNORED, Packed
-from meshwright.policies.sample_balance import Balance
+from meshwright.policies.sample_balance import Balance, RankPool
 from meshwright.policies.sample_blocks import block_ranges
 from meshwright.policies.slot_order import slot_order
 from meshwright.spec.hybrid import Numbering
@@ -67,6 +67,8 @@ class Slot:
 
     capacity: int
     parts: tuple[SamplePart, ...] = ()
+    offloaded_layers: int = 0
+    """Blocks of the model, from the first, whose activations are offloaded to host memory."""
     common: CommonNumber | None = None
     """None if each rank counts its own slots."""
 
@@ -98,8 +100,19 @@ def rank_slots(balance: Balance, rank: int) -> list[Slot]:
             of_sample = np.flatnonzero(balance.sample == sample)
             ranks = tuple(balance.rank[of_sample[np.argsort(balance.part[of_sample])]].tolist())
         by_slot[int(balance.slot[index])].append(SamplePart(sample, int(lengths[sample]), ranks, part))
-    capacity = balance.pool.capacity
-    return [Slot(capacity, tuple(sorted(parts, key=lambda part: len(part.ranks) == 1))) for parts in by_slot]
+    ordered = (tuple(sorted(parts, key=lambda part: len(part.ranks) == 1)) for parts in by_slot)
+    return [_slot(parts, balance.pool) for parts in ordered]
+
+
+def _slot(parts: tuple[SamplePart, ...], pool: RankPool) -> Slot:
+    """A slot of the pool's capacity, or of that with offload where the parts have more tokens."""
+    slot = Slot(pool.capacity, parts)
+    if slot.tokens <= slot.capacity:
+        return slot
+    assert pool.offload is not None and slot.tokens <= pool.offload.capacity, (
+        "the balance fills no slot beyond its size"
+    )
+    return Slot(pool.offload.capacity, parts, pool.offload.layers)
 
 
 def slots_to_run(balance: Balance, rank: int, numbering: Numbering) -> list[Slot]:

@@ -57,8 +57,8 @@ def open_data(
     stdlib: Path | None = None,
     verifier: ShardVerifier | None = None,
 ) -> DataSource:
-    """Open what `spec` names: the mixture to train on, or with `split="validation"` the text kept apart, in a fixed
-    order and in windows of `seq_len` tokens, whatever `data.packing` is.
+    """Open what `spec` names: the mixture to train on, or with `split="validation"` the text kept apart, in a fixed order.
+    Its samples are documents with `data.packing: none`, else windows of `seq_len` tokens.
 
     `vocab_size` is the model's: a tokenizer with more tokens is refused here, a larger token id when it is read.
     `stdlib` is the folder for the source `stdlib` (the user's cache when None). `verifier` gets each shard when its first
@@ -68,9 +68,9 @@ def open_data(
     paths = train if split == "train" else _validation_paths(spec, train, seq_len)
     if not paths:
         hint = "prepare with --held-out FRACTION, or set data.validation"
-        missing = f"no {HELD_OUT} of more than {seq_len} tokens beside {', '.join(map(str, train.values()))}"
+        missing = f"no {HELD_OUT} of more than {_fewest_tokens(spec, seq_len)} tokens beside {', '.join(map(str, train.values()))}"
         raise BadInput(f"no validation data: {missing}; {hint}")
-    packing = spec.packing if split == "train" else "stream"
+    packing = spec.packing if split == "train" or spec.packing == "none" else "stream"
     sources = [Source(name, open_directory(path, spec.damaged), seq_len, packing) for name, path in paths.items()]
     _check_tokenizers(sources, vocab_size)
     weights = {name: spec.mix.get(name, 1.0) for name in paths}
@@ -82,7 +82,7 @@ def open_data(
 
 
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
-    """Whether `open_data(..., split="validation")` would succeed; without `data.validation` the text must fill a sequence."""
+    """Whether `open_data(..., split="validation")` would succeed; without `data.validation` the text must fill a sample."""
     return bool(_validation_paths(spec, {name: _path_of(name, stdlib) for name in spec.mix}, seq_len))
 
 
@@ -390,7 +390,13 @@ def _validation_paths(spec: DataSpec, train: dict[str, Path], seq_len: int) -> d
         return {spec.validation: held_out or path}
     beside = {name: held_out for name, path in train.items() if (held_out := held_out_beside(path))}
     manifests = {name: Manifest.read(folder) for name, folder in beside.items()}
-    return {name: beside[name] for name, held_out in manifests.items() if held_out.masked or held_out.tokens > seq_len}
+    fewest = _fewest_tokens(spec, seq_len)
+    return {name: beside[name] for name, held_out in manifests.items() if held_out.masked or held_out.tokens > fewest}
+
+
+def _fewest_tokens(spec: DataSpec, seq_len: int) -> int:
+    """Tokens beyond which a source has a sample."""
+    return 1 if spec.packing == "none" else seq_len
 
 
 def _check_tokenizers(sources: Sequence[Source], vocab_size: int | None) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from meshwright.data.source import DataSource
 from meshwright.policies.skipped_samples import SampleRange, skip_forward
 
 FIRST_DRAW = 256
 """Samples whose lengths are looked up at first; then twice as many each time."""
 
 
-def lengths_of_step(source: DataSource, sample: int, tokens: int, skipped: Sequence[SampleRange] = ()) -> np.ndarray:
+class SampleLengths(Protocol):
+    """Samples by index, as those of a `DataSource`."""
+
+    def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray: ...
+
+
+def lengths_of_step(source: SampleLengths, sample: int, tokens: int, skipped: Sequence[SampleRange] = ()) -> np.ndarray:
     """Lengths of the samples of the step that begins at `sample`: the next samples, as many as have at most `tokens` tokens.
 
     The step ends before a skipped sample. It has at least one sample, as `tokens` is at least the longest sample.
@@ -28,7 +34,7 @@ def lengths_of_step(source: DataSource, sample: int, tokens: int, skipped: Seque
 
 
 def samples_of_token_step(
-    source: DataSource, step: int, tokens: int, skipped: Sequence[SampleRange] = ()
+    source: SampleLengths, step: int, tokens: int, skipped: Sequence[SampleRange] = ()
 ) -> SampleRange:
     """The samples that optimizer step `step`, counted from 1, reads; looks at the lengths of all steps before it."""
     first = skip_forward(0, skipped)

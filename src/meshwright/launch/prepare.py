@@ -35,6 +35,7 @@ from meshwright.planner.candidate import (
     host_excess_bytes,
     idle_fields,
     overfull_ranks,
+    slot_run,
     untrainable,
 )
 from meshwright.planner.devices import choose_devices
@@ -421,7 +422,7 @@ def check_init(run: RunSpec, note: Note) -> None:
 
 def check_host_memory(run: RunSpec, plan: Plan) -> None:
     """Raise OutOfResources if this host's memory cannot hold what its ranks offload."""
-    activations, optimizer, sums = host_bytes(run.model, run.train, plan, run.cluster.nodes)
+    activations, optimizer, sums = host_bytes(run.model, slot_run(run, plan).train, plan, run.cluster.nodes)
     need, available = activations + optimizer + sums, host_memory_bytes()
     if need > available:
         sums_text = f"plan.accumulation: gradient sums take {sums / 1e9:.1f} GB, and " if sums else ""

@@ -217,7 +217,8 @@ def _routing(
 
 def _host_memories(units: Sequence[Sequence[Unit]], plan: Plan, device: torch.device) -> dict[str, HostMemory | None]:
     """The executor's buffers in host memory for activations and gradient sums; None where the plan has none there."""
-    offloads = any(unit.offloads for stage_units in units for unit in stage_units)
+    slots_offload = plan.samples is not None and plan.samples.offload is not None
+    offloads = slots_offload or any(unit.offloads for stage_units in units for unit in stage_units)
     return {
         "host": HostMemory(device) if offloads else None,
         "sums_on_host": HostMemory(device, purpose="gradients") if plan.accumulation == "host" else None,

@@ -142,8 +142,8 @@ class _Step:
         self.offload = ActivationOffload(
             executor.host,
             tuple(self.visits_at.values()),
-            {visit: unit.kept_elements for visit, unit in units.items()},
-            {visit for visit, unit in units.items() if unit.offloads},
+            {visit: unit.kept_elements * batches[visit[1]].tokens.numel() for visit, unit in units.items()},
+            {visit for visit in units if self.offloads(visit)},
             partial(_communication_span, recorder),
         )
         self.gradient_offload = self.offload_of_gradients()
@@ -280,7 +280,7 @@ class _Step:
         x = None if stage == unit_index == 0 else self.exchange.take("activation", visit).requires_grad_(trains)
         saved = (
             self.offload.saved_activations(visit, self.excluded_storages(unit, shared))
-            if unit.offloads and trains
+            if trains and self.offloads(visit)
             else None
         )
         leaf, x = leaf_without_memory(x.detach()) if saved and x is not None else (x, x)
@@ -305,6 +305,12 @@ class _Step:
             self.kept[visit] = leaf, get_gradient_edge(y), router_loss
             self.offload.end_forward(visit)
         self.exchange.pass_on("activation", visit, y.detach())
+
+    def offloads(self, visit: Visit) -> bool:
+        """Whether the plan offloads the visit's activations: of all micro-batches of its unit, or of its slot."""
+        unit, slot = self.unit_of(visit), self.batches[visit[1]].slot
+        layers = 0 if slot is None else slot.offloaded_layers
+        return unit.offloads or (unit.layer is not None and unit.layer < layers)
 
     def excluded_storages(self, unit: Unit, shared: SharedInputs) -> frozenset[int]:
         """Addresses of storages that are not offloaded: the unit's weights, and rotary tables that all blocks share."""

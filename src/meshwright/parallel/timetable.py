@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -47,8 +47,8 @@ def build_timetable(
     `computes` has the visits of each forward and backward in order; a visit with a backward occurs twice. `sizes` is the
     memory of a visit between its forward and its backward, in any unit. A candidate is on the device during its forward and
     the next compute, and during its backward and the compute before it. Beyond this it stays on the device while the total
-    does not exceed the limit: the peak of the other visits plus the largest `DEVICE_LAYERS` candidates, as the planner's
-    memory estimate has it. The oldest candidates are freed first. A candidate that is never freed is not offloaded.
+    does not exceed the limit: the peak of the other visits with the largest `DEVICE_LAYERS` candidates where there are
+    any, as the planner's memory estimate has it. The oldest candidates are freed first. A candidate that is never freed is not offloaded.
     """
     if not candidates:
         return Timetable({}, {}, candidates)
@@ -61,7 +61,7 @@ def build_timetable(
     required += [_Allocation(first[visit], first[visit] + 2, size[visit]) for visit in freeable]
     required += [_Allocation(last[visit] - 1, last[visit] + 1, size[visit]) for visit in freeable]
     load = _load(length, [*others, *required])
-    limit = max(_load(length, others)) + sum(sorted(size[visit] for visit in candidates)[-DEVICE_LAYERS:])
+    limit = _limit(length, others, [_Allocation(first[visit], last[visit] + 1, size[visit]) for visit in candidates])
     capacity = max(limit, *load) * ROUNDING
     optional = {visit: _Allocation(first[visit] + 2, last[visit] - 1, size[visit]) for visit in freeable}
     frees = _free_positions(load, capacity, optional)
@@ -85,6 +85,14 @@ class _Allocation:
     start: int
     stop: int
     size: float
+
+
+def _limit(length: int, others: Sequence[_Allocation], candidates: Sequence[_Allocation]) -> float:
+    """Peak of `others` and of as many of the largest candidates as are alive at the time, at most `DEVICE_LAYERS`."""
+    largest = [0.0, *accumulate(sorted((visit.size for visit in candidates), reverse=True)[:DEVICE_LAYERS])]
+    alive = _load(length, [replace(visit, size=1.0) for visit in candidates])
+    pairs = zip(_load(length, others), alive, strict=True)
+    return max(load + largest[min(round(count), DEVICE_LAYERS)] for load, count in pairs)
 
 
 def _load(length: int, allocations: Iterable[_Allocation]) -> list[float]:

@@ -25,9 +25,11 @@ from meshwright.spec.plan import (
     LayerStrategy,
     Linear,
     MeshAxis,
+    Offload,
     Plan,
     PlanPins,
     Precision,
+    SlotOffload,
 )
 from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import shard_size
@@ -124,7 +126,9 @@ def untrainable(plan: Plan) -> str | None:
         else []
     )
     parts += [f"feed-forward networks in tiles with {feature}" for feature in _tile_conflicts(plan)]
-    parts += dict.fromkeys(part for layer in plan.layers for part in _untrainable_offloads(plan, layer))
+    slots_offload = plan.samples is not None and plan.samples.offload is not None
+    offloading = [replace(layer, offload="activations") for layer in plan.layers] if slots_offload else plan.layers
+    parts += dict.fromkeys(part for layer in offloading for part in _untrainable_offloads(plan, layer))
     if plan.experts is not None and plan.experts.owners != "even" and any(map(_offloads_optimizer, plan.layers)):
         parts.append(f"experts.owners: {plan.experts.owners} with the optimizer's state in host memory")
     if not parts:
@@ -264,7 +268,11 @@ def overfull_ranks(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
     """
     bytes_by_rank = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     limits = usable_by_rank(run, plan, inf if budget is None else budget)
-    return [sum(rank_bytes.values()) > limit for rank_bytes, limit in zip(bytes_by_rank, limits, strict=True)]
+    overfull = [sum(rank_bytes.values()) > limit for rank_bytes, limit in zip(bytes_by_rank, limits, strict=True)]
+    if plan.samples is None or plan.samples.offload is None:
+        return overfull
+    longer = overfull_ranks(*in_longer_slots(run, plan, plan.samples.offload), budget)
+    return [either or other for either, other in zip(overfull, longer, strict=True)]
 
 
 def host_budget(run: RunSpec) -> float:
@@ -344,6 +352,22 @@ def slot_run(run: RunSpec, plan: Plan) -> RunSpec:
     if plan.samples is None:
         return run
     return replace(run, train=replace(run.train, seq_len=plan.samples.capacity, global_batch=plan.batch.global_batch))
+
+
+def in_longer_slots(run: RunSpec, plan: Plan, offload: SlotOffload) -> tuple[RunSpec, Plan]:
+    """A run all of whose slots are the longer ones with offload, and its plan; `plan` is that of the other slots."""
+    strategies = plan.strategies(run.model.layers)
+    both: dict[Offload, Offload] = {"none": "activations", "optimizer": "both"}
+    layers = tuple(
+        replace(
+            layer,
+            range=str(number),
+            offload=both.get(layer.offload, layer.offload) if number < offload.layers else layer.offload,
+        )
+        for number, layer in enumerate(strategies)
+    )
+    train = replace(run.train, seq_len=offload.capacity, global_batch=plan.batch.global_batch)
+    return replace(run, train=train), replace(plan, layers=layers, samples=None)
 
 
 def pins_of(run: RunSpec) -> PlanPins:

@@ -1,7 +1,8 @@
 """Choice between static context ranks and ranks by sample, for samples of unequal lengths.
 
 Global batches are drawn from the histogram of lengths with the run's seed and played (`simulator.sample_layouts`). Each layout has the
-least recompute that fits into memory. Hybrid ranks keep weights gathered and gradients whole for the step; static ranks do where that fits.
+least recompute that fits into memory; hybrid ones are also played with less recompute and with offload of long samples (`slot_offloads`).
+Hybrid ranks keep weights gathered and gradients whole for the step; static ranks do where that fits.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 from meshwright.config.divisors import divisors
 from meshwright.costs.machine_rates import is_guessed
 from meshwright.costs.plan_costs import pricing
-from meshwright.planner.candidate import fits, memory_budget, pins_of
+from meshwright.planner.candidate import OFFLOAD_PENALTY_UNMEASURED, fits, memory_budget, pins_of
 from meshwright.planner.finalists import SAME_TIME_TOLERANCE
 from meshwright.planner.sample_plans import layout_times, plan_of
+from meshwright.planner.slot_offloads import SEVERAL, offload_layouts
 from meshwright.simulator.sample_layouts import LayoutTimes, PlayedSteps, SampleLayout, play_batches
 from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy
@@ -29,8 +31,6 @@ BATCHES, COMPARED_BATCHES = 32, 4
 """Global batches played for the leading layouts, and for all."""
 LEADING = 3
 """Layouts of each kind, static and hybrid, that play all batches."""
-SEVERAL = 2
-"""Micro-batches for memory: with several, their gradients are summed."""
 GRANULE = 128
 """Capacities of at least this many tokens are multiples of it."""
 
@@ -91,12 +91,19 @@ def choose_sample_layout(
     for layout in sample_layouts(run, longest):
         strategy = _least_recompute(run, layout, budget) if static or layout.hybrid else None
         if strategy is not None:
-            times, size = layout_times(run, layout, strategy), _memory_bytes(run, layout, strategy)
-            steps = play_batches(layout, times, drawn[:COMPARED_BATCHES])
-            played.append(PlayedLayout(layout, strategy, size, times, steps))
+            played.append(_played(run, layout, strategy, _memory_bytes(run, layout, strategy), drawn))
+        offloading = offload_layouts(run, layout, strategy, budget) if layout.hybrid else ()
+        played += [_played(run, *offloaded, drawn) for offloaded in offloading]
     leading = [replace(each, steps=play_batches(each.layout, each.times, drawn)) for each in _leading(played)]
     obstacle = "" if leading else f"no layout of {run.cluster.ranks} data, context or hybrid ranks fits into memory"
     return SampleChoice(longest, tokens, _with_choice_first(leading), obstacle)
+
+
+def _played(
+    run: RunSpec, layout: SampleLayout, strategy: LayerStrategy, memory_bytes: int, drawn: Sequence[np.ndarray]
+) -> PlayedLayout:
+    times = layout_times(run, layout, strategy)
+    return PlayedLayout(layout, strategy, memory_bytes, times, play_batches(layout, times, drawn[:COMPARED_BATCHES]))
 
 
 def step_tokens(run: RunSpec) -> int:
@@ -154,14 +161,17 @@ def _capacity(longest: int, size: int) -> int:
 
 def _leading(played: Sequence[PlayedLayout]) -> Iterator[PlayedLayout]:
     for hybrid in (False, True):
-        yield from sorted((each for each in played if each.layout.hybrid == hybrid), key=lambda each: each.seconds)[
-            :LEADING
-        ]
+        yield from sorted((each for each in played if each.layout.hybrid == hybrid), key=_compared_seconds)[:LEADING]
+
+
+def _compared_seconds(played: PlayedLayout) -> float:
+    """Mean seconds of a step, and more with offload, whose copies no run has measured beside hybrid ranks."""
+    return played.seconds * (OFFLOAD_PENALTY_UNMEASURED if played.layout.offload else 1.0)
 
 
 def _with_choice_first(played: Sequence[PlayedLayout]) -> tuple[PlayedLayout, ...]:
     """The fastest first, or the fastest static one where the two cannot be told apart: it is simpler."""
-    ordered = sorted(played, key=lambda each: each.seconds)
+    ordered = sorted(played, key=_compared_seconds)
     static = next((each for each in ordered if not each.layout.hybrid), None)
     if static is not None and static.seconds <= ordered[0].seconds * (1 + SAME_TIME_TOLERANCE):
         ordered.remove(static)

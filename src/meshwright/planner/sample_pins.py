@@ -8,6 +8,7 @@ from meshwright.planner.candidate import pins_of
 from meshwright.planner.explain import seconds_text
 from meshwright.planner.sample_choice import SampleChoice, choose_sample_layout
 from meshwright.planner.sample_lengths import expected_histogram
+from meshwright.planner.sample_reasons import slots_text
 from meshwright.spec.run import RunSpec
 
 SEARCHED_BATCHES = 8
@@ -26,13 +27,14 @@ def with_hybrid_ranks(run: RunSpec, memory_bytes: int | None) -> tuple[RunSpec, 
     if histogram is None:
         return run, ""
     choice = choose_sample_layout(run, histogram, memory_bytes, batches=SEARCHED_BATCHES, static=False)
-    if not choice.layouts or choice.layouts[0].layout.capacity >= choice.longest:
+    if not choice.layouts or choice.layouts[0].layout.longest_part >= choice.longest:
         return run, ""
     best = choice.layouts[0]
     pins = replace(
         pins,
         hybrid=best.layout.ranks,
         capacity=best.layout.capacity,
+        offload_capacity=best.layout.offload.capacity if best.layout.offload else None,
         recompute=best.strategy.recompute,
         offload=pins.offload or "none",
     )
@@ -43,11 +45,11 @@ def _reason(choice: SampleChoice) -> str:
     """How long steps with other slots take."""
     best, *others = choice.layouts
     longer = [
-        f"{seconds_text(other.seconds - best.seconds)} longer with {other.layout.capacity:,}"
+        f"{seconds_text(other.seconds - best.seconds)} longer with {slots_text(other.layout)}"
         + " (no sample divided)" * (other.layout.capacity >= choice.longest)
         for other in others
     ]
     return (
-        f"hybrid {best.layout.ranks} with slots of {best.layout.capacity:,} tokens: {SEARCHED_BATCHES} drawn batches take "
+        f"hybrid {best.layout.ranks} with slots of {slots_text(best.layout)} tokens: {SEARCHED_BATCHES} drawn batches take "
         f"{seconds_text(best.seconds)} a step" + (f", {', '.join(longer)}" if longer else "")
     )

@@ -9,6 +9,7 @@ from meshwright.costs.machine_rates import chip_of, machine_of
 from meshwright.costs.plan_costs import format_of_products
 from meshwright.planner.candidate import pins_of, slot_run
 from meshwright.planner.sample_plans import ring_seconds
+from meshwright.planner.slot_offloads import with_slot_offload
 from meshwright.simulator.sample_times import sample_time
 from meshwright.spec.hybrid import least_capacity
 from meshwright.spec.job import planned_sequences
@@ -36,9 +37,12 @@ def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanPins) -> RunSpec:
     ranks, tensor, schedule = pins.hybrid or 1, pins.tensor or 1, pins.schedule or "1f1b"
     capacity = pins.capacity or _capacity(ranks, tensor, run.train.seq_len)
     pins = replace(
-        pins, hybrid=None, capacity=None, shard=ranks, replicate=1, pipeline=pins.pipeline or max(1, len(pins.stages or ())),
-        context_ring=1, context_ulysses=1, tensor=tensor, micro_batch=1, schedule=schedule,
+        pins, hybrid=None, capacity=None, offload_capacity=None, shard=ranks, replicate=1,
+        pipeline=pins.pipeline or max(1, len(pins.stages or ())), context_ring=1, context_ulysses=1, tensor=tensor, micro_batch=1,
+        schedule=schedule,
     )  # fmt: skip
+    if pins_of(run).offload_capacity is not None:  # longer slots need no more memory only beside no other offload
+        pins = replace(pins, offload=pins.offload or "none")
     if schedule != "breadth_first":
         pins = replace(pins, reshard=False, gradients="whole")
     sequences = planned_sequences(tokens, capacity, ranks)
@@ -52,8 +56,9 @@ def _capacity(ranks: int, tensor: int, longest: int) -> int:
 
 
 def with_hybrid_axis(run: RunSpec, plan: Plan) -> Plan:
-    """A plan of `searched_run` with the pinned hybrid ranks in place of its shard ranks; other plans unchanged."""
+    """A plan of `searched_run` with the pinned hybrid ranks in place of its shard ranks, and the pinned offload by slot."""
     ranks = pins_of(run).hybrid or 1
+    plan = with_slot_offload(run, plan)
     if ranks == 1 or plan.samples is None:
         return plan
     mesh = tuple(replace(axis, axis="hybrid") if axis.axis == "shard" else axis for axis in plan.mesh)

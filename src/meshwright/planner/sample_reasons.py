@@ -23,6 +23,11 @@ def layout_name(layout: SampleLayout) -> str:
     return next((f"{axis} {size}" for axis, size in axes if size > 1), "no context ranks")
 
 
+def slots_text(layout: SampleLayout) -> str:
+    """Tokens of the layout's slots."""
+    return f"{layout.capacity:,}" + (f" and, with offload, {layout.offload.capacity:,}" if layout.offload else "")
+
+
 def sample_reasons(run: RunSpec, choice: SampleChoice) -> Iterator[str]:
     """Sentences on the choice and its assumptions, or why there is none."""
     if choice.obstacle:
@@ -61,9 +66,15 @@ def _compared(best: PlayedLayout, other: PlayedLayout) -> str:
 def _capacity_reason(choice: SampleChoice, best: PlayedLayout) -> Iterator[str]:
     """How much longer hybrid ranks take with other micro-batches."""
     others = [
-        f"with {played.layout.capacity:,} {seconds_text(played.seconds - best.seconds)} longer"
+        f"with {slots_text(played.layout)} {seconds_text(played.seconds - best.seconds)} longer"
         for played in choice.layouts[1:]
         if played.layout.hybrid and best.layout.hybrid
     ]
+    if best.layout.offload is not None:
+        offload = best.layout.offload
+        yield (
+            f"slots of {offload.capacity:,} tokens for samples of at least {offload.shortest:,}: activations of {offload.layers} blocks "
+            "are in host memory, and the copies are hidden behind these samples' work"
+        )
     if others:
         yield f"micro-batches of {best.layout.capacity:,} tokens a rank: a step takes {', '.join(others)}"

@@ -3,8 +3,9 @@
 The idea is ByteScale's (Ge et al. 2025, arXiv 2502.21231, algorithm 2).
 
 Ranks form one pool. Each works through its time slots, micro-batches of at most `capacity` tokens. A sample that fits is packed whole into
-a slot of one rank; a longer one is divided among k ranks, as few as hold it, and takes a slot of each at the same time. A batch is balanced
-by the time of samples, not by tokens. The result is a pure function of its arguments, bit for bit, so all ranks compute it alike.
+a slot of one rank; a longer one is divided among k ranks, as few as hold it, and takes a slot of each at the same time. With selective
+offload, parts of long samples may have slots of more tokens. A batch is balanced by the time of samples, not by tokens. The result is a
+pure function of its arguments, bit for bit, so all ranks compute it alike.
 
 Shapes: S samples, P parts of samples (one for each sample and rank that works on it).
 """
@@ -21,9 +22,9 @@ import numpy as np
 from meshwright.policies.sample_blocks import part_tokens
 from meshwright.policies.sample_packing import Rooms, level, pack_samples
 from meshwright.policies.sample_spans import SpanLimits, Spans, place_spans
-from meshwright.policies.sample_time import SampleTime, least_ranks, memory_shares
+from meshwright.policies.sample_time import SampleTime, least_ranks
 from meshwright.spec.errors import BadInput
-from meshwright.spec.plan import SamplePlan
+from meshwright.spec.plan import SamplePlan, SlotOffload
 
 STACK_LIMITS = (0.1, 0.3, 1.0)
 """Fractions of the longest slot by which pipelines may end later than those with short samples only; all are tried."""
@@ -53,12 +54,20 @@ class RankPool:
     """Time of samples on a rank; with pipelines, on a stage."""
     stages: int = 1
     """Pipeline stages."""
+    offload: SlotOffload | None = None
+    """Slots of more tokens, for samples of at least its `shortest` tokens."""
+
+    def memory_shares(self, lengths: np.ndarray) -> np.ndarray:
+        """Device memory of samples of `lengths` `(S,)` tokens in the slots that they may take, as a share of that without offload."""
+        if self.offload is None:
+            return np.ones(len(lengths))
+        return np.where(lengths >= self.offload.shortest, self.capacity / self.offload.capacity, 1.0)
 
 
 def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1) -> RankPool:
     """The pool of `ranks` ranks, or pipelines of `stages` equal stages, with the slots and times of a plan."""
     times = (seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring))
-    return RankPool(ranks, samples.capacity, SampleTime(*times), stages)
+    return RankPool(ranks, samples.capacity, SampleTime(*times), stages, samples.offload)
 
 
 @dataclass(frozen=True)
@@ -78,8 +87,8 @@ class Balance:
     """Work of each part, without the fixed time of its slot."""
     slots: np.ndarray
     """Slots of each rank, `(ranks,)`."""
-    offload: np.ndarray
-    """Share of each sample's activations to copy to host memory, `(S,)`; 0 where one rank holds the sample."""
+    shares: np.ndarray
+    """Device memory of each sample's activations as a share of that without offload, `(S,)`; 1 for parts that fit without."""
     end_seconds: np.ndarray
     """Time at which each rank has ended, with waits for the other ranks of its samples and bubbles, `(ranks,)`."""
     ideal_seconds: float
@@ -104,17 +113,24 @@ class Balance:
         """Ideal time over the time of the slowest rank."""
         return self.ideal_seconds / self.slowest_seconds
 
+    @cached_property
+    def slot_sizes(self) -> np.ndarray:
+        """Tokens of the slots with their padding, in the order of rank and slot: the pool's capacity, or that with offload."""
+        first, size = np.cumsum(self.slots) - self.slots, self.pool.capacity
+        filled = np.bincount(first[self.rank] + self.slot, self.tokens, int(self.slots.sum())).astype(np.int64)
+        longer = filled if self.pool.offload is None else self.pool.offload.capacity
+        return np.where(filled > size, longer, size)
+
     @property
     def padding(self) -> float:
-        """Share of the slots' tokens that no sample fills, if no memory was saved by offload."""
-        return 1.0 - int(self.tokens.sum()) / (int(self.slots.sum()) * self.pool.capacity)
+        """Share of the slots' tokens that no sample fills."""
+        return 1.0 - int(self.tokens.sum()) / int(self.slot_sizes.sum())
 
 
 class _Batch(NamedTuple):
     """Samples of a batch; all arrays are `(S,)`."""
 
     lengths: np.ndarray
-    offload: np.ndarray
     shares: np.ndarray
     """Device memory of each sample, as a share of that without offload."""
     held: np.ndarray
@@ -135,22 +151,20 @@ class _Parts(NamedTuple):
     tokens: np.ndarray
 
 
-def balance_samples(lengths: np.ndarray, pool: RankPool, offload: np.ndarray | None = None, layers: int = 1) -> Balance:
+def balance_samples(lengths: np.ndarray, pool: RankPool, shares: np.ndarray | None = None) -> Balance:
     """Balance samples of `lengths` `(S,)` tokens over `pool`.
 
-    `offload` `(S,)` is the share of activations that each sample may have in host memory (`sample_time.offload_ratios`), of a model with
-    `layers` layers; it is used where a sample does not fit on one rank without. Raises BadInput for lengths below 1, and for a sample that
-    does not fit on all ranks together.
+    `shares` `(S,)`: device memory that each sample needs at least, as a share of that without offload (`sample_time.memory_shares`);
+    None: that in the pool's slots. Parts that fit on a rank without offload have none. Raises BadInput for lengths below 1, and for a
+    sample that does not fit on all ranks together.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if not len(lengths) or int(lengths.min()) < 1:
         raise BadInput("lengths of samples: expected at least one sample, and at least one token in each")
-    used = np.zeros(len(lengths)) if offload is None else np.where(lengths > pool.capacity, offload, 0.0)
-    shares = memory_shares(used, layers)
+    shares = np.where(lengths > pool.capacity, pool.memory_shares(lengths) if shares is None else shares, 1.0)
     least = least_ranks(lengths, shares, pool.capacity)
     _check_sizes(lengths, least, pool)
-    held = np.ceil(lengths * shares - ROUNDING).astype(np.int64)
-    batch = _Batch(lengths, used, shares, held, least, pool.time.shared(lengths))
+    batch = _Batch(lengths, shares, _held(lengths, shares, pool), least, pool.time.shared(lengths))
     order = np.lexsort((-lengths, -least))
     long, short = order[least[order] > 1], order[least[order] == 1]
     spans = _place_long(long, short, batch, pool)
@@ -164,6 +178,11 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, offload: np.ndarray | N
         balance, _ = _assemble(short, spans, batch, pool, delays)
         best = balance if balance.slowest_seconds < best.slowest_seconds else best
     return best
+
+
+def _held(tokens: np.ndarray, shares: np.ndarray, pool: RankPool) -> np.ndarray:
+    """Tokens whose memory without offload parts of `tokens` tokens need, `(P,)` each; parts that fit have none."""
+    return np.where(tokens > pool.capacity, np.ceil(tokens * shares - ROUNDING).astype(np.int64), tokens)
 
 
 def _check_sizes(lengths: np.ndarray, least: np.ndarray, pool: RankPool) -> None:
@@ -224,7 +243,7 @@ def _assemble(
     Returns the share, too, by which packing lets ranks end later.
     """
     parts = _span_parts(spans, batch.lengths, pool.ranks)
-    held = np.ceil(parts.tokens * batch.shares[parts.sample] - ROUNDING).astype(np.int64)
+    held = _held(parts.tokens, batch.shares[parts.sample], pool)
     ready = spans.busy + (pool.stages - 1) * np.maximum(spans.longest, _short_slot(short, batch, pool)) + delays
     rooms = Rooms(parts.rank, parts.slot, pool.capacity - held)
     seconds = batch.shared[short] + pool.time.fixed / pool.capacity * batch.held[short]
@@ -241,7 +260,7 @@ def _assemble(
     ideal = (_total(batch.shared) + slots * pool.time.fixed) / pool.ranks
     sample, part, number, rank, slot, tokens = (values[order] for values in every)
     balance = Balance(
-        pool, sample, part, number, rank, slot, tokens, seconds[order], packing.slots, batch.offload, end, ideal
+        pool, sample, part, number, rank, slot, tokens, seconds[order], packing.slots, batch.shares, end, ideal
     )
     return balance, packing.delay
 

@@ -7,11 +7,17 @@ Operations are elementwise and correctly rounded, so all ranks get the same valu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.spec.errors import BadInput
+
+FORWARD_SHARE = 1 / 3.5
+"""Share of attention's time that is forward; of other work it is a third."""
+ROUNDING = 1e-12
+"""Relative error of a capacity divided by a share."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,17 @@ def memory_shares(ratios: np.ndarray, layers: int) -> np.ndarray:
     return (stay + (1.0 - ratios) * (layers - stay)) / layers
 
 
+def shortest_hiding(time: SampleTime, copy_seconds: float) -> float:
+    """Tokens of the shortest sample in whose forward copies of `copy_seconds` per token are hidden; infinite if in none.
+
+    The forward is the shorter of the two passes, and each has the copies of one direction.
+    """
+    missing = copy_seconds - FORWARD_SHARE * time.linear
+    if missing <= 0:
+        return 1.0
+    return missing / (FORWARD_SHARE * time.quadratic) if time.quadratic > 0 else math.inf
+
+
 def least_ranks(lengths: np.ndarray, shares: np.ndarray, capacity: int) -> np.ndarray:
     """Fewest ranks `(S,)` whose memory for `capacity` tokens holds samples that need `shares` `(S,)` of the usual memory.
 
@@ -62,5 +79,5 @@ def least_ranks(lengths: np.ndarray, shares: np.ndarray, capacity: int) -> np.nd
     """
     if capacity < 2 or capacity % 2:
         raise BadInput(f"capacity {capacity}: expected an even, positive number of tokens")
-    tokens = 2 * np.floor(capacity / (2.0 * shares)).astype(np.int64)
+    tokens = 2 * np.floor(capacity / (2.0 * shares) * (1 + ROUNDING)).astype(np.int64)
     return -(-lengths // tokens)

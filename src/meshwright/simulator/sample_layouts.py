@@ -10,6 +10,7 @@ import numpy as np
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
 from meshwright.simulator.sample_steps import Parts, RingTime, play_parts, static_seconds
+from meshwright.spec.plan import SlotOffload
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,13 @@ class SampleLayout:
     """Static ranks that exchange heads for tokens."""
     hybrid: bool = False
     """Whether each sample gets ranks of its own number."""
+    offload: SlotOffload | None = None
+    """Longer micro-batches for long samples."""
+
+    @property
+    def longest_part(self) -> int:
+        """Tokens of the longest sample that one rank holds."""
+        return self.offload.capacity if self.offload else self.capacity
 
     @property
     def context(self) -> int:
@@ -94,7 +102,8 @@ def _static(layout: SampleLayout, times: LayoutTimes, lengths: np.ndarray) -> tu
 def _balanced(layout: SampleLayout, times: LayoutTimes, lengths: np.ndarray) -> tuple[float, float]:
     """Seconds and padding, as the balancer places samples; rings take their time by where their ranks are."""
     ring_seconds = float(times.ring.seconds(np.ones(1), layout.ranks)[0]) if layout.ranks > 1 else 0.0
-    balance = balance_samples(lengths, RankPool(layout.ranks, layout.capacity, replace(times.time, ring=ring_seconds)))
+    time = replace(times.time, ring=ring_seconds)
+    balance = balance_samples(lengths, RankPool(layout.ranks, layout.capacity, time, offload=layout.offload))
     parts = Parts(balance.sample, balance.parts, balance.rank, balance.slot)
     ends = play_parts(parts, lengths, layout.ranks, times.time, times.ring)
     return float(ends.max()), balance.padding

@@ -1,11 +1,12 @@
-"""Time of a step whose samples have unequal lengths, under three layouts of data and context ranks.
+"""Time of a step whose samples have unequal lengths, under four layouts of data and context ranks.
 
 - `static_seconds`: groups of ranks of one size divide every sequence of packed samples, as a static context axis does.
 - `arrival_parts`: each sample takes the fewest ranks that hold it, in the order of arrival, with equal tokens on all ranks.
+- `longest_first_parts`: the longest samples first, each on the fewest ranks that hold it, those that are free first.
 - `policies.sample_balance`: the balancer's ranks and slots.
 
-The last two are played slot by slot (`play_parts`). Attention of a divided sample overlaps the messages of its ring; the longer of the two
-counts. What all layouts have in common (optimizer, reduction of gradients) is left out.
+The last three are played slot by slot (`play_parts`). Attention of a divided sample overlaps the messages of its ring; the longer of the
+two counts. What all layouts have in common (optimizer, reduction of gradients) is left out.
 """
 
 from __future__ import annotations
@@ -106,34 +107,79 @@ def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity:
     Samples on one rank come last, best-fit. A slot has room for `capacity` tokens, less the part of a sample on several ranks.
     """
     slots, parts = np.zeros(ranks, np.int64), []
-    rooms: list[tuple[int, int, int]] = []  # free tokens, rank, slot
+    rooms: list[tuple[int, int, int]] = []  # free tokens, rank, slot; sorted
     for sample in np.argsort(-(needed > 1).astype(np.int64), kind="stable").tolist():
         length, number = int(lengths[sample]), int(needed[sample])
-        fitting = [room for room in rooms if room[0] >= length] if number == 1 else []
-        if fitting:
-            best = min(fitting)
-            rooms[rooms.index(best)] = (best[0] - length, best[1], best[2])
-            parts.append((sample, 1, best[1], best[2]))
+        best = bisect_left(rooms, (length, -1, -1))
+        if number == 1 and best < len(rooms):
+            room, rank, slot = rooms.pop(best)
+            insort(rooms, (room - length, rank, slot))
+            parts.append((sample, 1, rank, slot))
             continue
         chosen = np.argsort(slots, kind="stable")[:number]
         tokens = part_tokens(np.full(number, length), np.full(number, number), np.arange(number))
         for rank, part in zip(chosen.tolist(), tokens.tolist(), strict=True):
             parts.append((sample, number, rank, int(slots[rank])))
-            rooms.append((max(capacity - part, 0), rank, int(slots[rank])))
+            insort(rooms, (max(capacity - part, 0), rank, int(slots[rank])))
         slots[chosen] += 1
     sample, number, rank, slot = np.array(parts, np.int64).T
     return Parts(sample, number, rank, slot)
 
 
+def longest_first_parts(
+    lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity: int, seconds: np.ndarray
+) -> Parts:
+    """Places samples by falling length on `needed` `(S,)` ranks each, those that are free first (ByteScale's algorithm 2).
+
+    `seconds` `(S,)` is the time of a sample on its ranks. Samples on one rank are packed into slots of `capacity` tokens, which follow by
+    falling time.
+    """
+    busy, slots, parts = np.zeros(ranks), np.zeros(ranks, np.int64), []
+    order = np.argsort(-lengths, kind="stable")
+    for sample in order[needed[order] > 1].tolist():
+        chosen = np.argsort(busy, kind="stable")[: needed[sample]]
+        parts += [(sample, int(needed[sample]), rank, int(slots[rank])) for rank in chosen.tolist()]
+        busy[chosen] = busy[chosen].max() + seconds[sample]
+        slots[chosen] += 1
+    short = np.flatnonzero(needed == 1)
+    slot_of, count = _packed_slots(lengths[short], capacity)
+    work, rank_of = np.bincount(slot_of, seconds[short], count), np.zeros((count, 2), np.int64)
+    for number in np.argsort(-work, kind="stable").tolist():
+        rank = int(busy.argmin())
+        rank_of[number] = rank, slots[rank]
+        busy[rank] += work[number]
+        slots[rank] += 1
+    parts += [
+        (sample, 1, *rank_of[number].tolist()) for sample, number in zip(short.tolist(), slot_of.tolist(), strict=True)
+    ]
+    return Parts(*np.array(parts, np.int64).T)
+
+
+def _packed_slots(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """The slot of each sample `(S,)` of at most `capacity` tokens, packed best-fit, and the number of slots."""
+    slot_of, count = np.full(len(lengths), -1), 0
+    while (left := np.flatnonzero(slot_of < 0)).size:
+        more = -(-int(lengths[left].sum()) // capacity)
+        number = pack_sequences(lengths[left], more, capacity)
+        slot_of[left] = np.where(number < 0, -1, number + count)
+        count += more
+    return slot_of, count
+
+
 def play_parts(parts: Parts, lengths: np.ndarray, ranks: int, time: SampleTime, ring: RingTime) -> np.ndarray:
     """Seconds `(ranks,)` at which ranks end; all ranks of a divided sample begin and end its slot together."""
     size = lengths[parts.sample].astype(np.float64)
-    attention = time.quadratic * size**2 / parts.parts
-    seconds = ring.attention_seconds(attention, size, parts.parts) + time.linear * size / parts.parts
+    seconds = part_seconds(size, parts.parts, time, ring)
     width = int(parts.slot.max()) + 1
     durations = np.bincount(parts.rank * width + parts.slot, seconds, ranks * width).reshape(ranks, width)
     durations += time.fixed * (durations > 0)
     return _play(durations, _groups(parts))[0]
+
+
+def part_seconds(lengths: np.ndarray, ranks: np.ndarray, time: SampleTime, ring: RingTime) -> np.ndarray:
+    """Seconds of a part of samples of `lengths` on `ranks` ranks each, with the messages that attention does not hide."""
+    attention = time.quadratic * lengths.astype(np.float64) ** 2 / ranks
+    return ring.attention_seconds(attention, lengths, ranks) + time.linear * lengths / ranks
 
 
 def slot_times(balance: Balance) -> tuple[np.ndarray, np.ndarray]:

@@ -111,11 +111,23 @@ def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tu
 
     Raises BadInput as `training_schedule` does.
     """
+    plan = plan.without_prediction
     return (
-        _activations_on_host(model, train, plan.without_prediction, nodes),
+        _activations_on_host(model, train, plan, nodes) + _slots_on_host(model, train, plan, nodes),
         optimizer_on_host(model, plan, nodes),
         gradient_sums_on_host(model, plan, nodes),
     )
+
+
+def _slots_on_host(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> float:
+    """Bytes of host memory for slots with offload, of `train.seq_len` tokens without; in layered order, of all slots."""
+    samples = plan.samples
+    if samples is None or samples.offload is None:
+        return 0.0
+    every_layer = replace(plan, layers=tuple(replace(layer, offload="activations") for layer in plan.layers))
+    slot_bytes = sum(activation_bytes(model, train, every_layer, host_offloaded=True))
+    slots = max(samples.offload.capacity / samples.capacity, plan.batch.accumulate if plan.layered else 1)
+    return slot_bytes * samples.offload.layers / model.layers * slots * plan.ranks / nodes
 
 
 @lru_cache(maxsize=256)

@@ -47,13 +47,14 @@ def slot_numbering(plan: Plan) -> Numbering:
     return "own" if plan.axis_size("pipeline") == 1 else "common"
 
 
-def capacity_error(capacity: int, ranks: int, tensor: int, longest: int) -> tuple[str, int] | None:
+def capacity_error(capacity: int, ranks: int, tensor: int, longest: int, longer: int = 0) -> tuple[str, int] | None:
     """What a slot of `capacity` tokens must be and is not, with the nearest that is; None if it is.
 
-    `ranks` hybrid ranks hold the longest sample together, and `tensor` ranks divide a slot.
+    `ranks` hybrid ranks hold the longest sample together, in slots with offload of `longer` tokens if there are any, and `tensor` ranks
+    divide a slot.
     """
     unit = math.lcm(2, tensor)
-    if capacity * ranks < longest:
+    if max(capacity, longer) * ranks < longest:
         share = f" ÷ {ranks} hybrid ranks" if ranks > 1 else ""
         return f"at least the longest sample, train.seq_len = {longest}{share}", least_capacity(ranks, tensor, longest)
     if capacity % unit:

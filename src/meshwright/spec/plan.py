@@ -200,6 +200,18 @@ class ExpertPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlotOffload:
+    """Longer slots for long samples: a part of their activations is offloaded to host memory (selective offload)."""
+
+    capacity: Positive
+    """Tokens of such a slot; even. With `layers` offloaded it needs no more device memory than other slots."""
+    layers: Positive
+    """Blocks whose activations are offloaded, the first ones of the model."""
+    shortest: Positive
+    """Tokens of the shortest sample that takes such slots: the copies are hidden behind its work."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplePlan:
     """How samples of any length (`data.packing: none`) are placed on ranks and time slots.
 
@@ -217,6 +229,8 @@ class SamplePlan:
     """Seconds per slot."""
     ring: Seconds = 0.0
     """Seconds per token of the messages between hybrid ranks that divide a sample; they overlap its work."""
+    offload: SlotOffload | None = None
+    """Slots whose activations are partly offloaded to host memory; none: all slots are alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,6 +395,8 @@ class PlanPins:
     """Ranks that samples are spread over, a long one over as many as it needs; in place of shard and context ranks."""
     capacity: Positive | None = None
     """With `hybrid`, tokens of a rank's micro-batch; left out, as few as let all ranks hold the longest sample."""
+    offload_capacity: Positive | None = None
+    """With `capacity`, tokens of a slot for long samples whose activations are partly offloaded; left out, none."""
     pipeline: Positive | None = None
     """Pipeline ranks the layers are split over."""
     context_ring: Positive | None = None

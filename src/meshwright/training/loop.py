@@ -257,6 +257,7 @@ def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
             mesh=session.mesh,
             micro_batch=session.plan.batch.micro_batch,
             device=session.world.device,
+            plan=session.plan,
         )
     if not result.tokens:
         reporter.event(session.step, "no validation loss: the held-out samples have no token that is trained on")

@@ -170,7 +170,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     }
     engine = build_engine(run.model, plan, mesh, seed=run.seed, on_phase_end=clock.end, **losses)
     clock.end("model")
-    data, held_out = _open_data(run, plan, ShardVerifier(world.rank, world.ranks))
+    data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
     optimizer = open_optimizer(engine, run.model, run.train, mesh)
     clock.end("optimizer")
@@ -274,14 +274,16 @@ def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, 
     return ring_path(Path(assignment.folder), epoch, attempt, world.rank), header
 
 
-def _open_data(run: RunSpec, plan: Plan, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:
-    """The training data, and the validation data if there is some: windows as long as a micro-batch's sequences."""
+def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:
+    """The training data, and the validation data if there is some: documents or windows, as in training."""
     opened = partial(open_data, run.data, seed=run.seed, vocab_size=run.model.vocab_size, verifier=verifier)
-    data, seq_len = opened(seq_len=run.train.seq_len), plan.samples.capacity if plan.samples else run.train.seq_len
-    if not has_validation(run.data, seq_len):
+    data, train = opened(seq_len=run.train.seq_len), run.train
+    if not has_validation(run.data, train.seq_len):
         return data, None
-    windows = opened(seq_len=seq_len, split="validation")
-    return data, HeldOut.of(windows, run.train.global_batch * run.train.validate_batches)
+    validation = opened(seq_len=train.seq_len, split="validation")
+    if train.global_batch_tokens is None:
+        return data, HeldOut.of(validation, train.global_batch * train.validate_batches)
+    return data, HeldOut.of_documents(validation, train.global_batch_tokens, train.validate_batches)
 
 
 def _write_environment(folder: Path) -> None:

@@ -7,6 +7,7 @@ and `meshwright eval` call `join_and_answer` themselves.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from meshwright.spec.job import DataSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.rank_environment import RankEnvironment
-from meshwright.training.evaluate import Evaluation, HeldOut, evaluate
+from meshwright.training.evaluate import Evaluation, HeldOut, evaluate, undivided_samples
 from meshwright.training.generate import Sampling, generate_under_plan
 from meshwright.training.run_state import load_initial
 from meshwright.training.worker import answer_as_rank
@@ -93,7 +94,11 @@ def compute_answer(job: SpreadJob, world: World) -> Answer:
         text = job.measurement
         source = open_data(text.data, seq_len=text.seq_len, seed=0, vocab_size=job.model.vocab_size, split="validation")
         held_out = HeldOut.of(source, text.samples)
-        measured = evaluate(engine, held_out, mesh=mesh, micro_batch=text.micro_batch, device=world.device)
+        if text.data.packing == "none":
+            plan = replace(plan, samples=plan.samples or undivided_samples(text.seq_len))
+            pass_tokens = text.micro_batch * text.seq_len * mesh.data_ranks
+            held_out = HeldOut.of_documents(source, pass_tokens, math.ceil(text.samples * text.seq_len / pass_tokens))
+        measured = evaluate(engine, held_out, mesh=mesh, micro_batch=text.micro_batch, device=world.device, plan=plan)
     return Answer(tokens=tokens, evaluation=measured)
 
 
