@@ -1,4 +1,4 @@
-"""`meshwright launch`: the file with which Slurm or Kubernetes starts a run or serves a model. Needs neither torch nor a scheduler."""
+"""`meshwright launch`: the file with which Slurm or Kubernetes starts a run or serves a model; needs no torch."""
 
 from __future__ import annotations
 

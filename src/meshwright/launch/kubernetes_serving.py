@@ -1,4 +1,4 @@
-"""Kubernetes objects of a serving deployment: servers by role, router and cache, which find each other by headless services.
+"""Kubernetes objects of a serving deployment: servers by role, router and cache, found by headless services.
 
 Servers of a role are a StatefulSet, whose pods have names that stay: decode servers know the prefill servers by them. The router knows
 each role by the name of its headless service, and looks its addresses up again and again.
@@ -181,7 +181,7 @@ def _health() -> Object:
 
 
 def _service(job: ServingJob, component: str, port: int = HTTP_PORT, *, headless: bool = False) -> Object:
-    """A headless service gives the addresses of all pods, also of those that do not answer yet: the router asks for their health."""
+    """A headless service, which gives the addresses of all pods; the router asks whether they answer."""
     labels = _labels(job, component)
     spec: Object = {"selector": labels, "ports": [{"port": port}]}
     if headless:

@@ -94,7 +94,7 @@ def _colocated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[In
 
 
 def _disaggregated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
-    """Prefill and decode instances, each role with its own tensor degree; no device is left out that one more instance could use."""
+    """Prefill and decode instances, each role with its own tensor degree, on as many devices as they can use."""
     for prefill, decode in product(budgets, repeat=2):
         prefill_budget = max(budget for budget in budgets[prefill] if budget <= PREFILL_BUDGET)
         for count in range(1, (devices - decode) // prefill + 1):

@@ -1,4 +1,4 @@
-"""Slices of cache blocks by key/value heads: those of the tensor ranks of an engine, and whole blocks, in which engines exchange them.
+"""Slices of cache blocks by key/value heads, which tensor ranks have, and whole blocks, which engines exchange.
 
 A whole block of a group is `(layers, 2, kv_heads, tokens, head_dim)`; a rank has `kv_heads / ranks` of the heads, or one head that several
 ranks have alike. Latents have no heads: every rank has the whole block. Here blocks are bytes.

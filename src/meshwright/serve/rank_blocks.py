@@ -1,4 +1,4 @@
-"""The prefix cache of an engine on tensor ranks for other processes: rank 0 has the interface, each rank its slice of every block.
+"""The prefix cache of an engine on tensor ranks for other processes, by rank 0; each rank has its slice of a block.
 
 What changes the pools on rank 0 is recorded for the other ranks; contents are gathered from all ranks to rank 0, or scattered from it.
 """

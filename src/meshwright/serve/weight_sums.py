@@ -1,4 +1,4 @@
-"""Sums of a model's weights that do not depend on how tensor ranks divide it: by them engines know that their weights are equal."""
+"""Sums by which engines know that their weights are equal, however many tensor ranks divide the model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weight_sums(model: Decoder, spec: ModelSpec, part: Part) -> Tensor:
-    """Two sums of each parameter, `(parameters, 2)` int64 on the CPU, over the elements that no earlier rank has, read as integers.
+    """Two sums of each parameter over the elements that no earlier rank has: `(parameters, 2)` int64 on the CPU.
 
-    `spec` has the dimensions of the whole model, `part` says which part of it `model` is. Added over all ranks they are those of the whole
-    model. The second sum is that of the scales of rounded weights, else 0.
+    Elements are read as integers. `spec` has the dimensions of the whole model, `part` says which part of it `model` is.
+    Added over all ranks they are those of the whole model. The second sum is that of the scales of rounded weights, else 0.
     """
     device, sums = model.embed.weight.device, []
     for parameter in parameters(spec):
