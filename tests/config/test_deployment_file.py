@@ -219,7 +219,7 @@ def test_a_server_takes_the_settings_of_its_role() -> None:
     ("instances", "key", "expected"),
     [
         ("[{role: prefill}]", "instances", "decode or both instances"),
-        ("[{role: decode, count: 2}]", "instances", "prefill or both instances"),
+        ("[{role: decode, count: 2}]", "instances", "prefill instances beside the decode"),
         ("[]", "instances", "at least one instance"),
         ("[{role: prefil}]", "instances.0.role", "both | prefill | decode"),
         ("[{tensors: 2}]", "instances.0.tensors", "a key of instances.0"),

@@ -102,7 +102,7 @@ def server_settings(deployment: Deployment, role: str | None, shown: str) -> dic
         wanted = "--role of an instance" if role is None or not settings else f"equal instances of role {role}"
         raise BadInput(f"{shown}: expected {wanted}; instances: {listed}")
     ((own_role, tensor, expert, token_budget),) = settings
-    if (problem := release_error(instances[0])) is not None:
+    if (problem := release_error(instances[0], deployment.quantisation)) is not None:
         raise BadInput(f"{shown}: {problem}")
     formats = {key: value for key, value in to_plain(deployment.quantisation).items() if value is not None}
     shared = {"expert": expert} if expert > 1 else {}

@@ -46,7 +46,7 @@ class ServingJob:
     def __post_init__(self) -> None:
         if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", self.name):
             raise BadInput(
-                f"--name {self.name}: expected at most {LONGEST_NAME} letters, digits and -, as in DNS names"
+                f"--name {self.name}: expected at most {LONGEST_NAME} lower-case letters, digits and -, with a letter first"
             )
 
     @property
@@ -65,6 +65,8 @@ class ServingJob:
 
 def serving_yaml(job: ServingJob) -> str:
     """All objects as YAML documents. Raises BadInput for a deployment that this release cannot serve."""
+    if job.cache_gib is not None and any(instance.expert > 1 for instance in job.deployment.instances):
+        raise BadInput("--cache-gib: instances with groups of experts read no cache of blocks")
     objects = [_plan_file(job), _network_policy(job)]
     for role in job.roles:
         objects += [_service(job, role, headless=True), _servers(job, role)]
@@ -81,14 +83,15 @@ def serving_yaml(job: ServingJob) -> str:
         "# Before the first start, the keys of clients and of the servers among themselves:",
         f'#   kubectl create secret generic {secret} --from-literal=api="$(openssl rand -hex 32)" \\',
         '#     --from-literal=transfer="$(openssl rand -hex 32)"',
-        f"# Then: kubectl apply -f FILE; clients ask http://{job.service('router')}:{HTTP_PORT}/v1",
+        f"# Then: kubectl apply -f FILE; clients ask http://{job.service('router')}:{HTTP_PORT}/v1 for model {job.name}",
     ]
     return "\n".join([*header, "---\n".join(["", *map(dump_yaml, objects)])])
 
 
 def _servers(job: ServingJob, role: Role) -> Object:
     """The servers of one role. A pod whose engine fails ends and is started again."""
-    tensor = server_settings(job.deployment, role, DEPLOYMENT_FILE)["tensor"]
+    settings = server_settings(job.deployment, role, DEPLOYMENT_FILE)
+    devices = settings["tensor"] * settings.get("expert", 1)
     words = ["serve", job.model, "--plan", f"{KEPT_FILES}/{DEPLOYMENT_FILE}", "--role", role, "--name", job.name]
     words += ["--host", "0.0.0.0", "--port", str(HTTP_PORT), "--drain-seconds", str(END_SECONDS - 15)]
     if role == "prefill":
@@ -97,7 +100,7 @@ def _servers(job: ServingJob, role: Role) -> Object:
         words += ["--prefill-engines", ",".join(_prefill_addresses(job))]
     if job.cache_gib is not None:
         words += ["--block-cache", f"{job.service('cache')}:{CACHE_PORT}"]
-    container = _container(job, words, HTTP_PORT, {"nvidia.com/gpu": tensor})
+    container = _container(job, words, HTTP_PORT, {"nvidia.com/gpu": devices})
     container["startupProbe"] = {**_health(), "periodSeconds": 5, "failureThreshold": START_SECONDS // 5}
     container["volumeMounts"] = [
         {"name": "shm", "mountPath": "/dev/shm"},
@@ -181,7 +184,7 @@ def _health() -> Object:
 
 
 def _service(job: ServingJob, component: str, port: int = HTTP_PORT, *, headless: bool = False) -> Object:
-    """A headless service, which gives the addresses of all pods; the router asks whether they answer."""
+    """The service of a role, the router or the cache; a headless one gives the addresses of all its pods."""
     labels = _labels(job, component)
     spec: Object = {"selector": labels, "ports": [{"port": port}]}
     if headless:

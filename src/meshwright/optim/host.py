@@ -76,7 +76,8 @@ class HostAdamW:
 
     `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none.
     `fraction` of the elements have their record in host memory, the first ones on the device. `ahead` chunks are launched before they are
-    needed: none on a CPU, which does not run them beside the forward. Raises OutOfResources when host memory cannot be pinned.
+    needed: by default `LAUNCHED_AHEAD` on a GPU, none on a CPU, which does not run them beside the forward. Raises OutOfResources when
+    host memory cannot be pinned.
     """
 
     def __init__(

@@ -31,9 +31,10 @@ SCALE_BYTES = 4
 def distribute_for_inference(
     model: Decoder, part: Part, group: dist.ProcessGroup, dispatch: Dispatch | None = None
 ) -> None:
-    """Leave a model on the meta device this rank's experts, to which the ranks of `group` send tokens, in order.
+    """Keep only this rank's experts in a model on the meta device; the ranks of `group` send each other tokens.
 
-    With `dispatch` tokens travel to the experts in that format. Raises BadInput if the ranks cannot share the experts.
+    Rank i has the i-th equal part. With `dispatch` tokens travel to the experts in that format. Raises BadInput if the ranks cannot share
+    the experts.
     """
     if expected := experts_error(model.spec, part.count):
         raise BadInput(f"expert ranks: expected {expected}, got {part.count}")
@@ -70,7 +71,7 @@ def exchange_nothing(model: Decoder) -> Generator[None]:
 
 
 def _exchange(experts: nn.Module, sorted_rows: Tensor, load: Tensor) -> Stages:
-    """The outputs of rows by the experts of all ranks, in three parts: behind the first two, rows travel."""
+    """The outputs of rows by the experts of all ranks, yielding while rows travel to the experts and while outputs travel back."""
     assert isinstance(experts, SharedExperts)
     loads, splits = exchange_loads(load, experts.group, experts.ranks)
     sent, received = splits.tolist()

@@ -35,7 +35,7 @@ FINALIST_SHARE = 0.75
 COARSE_REQUESTS, FINE_REQUESTS = 1000, 4000
 """Requests of a simulation that compares finalists, and of one that gives the printed figures: bursts are rare."""
 COARSE, FINE = 0.06, 0.015
-"""Relative distance of rates at which the bisection ends: for finalists, and for the best two."""
+"""Relative distance of rates at which the bisection ends: for finalists, and for the best of each kind."""
 RESAMPLES = 4
 """Further samples of the requests, for the band."""
 BAND_RATES = 0.75, 1.3

@@ -1,7 +1,7 @@
 """Changes of cache blocks outside of steps, recorded on one rank so that the other ranks of its engine repeat them.
 
-Ranks plan equal steps only if their pools are equal. Within steps all ranks change them alike; what moves blocks between engines
-(`policies.moving_blocks`) runs on one rank.
+Ranks plan equal steps only if their pools are equal. Within steps every rank makes the same changes itself; transfers between engines
+(`policies.moving_blocks`) run on rank 0 only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def recorded_blocks(cache: CacheBlocks, record: Callable[[Change], None]) -> Cac
     """The same blocks; `record` gets each change that is made through the returned object."""
 
     def note(group: int, name: str, first: Any, *others: Any) -> None:
-        if first:  # some blocks
+        if first:  # a change of no blocks needs no message
             record([group, name, first, *others])
 
     recorded = copy.copy(cache)

@@ -1,8 +1,9 @@
 """Gives the slots of all ranks common numbers, in which a divided sample has the same number on all its ranks.
 
 In a pipeline a rank runs the forwards of several slots before the first backward, and ranks that share a sample wait for each other in
-both. If each rank counted its own slots, one could wait in a forward for a rank that waits in a backward for it. With common numbers all
-ranks of a stage run parts of one schedule in one order; a rank leaves out the numbers for which it has no slot.
+its forward and in its backward. If each rank counted its own slots, one could wait in a forward for a rank that waits in a backward for
+it. With common numbers all ranks of a stage run parts of one schedule in one order; a rank leaves out the numbers for which it has no
+slot.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class SlotOrder:
 
 
 def slot_order(balance: Balance) -> SlotOrder:
-    """The common order with the smallest numbers in which the divided samples of each rank keep their order.
+    """The smallest common numbers with which the divided samples of each rank keep their order.
 
     Slots of whole samples take the numbers that their rank has free.
     """
@@ -57,7 +58,7 @@ def _numbers_of_divided(balance: Balance) -> list[list[int]]:
         samples[rank].append(sample)
         ranks_of[sample].append(rank)
     numbers: list[list[int]] = [[] for _ in samples]
-    waiting: Counter[int] = Counter()  # ranks whose next sample it is
+    waiting: Counter[int] = Counter()  # by sample, the ranks that have reached it
     changed = list(range(len(samples)))
     while changed:
         rank = changed.pop()

@@ -1,8 +1,8 @@
 """The inference engine on a group of expert ranks: each has requests and a cache of its own, and all share the experts.
 
-Attention is data-parallel; mixtures exchange tokens (CloudMatrix-Infer, arXiv 2506.12708, §4.2). Rank 0 gives each request to the rank with
-the fewest, sends calls and clock before a step, and collects the ranks' updates after it. All ranks compute their steps together, because
-the exchanges of a mixture need all of them; a rank without work computes the others' rows.
+Attention is data-parallel; mixtures exchange tokens (CloudMatrix-Infer, arXiv 2506.12708, §4.2). Rank 0 gives each request to the rank
+with the fewest requests, sends calls and clock before a step, and collects the ranks' updates after it. All ranks compute their steps
+together, because the exchanges of a mixture need all of them; a rank without work computes the others' rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ExpertEngine(RankEngine):
     """The engine of a rank that has some experts of each mixture. Sizes of the options are those of each rank.
 
     Steps have no CUDA graphs: the host reads how many tokens an exchange moves. With several `micro_batches` a step's decodes are computed
-    in turn, so that tokens travel meanwhile. Raises BadInput for speculation.
+    in turn, so that tokens of one travel while another is computed. Raises BadInput for speculation.
     """
 
     runner_class = MicroBatchRunner

@@ -3,8 +3,8 @@
 Once a step is checked, the modules compute all its tokens and draw the next step's drafts, one each. Their layers of the cache follow the
 model's, in the same blocks. All they read is on the device: the number of accepted drafts selects the position behind which they draw.
 
-Two entries of their cache may be those of other tokens, which changes what they propose, and so how much is accepted, but no text: a prefix
-from the cache ends with one for the token that followed it in another text, and modules after the first keep one for a rejected draft.
+Two kinds of cache entries may have been computed from other tokens than the text's: the last one of a cached prefix, from the token that
+followed it in another text, and, for modules after the first, one from a rejected draft. They change what is proposed, never the text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ModuleInputs(NamedTuple):
     following: Tensor
     """`(tokens,)` int64: the token after each one of the step; arbitrary behind the newest."""
     last: Tensor
-    """`(sequences,)` int64: index of the token before the newest one of each request that got any."""
+    """`(sequences,)` int64: index in the step of the token after which the newest one was drawn, by request that got one."""
     table_rows: Tensor
     """`(sequences,)` int64: the table rows of these requests."""
     positions: Tensor
@@ -37,7 +37,7 @@ class ModuleInputs(NamedTuple):
 
 
 class PredictionDrafter(SampledDrafter):
-    """Each module draws one draft, in a step without drafts too: which requests get drafts is planned later.
+    """Each module draws one draft, in a step without drafts too, as the plan of the next step decides which are used.
 
     On CUDA the modules are one graph for each shape of a step of decodes, like the model.
     """
@@ -94,7 +94,12 @@ class PredictionDrafter(SampledDrafter):
             return
         for ours, theirs in zip(self._graph_inputs, inputs, strict=True):
             ours[: len(theirs)] = theirs
-        self._graph_inputs.table_rows[len(inputs.table_rows) :] = self._inputs.padding_row
+        count = len(inputs.table_rows)
+        self._graph_inputs.table_rows[count:] = self._inputs.padding_row
+        # What pads the step has tokens of its own; an index of an earlier, longer step may not exist in this one.
+        self._graph_inputs.last[count : packed.decode_size] = packed.decode_queries * torch.arange(
+            count, packed.decode_size, device=self._inputs.device
+        )
         self._graphs.replay(key)
 
     def _call_of_graph(self, packed: Packed, drawn: bool) -> partial[None]:

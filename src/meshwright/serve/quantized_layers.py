@@ -25,8 +25,9 @@ from meshwright.spec.errors import BadInput
 class QuantizedWeight(nn.Module):
     """A weight `(…, out, in)` in 8 bits, with one scale per output.
 
-    `ranks` are the tensor ranks that have the other columns of the weight, if it is divided so: scales are those of whole outputs, and
-    creating and assigning are collective. Raises BadInput for an int8 weight with so many inputs that sums may exceed 32 bits.
+    `ranks` are the tensor ranks that have the other columns of the weight, if tensor ranks divide its inputs: scales are those of whole
+    outputs, and creating and assigning are collective. Raises BadInput for an int8 weight with so many inputs that sums may exceed 32
+    bits.
     """
 
     values: Tensor
@@ -45,12 +46,12 @@ class QuantizedWeight(nn.Module):
     @torch.no_grad()
     def assign(self, weight: Tensor) -> None:
         """Round another weight `(…, out, in)` into the memory of this one."""
-        weight = weight.to(self.values.device)
         matrices = weight.flatten(0, -3) if weight.dim() > 2 else weight[None]
         # One matrix at a time, because the experts of a layer in fp32 may not fit beside the model.
         for matrix, values, scale in zip(
             matrices, self.values.view(matrices.shape), self.scale.view(*matrices.shape[:-1], 1), strict=True
         ):
+            matrix = matrix.to(values.device)
             largest = matrix.abs().amax(dim=1, keepdim=True).float()
             if self.ranks is not None:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.ranks)

@@ -1,4 +1,4 @@
-"""The prefix cache of an engine on tensor ranks for other processes, by rank 0; each rank has its slice of a block.
+"""The prefix cache of an engine on tensor ranks as rank 0 offers it to other processes; each rank has slices.
 
 What changes the pools on rank 0 is recorded for the other ranks; contents are gathered from all ranks to rank 0, or scattered from it.
 """
@@ -53,7 +53,7 @@ class RankSlices(PrefixBlocks):
         for part, cached, blocks in self._parts(own, tables):
             cached.index_copy_(0, blocks.to(cached.device), part)
 
-    def add_weight_sums(self) -> Tensor:
+    def summed_weights(self) -> Tensor:
         """`weight_sums` of the whole model."""
         sums = weight_sums(self._model, self._spec, Part(self._world.rank, self._world.ranks))
         dist.all_reduce(sums, group=self._world.control)
@@ -90,12 +90,12 @@ class LeadingBlocks(RankSlices):
         torch.frombuffer(out, dtype=torch.uint8).view(whole.shape).copy_(whole)
 
     def write(self, tables: Sequence[Sequence[int]], content: memoryview) -> None:
-        self._send(scatter=tables)
         source = torch.frombuffer(content, dtype=torch.uint8).view(len(tables), self.block_bytes)
+        self._send(scatter=tables)
         self.scatter(tables, source.to(self._contents[0].device))
         if self._contents[0].is_cuda:
             torch.cuda.current_stream(self._contents[0].device).synchronize()
 
     def _weight_sums(self) -> Tensor:
         self._send(weight_sums=True)
-        return self.add_weight_sums()
+        return self.summed_weights()

@@ -53,13 +53,15 @@ class TensorEngine(RankEngine):
         return super()._apply(call)
 
     def _take_part(self, message: Mapping[str, Any]) -> None:
+        if not message.keys() & {"gather", "scatter", "weight_sums"}:
+            return
         slices = RankSlices(self._model, self.spec, self._policy, self._cache, self._world)
         if "gather" in message:
             slices.gather(message["gather"])
         elif "scatter" in message:
             slices.scatter(message["scatter"], None)
-        elif "weight_sums" in message:
-            slices.add_weight_sums()
+        else:
+            slices.summed_weights()
 
     def _compute_step(self) -> list[Update]:
         updates = super()._compute_step()

@@ -98,7 +98,7 @@ class Deployment:
     @property
     def runnable(self) -> bool:
         """Whether this release can serve it."""
-        return not any(release_error(instance) for instance in self.instances)
+        return not any(release_error(instance, self.quantisation) for instance in self.instances)
 
 
 def deployment_name(deployment: Deployment) -> str:
@@ -112,13 +112,15 @@ def deployment_name(deployment: Deployment) -> str:
     return " + ".join(parts)
 
 
-def release_error(instance: InstanceSpec) -> str | None:
+def release_error(instance: InstanceSpec, quantisation: Quantisation) -> str | None:
     """The key of an instance that this release cannot serve, with what it expects and why; None if it serves it."""
     if instance.expert > 1 and (instance.tensor > 1 or instance.role != "both"):
         return (
             f"expert: expected 1 beside tensor {instance.tensor} and role {instance.role}, got {instance.expert}: devices share experts "
             "with tensor 1 and role both only"
         )
+    if instance.expert > 1 and quantisation.weights == "int8":
+        return f"expert: expected 1 beside weights in int8, got {instance.expert}"
     return None
 
 
@@ -127,8 +129,8 @@ def role_error(roles: Sequence[Role]) -> str | None:
     present = set(roles)
     if present == {"prefill"}:
         return "decode or both instances beside the prefill instances, which compute prompts only"
-    if present == {"decode"}:
-        return "prefill or both instances beside the decode instances, which compute no prompts"
+    if "decode" in present and "prefill" not in present:
+        return "prefill instances beside the decode instances, which compute no prompts"
     return None if present else "at least one instance"
 
 
