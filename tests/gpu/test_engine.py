@@ -97,6 +97,18 @@ def test_graphs_compute_drafts_and_their_check(
         assert accepted == proposed
 
 
+def test_graphs_of_modules_follow_a_longer_step_with_drafts() -> None:
+    """Requests with a penalty get no drafts: three of them are padded to a shorter step than that of the requests before."""
+    model = tiny(replace(LLAMA, prediction_depth=1)).cuda()
+    options = EngineOptions(sequences=8, tokens_per_block=16, cache_blocks=64, context=64)
+    speculation = Speculation(tokens=1, shortest=1, least=0, mtp=True)
+    engine = Engine(copy.deepcopy(model), options=replace(options, speculation=speculation))
+    texts(engine, [*PROMPTS, *PROMPTS][:8])
+    penalised = SamplingOptions(temperature=0.0, presence_penalty=0.5)
+    expected = texts(Engine(model, options=options), PROMPTS[:3], sampling=penalised)
+    assert texts(engine, PROMPTS[:3], sampling=penalised) == expected
+
+
 def test_graphs_compute_with_newer_weights(tmp_path: Path) -> None:
     """They read the parameters where they were when the graph was captured."""
     options = EngineOptions(sequences=4, tokens_per_block=16, cache_blocks=64, context=64)

@@ -88,7 +88,7 @@ def test_servers_find_each_other_by_services() -> None:
 def test_the_router_knows_all_roles_and_the_cache_has_memory() -> None:
     rendered = objects(PAIR_JOB)
     router, cache = (rendered["Deployment", f"chat-{name}"] for name in ("router", "cache"))
-    targets = [target_of(url) for url in options(words(router))["instances"]]
+    targets = [target_of(url) for url in options(words(router))["servers"]]
     assert targets == [("chat-prefill", 8000), ("chat-decode", 8000)]
     assert all(("Service", host) in rendered for host, _ in targets)
     given = options(words(cache))
@@ -107,7 +107,10 @@ def test_servers_get_the_plan_and_the_keys(tmp_path: Path) -> None:
     server = pod(rendered["StatefulSet", "chat-prefill"])
     (container,) = server["containers"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert options(words(rendered["StatefulSet", "chat-prefill"]))["plan"] == Path(mounts["plan"]) / "deployment.yaml"
+    assert (
+        Path(options(words(rendered["StatefulSet", "chat-prefill"]))["plan"])
+        == Path(mounts["plan"]) / "deployment.yaml"
+    )
     assert {volume["name"] for volume in server["volumes"]} == set(mounts)
     for (kind, _), workload in rendered.items():
         if kind in ("StatefulSet", "Deployment"):
@@ -118,5 +121,13 @@ def test_servers_get_the_plan_and_the_keys(tmp_path: Path) -> None:
 
 def test_wrong_names_are_refused() -> None:
     for name in ("Chat", "a_b", "x" * 41, "-a", ""):
-        with pytest.raises(BadInput, match="as in DNS names"):
+        with pytest.raises(BadInput, match="lower-case letters"):
             ServingJob(PAIR, name, "m", CONTAINER)
+
+
+def test_servers_that_share_experts_get_a_device_each_and_no_cache() -> None:
+    shared = dataclasses.replace(COLOCATED, deployment=Deployment(instances=(InstanceSpec(count=2, expert=4),)))
+    (container,) = pod(objects(shared)["StatefulSet", "chat-both"])["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    with pytest.raises(BadInput, match="--cache-gib"):
+        serving_yaml(dataclasses.replace(shared, cache_gib=8))
