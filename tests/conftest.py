@@ -29,9 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"pytest {pytest.__version__} keeps no groups of tests; expected the one of constraints.txt"
         )
-    if config.getoption("markexpr") == "not slow":
+    quick = config.getoption("markexpr") == "not slow"
+    if quick:
         os.environ[QUICK] = "1"
-    settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # `make test` takes the same examples each time; the longer suites search for new ones.
+    settings.register_profile(
+        "shared machine", deadline=None, derandomize=quick, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("shared machine")
     gc.disable()  # until all is imported: collections would take a fifth of that time
     import torch

@@ -46,7 +46,7 @@ def test_kubernetes_gets_all_objects_in_a_file(run_file: Path, target: str) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--to", "slrum"], "--to slrum: expected slurm, jobset, trainjob (nearest: slurm)"),
+        (["--to", "slrum"], "--to slrum: expected slurm, jobset, trainjob, serving (nearest: slurm)"),
         ([], "--to : expected slurm, jobset, trainjob"),
         (["--to", "jobset", "--claim", "shared"], "--to jobset needs --image IMAGE"),
         (["--to", "trainjob", "--image", "x"], "--to trainjob needs --claim NAME"),

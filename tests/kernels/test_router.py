@@ -25,7 +25,7 @@ SPECS = {
 def results(mixture: MixtureOfExperts, logits: Tensor, seed: int) -> list[Tensor]:
     """A router's choice, and the gradient of logits by random gradients of its weights and sums of probabilities."""
     logits = logits.clone().requires_grad_()
-    choice = mixture._choose(logits)
+    choice = mixture.choose_experts(logits)
     draw = torch.Generator().manual_seed(seed)
     outputs = choice.weights, choice.probability_sums
     slopes = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x) for x in outputs]
