@@ -71,7 +71,7 @@ def exchange_nothing(model: Decoder) -> Generator[None]:
 
 
 def _exchange(experts: nn.Module, sorted_rows: Tensor, load: Tensor) -> Stages:
-    """The outputs of rows by the experts of all ranks, yielding while rows travel to the experts and while outputs travel back."""
+    """The outputs of rows by the experts of all ranks; yields while rows travel there and while outputs travel back."""
     assert isinstance(experts, SharedExperts)
     loads, splits = exchange_loads(load, experts.group, experts.ranks)
     sent, received = splits.tolist()
