@@ -10,9 +10,9 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes that tests start find the sources compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
-# Four workers on two cores, since tests wait for processes and sockets; one begins with the tests that share a pool of ranks, and two of
+# Three workers on two cores, since tests wait for processes and sockets; one begins with the tests that share a pool of ranks, and two of
 # those took longer, for ranks that wait for each other keep a core busy. Then, by themselves, those that count what the host sends.
-TOGETHER := -n 4 --dist loadgroup --no-loadscope-reorder
+TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
