@@ -89,21 +89,25 @@ def compare(name: str, balance: str) -> list[dict[str, object]]:
 
 
 def layer_figures(
-    steps: list[np.ndarray], costs: ExpertCosts, policy: str, slots: int, kind: str
+    counts: list[np.ndarray], layer_costs: ExpertCosts, copy_policy: str, copy_slots: int, owner_rule: str
 ) -> tuple[float, float]:
-    """Mean seconds of the layer with attention, forward and backward, and mean of the busiest rank's rows over the mean."""
-    layers, ranks, experts = steps[0].shape
-    copied = copied_everywhere(policy, slots, costs, ranks)
+    """Mean seconds of the layer with attention, forward and backward, and mean of the busiest rank's rows over the mean.
+
+    `counts` has the tokens of each expert by step, `(layers, ranks, experts)` each; `copy_slots` are experts that a rank may copy.
+    """
+    layers, ranks, experts = counts[0].shape
+    copied = copied_everywhere(copy_policy, copy_slots, layer_costs, ranks)
     owners = even_owners(layers, experts, ranks)
     seconds, imbalances = [], []
-    for start in range(DELAY, len(steps), EVERY):
-        window = sum(step.sum(1) for step in steps[max(0, start - WINDOW_STEPS) : start])
-        owners = OWNERS[kind](np.asarray(window), owners, copied, ranks, costs.ranks_per_node)
+    for start in range(DELAY, len(counts), EVERY):
+        window = sum(step.sum(1) for step in counts[max(0, start - WINDOW_STEPS) : start])
+        owners = OWNERS[owner_rule](np.asarray(window), owners, copied, ranks, layer_costs.ranks_per_node)
         figures = play_loads(
-            steps[start - DELAY : start + EVERY], owners, costs,
-            policy=None if policy == "none" else policy, slots=slots, window=WINDOW_STEPS, initial=owned(owners, ranks), delay=DELAY,
+            counts[start - DELAY : start + EVERY], owners, layer_costs,
+            policy=None if copy_policy == "none" else copy_policy, slots=copy_slots, window=WINDOW_STEPS,
+            initial=owned(owners, ranks), delay=DELAY,
         )  # fmt: skip
-        seconds += (figures.step_seconds / layers + 3 * costs.hidden).tolist()
+        seconds += (figures.step_seconds / layers + 3 * layer_costs.hidden).tolist()
         imbalances += figures.imbalance.mean(1).tolist()
     return float(np.mean(seconds)), float(np.mean(imbalances))
 

@@ -133,8 +133,8 @@ class _Batch(NamedTuple):
     lengths: np.ndarray
     shares: np.ndarray
     """Device memory of each sample, as a share of that without offload."""
-    held: np.ndarray
-    """Tokens whose memory without offload each sample needs."""
+    memory_tokens: np.ndarray
+    """Device memory of each sample, in tokens without offload."""
     least: np.ndarray
     shared: np.ndarray
     """Seconds of the work that ranks share."""
@@ -164,7 +164,7 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, shares: np.ndarray | No
     shares = np.where(lengths > pool.capacity, pool.memory_shares(lengths) if shares is None else shares, 1.0)
     least = least_ranks(lengths, shares, pool.capacity)
     _check_sizes(lengths, least, pool)
-    batch = _Batch(lengths, shares, _held(lengths, shares, pool), least, pool.time.shared(lengths))
+    batch = _Batch(lengths, shares, _memory_tokens(lengths, shares, pool), least, pool.time.shared(lengths))
     order = np.lexsort((-lengths, -least))
     long, short = order[least[order] > 1], order[least[order] == 1]
     spans = _place_long(long, short, batch, pool)
@@ -180,8 +180,8 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, shares: np.ndarray | No
     return best
 
 
-def _held(tokens: np.ndarray, shares: np.ndarray, pool: RankPool) -> np.ndarray:
-    """Tokens whose memory without offload parts of `tokens` tokens need, `(P,)` each; parts that fit have none."""
+def _memory_tokens(tokens: np.ndarray, shares: np.ndarray, pool: RankPool) -> np.ndarray:
+    """Device memory of parts of `tokens` `(P,)` tokens, in tokens without offload; parts that fit are not offloaded."""
     return np.where(tokens > pool.capacity, np.ceil(tokens * shares - ROUNDING).astype(np.int64), tokens)
 
 
@@ -194,7 +194,7 @@ def _check_sizes(lengths: np.ndarray, least: np.ndarray, pool: RankPool) -> None
 
 def _short_slot(short: np.ndarray, batch: _Batch, pool: RankPool) -> float:
     """Seconds of a slot that is full of samples of mean work per token."""
-    tokens = int(batch.held[short].sum())
+    tokens = int(batch.memory_tokens[short].sum())
     return _total(batch.shared[short]) / tokens * pool.capacity + pool.time.fixed if tokens else 0.0
 
 
@@ -206,7 +206,7 @@ def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPo
     most = np.clip(finest, least, pool.ranks)
     floor = pool.time.least(batch.lengths[long])
     short_slot = _short_slot(short, batch, pool)
-    short_work = short_slot * int(batch.held[short].sum()) / pool.capacity
+    short_work = short_slot * int(batch.memory_tokens[short].sum()) / pool.capacity
     mean = (short_work + _total(np.maximum(shared, floor * least) + fixed * least)) / pool.ranks
     longest = float(np.maximum(shared / least, floor).max()) if len(long) else 0.0
     stacks = [mean + bubbles * (short_slot + share * max(longest - short_slot, 0.0)) for share in STACK_LIMITS]
@@ -243,12 +243,12 @@ def _assemble(
     Returns the share, too, by which packing lets ranks end later.
     """
     parts = _span_parts(spans, batch.lengths, pool.ranks)
-    held = _held(parts.tokens, batch.shares[parts.sample], pool)
+    memory_tokens = _memory_tokens(parts.tokens, batch.shares[parts.sample], pool)
     ready = spans.busy + (pool.stages - 1) * np.maximum(spans.longest, _short_slot(short, batch, pool)) + delays
-    rooms = Rooms(parts.rank, parts.slot, pool.capacity - held)
-    seconds = batch.shared[short] + pool.time.fixed / pool.capacity * batch.held[short]
+    rooms = Rooms(parts.rank, parts.slot, pool.capacity - memory_tokens)
+    seconds = batch.shared[short] + pool.time.fixed / pool.capacity * batch.memory_tokens[short]
     delay = DELAY if pool.time.linear > 0 else 0.0  # else padding costs nothing
-    packing = pack_samples(batch.held[short], seconds, ready, rooms, pool.capacity, delay)
+    packing = pack_samples(batch.memory_tokens[short], seconds, ready, rooms, pool.capacity, delay)
     whole = np.ones(len(short), np.int64)
     packed = _Parts(short, whole - 1, whole, packing.rank, packing.slot, batch.lengths[short])
     every = _Parts(*(np.concatenate(pair) for pair in zip(parts, packed, strict=True)))
@@ -256,7 +256,7 @@ def _assemble(
     seconds = np.maximum(batch.shared[every.sample] / every.parts, floor)
     end = _end_seconds(every, seconds, packing.slots, spans, pool)
     order = np.lexsort((every.sample, every.slot, every.rank))
-    slots = int(batch.held.sum()) / pool.capacity
+    slots = int(batch.memory_tokens.sum()) / pool.capacity
     ideal = (_total(batch.shared) + slots * pool.time.fixed) / pool.ranks
     sample, part, number, rank, slot, tokens = (values[order] for values in every)
     balance = Balance(

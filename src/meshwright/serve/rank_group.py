@@ -206,7 +206,7 @@ class RankEngine(Engine):
             self._ranks.run_on_all(activity, verify)
             self._policy.forget_cache()
             self._weights_whole = False
-            # Ranks agree on scales of rounded weights here. Files were verified, so only a loss of a rank ends that badly.
+            # Tensor ranks agree on the scales of rounded weights here: a rank that fails now leaves the others waiting for it.
             self._ranks.run_on_all(
                 activity, lambda: self._assign(opened[0].tensors(self._part.tensor, self._part.experts))
             )
