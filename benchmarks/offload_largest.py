@@ -43,20 +43,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results = []
+    record: dict[str, Any] = {
+        "benchmark": "offload_largest",
+        "words": options.words,
+        "environment": environment(),
+        "results": [],
+    }
     for name in options.only.split(","):
         moments = "bf16" if name == "gpt-20b" else name
         models = gpt_words() if name == "gpt-20b" else largest_words(options.words, moments)
-        results.append({"name": name, **first_that_trains(models, moments, options)})
-        print(json.dumps(results[-1]), flush=True)
-    if options.out:
-        record = {
-            "benchmark": "offload_largest",
-            "words": options.words,
-            "environment": environment(),
-            "results": results,
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        record["results"].append({"name": name, **first_that_trains(models, moments, options)})
+        print(json.dumps(record["results"][-1]), flush=True)
+        if options.out:  # after each model, so that a run that is stopped leaves the others
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def gpt_words() -> Iterator[list[str]]:

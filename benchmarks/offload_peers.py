@@ -60,12 +60,12 @@ def main() -> None:
     if options.peer:
         print(json.dumps(train_peer(resolve_data(load_run(None, words), _no_note), options.peer)))
         return
-    results = [measure(name, words, options) for name in options.only.split(",")]
-    record = {"benchmark": "offload_peers", "words": words, "environment": environment(), "results": results}
-    for result in results:
-        print(json.dumps(result), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    record: dict[str, Any] = {"benchmark": "offload_peers", "words": words, "environment": environment(), "results": []}
+    for name in options.only.split(","):
+        record["results"].append(measure(name, words, options))
+        print(json.dumps(record["results"][-1]), flush=True)
+        if options.out:  # after each method, so that a run that is stopped leaves the others
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def measure(name: str, words: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:

@@ -70,9 +70,19 @@ def use_local_copies(ranks: int) -> None:
 def measured(ranks: int, words: Sequence[str], steps: int) -> dict[str, Any]:
     """Figures of `steps` steps of the run with these overrides, as rank 0 of `ranks`; the first step is not counted."""
     from meshwright.config.load import load_run
+    from meshwright.launch.machine import found_cluster
     from meshwright.planner.search import search
 
-    run = load_run(None, [*OVERRIDES, *words, "cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])
+    run = load_run(
+        None,
+        [
+            *OVERRIDES,
+            f"cluster.gpu={found_cluster()['gpu']}",
+            *words,
+            "cluster.nodes=1",
+            f"cluster.gpus_per_node={ranks}",
+        ],
+    )
     plan = search(run).best.plan
     seconds, losses, peak = train(run, plan, steps)
     counted = seconds[1:] or seconds

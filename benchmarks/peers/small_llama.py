@@ -1,6 +1,7 @@
-"""Adds Llama 3.2 1B and 3B to torchtitan 0.2.2, and its Llama 3 70B cut to 16 layers.
+"""Adds Llama 3.2 1B and 3B to torchtitan 0.2.2, its Llama 3 70B cut to 16 layers, and its Qwen3-30B-A3B cut to 4.
 
-Options: `--experimental.custom_import small_llama --model.name small_llama`, or `--model.name cut_llama --model.flavor 70B-16`.
+Options: `--experimental.custom_import small_llama --model.name small_llama`, or `--model.name cut_llama --model.flavor 70B-16`, or
+`--model.name cut_qwen3 --model.flavor 30B-A3B-4`.
 
 The models are its own Llama with the head tied to the embedding, as theirs is. Under FSDP both ends are one unit that stays gathered after
 forward: a weight in two units would be two weights.
@@ -17,6 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, get_train_spec, llama3_args
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
+from torchtitan.models.qwen3 import get_train_spec as qwen3_spec
+from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 SHARED: dict[str, Any] = {
@@ -86,5 +89,12 @@ def cut_spec() -> TrainSpec:
     return spec
 
 
+def cut_qwen3_spec() -> TrainSpec:
+    spec = qwen3_spec()
+    spec.model_args = {"30B-A3B-4": replace(qwen3_args["30B-A3B"], n_layers=4)}
+    return spec
+
+
 register_train_spec("small_llama", train_spec())
 register_train_spec("cut_llama", cut_spec())
+register_train_spec("cut_qwen3", cut_qwen3_spec())

@@ -37,7 +37,7 @@ def whole_of(rank_tensors):
     return sequence
 
 
-def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp):
+def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp, plain=True):
     """Result and gradients, where every rank processes the other ranks' keys in the order of a ring."""
     rank_tensors = [[part_of(x, rank, ranks) for rank in range(ranks)] for x in (q, k, v, grad)]
     q_parts, k_parts, v_parts, grads = rank_tensors
@@ -54,7 +54,7 @@ def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp):
             source = (rank - ring_step) % ranks
             queries, keys, causal = visible_block(rank, source, q_part.shape[1])
             out, logsumexp = partial_attention(
-                q_part[:, queries], k_parts[source][:, keys], v_parts[source][:, keys], causal, plain=True
+                q_part[:, queries], k_parts[source][:, keys], v_parts[source][:, keys], causal, plain=plain
             )
             if accumulator is None:
                 accumulator = AttentionAccumulator(out, logsumexp)
@@ -65,7 +65,7 @@ def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp):
             queries, keys, causal = visible_block(rank, source, q_part.shape[1])
             q_grad, k_grad, v_grad = partial_gradients(
                 grads[rank][:, queries], q_part[:, queries], k_parts[source][:, keys], v_parts[source][:, keys],
-                accumulator.out[:, queries], logsumexp_of(accumulator.logsumexp)[..., queries], causal, plain=True,
+                accumulator.out[:, queries], logsumexp_of(accumulator.logsumexp)[..., queries], causal, plain=plain,
             )  # fmt: skip
             gradients[0][rank][:, queries] += q_grad
             gradients[1][source][:, keys] += k_grad
@@ -75,13 +75,14 @@ def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_combined_parts_equal_attention_over_the_whole_sequence(ranks, kv_heads):
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "operators"])
+def test_combined_parts_equal_attention_over_the_whole_sequence(ranks, kv_heads, plain):
     q, k, v = inputs(kv_heads=kv_heads)
     expected = attention(q, k, v, plain=True)
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     truth = torch.autograd.grad(expected, (q, k, v), grad)
     with torch.no_grad():
-        out, gradients = ring(q, k, v, grad, ranks)
+        out, gradients = ring(q, k, v, grad, ranks, plain=plain)
         assert torch.allclose(out, expected, rtol=0, atol=1e-13)
         for ours, theirs in zip(gradients, truth, strict=True):
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-13)

@@ -2,8 +2,8 @@
 
 A partial result comes with the logsumexp of its scores, and these suffice to combine two partial results (online softmax; Milakov &
 Gimelshein 2018, Rabe & Staats 2021). The gradients of a part need only the combined result and its logsumexp (Dao et al. 2022). With
-`plain` scores are computed explicitly. On CUDA the functions call the operators behind scaled-dot-product attention, whose public
-function does not return the logsumexp: cuDNN, or FlashAttention where cuDNN does not support the shapes.
+`plain` scores are computed explicitly. Otherwise the functions call the operators behind scaled-dot-product attention, whose public
+function does not return the logsumexp: on CUDA cuDNN, or FlashAttention where cuDNN does not support the shapes; FlashAttention on a CPU.
 
 Shapes: q, out and their gradients `(batch, queries, heads, head_dim)`, k and v `(batch, keys, kv_heads, head_dim)`, logsumexps
 `(batch, heads, queries)`.
@@ -67,6 +67,8 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: b
         return _plain_attention(q, k, v, causal)
     if backend == "cudnn":
         out, logsumexp, *_ = _aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal)
+    elif backend == "cpu":
+        out, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, causal)
     else:
         out, logsumexp, *_ = _aten._scaled_dot_product_flash_attention(*heads, 0.0, causal)
     return out.transpose(1, 2), logsumexp.reshape(out.shape[:3])
@@ -91,6 +93,8 @@ def partial_gradients(
         gradients = _aten._scaled_dot_product_cudnn_attention_backward(
             *inputs, logsumexp[..., None].contiguous(), unused, unused, None, None, None, *lengths, 0.0, causal
         )
+    elif backend == "cpu":
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, logsumexp, 0.0, causal)
     else:
         gradients = _aten._scaled_dot_product_flash_attention_backward(
             *inputs, logsumexp.contiguous(), None, None, *lengths, 0.0, causal, unused, unused
@@ -127,7 +131,7 @@ def _compiled_combine() -> Callable[..., None]:
 def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     """Name of the backend that supports q, k and v `(batch, heads, seq, head_dim)`."""
     if not q.is_cuda:
-        return "plain"
+        return "cpu" if q.shape[-1] == v.shape[-1] else "plain"
     params = SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
     if can_use_cudnn_attention(params):
         return "cudnn"
