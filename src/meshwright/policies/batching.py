@@ -127,8 +127,12 @@ class BatchPolicy:
             raise RuntimeError("complete the step with draft tokens before planning the next one")
         while (late := self._queue.take_late(now)) is not None:
             self._end(late, "deadline")
-        step, batch = Step(self._steps), self._batch
+        batch = self._batch
         preemptions = batch.preemptions
+        if not (batch.current_decodes() or batch.prefills or self._queue.head()):
+            self._preempted = False
+            return None
+        step = Step(self._steps)
         self._plan_decodes(step)
         chunks: list[Part] = []
         joining: list[Part] = []
@@ -217,18 +221,21 @@ class BatchPolicy:
     def extend(self, step: Step, most: int) -> int:
         """Let a step of decodes that was just planned stand for up to `most` identical ones; returns their number.
 
-        The result is exactly that of so many single steps with unknown tokens, each completed before the next is planned,
-        if nothing is added, aborted or late meanwhile; `complete` completes the last of them. A step with a prefill or
-        drafts, and one beside another in flight, stays single.
+        If it stands for several already, `most` counts from the last of these. The result is exactly that of so many
+        single steps with unknown tokens, each completed before the next is planned, if nothing is added, aborted or late
+        meanwhile; `complete` completes the last of them. A step with a prefill or drafts, and one beside another in
+        flight, stays single.
         """
         if most < 2 or not self.extends(step):
-            return step.repeat
-        step.repeat = self._batch.grow_ahead(step, most)
-        for part in step.parts:
-            if part.start == part.progress.final:
-                step.final.append(part.progress)
-                self._batch.drain(part.progress)
-        return step.repeat
+            return 1
+        steps, reached = self._batch.grow_ahead(step, most)
+        step.repeat += steps - 1
+        for index in reached:
+            progress = step.parts[index].progress
+            if step.parts[index].start == progress.final:
+                step.final.append(progress)
+                self._batch.drain(progress)
+        return steps
 
     def complete(self, step: Step, tokens: Sequence[int] | None, stopped: Collection[int] = ()) -> None:
         """Take in the results of a step without drafts.
@@ -238,7 +245,8 @@ class BatchPolicy:
         """
         if step.drafts or (step.repeat > 1 and tokens is not None):
             raise ValueError("a step with drafts is completed by complete_drafts, a repeated one without tokens")
-        for part, token in zip(step.sampling, tokens or [0] * len(step.sampling), strict=True):
+        values = [0] * len(step.sampling) if tokens is None else tokens
+        for part, token in zip(step.sampling, values, strict=True):
             if part.progress.live:
                 part.tokens.append(token)
             else:

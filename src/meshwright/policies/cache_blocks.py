@@ -68,15 +68,16 @@ class BlockPool:
         """`count` free blocks with one reference each; empty blocks go first. Raises IndexError if there are not so many."""
         if count > self.free:
             raise IndexError("no free cache block")
-        empty, idle, taken = self._empty, self._idle, []
-        for _ in range(count):
-            if empty:
-                block = empty.pop()
-            else:
-                block, _ = idle.popitem(last=False)
-                del self.block_of[self._digest_of.pop(block)]
-            self.references[block] = 1
+        empty, references = self._empty, self.references
+        kept = max(0, len(empty) - count)
+        taken = empty[kept:][::-1]
+        del empty[kept:]
+        for _ in range(count - len(taken)):
+            block, _ = self._idle.popitem(last=False)
+            del self.block_of[self._digest_of.pop(block)]
             taken.append(block)
+        for block in taken:
+            references[block] = 1
         self.free -= count
         return taken
 
@@ -91,18 +92,19 @@ class BlockPool:
 
     def release_all(self, blocks: Iterable[int]) -> None:
         """Remove a reference from blocks, in this order; `UNUSED_BLOCK` has none."""
-        references, digest_of = self.references, self._digest_of
+        references, digest_of, idle, empty = self.references, self._digest_of, self._idle, self._empty
+        before = len(idle) + len(empty)
         for block in blocks:
             if block == UNUSED_BLOCK:
                 continue
-            references[block] -= 1
-            if references[block]:
+            references[block] = others = references[block] - 1
+            if others:
                 continue
-            self.free += 1
             if block in digest_of:
-                self._idle[block] = None
+                idle[block] = None
             else:
-                self._empty.append(block)
+                empty.append(block)
+        self.free += len(idle) + len(empty) - before
 
     def idle_of(self, digests: Iterable[bytes]) -> int:
         """How many of the cached blocks of these digests have no references."""

@@ -25,7 +25,9 @@ class RunningBatch:
         """Whether `decodes` has parts of requests that do not decode any more."""
         self.preemptions = self.cached_tokens = self.generation = 0
         self._releases = 0
-        self._refused: tuple[Progress | None, int] = (None, -1)
+        self._refused: Progress | None = None
+        """The head of the queue for which there were no blocks at so many releases."""
+        self._refused_releases = 0
 
     def check_size(self, request: Request) -> None:
         """Raise BadInput if the cache could not hold the request alone."""
@@ -48,7 +50,7 @@ class RunningBatch:
     def next_head(self) -> Progress | None:
         """The head of the queue, unless it was refused and no block has been released since."""
         head = self.queue.head()
-        return None if head is not None and self._refused == (head, self._releases) else head
+        return None if head is self._refused and self._refused_releases == self._releases else head
 
     def admit_head(self, budget: int) -> bool:
         """Start the request at the head of the queue, if it gets a slot and blocks."""
@@ -65,7 +67,7 @@ class RunningBatch:
         while len(self.requests) >= self.limits.sequences or not self._fits(progress, digests, matched, budget):
             last = self._last() if self.requests else None
             if last is None or last.draining or not self._may_displace(progress, last):
-                self._refused = (progress, self._releases)
+                self._refused, self._refused_releases = progress, self._releases
                 return False
             self.detach(last)
             matched = self.cache.matching(digests)
@@ -144,8 +146,11 @@ class RunningBatch:
         self.set_limit(progress.part)
         return [progress.part]
 
-    def grow_ahead(self, step: Step, most: int) -> int:
-        """Take the blocks of `most` decode steps in the order of single steps; returns how many there can be."""
+    def grow_ahead(self, step: Step, most: int) -> tuple[int, list[int]]:
+        """Take the blocks of `most` decode steps in the order of single steps.
+
+        Returns how many steps there can be, and the indices of the parts that need blocks or reach their last token.
+        """
         reached = []
         for index, part in enumerate(step.parts):
             if part.limit < part.start + most:
@@ -153,12 +158,15 @@ class RunningBatch:
                 most = min(most, part.progress.final - part.start + 1)
         if not self._grow_at_once(step, reached, most):
             most = self._grow_in_order(step, reached, most)
+        more = most - 1
+        unknown = [0] * more
         for part in step.parts:
-            part.start = start = part.start + most - 1
-            part.tokens.extend([0] * (start + 1 - len(part.tokens)))
+            part.start += more
+            missing = part.start + 1 - len(part.tokens)
+            part.tokens.extend(unknown if missing == more else unknown[:missing])
         for index in reached:
             self.set_limit(step.parts[index])
-        return most
+        return most, reached
 
     def _grow_at_once(self, step: Step, reached: Sequence[int], most: int) -> bool:
         """Take all blocks of these parts, if there are enough and it does not matter which request takes which block when."""
@@ -169,14 +177,13 @@ class RunningBatch:
             part = step.parts[index]
             more = -(-(part.start + most) // size) - len(part.tables[0])
             if more > 0:
-                wanted.append(index)
+                wanted.append((index, part))
                 missing += more
         if missing > min([pool.free for pool in self.cache.pools]):
             return False
-        for index in wanted:
-            part = step.parts[index]
+        for index, part in wanted:
             self.cache.grow(part.tables, part.start + most)
-        step.grown.extend(wanted)
+            step.grown.append(index)
         return True
 
     def _grow_in_order(self, step: Step, reached: Sequence[int], most: int) -> int:
