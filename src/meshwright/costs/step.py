@@ -131,7 +131,9 @@ def step_cost(
     steady = micro_batches * (stage + host_micro) + imbalance
     overlapping = k.hide * _overlapping_micro_batches(layout)
     first = exposed_seconds(gathers.once, (layers_time - backward) * overlapping, gathers.tax)
-    last = exposed_seconds(reductions.once, backward * overlapping, reductions.tax)
+    # The compute that hides a micro-batch's own collectives does not hide the last reductions too.
+    idle_share = 1 - np.minimum(1.0, collective_seconds / np.maximum(overlap_seconds, 1e-12))
+    last = exposed_seconds(reductions.once, idle_share * backward * overlapping, reductions.tax)
     # `first` and `last` are seconds of all layers; a pipeline rank has 1/pipeline of them. The first micro-batch reaches a rank after
     # the gathers of the ranks before it, so these delays add up, except those of the units that are gathered early. Likewise the
     # last micro-batch's backward is delayed by reductions of one rank after another, unless they follow a later weight half.
