@@ -134,14 +134,7 @@ def step_cost(
     # The compute that hides a micro-batch's own collectives does not hide the last reductions too.
     idle_share = 1 - np.minimum(1.0, collective_seconds / np.maximum(overlap_seconds, 1e-12))
     last = exposed_seconds(reductions.once, idle_share * backward * overlapping, reductions.tax)
-    # `first` and `last` are seconds of all layers; a pipeline rank has 1/pipeline of them. The first micro-batch reaches a rank after
-    # the gathers of the ranks before it, so these delays add up, except those of the units that are gathered early. Likewise the
-    # last micro-batch's backward is delayed by reductions of one rank after another, unless they follow a later weight half.
-    # In layered order no rank waits for another's collectives.
-    other_ranks = np.where(layout.layered > 0, 0.0, layout.pipeline - 1)
-    first = first * (1 + other_ranks * np.maximum(0.0, 1 - EARLY_GATHERS / units))
-    last = last * (1 + np.where(layout.splits_backward, 0.0, other_ranks * (1 - LATE_REDUCTIONS / units)))
-    first_and_last = (first + last + copies_once) / layout.pipeline
+    first_and_last = _delay_of_ends(layout, first, last, units) + copies_once / layout.pipeline
     first_and_last = first_and_last + _table_seconds(shape, machine, layout, k)
     data_seconds = first_and_last + _gradient_traffic(
         shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12)
@@ -172,6 +165,20 @@ def step_cost(
         constant,
         exposed,
     )
+
+
+def _delay_of_ends(layout: Layouts, first: Array, last: Array, units: Array) -> Array:
+    """Seconds by which the `first` gathers and the `last` reductions delay a step.
+
+    Both are exposed seconds of all layers; a pipeline rank has 1/pipeline of them, in `units` of each stage. The first micro-batch
+    reaches a rank after the gathers of the ranks before it, so these delays add up, except those of the units that are gathered early.
+    Likewise the last micro-batch's backward is delayed by reductions of one rank after another, unless they follow a later weight half.
+    In layered order no rank waits for another's collectives.
+    """
+    other_ranks = np.where(layout.layered > 0, 0.0, layout.pipeline - 1)
+    first = first * (1 + other_ranks * np.maximum(0.0, 1 - EARLY_GATHERS / units))
+    last = last * (1 + np.where(layout.splits_backward, 0.0, other_ranks * (1 - LATE_REDUCTIONS / units)))
+    return (first + last) / layout.pipeline
 
 
 def _table_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
