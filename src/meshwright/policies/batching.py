@@ -70,8 +70,8 @@ class BatchPolicy:
         """The earliest deadline in seconds of an unfinished request."""
         return self._queue.next_deadline()
 
-    def add(self, request: Request, digests: Sequence[bytes] = ()) -> None:
-        """Queue a request. `digests` are those of its first blocks, if the caller knows them.
+    def add(self, request: Request, digests: Sequence[bytes] = (), tail: bytes | None = None) -> None:
+        """Queue a request. `digests` are those of its first blocks and `tail` that of its prompt's end, if the caller knows them.
 
         Raises BadInput if the cache could not hold it alone or its numbers make no sense.
         """
@@ -80,6 +80,7 @@ class BatchPolicy:
         salt = NO_SALT + request.salt if self.limits.prefix_cache else None
         progress = Progress(request, key, len(self.cache.pools), salt)
         progress.digests.extend(digests)
+        progress.tail = tail
         self._progress[request.number] = progress
         if request.deadline is not None:
             self._queue.watch_deadline(progress, request.deadline)
@@ -104,9 +105,14 @@ class BatchPolicy:
         ended, self._ended = self._ended, []
         return ended
 
-    def prompt_digests(self, prompt: Sequence[int], generation: int | None = None) -> list[bytes]:
-        """Digests of the full blocks of a prompt, for requests without a salt; `generation` of weights, None: that of now."""
-        return self._batch.prompt_digests(prompt, self._batch.generation if generation is None else generation)
+    def prompt_digests(
+        self, prompt: Sequence[int], generation: int | None = None, *, tail: bool = False
+    ) -> list[bytes]:
+        """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them, for requests without a salt.
+
+        `generation` of weights, None: that of now.
+        """
+        return self._batch.prompt_digests(prompt, self._batch.generation if generation is None else generation, tail)
 
     def forget_cache(self) -> None:
         """Empty the prefix cache, for new weights, and take the blocks of running requests, which are computed again.
@@ -201,6 +207,8 @@ class BatchPolicy:
             current = batch.prefills[index] if index < len(batch.prefills) else None
             if head is not None and (current is None or head.key < current.key):
                 admitting = batch.admit_head(budget)
+                if admitting and head.part is not None and head.part.start >= head.final:
+                    step.final.append(head)
             elif current is None:
                 break
             elif (count := batch.plan_chunk(current, budget, chunks)) and chunks[-1].samples:

@@ -106,6 +106,14 @@ class BlockPool:
                 empty.append(block)
         self.free += len(idle) + len(empty) - before
 
+    def claim(self, digest: bytes) -> int:
+        """Remove a cached block without references from the prefix cache; returns it with one reference."""
+        block = self.block_of.pop(digest)
+        del self._digest_of[block], self._idle[block]
+        self.references[block] = 1
+        self.free -= 1
+        return block
+
     def idle_of(self, digests: Iterable[bytes]) -> int:
         """How many of the cached blocks of these digests have no references."""
         references, block_of = self.references, self.block_of
@@ -185,6 +193,17 @@ class CacheBlocks:
             blocks = [pool.block_of[digest] for digest in digests[first:length]]
             pool.share_all(blocks)
             table.extend(blocks)
+
+    def claim(self, tables: list[list[int]], digest: bytes) -> bool:
+        """Add the cached block of a digest to each table, for the request alone, which may write to it.
+
+        False, and nothing is done, if a group has none without references.
+        """
+        if not all(digest in pool.block_of and pool.idle_of((digest,)) for pool in self.pools):
+            return False
+        for pool, table in zip(self.pools, tables, strict=True):
+            table.append(pool.claim(digest))
+        return True
 
     def room(self, tables: list[list[int]]) -> int:
         """Positions that `tables` can cover with the free blocks."""

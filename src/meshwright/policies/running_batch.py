@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
 from meshwright.policies.batch_request import BatchLimits, Part, Progress, Request, Step
-from meshwright.policies.cache_blocks import NO_SALT, CacheBlocks, extend_digests, root_digest
+from meshwright.policies.cache_blocks import NO_SALT, CacheBlocks, block_digest, extend_digests, root_digest
 from meshwright.spec.errors import BadInput
 
 
@@ -75,10 +75,40 @@ class RunningBatch:
         self.cache.share(progress.tables, digests, matched)
         progress.live, progress.registered = True, matched
         progress.computed = progress.confirmed = matched * self.cache.tokens_per_block
+        known, prompt = len(progress.tokens), len(progress.request.prompt)
+        if known > prompt > progress.computed and self._claim_tail(progress, matched):
+            progress.computed = progress.confirmed = prompt
         self.cached_tokens += progress.computed
         self.requests[progress.request.number] = progress
-        insort(self.prefills, progress, key=lambda running: running.key)
+        if known > prompt and progress.computed == known - 1:
+            self._begin_cached(progress)
+        else:
+            insort(self.prefills, progress, key=lambda running: running.key)
         return True
+
+    def _claim_tail(self, progress: Progress, matched: int) -> bool:
+        """Take over the cached block with the end of a prompt, if it follows the `matched` blocks, for the new tokens go there too."""
+        if not progress.shares or matched != len(progress.request.prompt) // self.cache.tokens_per_block:
+            return False
+        return self.cache.claim(progress.tables, self._tail_digest(progress))
+
+    def _tail_digest(self, progress: Progress) -> bytes:
+        """Digest of the end of a prompt that does not fill a block; those of its full blocks are known."""
+        if progress.tail is None:
+            prompt = progress.request.prompt
+            full = len(prompt) // self.cache.tokens_per_block
+            parent = progress.digests[full - 1] if full else root_digest(progress.salt, progress.generation)
+            progress.tail = block_digest(parent, prompt[full * self.cache.tokens_per_block :])
+        return progress.tail
+
+    def _begin_cached(self, progress: Progress) -> None:
+        """Let a request whose known tokens but the newest are cached decode in the step that is being planned."""
+        known = len(progress.tokens)
+        self.cache.grow(progress.tables, known)
+        progress.computed = progress.confirmed = known
+        progress.part = Part(progress, known - 1, 1, samples=True)
+        self.set_limit(progress.part)
+        self.decodes = [*self.current_decodes(), progress.part]
 
     @staticmethod
     def _may_displace(progress: Progress, running: Progress) -> bool:
@@ -262,6 +292,17 @@ class RunningBatch:
             self._extend_digests(progress, full)
             self.cache.register(progress.tables, progress.digests, progress.registered, full)
             progress.registered = full
+        if progress.request.continued_elsewhere and progress.registered == full:
+            self._register_tail(progress, full)
+
+    def _register_tail(self, progress: Progress, full: int) -> None:
+        """Enter the block behind the `full` ones of a computed prompt, which is not full, in the prefix cache."""
+        size, prompt = self.cache.tokens_per_block, progress.request.prompt
+        if progress.confirmed_positions() == len(prompt) > full * size and full == len(prompt) // size:
+            self._extend_digests(progress, full)
+            digests = [*progress.digests[:full], self._tail_digest(progress)]
+            self.cache.register(progress.tables, digests, full, full + 1)
+            progress.registered = full + 1
 
     def _extend_digests(self, progress: Progress, blocks: int) -> None:
         """Compute the digests of the first full blocks, as far as they are missing."""
@@ -270,11 +311,13 @@ class RunningBatch:
         root = root_digest(progress.salt, progress.generation)
         extend_digests(progress.digests, root, progress.tokens, blocks, self.cache.tokens_per_block)
 
-    def prompt_digests(self, prompt: Sequence[int], generation: int) -> list[bytes]:
-        """Digests of the full blocks of a prompt, for requests without a salt and a generation of weights."""
+    def prompt_digests(self, prompt: Sequence[int], generation: int, tail: bool) -> list[bytes]:
+        """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them, for requests without a salt."""
         digests: list[bytes] = []
-        size = self.cache.tokens_per_block
-        extend_digests(digests, root_digest(NO_SALT, generation), prompt, len(prompt) // size, size)
+        size, root = self.cache.tokens_per_block, root_digest(NO_SALT, generation)
+        extend_digests(digests, root, prompt, len(prompt) // size, size)
+        if tail and len(prompt) % size:
+            digests.append(block_digest(digests[-1] if digests else root, prompt[len(digests) * size :]))
         return digests
 
     def forget_cache(self) -> None:

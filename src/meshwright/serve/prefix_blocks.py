@@ -38,9 +38,9 @@ class PrefixBlocks:
         content = repr((self._weight_sums().tolist(), str(self._dtype), self._shapes))
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
-    def digests(self, prompt: Sequence[int]) -> list[bytes]:
-        """Digests of the full blocks of a prompt."""
-        return self._policy.prompt_digests(prompt)
+    def digests(self, prompt: Sequence[int], *, tail: bool = False) -> list[bytes]:
+        """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them."""
+        return self._policy.prompt_digests(prompt, tail=tail)
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Names of the full blocks of a prompt for engines of the same `identity`, however often each has replaced its weights."""

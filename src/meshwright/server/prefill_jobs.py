@@ -69,6 +69,7 @@ class PrefillRequest:
         options = {
             "sampling": SamplingOptions.from_plain(message["sampling"]),
             "new_tokens": 1,
+            "continued_elsewhere": True,
             "stop_ids": stop_ids,
             "grammar": None if grammar is None else Grammar(*grammar),
         }
@@ -235,7 +236,7 @@ class PrefillJobs:
             self._close(connection)
 
     def _submit(self, connection: PrefillConnection, number: int, prompt: PrefillRequest) -> None:
-        digests = self._blocks.digests(prompt.tokens)
+        digests = self._blocks.digests(prompt.tokens, tail=True)
         try:
             requests = self._engine.submit_samples(prompt.tokens, prompt.count, **prompt.options)
         except BadInput as error:

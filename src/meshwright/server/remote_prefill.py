@@ -41,7 +41,7 @@ class RemotePrompt:
     """The message `submit` of the HTTP process."""
     number: int
     digests: Sequence[bytes]
-    """Of the full blocks of the prompt."""
+    """Of the blocks of the prompt, the last of which may not be full."""
     peer: Peer | None = None
     """The peer that computes it; None while it waits for blocks."""
     reserved: ReservedBlocks | None = None
@@ -112,9 +112,9 @@ class RemotePrefill:
         """Take over a request; false if its prompt is to be computed here, by the caller."""
         if not self.enabled or not any(peer.usable for peer in self.peers):
             return False
-        digests = self._blocks.digests(request["tokens"])
-        if not self._blocks.missing(digests):
+        if not self._blocks.missing(self._blocks.digests(request["tokens"])):
             return False
+        digests = self._blocks.digests(request["tokens"], tail=True)
         self._waiting.append(RemotePrompt(request, next(self._numbers), digests))
         self.start()
         return True

@@ -116,6 +116,18 @@ class CountedBlocks(CacheBlocks):
         tables[0].extend([1] * length)
         self._own(digest, chain, length)
 
+    def claim(self, tables: list[list[int]], digest: bytes) -> bool:
+        """Add the cached block behind those of `tables` to them, no longer cached; false if it is not cached or has references."""
+        chain, held = self.pool.chains.get(digest), len(tables[0])
+        if chain is None or chain.cached != held + 1 or chain.referenced != held:
+            return False
+        tables[0].append(1)
+        self._chain_of[id(tables)] = digest, chain
+        self.pool.change(
+            digest, chain, owned=held + 1, cached=held, unsent_start=chain.unsent_start, unsent=chain.unsent
+        )
+        return True
+
     def room(self, tables: list[list[int]]) -> int:
         """Positions that `tables` can cover with the free blocks."""
         return (len(tables[0]) + self.pool.free) * self.tokens_per_block

@@ -73,9 +73,9 @@ class Instance:
         elif self._run_steps:
             self._cut_run(now)
 
-    def add(self, request: Request, digests: Sequence[bytes] = ()) -> None:
+    def add(self, request: Request, digests: Sequence[bytes], tail: bytes) -> None:
         """Queue a request; only in a posted action or in `after_chunk` and `after_end`."""
-        self.policy.add(request, digests)
+        self.policy.add(request, digests, tail)
 
     def note_answer(self) -> None:
         """Count a request as answered."""

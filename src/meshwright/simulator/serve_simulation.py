@@ -2,9 +2,9 @@
 
 A router gives each request to an instance (`policies.request_routing`). An instance of role `both` computes it whole. One of role
 `decode` reserves blocks for the prompt, in order of arrival, and has it computed by the prefill instance with the fewest
-prompt tokens to compute; after each chunk the full blocks move to the decode instance, and with the last of them the first
-token. Then the decode instance continues the text: it finds the blocks in its prefix cache and computes the tokens behind
-them. What concerns an instance happens between its steps.
+prompt tokens to compute; after each chunk the full blocks move to the decode instance, and with the last block, which need not
+be full, the first token. Then the decode instance continues the text: it finds the blocks in its prefix cache. What concerns an
+instance happens between its steps.
 """
 
 from __future__ import annotations
@@ -60,10 +60,15 @@ def can_count(requests: Sequence[TimedRequest], costs: InstanceCosts) -> bool:
 class _Prompt:
     """A request on its way: digests of its blocks, and the blocks that are reserved and held for it."""
 
-    __slots__ = ("come", "digests", "front", "reserved", "times", "unsent")
+    __slots__ = ("come", "digests", "front", "full_digests", "moved_digests", "reserved", "tail", "times", "unsent")
 
-    def __init__(self, times: RequestTimes, digests: Sequence[bytes], front: _Member) -> None:
-        self.times, self.digests, self.front = times, digests, front
+    def __init__(self, times: RequestTimes, digests: Sequence[bytes], tail: bytes, front: _Member) -> None:
+        self.times, self.digests, self.tail, self.front = times, digests, tail, front
+        full, behind = divmod(times.request.input_tokens, front.instance.costs.tokens_per_block)
+        self.full_digests = digests[:full]
+        """Digests of the prompt's full blocks."""
+        self.moved_digests = [*self.full_digests, tail] if behind else self.full_digests
+        """Those of all its blocks."""
         self.reserved: ReservedBlocks | CountedReservation | None = None
         self.unsent: UnsentBlocks | CountedUnsent | None = None
         self.come = 0.0
@@ -175,10 +180,11 @@ class _Simulation:
     def _arrive(self, number: int, now: float) -> None:
         """Route a request."""
         times = self._times[number]
-        digests = self._digests(number, times.request)
+        own = b"o" + number.to_bytes(8, "little")
+        digests = self._digests(own, times.request)
         prefixes = self._prefixes(times.request.prefix_blocks)
         front = self._front_of[self._routing.choose(self._fronts, prefixes, PREFIX_BLOCK)]
-        self._prompts[number] = _Prompt(times, digests, front)
+        self._prompts[number] = _Prompt(times, digests, own if self._counted else own + b"end", front)
         front.instance.requests += 1
         here = front.instance.role == "both"
         self._post(front, now, partial(self._submit if here else self._begin_elsewhere, number))
@@ -191,13 +197,12 @@ class _Simulation:
             prefixes.append(prefix)
         return prefixes
 
-    def _digests(self, number: int, request: TimedRequest) -> list[bytes]:
-        """Digests of a text's full blocks: those of the prompt with a prefix id are named by it, others by the request.
+    def _digests(self, own: bytes, request: TimedRequest) -> list[bytes]:
+        """Digests of a text's full blocks: those of the prompt with a prefix id are named by it, others by its `own` name.
 
         With counted blocks one name stands for all blocks of the text.
         """
         size = self._members[0].instance.costs.tokens_per_block
-        own = b"o" + number.to_bytes(8, "little")
         blocks = (request.input_tokens + request.output_tokens) // size
         if self._counted:
             return [own] * blocks
@@ -221,11 +226,17 @@ class _Simulation:
         """Queue a request at its front instance: whole, or what follows its first token."""
         prompt = self._prompts[number]
         timed = prompt.times.request
-        known = 0 if prompt.times.first_token > now else 1
-        tokens, new_tokens = [0] * (timed.input_tokens + known), timed.output_tokens - known
+        first = () if prompt.times.first_token > now else (0,)
         # The salt tells apart texts that begin with less than a block.
-        request = Request(number, tokens, new_tokens, arrival=timed.arrival_seconds, salt=str(number))
-        prompt.front.instance.add(request, prompt.digests)
+        request = Request(
+            number,
+            [0] * timed.input_tokens,
+            timed.output_tokens,
+            arrival=timed.arrival_seconds,
+            salt=str(number),
+            given=first,
+        )
+        prompt.front.instance.add(request, prompt.digests, prompt.tail)
 
     def _begin_elsewhere(self, number: int, now: float) -> None:
         front = self._prompts[number].front
@@ -238,11 +249,12 @@ class _Simulation:
         while front.waiting:
             number = front.waiting[0]
             prompt = self._prompts[number]
-            blocks = self._reservation(policy.cache, prompt)
-            if not len(blocks):  # a prompt shorter than a block, or one that is cached
+            if policy.cache.matching(prompt.full_digests) == len(prompt.full_digests):
+                # A prompt shorter than a block, or one of which all full blocks are cached.
                 front.waiting.popleft()
                 self._submit(number, now)
                 continue
+            blocks = self._reservation(policy.cache, prompt)
             busy = policy.unfinished + front.reservations
             if busy >= policy.limits.sequences or not blocks.fit(policy.limits.reserve if busy else 0):
                 return
@@ -261,20 +273,18 @@ class _Simulation:
         prompt = self._prompts[number]
         assert prompt.reserved is not None
         timed = prompt.times.request
-        instance.add(Request(number, [0] * timed.input_tokens, 1, arrival=timed.arrival_seconds), prompt.digests)
-        cache, digests = instance.policy.cache, prompt.digests[: self._full_blocks(prompt)]
-        first = prompt.reserved.first
+        arrival, tokens = timed.arrival_seconds, [0] * timed.input_tokens
+        request = Request(number, tokens, 1, arrival=arrival, continued_elsewhere=True)
+        instance.add(request, prompt.digests, prompt.tail)
+        cache, digests, first = instance.policy.cache, prompt.moved_digests, prompt.reserved.first
         counted = isinstance(cache, CountedBlocks)
         prompt.unsent = CountedUnsent(cache, digests, first) if counted else UnsentBlocks(cache, digests, first)
 
     def _reservation(self, cache: CacheBlocks, prompt: _Prompt) -> ReservedBlocks | CountedReservation:
-        digests = prompt.digests[: self._full_blocks(prompt)]
+        digests = prompt.moved_digests
         return (
             CountedReservation(cache, digests) if isinstance(cache, CountedBlocks) else ReservedBlocks(cache, digests)
         )
-
-    def _full_blocks(self, prompt: _Prompt) -> int:
-        return prompt.times.request.input_tokens // prompt.front.instance.costs.tokens_per_block
 
     def _note_first_token(self, part: Part, now: float) -> None:
         prompt = self._prompts[part.request.number]
@@ -282,7 +292,7 @@ class _Simulation:
             prompt.times.first_token = now
 
     def _send(self, sender: _Member, part: Part, now: float) -> None:
-        """Send the full blocks that a prefill instance has computed, and with the last of them the first token."""
+        """Send the blocks that a prefill instance has computed, and with the last of them the first token."""
         number, last = part.request.number, part.samples
         prompt = self._prompts[number]
         unsent, front = prompt.unsent, prompt.front
