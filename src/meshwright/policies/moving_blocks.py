@@ -91,6 +91,13 @@ class UnsentBlocks:
         """The blocks of each group of the next `count` blocks; call `copied` when they are copied."""
         return self._tables[:count]
 
+    def split(self, count: int) -> UnsentBlocks:
+        """Move the references on the next `count` blocks into an object of their own."""
+        first = UnsentBlocks(self._cache, self._digests[: self.next + count], self.next)
+        first._tables, self._tables = self._tables[:count], self._tables[count:]
+        self.next += count
+        return first
+
     def copied(self, count: int) -> None:
         """Return the references on the next `count` blocks."""
         for group, pool in enumerate(self._cache.pools):
