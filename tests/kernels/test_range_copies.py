@@ -30,9 +30,7 @@ def test_copies_and_sums(copy: Callable[[list[Range], torch.device], Tensor]) ->
     draw = torch.Generator().manual_seed(0)
     words = [torch.randint(-(2**63), 2**63 - 1, (size // 8,), generator=draw) for size in SIZES]
     copies = [torch.full((len(each) + 1,), -7) for each in words]
-    ranges = [
-        Range(each.data_ptr(), other.data_ptr(), each.nbytes) for each, other in zip(words, copies, strict=True)
-    ]
+    ranges = [Range(each.data_ptr(), other.data_ptr(), each.nbytes) for each, other in zip(words, copies, strict=True)]
     ranges.append(Range(words[0].data_ptr(), 0, words[0].nbytes))
     sums = copy(ranges, CPU)
     assert torch.equal(sums, digests([*words, words[0]]))

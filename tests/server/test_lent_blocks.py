@@ -83,7 +83,7 @@ def test_a_mapping_that_fails_leaves_staging_memory(
     folder: Path, tmp_path: Path, expected: list[list[str]], mapping: EmulatedMapping
 ) -> None:
     mapping.refused = True
-    with engines(folder, [f"unix:{tmp_path}/a"]) as (prefill, decode):
+    with engines(folder, [f"unix:{tmp_path}/a"]) as (_, decode):
         wait_for_peers(decode)
         assert texts(decode) == expected and figures(decode).received_blocks > 20
 

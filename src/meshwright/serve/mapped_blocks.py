@@ -51,11 +51,17 @@ class OwnBlocks:
 
     def addresses(self, table: Table) -> list[int]:
         """Of one block."""
-        return [content.data_ptr() + block * content.shape[1] for content, block in zip(self._contents, table, strict=True)]
+        return [
+            content.data_ptr() + block * content.shape[1] for content, block in zip(self._contents, table, strict=True)
+        ]
 
     def sums(self, tables: Sequence[Table]) -> list[list[int]]:
         """Checksums of blocks, once the steps before are computed."""
-        ranges = [Range(address, 0, size) for table in tables for address, size in zip(self.addresses(table), self.sizes, strict=True)]
+        ranges = [
+            Range(address, 0, size)
+            for table in tables
+            for address, size in zip(self.addresses(table), self.sizes, strict=True)
+        ]
         return self._copy(ranges, len(tables))
 
     def copy(self, source: MappedBlocks, tables: Sequence[Table], targets: Sequence[Table]) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """The sender of blocks: computes prompts for other engines, with the first token of each text, and hands out their blocks.
 
-A prompt is a request of the engine with one new token. After each step the blocks that are computed are held, copied into staging memory
-as far as there is room, and sent, or lent to a receiver that maps the cache; the receiver acknowledges what it has copied. A connection that ends, or has not acknowledged for
-too long, loses its prompts: they are aborted, and what they hold is freed.
+A prompt is a request of the engine with one new token. After each step the blocks that are computed are held, and lent to a receiver that
+maps the cache, or copied into staging memory as far as there is room, and sent; the receiver acknowledges what it has copied. A connection
+that ends, or has not acknowledged for too long, loses its prompts: they are aborted, and what they hold is freed.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ class PrefillConnection:
     @property
     def unacknowledged_blocks(self) -> int:
         """Blocks that it has not copied yet."""
-        return (0 if self.staging is None else self.staging.used) + (0 if self.lender is None else self.lender.lent_blocks)
+        return (0 if self.staging is None else self.staging.used) + (
+            0 if self.lender is None else self.lender.lent_blocks
+        )
 
     @property
     def prompt_tokens(self) -> int:
