@@ -33,24 +33,26 @@ from typing import Any
 from serve_arrivals import random_prompt
 
 WARM_UP = 3
+BUSY_CYCLES = 5_000_000
+"""Clock cycles for which the device is busy before work that is timed on it: some milliseconds."""
 START_SECONDS = 300.0
 Spans = list[tuple[float, float]]
 """Begin and end of each, in seconds of the clock that all processes share."""
 
 
-def own_blocks(blocks: int, block_bytes: int) -> Any:
-    """As many blocks of random bytes on this process's device."""
+def random_blocks(blocks: int, block_bytes: int) -> Any:
+    """As many blocks of random bytes on this process's device, `(blocks, bytes)`."""
     import torch
 
-    from meshwright.serve.mapped_blocks import OwnBlocks
-
-    return OwnBlocks([torch.randint(0, 256, (blocks, block_bytes), dtype=torch.uint8, device="cuda")])
+    return torch.randint(0, 256, (blocks, block_bytes), dtype=torch.uint8, device="cuda")
 
 
 def own(blocks: int, block_bytes: int) -> None:
     """The owner's process: print what it offers, and stay until its input ends."""
-    owner = own_blocks(blocks, block_bytes)
-    sums = owner.sums([[block] for block in range(blocks)])
+    from meshwright.serve.mapped_blocks import OwnBlocks
+
+    owner = OwnBlocks([random_blocks(blocks, block_bytes)])
+    sums = owner.sums([[block] for block in range(blocks)]).tolist()
     print(json.dumps({"offer": owner.offer(), "sums": sums, "seconds": sums_seconds(owner, blocks)}), flush=True)
     sys.stdin.read()
 
@@ -75,12 +77,13 @@ def median_seconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 
 def device_seconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of some work on the device alone, between two events."""
+    """Median time of some work on the device alone: the host launches it while the device is busy."""
     import torch
 
     times = []
     for _ in range(WARM_UP + repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BUSY_CYCLES)
         start.record()
         work()
         end.record()
@@ -93,7 +96,8 @@ def copy_rates(blocks: int, block_bytes: int, devices: int) -> dict[str, Any]:
     """Time and rate of the kernel out of another process's blocks, and of torch's copies of as many bytes."""
     import torch
 
-    from meshwright.kernels.range_copies import Range, copy_ranges
+    from meshwright.kernels.range_copies import copy_ranges
+    from meshwright.serve.mapped_blocks import OwnBlocks
 
     command = [sys.executable, __file__, "--own", str(blocks), str(block_bytes)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible(devices - 1)}
@@ -102,20 +106,21 @@ def copy_rates(blocks: int, block_bytes: int, devices: int) -> dict[str, Any]:
     ) as process:
         assert process.stdout is not None and process.stdin is not None
         owned = json.loads(process.stdout.readline())
-        target, size = own_blocks(blocks, block_bytes), blocks * block_bytes
+        contents, size = random_blocks(blocks, block_bytes), blocks * block_bytes
+        target = OwnBlocks([contents])
         mapped = target.map(owned["offer"])
         order = random.Random(0).sample(range(blocks), blocks)
         tables = [[block] for block in order]
         copied = target.copy(mapped, tables, tables)
-        assert copied == [owned["sums"][block] for block in order], "what was copied has other checksums"
-        ranges = [Range(mapped.addresses(table)[0], target.addresses(table)[0], block_bytes) for table in tables]
+        assert copied.tolist() == [owned["sums"][block] for block in order], "what was copied has other checksums"
+        sources = mapped.addresses(tables)[:, 0].tolist()
+        ranges = torch.tensor(
+            [(source, contents[block].data_ptr(), block_bytes) for source, block in zip(sources, order, strict=True)]
+        )
         device = torch.device("cuda", 0)
         kernel = device_seconds(lambda: copy_ranges(ranges, device))
         whole = median_seconds(lambda: target.copy(mapped, tables, tables))
-        local, other = (
-            torch.empty(size, dtype=torch.uint8, device=device),
-            torch.empty(size, dtype=torch.uint8, device=device),
-        )
+        local, other = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
         own_copy = device_seconds(lambda: local.copy_(other))
         seconds = {
             "kernel": kernel,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.checksum import digests
-from meshwright.kernels.range_copies import Range, copy_ranges
+from meshwright.kernels.range_copies import copy_ranges
 from meshwright.parallel import mapped_memory
 from meshwright.parallel.mapped_memory import ExportedMemory, MappedMemory, NotMappable
 from meshwright.serve.mapped_blocks import OwnBlocks
@@ -71,10 +71,12 @@ def test_the_kernel_copies_ranges_of_many_sizes() -> None:
     words = [torch.randint(-(2**63), 2**63 - 1, (size,), generator=draw) for size in (2, 1026, 8192, 70000, 1 << 20)]
     sources = [each.to(CUDA) for each in words]
     copies = [torch.full((len(each) + 1,), -7, device=CUDA) for each in words]
-    ranges = [
-        Range(source.data_ptr(), copy.data_ptr(), source.nbytes) for source, copy in zip(sources, copies, strict=True)
-    ]
-    sums = copy_ranges([*ranges, ranges[0]._replace(target=0)], CUDA)
+    ranges = [(each.data_ptr(), copy.data_ptr(), each.nbytes) for each, copy in zip(sources, copies, strict=True)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = copy_ranges(torch.tensor([*ranges, (sources[0].data_ptr(), 0, sources[0].nbytes)]), CUDA)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(sums.cpu(), digests([*words, words[0]]))
     for copy, expected in zip(copies, words, strict=True):
         assert torch.equal(copy[:-1].cpu(), expected) and copy[-1] == -7
@@ -94,7 +96,7 @@ def test_blocks_of_another_process(device: str) -> None:
             sums = own.copy(mapped, tables, places)
             for table, place, found in zip(tables, places, sums, strict=True):
                 sources = [content[block] for content, block in zip(expected, table, strict=True)]
-                assert found == digests(sources).view(-1).tolist()
+                assert found.tolist() == digests(sources).view(-1).tolist()
                 for source, target, block in zip(sources, targets, place, strict=True):
                     assert torch.equal(target[block].cpu(), source)
                     target[block].zero_()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.serve.mapped_blocks import OwnBlocks, Table
+from meshwright.serve.mapped_blocks import Integers, OwnBlocks
 from meshwright.serve.prefix_blocks import PrefixBlocks
 from tests.server.emulated_mapping import EmulatedMapping
 from tests.server.helpers import RunningServer, running_server
@@ -59,10 +59,10 @@ def test_texts_with_blocks_copied_from_a_mapped_cache(
     """With `damaged` some blocks change between their checksum and the copy."""
     true_sums, calls = OwnBlocks.sums, iter(range(10**6))
 
-    def sums(blocks: OwnBlocks, tables: Sequence[Table]) -> list[list[int]]:
+    def sums(blocks: OwnBlocks, tables: Sequence[Sequence[int]]) -> Integers:
         found = true_sums(blocks, tables)
         if damaged and next(calls) % 2:
-            found[len(found) // 2][-1] ^= 1
+            found[len(found) // 2, -1] ^= 1
         return found
 
     monkeypatch.setattr(OwnBlocks, "sums", sums)

@@ -7,8 +7,6 @@ that either side computes them alone. On CUDA one Triton kernel copies all range
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,29 +17,22 @@ ALIGNMENT = 16
 """Addresses and sizes of ranges are multiples of it, so that each thread copies 16 bytes at a time."""
 
 
-class Range(NamedTuple):
-    """Bytes from address `source` on, which are copied to address `target`; a target of 0 asks for the sums alone."""
-
-    source: int
-    target: int
-    size: int
-
-
-def copy_ranges(ranges: Sequence[Range], device: torch.device) -> Tensor:
+def copy_ranges(ranges: Tensor, device: torch.device) -> Tensor:
     """Copy all ranges after the earlier work of the device's stream; both sums of each, int64 `(ranges, 2)` on `device`.
 
-    Addresses are of the memory of `device` or of memory that it maps. The caller makes sure that the ranges are there and that no target
-    overlaps another range.
+    `ranges` `(ranges, 3)`, int64 on the CPU, has the address, the address of the copy, and the number of bytes of each; without a copy,
+    that address is 0. Addresses are of the memory of `device` or of memory that it maps. The caller makes sure that the ranges are there
+    and that no copy overlaps another range. The host does not wait for the device.
     """
-    assert all(address % ALIGNMENT == 0 for each in ranges for address in each), "addresses and sizes are aligned"
+    assert not (ranges % ALIGNMENT).any(), "addresses and sizes are aligned"
     if device.type == "cuda":
         from meshwright.kernels.range_copies_triton import fused_copy
 
-        return fused_copy(torch.tensor(ranges), device)
-    for source, target, size in ranges:
+        return fused_copy(ranges, device)
+    for source, target, size in ranges.tolist():
         if target:
             ctypes.memmove(target, source, size)
-    return digests([_bytes_at(each.source, each.size) for each in ranges])
+    return digests([_bytes_at(source, size) for source, _, size in ranges.tolist()])
 
 
 def _bytes_at(address: int, size: int) -> Tensor:

@@ -15,11 +15,13 @@ WORD_BYTES = 8
 
 
 def fused_copy(ranges: Tensor, device: torch.device) -> Tensor:
-    """Copy `ranges` `(ranges, 3)`, int64: source, target and size; both sums of each, int64 `(ranges, 2)`."""
+    """Copy ranges as `copy_ranges` says."""
     sums = torch.zeros(len(ranges), 2, dtype=torch.int64, device=device)
     programs = triton.cdiv(int(ranges[:, 2].max()), TILES * COLUMNS * WORD_BYTES)
+    if device.type == "cuda":
+        ranges = ranges.pin_memory().to(device, non_blocking=True)
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        _copy_ranges[(len(ranges), programs)](ranges.to(device), sums, COLUMNS=COLUMNS, TILES=TILES, num_warps=4)
+        _copy_ranges[(len(ranges), programs)](ranges, sums, COLUMNS=COLUMNS, TILES=TILES, num_warps=4)
     return sums
 
 
@@ -34,7 +36,7 @@ def _copy_ranges(ranges, sums, COLUMNS: tl.constexpr, TILES: tl.constexpr) -> No
     column = tl.arange(0, COLUMNS)
     columns = tl.zeros((COLUMNS,), dtype=tl.int64)
     first = part.to(tl.int64) * (TILES * COLUMNS)
-    for tile in tl.static_range(TILES):
+    for tile in range(TILES):
         word = first + tile * COLUMNS + column
         content = tl.load(source + word, mask=word < words, other=0)
         tl.store(target + word, content, mask=(word < words) & (address != 0))

@@ -2,6 +2,7 @@
 
 The owner exports the tensors of its cache, and keeps blocks unchanged until they are copied. The other engine maps them, and one kernel
 copies blocks into its own cache and computes their checksums, which the owner has computed too: each byte is read and written once.
+Block tables are int arrays `(blocks, groups)` with the block of each group of layers.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.kernels.range_copies import ALIGNMENT, Range, copy_ranges
+from meshwright.kernels.range_copies import ALIGNMENT, copy_ranges
 from meshwright.parallel import mapped_memory
 from meshwright.parallel.mapped_memory import ExportedMemory, MappedMemory, NotMappable
 
-Table = Sequence[int]
-"""The block of each group of layers."""
+Integers = NDArray[np.int64]
 
 
 class OwnBlocks:
@@ -26,13 +28,14 @@ class OwnBlocks:
     def __init__(self, contents: Sequence[Tensor]) -> None:
         """`contents` are the bytes of all blocks of each group, `(blocks, bytes)`."""
         self._contents, self._device = contents, contents[0].device
-        self.sizes = [content.shape[1] for content in contents]
+        self.sizes = np.array([content.shape[1] for content in contents])
         """Bytes of a block of each group."""
+        self._starts = np.array([content.data_ptr() for content in contents])
 
     @property
     def host(self) -> str:
         """Name of the host if blocks can be mapped by other processes there; else empty."""
-        aligned = all(size % ALIGNMENT == 0 for size in self.sizes)
+        aligned = not (self.sizes % ALIGNMENT).any()
         return mapped_memory.host_name() if aligned and mapped_memory.mappable(self._device) else ""
 
     def offer(self) -> list[dict[str, Any]] | None:
@@ -49,42 +52,30 @@ class OwnBlocks:
             for memory, content in zip(exported, self._contents, strict=True)
         ]
 
-    def addresses(self, table: Table) -> list[int]:
-        """Of one block."""
-        return [
-            content.data_ptr() + block * content.shape[1] for content, block in zip(self._contents, table, strict=True)
-        ]
-
-    def sums(self, tables: Sequence[Table]) -> list[list[int]]:
-        """Checksums of blocks, once the steps before are computed."""
-        ranges = [
-            Range(address, 0, size)
-            for table in tables
-            for address, size in zip(self.addresses(table), self.sizes, strict=True)
-        ]
-        return self._copy(ranges, len(tables))
-
-    def copy(self, source: MappedBlocks, tables: Sequence[Table], targets: Sequence[Table]) -> list[list[int]]:
-        """Copy blocks of another engine over blocks of this one; the checksums of what was copied."""
-        ranges = [
-            Range(*addresses)
-            for table, target in zip(tables, targets, strict=True)
-            for addresses in zip(source.addresses(table), self.addresses(target), self.sizes, strict=True)
-        ]
-        return self._copy(ranges, len(tables))
-
     def map(self, offer: Sequence[Mapping[str, Any]]) -> MappedBlocks:
         """Map the blocks of another engine by what it offers. Raises NotMappable, KeyError, TypeError or ValueError."""
-        mapped = MappedBlocks(offer, self.sizes, self._device)
+        mapped = MappedBlocks(offer, self.sizes.tolist(), self._device)
         self._load_kernel()
         return mapped
+
+    def sums(self, tables: Sequence[Sequence[int]]) -> Integers:
+        """Checksums of blocks `(blocks, sums)`, once the steps before are computed."""
+        return self._copy(self._starts + np.array(tables) * self.sizes, np.int64(0))
+
+    def copy(self, source: MappedBlocks, tables: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Integers:
+        """Copy blocks of another engine over blocks of this one; the checksums `(blocks, sums)` of what was copied.
+
+        Raises ValueError for tables of other shapes, and for blocks that the other engine does not have.
+        """
+        return self._copy(source.addresses(tables), self._starts + np.array(targets) * self.sizes)
+
+    def _copy(self, sources: Integers, targets: Integers | np.int64) -> Integers:
+        ranges = np.stack(np.broadcast_arrays(sources, targets, self.sizes), axis=-1).reshape(-1, 3)
+        return copy_ranges(torch.from_numpy(ranges), self._device).cpu().numpy().reshape(len(sources), -1)
 
     def _load_kernel(self) -> None:
         """Compile the kernel, so that no request waits for it."""
         self.sums([[0] * len(self.sizes)])
-
-    def _copy(self, ranges: Sequence[Range], blocks: int) -> list[list[int]]:
-        return copy_ranges(ranges, self._device).view(blocks, -1).tolist()
 
 
 class MappedBlocks:
@@ -92,7 +83,7 @@ class MappedBlocks:
 
     def __init__(self, offer: Sequence[Mapping[str, Any]], sizes: Sequence[int], device: torch.device) -> None:
         """`sizes` are bytes of a block of each group. Raises as `OwnBlocks.map`."""
-        self._sizes, self._counts = sizes, [int(group["blocks"]) for group in offer]
+        self._sizes, self._counts = np.array(sizes), [int(group["blocks"]) for group in offer]
         self._memories: list[MappedMemory] = []
         try:
             for group, size, count in zip(offer, sizes, self._counts, strict=True):
@@ -101,13 +92,16 @@ class MappedBlocks:
         except BaseException:
             self.close()
             raise
+        self._starts = np.array([memory.address for memory in self._memories])
 
-    def addresses(self, table: Table) -> list[int]:
-        """Of one block. Raises ValueError for a block that is not there."""
-        if not all(type(block) is int and 0 <= block < count for block, count in zip(table, self._counts, strict=True)):
-            raise ValueError(f"blocks {table}: not there")
-        memories = zip(self._memories, table, self._sizes, strict=True)
-        return [memory.address + block * size for memory, block, size in memories]
+    def addresses(self, tables: Sequence[Sequence[int]]) -> Integers:
+        """Of blocks, `(blocks, groups)`. Raises ValueError for a table of another shape and for a block that is not there."""
+        blocks = np.array(tables)
+        if blocks.ndim != 2 or blocks.shape[1] != len(self._counts) or blocks.dtype != np.int64:
+            raise ValueError("tables: expected a list of integers for each block, one for each group")
+        if (blocks < 0).any() or (blocks >= self._counts).any():
+            raise ValueError("tables: a block that is not there")
+        return self._starts + blocks * self._sizes
 
     def close(self) -> None:
         """Unmap them."""

@@ -44,7 +44,7 @@ class Lender:
         index, lent, number = unsent.next, unsent.split(len(unsent)), next(self._numbers)
         self._lent[number] = lent
         tables = lent.take(len(lent))
-        return {"index": index, "number": number, "tables": tables, "sums": self._blocks.sums(tables)}
+        return {"index": index, "number": number, "tables": tables, "sums": self._blocks.sums(tables).tobytes().hex()}
 
     def take_back(self, number: int) -> None:
         """Take the blocks of a message back. Raises KeyError for a number that is not lent."""
@@ -82,11 +82,13 @@ class Borrower:
         asked = [target for target in targets if target is not None]
         if len(asked) < len(targets) or not targets:
             raise BadFrame(f"blocks {index} to {index + len(targets)} are not asked for")
-        copied = self._blocks.copy(self._source, tables, asked)
-        intact = [sums == expected for sums, expected in zip(copied, message["sums"], strict=True)]
-        entered = intact.index(False) if False in intact else len(intact)
-        for offset in range(entered):
-            reserved.enter(index + offset)
+        found, expected = self._blocks.copy(self._source, tables, asked), bytes.fromhex(message["sums"])
+        if len(expected) != found.nbytes:
+            raise BadFrame("not all blocks have checksums")
+        size = found[0].nbytes
+        damaged = (at for at, sums in enumerate(found) if sums.tobytes() != expected[at * size : (at + 1) * size])
+        entered = next(damaged, len(found))
+        reserved.enter(index, entered)
         return entered
 
     def close(self) -> None:
