@@ -1,4 +1,4 @@
-"""Engines that map each other's cache: texts of one engine, no leak, and copies through staging memory where a mapping fails.
+"""Engines that map each other's cache: texts of one engine, no leak, and staging memory where a mapping fails.
 
 Devices are emulated by files; `tests/gpu/test_mapped_memory.py` has those of a GPU.
 """
