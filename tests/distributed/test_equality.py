@@ -178,7 +178,7 @@ def assemble_whole(tensors: dict[str, Any], spec: ModelSpec, mesh: Any) -> dict[
 
     One collective for all tensors of a group: one for each would take a quarter of a test's time.
     """
-    parts = join_rows(tensors)
+    parts = join_fsdp_shards(tensors)
     for experts, group in ((True, mesh.experts), (False, mesh.group("tensor"))):
         names = [name for name in parts if (".moe.experts." in name) == experts]
         if group is not None and names:
@@ -188,18 +188,18 @@ def assemble_whole(tensors: dict[str, Any], spec: ModelSpec, mesh: Any) -> dict[
     return parts
 
 
-def join_rows(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Each DTensor whole, from its shards of rows along the last axis of its mesh; other axes have copies."""
+def join_fsdp_shards(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Each DTensor whole, from its shards along the last axis of its mesh; other axes have copies."""
     names_by_mesh: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
-        *copies, last = tensor.placements
-        assert last.is_shard(0) and all(placement.is_replicate() for placement in copies)
+        assert tensor.placements[-1].is_shard() and not any(other.is_shard() for other in tensor.placements[:-1])
         names_by_mesh.setdefault(tensor.device_mesh, []).append(name)
     whole = {}
     for device_mesh, names in names_by_mesh.items():
         shards = {name: tensors[name].to_local() for name in names}
         gathered = gather_dicts(shards, device_mesh.get_group(device_mesh.ndim - 1))
-        whole.update((name, torch.cat([shard[name] for shard in gathered])) for name in names)
+        for name in names:
+            whole[name] = torch.cat([shard[name] for shard in gathered], dim=tensors[name].placements[-1].dim)
     return {name: whole[name] for name in tensors}
 
 
