@@ -73,7 +73,7 @@ def texts(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, **request:
 
 
 def continued_texts(sender: Engine, receiver: Engine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
-    """The new tokens after each prompt: the first from one engine, the others from one that gets its blocks and no prompt to compute."""
+    """The new tokens after each prompt: the first from one engine, the others from one that gets its blocks."""
     moved, ours, theirs = [], sender.prefix_blocks(), receiver.prefix_blocks()
     for prompt in prompts:
         digests = ours.digests(prompt, tail=True)

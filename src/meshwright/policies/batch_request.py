@@ -39,7 +39,7 @@ class Request:
     given: Sequence[int] = ()
     """New tokens that are known already; the text goes on after them."""
     continued_elsewhere: bool = False
-    """Whether another engine continues the text after one new token: the block with the end of the prompt enters the prefix cache too."""
+    """Whether another engine continues the text after one token: the block with the prompt's end is then cached too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class RunningBatch:
         return True
 
     def _claim_tail(self, progress: Progress, matched: int) -> bool:
-        """Take over the cached block with the end of a prompt, if it follows the `matched` blocks, for the new tokens go there too."""
+        """Take over the cached block with the end of a prompt behind `matched` blocks: new tokens are written to it."""
         if not progress.shares or matched != len(progress.request.prompt) // self.cache.tokens_per_block:
             return False
         return self.cache.claim(progress.tables, self._tail_digest(progress))
