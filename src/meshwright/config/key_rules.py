@@ -37,9 +37,9 @@ from meshwright.spec.plan import (
     REFUSED_SCHEDULES,
     ScheduleName,
     SchedulePlan,
-    layer_numbers,
     layer_range,
 )
+from meshwright.spec.plan_name import layer_numbers
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 MOST_LETTERS = 200

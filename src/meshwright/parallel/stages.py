@@ -19,6 +19,7 @@ from meshwright.kernels.loss import LossSums
 from meshwright.models.decoder import Decoder, HeadLosses, SharedInputs
 from meshwright.models.moe import RoutedOutput
 from meshwright.models.prediction import FurtherTokens, further_tokens
+from meshwright.parallel.block_parts import BlockParts
 from meshwright.parallel.blocks import predictions_of
 from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.copied_weights import CopiedParameterGroup
@@ -53,7 +54,8 @@ class Unit:
     `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the sums of the losses for the last
     unit with targets (HeadLosses with further tokens); a block with experts also returns its router's losses and expert loads. `layer` is
     the index of a block in the model, None for the other units. `kept_elements` estimates how many elements per token the forward saves
-    for the backward (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
+    for the backward (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`). `parts` are
+    those of a block with experts that runs two micro-batches together, else None.
     """
 
     run: UnitForward
@@ -61,6 +63,7 @@ class Unit:
     layer: int | None = None
     kept_elements: float = 0.0
     offloads: bool = False
+    parts: BlockParts | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,11 @@ class RankModel:
         counted = (batch.targets >= 0).chunk(self.tensor.count, dim=1)[self.tensor.index]
         return shared._replace(counted=counted)
 
+    def choose_experts(self, unit: Unit, number: int | None) -> None:
+        """Before a block's forward of micro-batch `number`, None in validation: set its experts, where recorded routing is replayed."""
+        if unit.layer is not None and self.routing is not None and self.routing.choose is not None:
+            self.routing.choose(unit.layer, number)
+
     def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Shape of the activation or gradient that stages exchange for a local micro-batch: `(batch, seq, hidden)`."""
         sequences, seq = batch.tokens.shape
@@ -144,8 +152,10 @@ def shrink_to_local_parts(model: Decoder, division: Division) -> None:
         setattr(model.get_submodule(module), attribute, nn.Parameter(local, requires_grad=whole.requires_grad))
 
 
-def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) -> list[list[Unit]]:
-    """Shard the rank's parameters over the mesh; returns the units of each stage. `stages` are ranges of layers.
+def make_units(
+    model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh, parts: Mapping[int, BlockParts]
+) -> list[list[Unit]]:
+    """Shard the rank's parameters over the mesh; returns the units of each stage. `stages` are ranges of layers, `parts` by layer.
 
     Collective over all ranks of the job.
     """
@@ -173,6 +183,7 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
                 layer,
                 kept[layer],
                 strategies[layer].activations_offloaded,
+                parts.get(layer),
             )
             for layer in stage
         ]
