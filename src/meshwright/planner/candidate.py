@@ -16,6 +16,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
+from meshwright.spec.paired import plan_conflict
 from meshwright.spec.plan import (
     PARTIAL_RECOMPUTES,
     RECOMPUTES_PRODUCTS,
@@ -125,6 +126,8 @@ def untrainable(plan: Plan) -> str | None:
         if plan.precision.compute == "fp16"
         else []
     )
+    if (paired := plan_conflict(plan)) is not None:
+        parts.append(f"schedule paired, as {paired}")
     parts += [f"feed-forward networks in tiles with {feature}" for feature in _tile_conflicts(plan)]
     slots_offload = plan.samples is not None and plan.samples.offload is not None
     offloading = [replace(layer, offload="activations") for layer in plan.layers] if slots_offload else plan.layers

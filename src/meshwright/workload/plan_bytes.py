@@ -132,7 +132,7 @@ def _memory_by_rank(
 ) -> tuple[dict[str, int], ...]:
     """Bytes by category of every pipeline rank; prediction modules are counted in all categories."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    micro_batches = 1 if finishes_each_micro_batch(plan) else plan.batch.accumulate
+    micro_batches = (2 if plan.paired else 1) if finishes_each_micro_batch(plan) else plan.batch.accumulate
     replicas = plan.axis_size("replicate")
     sums_shards = any(map(plan.sums_shards, plan.layers))
     number_formats = formats(
@@ -276,5 +276,5 @@ def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], numb
 
 
 def finishes_each_micro_batch(plan: Plan) -> bool:
-    """Whether a single pipeline rank runs forward and backward of each micro-batch before the next."""
+    """Whether a single pipeline rank runs forward and backward of each micro-batch, or of each two, before the next."""
     return plan.axis_size("pipeline") == 1 and plan.schedule.name not in ("gpipe", "breadth_first")
