@@ -22,7 +22,10 @@ from meshwright.workload.step_shape import step_shape
 RING_EXPOSED = 0.5
 """Share of a context ring's messages that attention does not hide: a guess."""
 PAIRED_SHARE = 3 / 4
-"""Share of the exchanges of two micro-batches together beside which a part of the other micro-batch with products runs."""
+"""Share of the exchanges of two micro-batches together that overlap with products of the other one.
+
+Of the four in a forward, and in a backward, the last overlaps only with the sum of a token's rows (`parallel.paired_blocks`).
+"""
 COUNT_SYNC_US = 50.0
 """Host synchronisation of a layer for the row counts of its experts, beside their all-to-all.
 
@@ -152,9 +155,10 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     # Half of the messages are dispatches: one for each forward, repeats by recompute included, and one for each layer's backward.
     forwards, exchanges = message.count / 2 - shape.moe_layers, (layout.expert > 1) & (layout.exchanged_share > 0)
     count_seconds = k.own_engine * forwards * (all_to_all(group, k, machine, 0.0) + COUNT_SYNC_US * 1e-6) * exchanges
-    # Of the four exchanges of a pair in a direction only the additions of the other micro-batch overlap with the last.
-    hidden = np.where(np.asarray(layout.exchange_overlaps) > 0, 1.0, PAIRED_SHARE * np.asarray(layout.paired))
-    beside = exposed_seconds(hidden * exchange, compute, k.overlap_tax)
+    paired = np.asarray(layout.paired) > 0
+    hidden = np.where(paired, PAIRED_SHARE, np.asarray(layout.exchange_overlaps) > 0)
+    tax = np.where(paired & (group.domains > 1), k.net_tax, k.overlap_tax)
+    beside = exposed_seconds(hidden * exchange, compute, tax)
     return (
         np.where(hidden > 0, beside + (1 - hidden) * exchange, exchange * k.expert_exposed)
         + count_seconds
