@@ -45,12 +45,12 @@ class RoutedOutput(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """Tokens on their way to the experts: `rows` `(tokens · copies, hidden)` sorted by expert as `order` says, and their `weights`.
+    """Tokens on their way to the experts: `sorted_rows` `(tokens · copies, hidden)` sorted by expert as `order` says, and their `weights`.
 
     The others are those of RoutedOutput.
     """
 
-    rows: Tensor
+    sorted_rows: Tensor
     order: ExpertOrder
     weights: Tensor
     balance: Tensor
@@ -87,7 +87,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, counted: Tensor | None = None) -> RoutedOutput:
         """Route and process x `(batch, seq, hidden)`; losses and load are those of the tokens `counted` `(batch, seq)`, or of all."""
         tokens = self.route(x, counted)
-        y = self.combine(self.experts(tokens.rows, tokens.order, tokens.weights), tokens.order, x)
+        y = self.combine(self.experts(tokens.sorted_rows, tokens.order, tokens.weights), tokens.order, x)
         return RoutedOutput(y, tokens.balance, tokens.load, tokens.squares)
 
     def route(self, x: Tensor, counted: Tensor | None = None) -> RoutedTokens:
@@ -97,7 +97,7 @@ class MixtureOfExperts(nn.Module):
         load = choice.loads.sum(0)
         order = order_by_expert(choice.chosen.flatten(0, 1), load)
         weights = sorted_weights(choice.weights.flatten(0, 1), order)
-        rows = to_groups(x.flatten(0, 1), order)
+        sorted_rows = to_groups(x.flatten(0, 1), order)
         loads = choice.loads
         if counted is not None:
             loads = _loads(choice.chosen.masked_fill(~counted[..., None], -1), self.count)
@@ -108,11 +108,11 @@ class MixtureOfExperts(nn.Module):
             squares = (token_squares if counted is None else token_squares * counted).sum()
         loads = self.whole_sequence_loads(loads)
         balance = _balance(choice.probability_sums, loads, self.per_token, by_token=counted is not None)
-        return RoutedTokens(rows, order, weights, balance, load, squares)
+        return RoutedTokens(sorted_rows, order, weights, balance, load, squares)
 
-    def combine(self, rows: Tensor, order: ExpertOrder, x: Tensor) -> Tensor:
-        """The output for x `(batch, seq, hidden)`: each token's sum of its weighted expert outputs `rows`, and the shared expert's."""
-        y = sum_copies(rows, order).view_as(x)
+    def combine(self, sorted_rows: Tensor, order: ExpertOrder, x: Tensor) -> Tensor:
+        """The output for x `(batch, seq, hidden)`: each token's sum of its weighted expert outputs `sorted_rows`, and the shared expert's."""
+        y = sum_copies(sorted_rows, order).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
     def choose_experts(self, logits: Tensor, counted: Tensor | None = None) -> Choice:

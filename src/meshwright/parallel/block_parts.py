@@ -25,13 +25,13 @@ from meshwright.parallel.experts import AllToAll, DistributedExperts, compute_re
 class Routed(NamedTuple):
     """Results of the first part, and those of `models.moe.RoutedTokens`.
 
-    `x` `(batch, seq, hidden)` has the attention's output added, `normed` is the mixture's input. `rows`, `sent_load` and `sent_order` are
+    `x` `(batch, seq, hidden)` has the attention's output added, `normed` is the mixture's input. `sent`, `sent_load` and `sent_order` are
     those of `DistributedExperts.rows_to_send`.
     """
 
     x: Tensor
     normed: Tensor
-    rows: Tensor
+    sent: Tensor
     weights: Tensor
     sent_load: Tensor
     sent_order: ExpertOrder | None
@@ -85,11 +85,11 @@ def _route(
 ) -> Routed:
     x, normed = block.add_attention(x, rope, mask)
     tokens = block.moe.route(normed, counted)
-    rows, sent_load, sent_order = block.moe.experts.rows_to_send(tokens.rows, tokens.order)
+    sent, sent_load, sent_order = block.moe.experts.rows_to_send(tokens.sorted_rows, tokens.order)
     return Routed(
         x,
         normed,
-        rows,
+        sent,
         tokens.weights,
         sent_load,
         sent_order,

@@ -97,16 +97,16 @@ class DistributedExperts(Experts):
 
         Each is multiplied by its element of `weights` `(rows,)` when it is back: the other ranks do not get the weights.
         """
-        rows, load, sent_order = self.rows_to_send(sorted_rows, order)
-        return self.weighted(self.exchange(rows, load, self.compute, self.local), sent_order, weights)
+        sent, load, sent_order = self.rows_to_send(sorted_rows, order)
+        return self.weighted(self.exchange(sent, load, self.compute, self.local), sent_order, weights)
 
     def rows_to_send(self, sorted_rows: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor, ExpertOrder | None]:
         """Rows in the order in which they are sent, their number for each expert of each rank, and that order if it is another one."""
         return sorted_rows, order.offsets.diff(prepend=order.offsets.new_zeros(1)), None
 
-    def compute(self, rows: Tensor, order: ExpertOrder) -> Tensor:
+    def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
         """The outputs of this rank's experts for the rows that all ranks sent to them, sorted by expert."""
-        return super().forward(rows, order)
+        return super().forward(sorted_rows, order)
 
     def weighted(self, returned: Tensor, sent_order: ExpertOrder | None, weights: Tensor | None) -> Tensor:
         """The outputs `returned` in the order of the sorted rows, times their weights."""
@@ -142,9 +142,9 @@ class CopiedExperts(DistributedExperts):
         sent_order, sent_loads = _order_by_slot(self.present, load, sorted_rows.shape[0])
         return to_groups(sorted_rows, sent_order), sent_loads, sent_order
 
-    def compute(self, rows: Tensor, order: ExpertOrder) -> Tensor:
+    def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
         """As `DistributedExperts.compute`, by the experts in this rank's slots."""
-        return self.stacked[0].forward(rows, order)
+        return self.stacked[0].forward(sorted_rows, order)
 
 
 class AllToAll(TokenExchange):

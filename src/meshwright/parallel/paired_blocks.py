@@ -80,32 +80,32 @@ class PairedBlock:
         self._choose()
         routed = self._parts.route(x, shared.rope, shared.mask, shared.counted)
         loss = self._router_loss(RoutedOutput(routed.x, routed.balance, routed.load, routed.squares))
-        outputs = [routed.x, routed.normed, routed.weights, routed.rows]
+        outputs = [routed.x, routed.normed, routed.weights, routed.sent]
         self._graphs.append(_PartGraph.of([x], outputs if loss is None else [*outputs, loss]))
         self._loss_gradient = [] if loss is None else [torch.ones_like(loss)]
         self._routed: Routed | None = routed
         self._received_loads, self._splits = exchange_loads(
             routed.sent_load, self._parts.exchange.group, self._parts.exchange.ranks, self._parts.local
         )
-        self._row_count = routed.rows.shape[0]
-        self._rows = self._start(routed.rows.detach(), None, back=False)
+        self._row_count = routed.sent.shape[0]
+        self._moving = self._start(routed.sent.detach(), None, back=False)
 
     def compute(self) -> None:
         """Run the second part for the rows that arrive, and start to send its results back."""
-        received = self._rows.wait().requires_grad_()
+        received = self._moving.wait().requires_grad_()
         self._received_count = received.shape[0]
         outputs = self._parts.compute(received, self._received_loads)
         self._graphs.append(_PartGraph.of([received], [outputs]))
-        self._rows = self._start(outputs.detach(), self._row_count, back=True)
+        self._moving = self._start(outputs.detach(), self._row_count, back=True)
 
     def combine(self) -> Tensor:
         """Run the last part for the rows that return; returns the block's output without its graph."""
         routed, self._routed = self._routed, None
         assert routed is not None
-        inputs = [_leaf(tensor) for tensor in (routed.x, routed.normed, self._rows.wait(), routed.weights)]
+        inputs = [_leaf(tensor) for tensor in (routed.x, routed.normed, self._moving.wait(), routed.weights)]
         y = self._parts.combine(*inputs, routed.order, routed.sent_order)
         self._graphs.append(_PartGraph.of(inputs, [y]))
-        del self._rows
+        del self._moving
         return y.detach()
 
     def combine_backward(self, gradient: Tensor) -> None:
@@ -113,24 +113,24 @@ class PairedBlock:
         x, normed, returned, weights = self._graphs.pop().backward([gradient])
         assert returned is not None
         self._gradients = x, normed, weights
-        self._rows = self._start(returned, self._received_count, back=False)
+        self._moving = self._start(returned, self._received_count, back=False)
 
     def compute_backward(self) -> None:
         """Run the second part's backward, and start to send the gradients of the rows that arrived."""
-        (received,) = self._graphs.pop().backward([self._rows.wait()])
+        (received,) = self._graphs.pop().backward([self._moving.wait()])
         assert received is not None
-        self._rows = self._start(received, self._row_count, back=True)
+        self._moving = self._start(received, self._row_count, back=True)
 
     def route_backward(self) -> Tensor:
         """Run the first part's backward; returns the gradient of the block's input."""
-        gradients = [*self._gradients, self._rows.wait(), *self._loss_gradient]
-        del self._rows, self._gradients
+        gradients = [*self._gradients, self._moving.wait(), *self._loss_gradient]
+        del self._moving, self._gradients
         (x,) = self._graphs.pop().backward(gradients)
         assert x is not None
         return x
 
-    def _start(self, rows: Tensor, count: int | None, *, back: bool) -> RowsOnTheWay:
-        return start_exchange(rows, self._splits, count, back, self._parts.exchange.group, asynchronous=True)
+    def _start(self, sent: Tensor, count: int | None, *, back: bool) -> RowsOnTheWay:
+        return start_exchange(sent, self._splits, count, back, self._parts.exchange.group, asynchronous=True)
 
 
 class _PartGraph(NamedTuple):

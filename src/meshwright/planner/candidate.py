@@ -144,9 +144,10 @@ def idle_fields(plan: Plan) -> Iterator[str]:
 
     This is no error, because a plan may be used again on another mesh.
     """
+    schedule, only_pipelines = plan.schedule.name, plan.schedule.name not in ("1f1b", "breadth_first", "paired")
     shards, whole_gradients = shard_size(plan), any(layer.gradients == "whole" for layer in plan.layers)
     for key, value, idle, ranks, rank_name in (
-        ("schedule", plan.schedule.name, not (plan.layered or plan.paired) and plan.schedule.name != "1f1b", plan.axis_size("pipeline"), "pipeline rank"),
+        ("schedule", schedule, only_pipelines, plan.axis_size("pipeline"), "pipeline rank"),
         ("gradients", "whole", whole_gradients, shards, "shard"),
         ("gather_engine", "copy", plan.gather_engine == "copy", shards, "shard"),
         ("reduce_replicas", plan.precision.reduce_replicas, plan.precision.reduce_replicas, plan.axis_size("replicate"), "replica"),
