@@ -96,6 +96,7 @@ PAIRED = [
     (TIED, Case("paired", replicate=2, shard=2, expert=2, gradients="whole")),
     (SHARED, Case("paired", tensor=2, shard=2, expert=2, recompute="selective")),
     (EVEN, Case("paired", shard=4, expert=4, reshard=False)),
+    (SHARED, Case("paired", shard=2, ulysses=2, expert=2, offload="optimizer")),
     (SHARED, Case("paired", shard=2, ring=2, expert=2)),
     (SHARED, Case("paired", shard=2, expert=2, compile=True, recompute="selective")),
 ]

@@ -45,9 +45,9 @@ class RoutedOutput(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """Tokens on their way to the experts: `sorted_rows` `(tokens · copies, hidden)` sorted by expert as `order` says, and their `weights`.
+    """Tokens for the experts: `sorted_rows` `(tokens · copies, hidden)`, sorted by expert, and their `weights`.
 
-    The others are those of RoutedOutput.
+    `order` is that sort. The others are those of RoutedOutput.
     """
 
     sorted_rows: Tensor
@@ -111,7 +111,7 @@ class MixtureOfExperts(nn.Module):
         return RoutedTokens(sorted_rows, order, weights, balance, load, squares)
 
     def combine(self, sorted_rows: Tensor, order: ExpertOrder, x: Tensor) -> Tensor:
-        """The output for x `(batch, seq, hidden)`: each token's sum of its weighted expert outputs `sorted_rows`, and the shared expert's."""
+        """The output for x `(batch, seq, hidden)`: the sum of a token's weighted expert outputs and its shared expert's."""
         y = sum_copies(sorted_rows, order).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 

@@ -101,7 +101,10 @@ class DistributedExperts(Experts):
         return self.weighted(self.exchange(sent, load, self.compute, self.local), sent_order, weights)
 
     def rows_to_send(self, sorted_rows: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor, ExpertOrder | None]:
-        """Rows in the order in which they are sent, their number for each expert of each rank, and that order if it is another one."""
+        """Rows in the order in which they are sent, their number for each expert of each rank, and that order.
+
+        The order is None if it is that of the sorted rows.
+        """
         return sorted_rows, order.offsets.diff(prepend=order.offsets.new_zeros(1)), None
 
     def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
@@ -162,7 +165,10 @@ class AllToAll(TokenExchange):
 
 
 def compute_received(compute: Compute, received: Tensor, received_loads: Tensor) -> Tensor:
-    """The outputs `(rows, hidden)` of rows ordered by sending rank, then by expert; `received_loads` `(ranks, experts)` counts them."""
+    """The outputs `(rows, hidden)` of received rows, which are ordered by sending rank, then by expert.
+
+    `received_loads` `(ranks, experts)` counts them.
+    """
     order = order_by_expert(experts_of_rows(received_loads, received), received_loads.sum(0))
     return from_groups(compute(to_groups(received, order), order), order).squeeze(1)
 

@@ -134,7 +134,10 @@ class PairedBlock:
 
 
 class _PartGraph(NamedTuple):
-    """The autograd graph of one part, from `inputs`, which are leaves. It refers to no output, so that its memory can be freed."""
+    """The autograd graph of one part from its `inputs`, which are leaves, to the edges of its outputs.
+
+    It has no output itself, so that the memory of outputs can be freed.
+    """
 
     inputs: Sequence[Tensor]
     outputs: Sequence[GradientEdge]

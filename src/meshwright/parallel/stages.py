@@ -108,7 +108,10 @@ class RankModel:
         return shared._replace(counted=counted)
 
     def choose_experts(self, unit: Unit, number: int | None) -> None:
-        """Before a block's forward of micro-batch `number`, None in validation: set its experts, where recorded routing is replayed."""
+        """Set the experts of a micro-batch in a block before its forward, where recorded routing is replayed.
+
+        `number` is None in validation.
+        """
         if unit.layer is not None and self.routing is not None and self.routing.choose is not None:
             self.routing.choose(unit.layer, number)
 
@@ -155,9 +158,10 @@ def shrink_to_local_parts(model: Decoder, division: Division) -> None:
 def make_units(
     model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh, parts: Mapping[int, BlockParts]
 ) -> list[list[Unit]]:
-    """Shard the rank's parameters over the mesh; returns the units of each stage. `stages` are ranges of layers, `parts` by layer.
+    """Shard the rank's parameters over the mesh; returns the units of each stage.
 
-    Collective over all ranks of the job.
+    `stages` are ranges of layers; `parts` are by layer those of blocks in which two micro-batches run together. Collective over all ranks
+    of the job.
     """
     # `expert_shards` is collective over all ranks, also over those whose layers have no experts.
     expert_shards = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None

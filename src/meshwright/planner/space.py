@@ -341,7 +341,10 @@ def _step_options(
     whole: bool = False,
     pairs: bool = False,
 ) -> list[tuple[int, int, int, int]]:
-    """See `_batch_options`; with `whole` no schedules that split the backward, without `pairs` none of two micro-batches together."""
+    """See `_batch_options`.
+
+    With `whole` no schedules that split the backward, without `pairs` none of two micro-batches together.
+    """
     allowed = (
         name
         for name in SCHEDULES

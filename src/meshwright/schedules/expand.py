@@ -87,7 +87,10 @@ def _run_key(step: Step) -> tuple[str, int] | int:
 
 
 def _units(action: Action | None, units: Sequence[int]) -> list[Action]:
-    """The unit actions of a stage action: ascending in forward, descending in backward; two micro-batches or an overlap pair them."""
+    """The unit actions of a stage action: ascending in forward, descending in backward.
+
+    Those of an overlap, or of two micro-batches, are pairs.
+    """
     if action is None:
         return []
     if action.paired:

@@ -1,4 +1,4 @@
-"""Schedules with one stage on each rank: GPipe, 1F1B, ZB-H1, which splits the backward, and pairs of micro-batches on one rank."""
+"""Schedules with one stage on each rank: GPipe, 1F1B, ZB-H1, which splits the backward, and paired micro-batches."""
 
 from __future__ import annotations
 
