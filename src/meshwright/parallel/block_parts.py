@@ -69,8 +69,8 @@ def parts_of(
     `wrap` makes a function of the block and tensors of static shapes one of the tensors, recomputed and compiled as planned; `recompute`
     wraps a function that is not compiled.
     """
-    experts = block.moe.experts
-    assert isinstance(experts, DistributedExperts) and isinstance(experts.exchange, AllToAll)
+    experts = _experts_of(block)
+    assert isinstance(experts.exchange, AllToAll), "other exchanges are refused for paired micro-batches"
     route, combine = wrap(_route), wrap(_combine)
     if taps:
         shared = [] if block.moe.shared is None else [block.moe.shared]
@@ -85,7 +85,7 @@ def _route(
 ) -> Routed:
     x, normed = block.add_attention(x, rope, mask)
     tokens = block.moe.route(normed, counted)
-    sent, sent_load, sent_order = block.moe.experts.rows_to_send(tokens.sorted_rows, tokens.order)
+    sent, sent_load, sent_order = _experts_of(block).rows_to_send(tokens.sorted_rows, tokens.order)
     return Routed(
         x,
         normed,
@@ -104,4 +104,9 @@ def _combine(
     block: Block, x: Tensor, normed: Tensor, returned: Tensor, weights: Tensor, order: ExpertOrder,
     sent_order: ExpertOrder | None,
 ) -> Tensor:  # fmt: skip
-    return x + block.moe.combine(block.moe.experts.weighted(returned, sent_order, weights), order, normed)
+    return x + block.moe.combine(_experts_of(block).weighted(returned, sent_order, weights), order, normed)
+
+
+def _experts_of(block: Block) -> DistributedExperts:
+    assert isinstance(block.moe.experts, DistributedExperts)
+    return block.moe.experts

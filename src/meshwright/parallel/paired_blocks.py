@@ -148,8 +148,8 @@ class _PartGraph(NamedTuple):
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs from those of the outputs; those of outputs or inputs without influence are None."""
-        known = [(edge, grad) for edge, grad in zip(self.outputs, gradients, strict=True) if grad is not None]
-        torch.autograd.backward(*zip(*known, strict=True))
+        edges = [edge for edge, gradient in zip(self.outputs, gradients, strict=True) if gradient is not None]
+        torch.autograd.backward(edges, [gradient for gradient in gradients if gradient is not None])
         return [leaf.grad for leaf in self.inputs]
 
 
