@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tests.config.test_key_rules import MIXTURE, mistakes
 
 PINS = [*MIXTURE, "plan.schedule=paired", "plan.expert=2", "plan.shard=2"]

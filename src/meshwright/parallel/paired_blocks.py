@@ -21,8 +21,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.models.decoder import SharedInputs
 from meshwright.models.moe import RoutedOutput
-from meshwright.parallel.block_parts import BlockParts, Routed
+from meshwright.parallel.block_parts import BlockParts
 from meshwright.parallel.experts import RowsOnTheWay, exchange_loads, start_exchange
+from meshwright.parallel.offload import leaf_without_memory
 from meshwright.parallel.timetable import Visit
 from meshwright.parallel.unit_exchange import UnitExchange
 
@@ -83,7 +84,8 @@ class PairedBlock:
         outputs = [routed.x, routed.normed, routed.weights, routed.sent]
         self._graphs.append(_PartGraph.of([x], outputs if loss is None else [*outputs, loss]))
         self._loss_gradient = [] if loss is None else [torch.ones_like(loss)]
-        self._routed: Routed | None = routed
+        self._for_combine = _leaf(routed.normed), _leaf(routed.weights), routed.order, routed.sent_order
+        self._x = routed.x.detach()
         self._received_loads, self._splits = exchange_loads(
             routed.sent_load, self._parts.exchange.group, self._parts.exchange.ranks, self._parts.local
         )
@@ -92,20 +94,21 @@ class PairedBlock:
 
     def compute(self) -> None:
         """Run the second part for the rows that arrive, and start to send its results back."""
-        received = self._moving.wait().requires_grad_()
+        # Neither the received rows nor x are saved for the backward, so their leaves must not hold them.
+        leaf, received = leaf_without_memory(self._moving.wait())
         self._received_count = received.shape[0]
         outputs = self._parts.compute(received, self._received_loads)
-        self._graphs.append(_PartGraph.of([received], [outputs]))
+        self._graphs.append(_PartGraph.of([leaf], [outputs]))
         self._moving = self._start(outputs.detach(), self._row_count, back=True)
 
     def combine(self) -> Tensor:
         """Run the last part for the rows that return; returns the block's output without its graph."""
-        routed, self._routed = self._routed, None
-        assert routed is not None
-        inputs = [_leaf(tensor) for tensor in (routed.x, routed.normed, self._moving.wait(), routed.weights)]
-        y = self._parts.combine(*inputs, routed.order, routed.sent_order)
-        self._graphs.append(_PartGraph.of(inputs, [y]))
-        del self._moving
+        leaf, x = leaf_without_memory(self._x)
+        returned = _leaf(self._moving.wait())
+        normed, weights, *orders = self._for_combine
+        y = self._parts.combine(x, normed, returned, weights, *orders)
+        self._graphs.append(_PartGraph.of([leaf, normed, returned, weights], [y]))
+        del self._moving, self._x, self._for_combine
         return y.detach()
 
     def combine_backward(self, gradient: Tensor) -> None:
