@@ -98,8 +98,11 @@ def world_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def over_host(received: Tensor, sent: Tensor, *splits: list[int], group: dist.ProcessGroup) -> None:
+def over_host(
+    received: Tensor, sent: Tensor, *splits: list[int], group: dist.ProcessGroup, async_op: bool = False
+) -> None:
     """An all-to-all of Gloo in fp64, of tensors that may be on a GPU."""
+    assert not async_op
     host = torch.empty_like(received, device="cpu", dtype=torch.float64)
     dist.all_to_all_single(host, sent.cpu().double(), *splits, group=group)
     received.copy_(host)

@@ -109,6 +109,8 @@ CASES = [
     (EVEN, with_copies(Case("1f1b", shard=4, expert=4, reshard=False), 2), "drawn"),
     (EVEN, with_copies(Case("1f1b", shard=4, expert=4, offload="activations"), 2), "drawn"),
     (EVEN, with_copies(Case("1f1b", shard=4, expert=2, offload="optimizer"), 2), "drawn"),
+    (SHARED, with_copies(Case("paired", shard=2, expert=2), 3), "drawn"),
+    (EVEN, with_copies(Case("paired", shard=2, expert=2), 4), "all"),
     (EVEN, with_copies(Case("zb_h1", pipeline=2, shard=4, expert=4), 3), "drawn"),
     (replace(EVEN, experts=4), with_copies(Case("1f1b", shard=8, expert=2), 1), "drawn"),
 ]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.gpu.runs import LIMIT, needs
 from tests.models.tiny import GPT2, LLAMA, MIXTRAL, QWEN3, SLIDING, built
-from tests.serve.helpers import PROMPTS, newer, record_logits, save_run, texts, tiny
+from tests.serve.helpers import PROMPTS, continued_texts, newer, record_logits, save_run, texts, tiny
 
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.engine import Engine
@@ -107,6 +107,14 @@ def test_graphs_of_modules_follow_a_longer_step_with_drafts() -> None:
     penalised = SamplingOptions(temperature=0.0, presence_penalty=0.5)
     expected = texts(Engine(model, options=options), PROMPTS[:3], sampling=penalised)
     assert texts(engine, PROMPTS[:3], sampling=penalised) == expected
+
+
+def test_graphs_go_on_after_another_engine_has_computed_the_prompts() -> None:
+    """The first decode of a text is one of a graph, whose newest token came from the host."""
+    options = EngineOptions(sequences=8, tokens_per_block=16, cache_blocks=64, context=64)
+    model = tiny(LLAMA).cuda()
+    sender, receiver, alone = (Engine(copy.deepcopy(model), options=options) for _ in range(3))
+    assert continued_texts(sender, receiver) == texts(alone)
 
 
 def test_graphs_compute_with_newer_weights(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Ended, Request, Step
 from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.spec.errors import BadInput
 
 SIZE = 4
@@ -44,6 +45,31 @@ def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
     assert finish(policy) == [[(1, 0, 8)], [(1, 8, 8)], [(1, 16, 2)], [(1, 18, 1)], [(1, 19, 1)]]
     assert policy.drain_ended() == [Ended(1, "length", 3)]
     assert policy.cache.pools[0].free == 64
+
+
+@pytest.mark.parametrize("length", [3, 8, 10])
+def test_a_text_goes_on_by_decodes_after_another_engine_has_computed_its_prompt(length: int) -> None:
+    """Prompts of less than a block, of full blocks, and of full blocks and a part of one."""
+    sender, policy, prompt = make_policy(), make_policy(), range(length)
+    sender.add(Request(0, prompt, 1, continued_elsewhere=True))
+    finish(sender)
+    digests = sender.prompt_digests(prompt, tail=True)
+    unsent = UnsentBlocks(sender.cache, digests, 0)
+    unsent.extend()
+    assert len(unsent) == -(-length // SIZE)
+    unsent.release()
+    reserved = ReservedBlocks(policy.cache, digests)
+    reserved.take()
+    reserved.enter(0, len(digests))
+    reserved.release()
+    for number in (1, 2):
+        policy.add(Request(number, prompt, 4, given=[50]))
+    start = length // SIZE * SIZE
+    first = [(1, length, 1), (2, length, 1)] if length == start else [(1, length, 1), (2, start, length + 1 - start)]
+    # The first text takes the block that is not full over: it writes to it.
+    assert finish(policy) == [first, *([(1, length + more, 1), (2, length + more, 1)] for more in (1, 2))]
+    assert policy.drain_ended() == [Ended(1, "length", 4), Ended(2, "length", 4)]
+    assert sender.cache.pools[0].free == policy.cache.pools[0].free == 64
 
 
 def test_decodes_come_before_chunks_and_beside_the_budget() -> None:

@@ -72,6 +72,37 @@ def texts(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, **request:
     return [tokens[number] for number in numbers]
 
 
+def continued_texts(sender: Engine, receiver: Engine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
+    """The new tokens after each prompt: the first from one engine, the others from one that gets its blocks."""
+    moved, ours, theirs = [], sender.prefix_blocks(), receiver.prefix_blocks()
+    for prompt in prompts:
+        digests = ours.digests(prompt, tail=True)
+        unsent = ours.unsent(digests, 0)
+        first = texts(sender, [prompt], new_tokens=1, continued_elsewhere=True)[0]
+        unsent.extend()
+        content = memoryview(bytearray(len(digests) * ours.block_bytes))
+        ours.read(unsent.take(len(digests)), content)
+        unsent.release()
+        moved.append((prompt, digests, content, first))
+    numbers = []
+    for prompt, digests, content, first in moved:
+        reserved = theirs.reserve(digests, 0)
+        assert reserved is not None
+        for index in range(reserved.first, len(digests)):
+            table = reserved.blocks(index)
+            assert table is not None
+            theirs.write([table], content[index * ours.block_bytes : (index + 1) * ours.block_bytes])
+            reserved.enter(index)
+        reserved.release()
+        numbers.append(receiver.submit(prompt, new_tokens=TOKENS, given=first))
+    tokens = {number: list(first) for number, (_, _, _, first) in zip(numbers, moved, strict=True)}
+    for update in receiver.run():
+        assert update.error is None, update.error
+        tokens[update.number] += update.tokens
+    assert receiver.figures().cached_tokens == sum(len(prompt) for prompt in prompts)
+    return [tokens[number] for number in numbers]
+
+
 @torch.no_grad()
 def greedy(model: Decoder, prompts: Sequence[Sequence[int]] = PROMPTS, count: int = TOKENS) -> list[list[int]]:
     """The likeliest continuation of each prompt, by the trainer's forward over the whole text."""

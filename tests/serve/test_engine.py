@@ -13,7 +13,18 @@ from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import ALL, LLAMA
-from tests.serve.helpers import PROMPTS, TOKENS, assert_all_free, engine_of, greedy, record_logits, texts, tiny
+from tests.serve.helpers import (
+    PROMPTS,
+    TOKENS,
+    assert_all_free,
+    continued_texts,
+    engine_of,
+    greedy,
+    record_logits,
+    texts,
+    tiny,
+)
+from tests.slow import quick_first
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -54,6 +65,14 @@ def test_texts_do_not_depend_on_batches_chunks_blocks_and_preemption(
     assert texts(engine) == expected
     assert (engine._policy.preemptions > 0) == (options.get("cache_blocks") == 16)
     assert_all_free(engine)
+
+
+@pytest.mark.parametrize("overlap", quick_first(1, [True, False]))
+def test_texts_go_on_after_another_engine_has_computed_their_prompts(overlap: bool, expected: list[list[int]]) -> None:
+    sender, receiver = (engine_of(tiny(LLAMA), overlap=overlap, sequences=8) for _ in range(2))
+    assert continued_texts(sender, receiver) == expected
+    assert_all_free(sender)
+    assert_all_free(receiver)
 
 
 def test_prefix_hits_do_not_change_texts(expected: list[list[int]]) -> None:

@@ -131,19 +131,13 @@ def step_cost(
     steady = micro_batches * (stage + host_micro) + imbalance
     overlapping = k.hide * _overlapping_micro_batches(layout)
     first = exposed_seconds(gathers.once, (layers_time - backward) * overlapping, gathers.tax)
-    last = exposed_seconds(reductions.once, backward * overlapping, reductions.tax)
-    # `first` and `last` are seconds of all layers; a pipeline rank has 1/pipeline of them. The first micro-batch reaches a rank after
-    # the gathers of the ranks before it, so these delays add up, except those of the units that are gathered early. Likewise the
-    # last micro-batch's backward is delayed by reductions of one rank after another, unless they follow a later weight half.
-    # In layered order no rank waits for another's collectives.
-    other_ranks = np.where(layout.layered > 0, 0.0, layout.pipeline - 1)
-    first = first * (1 + other_ranks * np.maximum(0.0, 1 - EARLY_GATHERS / units))
-    last = last * (1 + np.where(layout.splits_backward, 0.0, other_ranks * (1 - LATE_REDUCTIONS / units)))
-    first_and_last = (first + last + copies_once) / layout.pipeline
+    # The compute that hides a micro-batch's own collectives does not hide the last reductions too.
+    idle_share = 1 - np.minimum(1.0, collective_seconds / np.maximum(overlap_seconds, 1e-12))
+    last = exposed_seconds(reductions.once, idle_share * backward * overlapping, reductions.tax)
+    first_and_last = _delay_of_ends(layout, first, last, units) + copies_once / layout.pipeline
     first_and_last = first_and_last + _table_seconds(shape, machine, layout, k)
-    data_seconds = first_and_last + _gradient_traffic(
-        shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12)
-    )
+    passes = (stage * seconds / np.maximum(device, 1e-12) for seconds in (times.forward, times.backward))
+    data_seconds = first_and_last + _gradient_traffic(shape, machine, layout, k, *passes)
     update = _optimizer_seconds(shape, machine, layout, k, layers_time - backward)
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
     constant = (k.step_ms + k.sync_ms * nodes) * 1e-3
@@ -170,6 +164,20 @@ def step_cost(
         constant,
         exposed,
     )
+
+
+def _delay_of_ends(layout: Layouts, first: Array, last: Array, units: Array) -> Array:
+    """Seconds by which the `first` gathers and the `last` reductions delay a step.
+
+    Both are exposed seconds of all layers; a pipeline rank has 1/pipeline of them, in `units` of each stage. The first micro-batch
+    reaches a rank after the gathers of the ranks before it, so these delays add up, except those of the units that are gathered early.
+    Likewise the last micro-batch's backward is delayed by reductions of one rank after another, unless they follow a later weight half.
+    In layered order no rank waits for another's collectives.
+    """
+    other_ranks = np.where(layout.layered > 0, 0.0, layout.pipeline - 1)
+    first = first * (1 + other_ranks * np.maximum(0.0, 1 - EARLY_GATHERS / units))
+    last = last * (1 + np.where(layout.splits_backward, 0.0, other_ranks * (1 - LATE_REDUCTIONS / units)))
+    return (first + last) / layout.pipeline
 
 
 def _table_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
@@ -261,8 +269,13 @@ def _gather_seconds(
     return np.where(by_copy_engine, gather(copy_engine_group(group, machine, k), k, size, messages), by_kernels)
 
 
-def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, backward: Array) -> Array:
-    """Exposed seconds, once a step, of gradient sums over replicas and, if the optimizer is sharded, weight gathers."""
+def _gradient_traffic(
+    shape: Shape, machine: Machine, layout: Layouts, k: Constants, forward: Array, backward: Array
+) -> Array:
+    """Exposed seconds, once a step, of gradient sums over replicas and, if the optimizer is sharded, weight gathers.
+
+    `forward` and `backward` have the seconds of a micro-batch in the slowest stage.
+    """
     tensor_ranks = layout.tensor
     data_ranks = layout.data * layout.context
     group = rank_group(machine, k, data_ranks, layout.data_step, congestion(machine, layout, k))
@@ -295,8 +308,7 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     )
     gathered = np.where((layout.zero >= 1) & (layout.zero < 3), gathered, 0.0)
     # An interleaved rank ends with p backward passes of each chunk in turn (Narayanan et al. 2021, figure 4), so the reduction of one
-    # chunk overlaps with the last round of the others. Gathers of updated weights overlap with the first forward only, which takes
-    # half as long as a backward.
+    # chunk overlaps with the last round of the others. Gathers of updated weights overlap with the first forward only.
     rounds = 1 + LAST_ROUND_OVERLAP * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
     rounds = np.where(layout.layered > 0, 1.0, rounds)
     least_exposed = 1 - np.minimum(k.hide, 1.0)  # exposed share with unlimited compute beside it
@@ -304,7 +316,7 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     exposed = np.maximum(reduced - k.hide * backward * rounds, least_exposed * reduced / layout.virtual)
     return (
         exposed
-        + np.maximum(gathered - k.hide * backward / 2, least_exposed * gathered)
+        + np.maximum(gathered - k.hide * forward, least_exposed * gathered)
         + _tied_sum_seconds(shape, machine, layout, k)
     )
 

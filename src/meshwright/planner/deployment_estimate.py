@@ -2,9 +2,8 @@
 
 Every instance of a role gets the same share of the requests. A prefill instance is a queue with one server (M/G/1), whose
 wait is exponential; several share one queue. The batch of decodes is the fixed point of Little's law, B = rate × new
-tokens × step time. An instance of role `both` computes chunks of prompts in its steps, one of role `decode` the part of
-a prompt behind its last full block: a request's time per token is that of a decode step, plus the chunks that fall into
-its life, whose number is Poisson.
+tokens × step time. An instance of role `both` computes chunks of prompts in its steps: a request's time per token is that
+of a decode step, plus the chunks that fall into its life, whose number is Poisson.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class _Instances:
         self._instance, self._sample, self._costs, self._limits = instance, sample, costs, limits
         block = costs.tokens_per_block
         if instance.role == "decode":
-            self._chunks = [[_remainder(prompt, block)] for prompt, _, _ in sample.sizes]
+            self._chunks: list[list[Chunk]] = [[] for _ in sample.sizes]
         else:
             self._chunks = [_chunks(prompt, shared, instance.token_budget) for prompt, shared, _ in sample.sizes]
         self._services: dict[int, list[float]] = {}
@@ -160,9 +159,9 @@ class _Instances:
         added = [seconds - len(chunks) * decode for seconds, chunks in zip(services, self._chunks, strict=True)]
         mean, square = _mean(added), _mean([seconds * seconds for seconds in added])
         met = 0.0
-        # The first token comes from the prefill instance: this one's first step delays the second.
-        owns = [TRANSFER_SECONDS + seconds if self._instance.role == "decode" else 0.0 for seconds in added]
-        for (_, _, new), own in zip(self._sample.sizes, owns, strict=True):
+        # The second token of a text from a prefill instance waits for the step in flight, and for the one planned ahead.
+        own = 1.5 * decode if self._instance.role == "decode" else 0.0
+        for _, _, new in self._sample.sizes:
             if new < 2:
                 met += 1.0
                 continue
@@ -216,6 +215,8 @@ class _Instances:
         return self._services[decodes]
 
     def _longest_step(self, batch: float) -> float:
+        if self._instance.role == "decode":
+            return self.decode_seconds(batch)
         longest = max(
             (chunk for chunks in self._chunks for chunk in chunks), key=lambda chunk: (chunk.count, chunk.start)
         )
@@ -228,12 +229,6 @@ class _Instances:
 
 def _chunks(prompt: int, shared: int, budget: int) -> list[Chunk]:
     return [Chunk(start, min(budget, prompt - start)) for start in range(shared, prompt, budget)]
-
-
-def _remainder(prompt: int, block: int) -> Chunk:
-    """The tokens behind the last full block of a prompt, at least one: a decode instance computes them."""
-    start = (prompt - 1) // block * block
-    return Chunk(start, prompt - start)
 
 
 def _mean(values: Sequence[float]) -> float:

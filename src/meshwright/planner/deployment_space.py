@@ -26,7 +26,7 @@ TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 """Prompt tokens of a step: small ones bound the time of a step, large ones compute prompts faster."""
 EXPERT_BUDGETS = (512, 2048, 8192)
 """Budgets that are tried for instances with several groups of experts."""
-PREFILL_BUDGET, DECODE_BUDGET = 8192, 256
+PREFILL_BUDGET, DECODE_BUDGET = 2048, 256
 """Budgets of instances that compute prompts only, and of those that compute no whole prompt."""
 
 

@@ -60,5 +60,7 @@ class RequestQueue:
 
     def take_late(self, now: float) -> Progress | None:
         """A request whose deadline is not after `now`; None if there is none."""
+        if not self._deadlines:
+            return None
         deadline = self.next_deadline()
         return None if deadline is None or deadline > now else heapq.heappop(self._deadlines)[2]

@@ -1,7 +1,8 @@
 """Requests to an inference engine, and the steps in which a batch of them is computed.
 
 Positions count a request's tokens from 0: first the prompt, then the new tokens. A part that ends at the last known token
-samples the next one. So a decode is a part of one token, and a preempted request is computed again like a longer prompt.
+samples the next one. So a decode is a part of one token, and a preempted request is computed again like a longer prompt. A
+request of which all known tokens but the newest are cached begins with a decode.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Request:
     """Only requests of equal salt share cached blocks."""
     given: Sequence[int] = ()
     """New tokens that are known already; the text goes on after them."""
+    continued_elsewhere: bool = False
+    """Whether another engine continues the text after one token: the block with the prompt's end is then cached too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Progress:
 
     __slots__ = (
         "computation", "computed", "confirmed", "digests", "draining", "ended", "expected", "final", "generation", "key",
-        "live", "part", "registered", "request", "salt", "shares", "tables", "tokens", "total",
+        "live", "part", "registered", "request", "salt", "shares", "tables", "tail", "tokens", "total",
     )  # fmt: skip
 
     def __init__(self, request: Request, key: tuple[float, int], groups: int, salt: str | None) -> None:
@@ -107,6 +110,8 @@ class Progress:
         self.tables: list[list[int]] = [[] for _ in range(groups)]
         """Block ids, one table for each group."""
         self.digests: list[bytes] = []
+        self.tail: bytes | None = None
+        """Digest of the last block of its prompt, which is not full; None if it is full or the digest is not known yet."""
         self.generation = 0
         """Generation of weights that `digests` are for."""
         self.computation = 0

@@ -70,8 +70,8 @@ class BatchPolicy:
         """The earliest deadline in seconds of an unfinished request."""
         return self._queue.next_deadline()
 
-    def add(self, request: Request, digests: Sequence[bytes] = ()) -> None:
-        """Queue a request. `digests` are those of its first blocks, if the caller knows them.
+    def add(self, request: Request, digests: Sequence[bytes] = (), tail: bytes | None = None) -> None:
+        """Queue a request. `digests` are those of its first blocks and `tail` that of its prompt's end, if the caller knows them.
 
         Raises BadInput if the cache could not hold it alone or its numbers make no sense.
         """
@@ -80,6 +80,7 @@ class BatchPolicy:
         salt = NO_SALT + request.salt if self.limits.prefix_cache else None
         progress = Progress(request, key, len(self.cache.pools), salt)
         progress.digests.extend(digests)
+        progress.tail = tail
         self._progress[request.number] = progress
         if request.deadline is not None:
             self._queue.watch_deadline(progress, request.deadline)
@@ -104,9 +105,14 @@ class BatchPolicy:
         ended, self._ended = self._ended, []
         return ended
 
-    def prompt_digests(self, prompt: Sequence[int], generation: int | None = None) -> list[bytes]:
-        """Digests of the full blocks of a prompt, for requests without a salt; `generation` of weights, None: that of now."""
-        return self._batch.prompt_digests(prompt, self._batch.generation if generation is None else generation)
+    def prompt_digests(
+        self, prompt: Sequence[int], generation: int | None = None, *, tail: bool = False
+    ) -> list[bytes]:
+        """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them, for requests without a salt.
+
+        `generation` of weights, None: that of now.
+        """
+        return self._batch.prompt_digests(prompt, self._batch.generation if generation is None else generation, tail)
 
     def forget_cache(self) -> None:
         """Empty the prefix cache, for new weights, and take the blocks of running requests, which are computed again.
@@ -127,8 +133,12 @@ class BatchPolicy:
             raise RuntimeError("complete the step with draft tokens before planning the next one")
         while (late := self._queue.take_late(now)) is not None:
             self._end(late, "deadline")
-        step, batch = Step(self._steps), self._batch
+        batch = self._batch
         preemptions = batch.preemptions
+        if not (batch.current_decodes() or batch.prefills or self._queue.head()):
+            self._preempted = False
+            return None
+        step = Step(self._steps)
         self._plan_decodes(step)
         chunks: list[Part] = []
         joining: list[Part] = []
@@ -197,6 +207,8 @@ class BatchPolicy:
             current = batch.prefills[index] if index < len(batch.prefills) else None
             if head is not None and (current is None or head.key < current.key):
                 admitting = batch.admit_head(budget)
+                if admitting and head.part is not None and head.part.start >= head.final:
+                    step.final.append(head)
             elif current is None:
                 break
             elif (count := batch.plan_chunk(current, budget, chunks)) and chunks[-1].samples:
@@ -217,18 +229,21 @@ class BatchPolicy:
     def extend(self, step: Step, most: int) -> int:
         """Let a step of decodes that was just planned stand for up to `most` identical ones; returns their number.
 
-        The result is exactly that of so many single steps with unknown tokens, each completed before the next is planned,
-        if nothing is added, aborted or late meanwhile; `complete` completes the last of them. A step with a prefill or
-        drafts, and one beside another in flight, stays single.
+        If it stands for several already, `most` counts from the last of these. The result is exactly that of so many
+        single steps with unknown tokens, each completed before the next is planned, if nothing is added, aborted or late
+        meanwhile; `complete` completes the last of them. A step with a prefill or drafts, and one beside another in
+        flight, stays single.
         """
         if most < 2 or not self.extends(step):
-            return step.repeat
-        step.repeat = self._batch.grow_ahead(step, most)
-        for part in step.parts:
-            if part.start == part.progress.final:
-                step.final.append(part.progress)
-                self._batch.drain(part.progress)
-        return step.repeat
+            return 1
+        steps, reached = self._batch.grow_ahead(step, most)
+        step.repeat += steps - 1
+        for index in reached:
+            progress = step.parts[index].progress
+            if step.parts[index].start == progress.final:
+                step.final.append(progress)
+                self._batch.drain(progress)
+        return steps
 
     def complete(self, step: Step, tokens: Sequence[int] | None, stopped: Collection[int] = ()) -> None:
         """Take in the results of a step without drafts.
@@ -238,7 +253,8 @@ class BatchPolicy:
         """
         if step.drafts or (step.repeat > 1 and tokens is not None):
             raise ValueError("a step with drafts is completed by complete_drafts, a repeated one without tokens")
-        for part, token in zip(step.sampling, tokens or [0] * len(step.sampling), strict=True):
+        values = [0] * len(step.sampling) if tokens is None else tokens
+        for part, token in zip(step.sampling, values, strict=True):
             if part.progress.live:
                 part.tokens.append(token)
             else:

@@ -68,15 +68,16 @@ class BlockPool:
         """`count` free blocks with one reference each; empty blocks go first. Raises IndexError if there are not so many."""
         if count > self.free:
             raise IndexError("no free cache block")
-        empty, idle, taken = self._empty, self._idle, []
-        for _ in range(count):
-            if empty:
-                block = empty.pop()
-            else:
-                block, _ = idle.popitem(last=False)
-                del self.block_of[self._digest_of.pop(block)]
-            self.references[block] = 1
+        empty, references = self._empty, self.references
+        kept = max(0, len(empty) - count)
+        taken = empty[kept:][::-1]
+        del empty[kept:]
+        for _ in range(count - len(taken)):
+            block, _ = self._idle.popitem(last=False)
+            del self.block_of[self._digest_of.pop(block)]
             taken.append(block)
+        for block in taken:
+            references[block] = 1
         self.free -= count
         return taken
 
@@ -91,18 +92,27 @@ class BlockPool:
 
     def release_all(self, blocks: Iterable[int]) -> None:
         """Remove a reference from blocks, in this order; `UNUSED_BLOCK` has none."""
-        references, digest_of = self.references, self._digest_of
+        references, digest_of, idle, empty = self.references, self._digest_of, self._idle, self._empty
+        before = len(idle) + len(empty)
         for block in blocks:
             if block == UNUSED_BLOCK:
                 continue
-            references[block] -= 1
-            if references[block]:
+            references[block] = others = references[block] - 1
+            if others:
                 continue
-            self.free += 1
             if block in digest_of:
-                self._idle[block] = None
+                idle[block] = None
             else:
-                self._empty.append(block)
+                empty.append(block)
+        self.free += len(idle) + len(empty) - before
+
+    def claim(self, digest: bytes) -> int:
+        """Remove a cached block without references from the prefix cache; returns it with one reference."""
+        block = self.block_of.pop(digest)
+        del self._digest_of[block], self._idle[block]
+        self.references[block] = 1
+        self.free -= 1
+        return block
 
     def idle_of(self, digests: Iterable[bytes]) -> int:
         """How many of the cached blocks of these digests have no references."""
@@ -183,6 +193,17 @@ class CacheBlocks:
             blocks = [pool.block_of[digest] for digest in digests[first:length]]
             pool.share_all(blocks)
             table.extend(blocks)
+
+    def claim(self, tables: list[list[int]], digest: bytes) -> bool:
+        """Add the cached block of a digest to each table, for the request alone, which may write to it.
+
+        False, and nothing is done, if a group has none without references.
+        """
+        if not all(digest in pool.block_of and pool.idle_of((digest,)) for pool in self.pools):
+            return False
+        for pool, table in zip(self.pools, tables, strict=True):
+            table.append(pool.claim(digest))
+        return True
 
     def room(self, tables: list[list[int]]) -> int:
         """Positions that `tables` can cover with the free blocks."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
 from meshwright.policies.batch_request import BatchLimits, Part, Progress, Request, Step
-from meshwright.policies.cache_blocks import NO_SALT, CacheBlocks, extend_digests, root_digest
+from meshwright.policies.cache_blocks import NO_SALT, CacheBlocks, block_digest, extend_digests, root_digest
 from meshwright.spec.errors import BadInput
 
 
@@ -25,7 +25,9 @@ class RunningBatch:
         """Whether `decodes` has parts of requests that do not decode any more."""
         self.preemptions = self.cached_tokens = self.generation = 0
         self._releases = 0
-        self._refused: tuple[Progress | None, int] = (None, -1)
+        self._refused: Progress | None = None
+        """The head of the queue for which there were no blocks at so many releases."""
+        self._refused_releases = 0
 
     def check_size(self, request: Request) -> None:
         """Raise BadInput if the cache could not hold the request alone."""
@@ -48,7 +50,7 @@ class RunningBatch:
     def next_head(self) -> Progress | None:
         """The head of the queue, unless it was refused and no block has been released since."""
         head = self.queue.head()
-        return None if head is not None and self._refused == (head, self._releases) else head
+        return None if head is self._refused and self._refused_releases == self._releases else head
 
     def admit_head(self, budget: int) -> bool:
         """Start the request at the head of the queue, if it gets a slot and blocks."""
@@ -65,7 +67,7 @@ class RunningBatch:
         while len(self.requests) >= self.limits.sequences or not self._fits(progress, digests, matched, budget):
             last = self._last() if self.requests else None
             if last is None or last.draining or not self._may_displace(progress, last):
-                self._refused = (progress, self._releases)
+                self._refused, self._refused_releases = progress, self._releases
                 return False
             self.detach(last)
             matched = self.cache.matching(digests)
@@ -73,10 +75,40 @@ class RunningBatch:
         self.cache.share(progress.tables, digests, matched)
         progress.live, progress.registered = True, matched
         progress.computed = progress.confirmed = matched * self.cache.tokens_per_block
+        known, prompt = len(progress.tokens), len(progress.request.prompt)
+        if known > prompt > progress.computed and self._claim_tail(progress, matched):
+            progress.computed = progress.confirmed = prompt
         self.cached_tokens += progress.computed
         self.requests[progress.request.number] = progress
-        insort(self.prefills, progress, key=lambda running: running.key)
+        if known > prompt and progress.computed == known - 1:
+            self._begin_cached(progress)
+        else:
+            insort(self.prefills, progress, key=lambda running: running.key)
         return True
+
+    def _claim_tail(self, progress: Progress, matched: int) -> bool:
+        """Take over the cached block with the end of a prompt behind `matched` blocks: new tokens are written to it."""
+        if not progress.shares or matched != len(progress.request.prompt) // self.cache.tokens_per_block:
+            return False
+        return self.cache.claim(progress.tables, self._tail_digest(progress))
+
+    def _tail_digest(self, progress: Progress) -> bytes:
+        """Digest of the end of a prompt that does not fill a block; those of its full blocks are known."""
+        if progress.tail is None:
+            prompt = progress.request.prompt
+            full = len(prompt) // self.cache.tokens_per_block
+            parent = progress.digests[full - 1] if full else root_digest(progress.salt, progress.generation)
+            progress.tail = block_digest(parent, prompt[full * self.cache.tokens_per_block :])
+        return progress.tail
+
+    def _begin_cached(self, progress: Progress) -> None:
+        """Let a request whose known tokens but the newest are cached decode in the step that is being planned."""
+        known = len(progress.tokens)
+        self.cache.grow(progress.tables, known)
+        progress.computed = progress.confirmed = known
+        progress.part = Part(progress, known - 1, 1, samples=True)
+        self.set_limit(progress.part)
+        self.decodes = [*self.current_decodes(), progress.part]
 
     @staticmethod
     def _may_displace(progress: Progress, running: Progress) -> bool:
@@ -144,8 +176,11 @@ class RunningBatch:
         self.set_limit(progress.part)
         return [progress.part]
 
-    def grow_ahead(self, step: Step, most: int) -> int:
-        """Take the blocks of `most` decode steps in the order of single steps; returns how many there can be."""
+    def grow_ahead(self, step: Step, most: int) -> tuple[int, list[int]]:
+        """Take the blocks of `most` decode steps in the order of single steps.
+
+        Returns how many steps there can be, and the indices of the parts that need blocks or reach their last token.
+        """
         reached = []
         for index, part in enumerate(step.parts):
             if part.limit < part.start + most:
@@ -153,12 +188,15 @@ class RunningBatch:
                 most = min(most, part.progress.final - part.start + 1)
         if not self._grow_at_once(step, reached, most):
             most = self._grow_in_order(step, reached, most)
+        more = most - 1
+        unknown = [0] * more
         for part in step.parts:
-            part.start = start = part.start + most - 1
-            part.tokens.extend([0] * (start + 1 - len(part.tokens)))
+            part.start += more
+            missing = part.start + 1 - len(part.tokens)
+            part.tokens.extend(unknown if missing == more else unknown[:missing])
         for index in reached:
             self.set_limit(step.parts[index])
-        return most
+        return most, reached
 
     def _grow_at_once(self, step: Step, reached: Sequence[int], most: int) -> bool:
         """Take all blocks of these parts, if there are enough and it does not matter which request takes which block when."""
@@ -169,14 +207,13 @@ class RunningBatch:
             part = step.parts[index]
             more = -(-(part.start + most) // size) - len(part.tables[0])
             if more > 0:
-                wanted.append(index)
+                wanted.append((index, part))
                 missing += more
         if missing > min([pool.free for pool in self.cache.pools]):
             return False
-        for index in wanted:
-            part = step.parts[index]
+        for index, part in wanted:
             self.cache.grow(part.tables, part.start + most)
-        step.grown.extend(wanted)
+            step.grown.append(index)
         return True
 
     def _grow_in_order(self, step: Step, reached: Sequence[int], most: int) -> int:
@@ -255,6 +292,17 @@ class RunningBatch:
             self._extend_digests(progress, full)
             self.cache.register(progress.tables, progress.digests, progress.registered, full)
             progress.registered = full
+        if progress.request.continued_elsewhere and progress.registered == full:
+            self._register_tail(progress, full)
+
+    def _register_tail(self, progress: Progress, full: int) -> None:
+        """Enter the block behind the `full` ones of a computed prompt, which is not full, in the prefix cache."""
+        size, prompt = self.cache.tokens_per_block, progress.request.prompt
+        if progress.confirmed_positions() == len(prompt) > full * size and full == len(prompt) // size:
+            self._extend_digests(progress, full)
+            digests = [*progress.digests[:full], self._tail_digest(progress)]
+            self.cache.register(progress.tables, digests, full, full + 1)
+            progress.registered = full + 1
 
     def _extend_digests(self, progress: Progress, blocks: int) -> None:
         """Compute the digests of the first full blocks, as far as they are missing."""
@@ -263,11 +311,13 @@ class RunningBatch:
         root = root_digest(progress.salt, progress.generation)
         extend_digests(progress.digests, root, progress.tokens, blocks, self.cache.tokens_per_block)
 
-    def prompt_digests(self, prompt: Sequence[int], generation: int) -> list[bytes]:
-        """Digests of the full blocks of a prompt, for requests without a salt and a generation of weights."""
+    def prompt_digests(self, prompt: Sequence[int], generation: int, tail: bool) -> list[bytes]:
+        """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them, for requests without a salt."""
         digests: list[bytes] = []
-        size = self.cache.tokens_per_block
-        extend_digests(digests, root_digest(NO_SALT, generation), prompt, len(prompt) // size, size)
+        size, root = self.cache.tokens_per_block, root_digest(NO_SALT, generation)
+        extend_digests(digests, root, prompt, len(prompt) // size, size)
+        if tail and len(prompt) % size:
+            digests.append(block_digest(digests[-1] if digests else root, prompt[len(digests) * size :]))
         return digests
 
     def forget_cache(self) -> None:

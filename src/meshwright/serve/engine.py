@@ -203,6 +203,7 @@ class Engine:
             arrival=now,
             samples_of=request.samples_of,
             given=tuple(request.given),
+            continued_elsewhere=request.continued_elsewhere,
         )
         self._policy.check(planned)
         return generation, planned
@@ -315,9 +316,10 @@ class Engine:
             return None
 
     def _assign_rows(self, step: Step) -> None:
-        """Give table rows to the requests that have none; a request begins with a chunk of its prompt."""
-        chunks = step.parts[step.decodes :]
-        new = [part for part in chunks if part.request.number not in self._table_rows.row_of]
+        """Give table rows to the requests that have none; such a request begins with a chunk, or a decode of a known token."""
+        if step.unchanged:
+            return
+        new = [part for part in step.parts if part.request.number not in self._table_rows.row_of]
         if not new:
             return
         needed = {part.request.number for part in step.parts}
@@ -328,6 +330,8 @@ class Engine:
             row = self._table_rows.take(number, needed)
             self._inputs.forget_row(row)
             self._sampler.assign(row, self._generations[number].sampling, part.tokens, len(part.request.prompt))
+            if part is part.progress.part:  # a decode
+                self._inputs.newest[row] = part.tokens[part.start]
 
     def _complete_in_flight(self, updates: list[Update]) -> None:
         launched, self._in_flight = self._in_flight, None

@@ -16,6 +16,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.serve.kv_cache import KVCache
+from meshwright.serve.mapped_blocks import OwnBlocks
 from meshwright.serve.weight_sums import weight_sums
 from meshwright.spec.layout import WHOLE
 
@@ -32,15 +33,17 @@ class PrefixBlocks:
         self._dtype = cache.tensors[0].dtype
         self.block_bytes = sum(content.shape[1] for content in self._contents)
         """Bytes of a block of all groups."""
+        self.own_blocks: OwnBlocks | None = OwnBlocks(self._contents)
+        """Blocks that other processes may map; None if several ranks have parts of them."""
 
     def identity(self) -> str:
         """A digest of the weights of now, and of the layout of blocks. Reads all weights once."""
         content = repr((self._weight_sums().tolist(), str(self._dtype), self._shapes))
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
-    def digests(self, prompt: Sequence[int]) -> list[bytes]:
-        """Digests of the full blocks of a prompt."""
-        return self._policy.prompt_digests(prompt)
+    def digests(self, prompt: Sequence[int], *, tail: bool = False) -> list[bytes]:
+        """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them."""
+        return self._policy.prompt_digests(prompt, tail=tail)
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Names of the full blocks of a prompt for engines of the same `identity`, however often each has replaced its weights."""

@@ -29,6 +29,8 @@ class TextRequest:
     """Number of an earlier request with the same prompt, whose cache it shares."""
     given: Sequence[int] = ()
     """New tokens that are known already: the text goes on after them, and updates do not repeat them."""
+    continued_elsewhere: bool = False
+    """Whether another engine continues the text: the block with the end of the prompt is kept for it, even if it is not full."""
     grammar: Grammar | None = None
     """What the text follows; it ends at a token of `stop_ids` once the grammar allows one."""
 

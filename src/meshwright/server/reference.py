@@ -50,8 +50,9 @@ meshwright serve MODEL --role decode --prefill-engines unix:sockets/prefill --po
 - `POST /role` at the admin port changes the role without loading weights: `{"role": "both"}`. The addresses of the new
   role must be set from the start.
 - `decode` reserves cache blocks, asks the peer with the fewest tokens to compute, and copies each block once it is
-  computed: on one host from shared memory (`unix:PATH`), else from the connection. The first token comes with the
-  prompt.
+  computed: between CUDA devices of one host out of the peer's memory by one kernel, where the driver can map it (no
+  tensor ranks, a common IPC namespace); else on one host from shared memory (`unix:PATH`), else from the connection.
+  The first token comes with the prompt.
 - Every block has a checksum. If a block is damaged, or the peer fails, leaves or is silent for `transfer_seconds`, the
   engine computes what is missing itself. A side that is left frees its blocks.
 - `meshwright cache unix:/tmp/blocks --gib 64` keeps blocks of prompts in host memory. Servers with
@@ -73,6 +74,7 @@ Kubernetes has, is several servers.
   lost connection once, after `engine_failed` never. After the first byte a stream ends with an event `{"error": …}`,
   code `server_lost`; the client may try again.
 - If every server has `--requests` unfinished, the answer is 429; if none can answer, 503. Both have `Retry-After`.
+- Several routers with `--share-port` listen at one port of a host: when one ends, the others take all connections.
 - The router answers `/health` and `/metrics` itself. It checks its `--api-key` and passes it on to the servers.
 
 ## Security

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, is_list_of_ids, start_connecting
+from meshwright.server.lent_blocks import Borrower
 from meshwright.server.staging import map_staging
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class RemotePrompt:
     """The message `submit` of the HTTP process."""
     number: int
     digests: Sequence[bytes]
-    """Of the full blocks of the prompt."""
+    """Of the blocks of the prompt, the last of which may not be full."""
     peer: Peer | None = None
     """The peer that computes it; None while it waits for blocks."""
     reserved: ReservedBlocks | None = None
@@ -61,6 +62,8 @@ class Peer:
         self.frames: FrameSocket | None = None
         self.memory: memoryview | None = None
         """Staging memory of a peer on this host."""
+        self.borrower: Borrower | None = None
+        """The mapped cache of a peer on this host."""
         self.slots = 0
         self.usable = False
         """Whether it takes prompts."""
@@ -112,9 +115,9 @@ class RemotePrefill:
         """Take over a request; false if its prompt is to be computed here, by the caller."""
         if not self.enabled or not any(peer.usable for peer in self.peers):
             return False
-        digests = self._blocks.digests(request["tokens"])
-        if not self._blocks.missing(digests):
+        if not self._blocks.missing(self._blocks.digests(request["tokens"])):
             return False
+        digests = self._blocks.digests(request["tokens"], tail=True)
         self._waiting.append(RemotePrompt(request, next(self._numbers), digests))
         self.start()
         return True
@@ -171,8 +174,10 @@ class RemotePrefill:
             if (end := start_connecting(peer.address)) is None:
                 continue
             peer.frames = FrameSocket(end)
+            own = self._blocks.own_blocks
+            host = "" if own is None else own.host
             try:
-                peer.frames.send({"hello": {"key": self._key, "identity": self._identity}})
+                peer.frames.send({"hello": {"key": self._key, "identity": self._identity, "host": host}})
             except EOFError:
                 self.lose(peer)
 
@@ -199,6 +204,8 @@ class RemotePrefill:
             prompt.heard = now
         if "blocks" in message:
             self._copy(peer, message, frame.payload)
+        elif "lent" in message:
+            self._copy_lent(peer, message)
         elif "load" in message:
             peer.load, peer.usable = int(message["load"]), bool(message["accepting"])
         elif "first" in message:
@@ -210,6 +217,8 @@ class RemotePrefill:
                 self._submit_here(prompt)
         elif "welcome" in message:
             self._begin_connection(peer, message["welcome"])
+            if (offer := message.get("cache")) is not None:
+                self._map(peer, offer)
         else:
             raise BadFrame("the peer refuses, or says something unknown")
 
@@ -228,6 +237,13 @@ class RemotePrefill:
             except OSError:  # memory is exhausted
                 raise EOFError from None
 
+    def _map(self, peer: Peer, offer: Sequence[Mapping[str, Any]]) -> None:
+        """Map the cache of a peer if that is possible, and tell the peer whether it is."""
+        if peer.frames is None or peer.borrower is not None:
+            raise BadFrame("the cache is offered again")
+        peer.borrower = Borrower.of_offer(self._blocks.own_blocks, offer)
+        peer.frames.send({"mapped": peer.borrower is not None})
+
     def _copy(self, peer: Peer, message: Mapping[str, Any], payload: bytearray) -> None:
         """Copy the blocks of a message into the cache, up to the first with a wrong checksum, and acknowledge them."""
         assert peer.frames is not None
@@ -239,23 +255,40 @@ class RemotePrefill:
         if content.nbytes != count * size or len(checksums) != count or start < 0 or count < 1:
             raise BadFrame("blocks without their content")
         if (prompt := peer.prompts.get(message["blocks"])) is not None and prompt.intact:
-            for offset, checksum in enumerate(checksums):
-                block = content[offset * size : (offset + 1) * size]
-                if xxhash.xxh3_64_hexdigest(block) != checksum:
-                    self.damaged_blocks += 1
-                    prompt.intact = False
+            intact = 0
+            for checksum in checksums:
+                if xxhash.xxh3_64_hexdigest(content[intact * size : (intact + 1) * size]) != checksum:
                     break
-                self._write(prompt, message["index"] + offset, block)
+                intact += 1
+            if intact < count:
+                self.damaged_blocks += 1
+                prompt.intact = False
+            if intact:
+                self._write(prompt, message["index"], content[: intact * size], intact)
         peer.frames.send({"copied": [start, count]})
 
-    def _write(self, prompt: RemotePrompt, index: int, content: memoryview) -> None:
+    def _copy_lent(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        """Copy blocks out of the peer's cache into this one, and return them."""
+        if peer.frames is None or peer.borrower is None:
+            raise BadFrame("the cache is not mapped")
+        if (prompt := peer.prompts.get(message["lent"])) is not None and prompt.intact:
+            assert prompt.reserved is not None
+            entered = peer.borrower.copy(message, prompt.reserved)
+            self.received_blocks += entered
+            if entered < len(message["tables"]):
+                self.damaged_blocks += 1
+                prompt.intact = False
+        peer.frames.send({"returned": message["number"]})
+
+    def _write(self, prompt: RemotePrompt, index: int, content: memoryview, count: int) -> None:
+        """Copy the content of `count` blocks into those that are reserved from block `index` on, in one piece."""
         assert prompt.reserved is not None
-        blocks = prompt.reserved.blocks(index)
-        if blocks is None:
-            raise BadFrame(f"block {index} is not asked for")
-        self._blocks.write([blocks], content)
-        prompt.reserved.enter(index)
-        self.received_blocks += 1
+        tables = prompt.reserved.tables(index, count)
+        if tables is None:
+            raise BadFrame(f"blocks {index} to {index + count} are not asked for")
+        self._blocks.write(tables, content)
+        prompt.reserved.enter(index, count)
+        self.received_blocks += count
 
     def _finish(self, prompt: RemotePrompt, firsts: Sequence[Sequence[Any]]) -> None:
         """Continue the texts of a prompt after their first tokens."""
@@ -303,7 +336,9 @@ class RemotePrefill:
         """End the connection to a peer; its prompts are computed here. `retry`: when to connect again."""
         if peer.frames is not None:
             peer.frames.close()
-        peer.frames, peer.memory, peer.usable, peer.load = None, None, False, 0
+        if peer.borrower is not None:
+            peer.borrower.close()
+        peer.frames, peer.memory, peer.borrower, peer.usable, peer.load = None, None, None, False, 0
         peer.retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
         for prompt in list(peer.prompts.values()):
             self.lost_prompts += 1

@@ -17,19 +17,13 @@ from meshwright.policies.cache_blocks import BlockPool, CacheBlocks
 class Chain:
     """The blocks of one request."""
 
-    __slots__ = ("cached", "idle", "owned", "unsent", "unsent_start")
+    __slots__ = ("cached", "idle", "owned", "referenced", "unsent", "unsent_start")
 
     def __init__(self) -> None:
-        self.cached = self.owned = self.idle = 0
+        self.cached = self.owned = self.referenced = self.idle = 0
+        """`referenced`: blocks with a reference."""
         self.unsent = self.unsent_start = 0
         """A sender has references on `unsent` blocks, from `unsent_start` on."""
-
-    @property
-    def referenced(self) -> int:
-        """Blocks with a reference."""
-        return self.owned + (
-            max(0, self.unsent_start + self.unsent - max(self.unsent_start, self.owned)) if self.unsent else 0
-        )
 
 
 class CountedPool(BlockPool):
@@ -46,7 +40,7 @@ class CountedPool(BlockPool):
     def own_more(self, chain: Chain, owned: int) -> None:
         """Let a request take blocks behind its own `chain.owned`, of which none is idle and no sender has references."""
         more = owned - chain.owned
-        chain.owned = owned
+        chain.owned = chain.referenced = owned
         self.free -= more
         self.empty -= more
         if self.empty < 0:
@@ -56,10 +50,10 @@ class CountedPool(BlockPool):
         self, digest: bytes | None, chain: Chain, *, owned: int, cached: int, unsent_start: int, unsent: int
     ) -> None:
         """Give a chain other numbers, and take or release the blocks that differ."""
-        before = chain.referenced
         chain.owned, chain.cached, chain.unsent_start, chain.unsent = owned, cached, unsent_start, unsent
-        more = chain.referenced - before
-        idle = max(0, cached - chain.referenced)
+        referenced = owned + max(0, unsent_start + unsent - max(unsent_start, owned)) if unsent else owned
+        more, chain.referenced = referenced - chain.referenced, referenced
+        idle = cached - referenced if cached > referenced else 0
         self.free -= more
         self.empty -= more + idle - chain.idle
         if idle != chain.idle:
@@ -121,6 +115,22 @@ class CountedBlocks(CacheBlocks):
         self._chain_of[id(tables)] = digest, chain
         tables[0].extend([1] * length)
         self._own(digest, chain, length)
+
+    def claim(self, tables: list[list[int]], digest: bytes) -> bool:
+        """Add the cached block behind those of `tables` to them, no longer cached; false if it is not cached or has references."""
+        chain, held = self.pool.chains.get(digest), len(tables[0])
+        if chain is None or chain.cached != held + 1 or chain.referenced != held:
+            return False
+        tables[0].append(1)
+        self._chain_of[id(tables)] = digest, chain
+        self.pool.change(
+            digest, chain, owned=held + 1, cached=held, unsent_start=chain.unsent_start, unsent=chain.unsent
+        )
+        return True
+
+    def room(self, tables: list[list[int]]) -> int:
+        """Positions that `tables` can cover with the free blocks."""
+        return (len(tables[0]) + self.pool.free) * self.tokens_per_block
 
     def append(self, tables: list[list[int]]) -> bool:
         """Add a block; false if there is none."""
@@ -185,9 +195,9 @@ class CountedReservation:
         """Take the blocks."""
         self._change(len(self._digests), self.first)
 
-    def enter(self, index: int) -> None:
-        """Put block `index` into the prefix cache."""
-        self._change(len(self._digests), index + 1)
+    def enter(self, index: int, count: int) -> None:
+        """Put `count` blocks from `index` on into the prefix cache."""
+        self._change(len(self._digests), index + count)
 
     def release(self) -> None:
         """Release the blocks; those that were entered stay in the prefix cache."""

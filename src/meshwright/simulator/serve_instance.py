@@ -6,8 +6,8 @@ decodes are one event: they end early if something arrives (`BatchPolicy.extend`
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from math import sqrt
 
 from meshwright.costs.serve_costs import InstanceCosts
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
@@ -39,6 +39,7 @@ class Instance:
         self.role, self.costs = role, costs
         limits, groups = BatchLimits(token_budget, costs.sequences), [CacheGroup(costs.blocks, costs.window)]
         self.policy = BatchPolicy(limits, groups, costs.tokens_per_block, cache)
+        (self._pool,) = self.policy.cache.pools
         self.wake = NEVER
         self.prompt_tokens = 0
         """Tokens of the prompts that a prefill instance has still to compute."""
@@ -56,6 +57,10 @@ class Instance:
         self._context = 0
         self._run_begin, self._run_steps = 0.0, 0
         """Begin of the run of identical steps in flight, and their number; 0 steps: none."""
+        self._line = 0.0, 0.0
+        """`StepTimes.decode_line` of the run."""
+        self._goes_on = False
+        """Whether the running step also stands for the one after it, which was planned ahead when a run was cut."""
         self._busy = self._held_seconds = self._peak = self._changed = 0.0
         self.occupancy: list[Occupancy] | None = None
         """What it held after each change, if that is to be noted."""
@@ -68,9 +73,9 @@ class Instance:
         elif self._run_steps:
             self._cut_run(now)
 
-    def add(self, request: Request, digests: Sequence[bytes] = ()) -> None:
+    def add(self, request: Request, digests: Sequence[bytes], tail: bytes) -> None:
         """Queue a request; only in a posted action or in `after_chunk` and `after_end`."""
-        self.policy.add(request, digests)
+        self.policy.add(request, digests, tail)
 
     def note_answer(self) -> None:
         """Count a request as answered."""
@@ -82,9 +87,12 @@ class Instance:
         if self._run_steps:
             self._end_run(self._run_steps)
         self._note_usage(now)
-        if self._running is not None:
-            self._complete(self._running, now)
-        self._running, self._ahead = self._ahead, None
+        if self._goes_on:
+            self._goes_on = False
+        else:
+            if self._running is not None:
+                self._complete(self._running, now)
+            self._running, self._ahead = self._ahead, None
         posted, self._posted = self._posted, []
         for action in posted:
             action(now)
@@ -125,7 +133,7 @@ class Instance:
             self._context = sum([part.start for part in step.parts[:decodes]]) + decodes
         else:
             self._context = 0
-        return _Planned(step, self._context, step.parts[decodes:])
+        return _Planned(step, self._context, step.parts[decodes:] if decodes < len(step.parts) else ())
 
     def _complete(self, planned: _Planned, now: float) -> None:
         self.policy.complete(planned.step, None)
@@ -146,11 +154,11 @@ class Instance:
         parts, cache = planned.step.parts, policy.cache
         steps = min([part.progress.final - part.start for part in parts]) + 1
         # So many steps need no more blocks than are free, wherever in their blocks the requests are.
-        room = min(pool.free for pool in cache.pools) // len(parts) * cache.tokens_per_block
+        room = self._pool.free // len(parts) * cache.tokens_per_block
         steps = min(steps, room, LONGEST_RUN)
         if steps < 2:
             return False
-        self._run_begin, self._run_steps = now, steps
+        self._run_begin, self._run_steps, self._line = now, steps, self.costs.times.decode_line(len(parts))
         self.wake = self._run_end(steps)
         return True
 
@@ -158,33 +166,50 @@ class Instance:
         """When the first `steps` steps of the run have ended."""
         planned = self._running
         assert planned is not None
-        decodes = planned.step.decodes
-        fixed, each = self.costs.times.decode_line(decodes)
+        decodes, (fixed, each) = planned.step.decodes, self._line
         positions = planned.positions * steps + decodes * (steps * (steps - 1) // 2)
         return self._run_begin + steps * fixed + each * positions
 
     def _cut_run(self, now: float) -> None:
         """End the run with the step in flight, and plan the next one if that is done ahead."""
-        steps = 1 + bisect_left(range(1, self._run_steps), now, key=self._run_end)
+        steps = self._step_at(now)
         self.wake = self._run_end(steps)
+        self._goes_on = self.costs.overlap and steps < self._run_steps
         self._end_run(steps)
-        if self.costs.overlap:
+        if self.costs.overlap and not self._goes_on:
             self._ahead = self._plan(now)
+
+    def _step_at(self, now: float) -> int:
+        """The number of the step of the run that is in flight: the first that ends at `now` or later, else the last."""
+        planned = self._running
+        assert planned is not None
+        decodes, (fixed, each) = planned.step.decodes, self._line
+        # The inverse of `_run_end`, a polynomial of second degree, may be off by the rounding.
+        growth, seconds = each * decodes / 2, now - self._run_begin
+        first = fixed + each * planned.positions - growth
+        steps = min(max(1, int(2 * seconds / (first + sqrt(first * first + 4 * growth * seconds)))), self._run_steps)
+        while steps < self._run_steps and self._run_end(steps) < now:
+            steps += 1
+        while steps > 1 and self._run_end(steps - 1) >= now:
+            steps -= 1
+        return steps
 
     def _end_run(self, steps: int) -> None:
         """Make the policy plan the steps of the run, of which the first is planned."""
         planned = self._running
         assert planned is not None
+        self._busy += self._run_end(steps) - self._run_begin
+        steps += self._goes_on
         if steps > 1 and self.policy.extend(planned.step, steps) != steps:
             raise AssertionError("a run of decodes was planned without blocks for it")
-        self._busy += self._run_end(steps) - self._run_begin
         self._context = planned.positions = planned.positions + planned.step.decodes * (steps - 1)
         self._run_steps = 0
 
     def _note_usage(self, now: float) -> None:
-        pools = self.policy.cache.pools
-        share = max([1 - pool.free / pool.blocks for pool in pools])
+        share = 1 - self._pool.free / self._pool.blocks
         if self.occupancy is not None:
             self.occupancy.append(Occupancy(self._changed, self.policy.running, share))
         self._held_seconds += share * (now - self._changed)
-        self._changed, self._peak = now, max(self._peak, share)
+        self._changed = now
+        if share > self._peak:
+            self._peak = share

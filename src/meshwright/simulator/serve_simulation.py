@@ -2,20 +2,20 @@
 
 A router gives each request to an instance (`policies.request_routing`). An instance of role `both` computes it whole. One of role
 `decode` reserves blocks for the prompt, in order of arrival, and has it computed by the prefill instance with the fewest
-prompt tokens to compute; after each chunk the full blocks move to the decode instance, and with the last of them the first
-token. Then the decode instance continues the text: it finds the blocks in its prefix cache and computes the tokens behind
-them. What concerns an instance happens between its steps.
+prompt tokens to compute; after each chunk the full blocks move to the decode instance, and with the last block, which need not
+be full, the first token. Then the decode instance continues the text: it finds the blocks in its prefix cache. What concerns an
+instance happens between its steps.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import heappop, heappush
 
 from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts, ServeCosts
-from meshwright.policies.batch_request import Part, Request
+from meshwright.policies.batch_request import CacheGroup, Part, Request
 from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.policies.request_routing import RequestRouting
@@ -60,10 +60,15 @@ def can_count(requests: Sequence[TimedRequest], costs: InstanceCosts) -> bool:
 class _Prompt:
     """A request on its way: digests of its blocks, and the blocks that are reserved and held for it."""
 
-    __slots__ = ("come", "digests", "front", "reserved", "times", "unsent")
+    __slots__ = ("come", "digests", "front", "full_digests", "moved_digests", "reserved", "tail", "times", "unsent")
 
-    def __init__(self, times: RequestTimes, digests: Sequence[bytes], front: _Member) -> None:
-        self.times, self.digests, self.front = times, digests, front
+    def __init__(self, times: RequestTimes, digests: Sequence[bytes], tail: bytes, front: _Member) -> None:
+        self.times, self.digests, self.tail, self.front = times, digests, tail, front
+        full, behind = divmod(times.request.input_tokens, front.instance.costs.tokens_per_block)
+        self.full_digests = digests[:full]
+        """Digests of the prompt's full blocks."""
+        self.moved_digests = [*self.full_digests, tail] if behind else self.full_digests
+        """Those of all its blocks."""
         self.reserved: ReservedBlocks | CountedReservation | None = None
         self.unsent: UnsentBlocks | CountedUnsent | None = None
         self.come = 0.0
@@ -98,17 +103,23 @@ class _Simulation:
         for spec in deployment.instances:
             for _ in range(spec.count):
                 prices = cost_of(spec)
-                cache = CountedBlocks(prices.blocks, prices.tokens_per_block) if self._counted else None
-                instance = Instance(spec.role, prices, spec.token_budget, cache)
+                instance = Instance(spec.role, prices, spec.token_budget, self._cache(prices))
                 instance.occupancy = [] if watched else None
-                instance.after_chunk = partial(self._after_chunk, len(self._members))
-                instance.after_end = partial(self._after_end, len(self._members))
                 member = _Member(len(self._members), instance)
-                instance.between_steps = partial(self._reserve, member)
+                if spec.role == "prefill":
+                    instance.after_chunk = partial(self._send, member)
+                else:
+                    instance.after_chunk, instance.after_end = self._note_first_token, self._end
+                if spec.role == "decode":
+                    instance.between_steps = partial(self._reserve, member)
                 self._members.append(member)
-        self._fronts = [index for index, member in enumerate(self._members) if member.instance.role != "prefill"]
-        self._prefills = [index for index, member in enumerate(self._members) if member.instance.role == "prefill"]
+        self._front_of = {member.instance: member for member in self._members if member.instance.role != "prefill"}
+        self._fronts = list(self._front_of)
+        self._prefills = [member for member in self._members if member.instance.role == "prefill"]
+        self._prefix_numbers: dict[tuple[int, int], int] = {}
+        """Numbers of prefixes, by that of the prefix without its last block and the id of that; the empty one has 0."""
         self._prompts: dict[int, _Prompt] = {}
+        self._block_names: list[bytes] = []
         self._events: list[tuple[float, int, int, Callable[[float], None] | None]] = []
         """Time, 0 for what comes over a link and 1 for the end of a step, a number, and what happens."""
         self._count = 0
@@ -118,6 +129,7 @@ class _Simulation:
 
     def run(self) -> ServedDeployment:
         arrivals, events, next_arrival = self._times, self._events, 0
+        instances = [member.instance for member in self._members]
         now = 0.0
         due = arrivals[0].request.arrival_seconds
         while True:
@@ -129,12 +141,13 @@ class _Simulation:
                 continue
             if not events:
                 break
-            now, at_end, index, happen = heapq.heappop(events)
+            now, _, index, happen = heappop(events)
             if happen is not None:
                 happen(now)
-            elif at_end and self._members[index].instance.wake == now:
-                self._members[index].instance.advance(now)
-                self._schedule(index)
+            elif (instance := instances[index]).wake == now:
+                instance.advance(now)
+                if instance.wake < NEVER:
+                    heappush(events, (instance.wake, 1, index, None))
         return ServedDeployment(
             limits=self._limits,
             devices=self._deployment.devices,
@@ -145,51 +158,61 @@ class _Simulation:
             occupancy=[member.instance.occupancy for member in self._members if member.instance.occupancy is not None],
         )
 
-    def _schedule(self, index: int) -> None:
-        wake = self._members[index].instance.wake
-        if wake < NEVER:
-            heapq.heappush(self._events, (wake, 1, index, None))
+    def _cache(self, prices: InstanceCosts) -> CacheBlocks:
+        if self._counted:
+            return CountedBlocks(prices.blocks, prices.tokens_per_block)
+        cache = CacheBlocks([CacheGroup(prices.blocks, prices.window)], prices.tokens_per_block)
+        cache.alike = prices.window is None  # which request takes which block changes no time
+        return cache
 
-    def _post(self, index: int, now: float, action: Callable[[float], None]) -> None:
-        instance = self._members[index].instance
+    def _post(self, member: _Member, now: float, action: Callable[[float], None]) -> None:
+        instance = member.instance
         before = instance.wake
         instance.post(now, action)
         if instance.wake != before:
-            self._schedule(index)
+            heappush(self._events, (instance.wake, 1, member.index, None))
 
     def _at(self, now: float, happen: Callable[[float], None]) -> None:
         """Let something happen later, before the steps that end at that time."""
         self._count += 1
-        heapq.heappush(self._events, (now, 0, self._count, happen))
+        heappush(self._events, (now, 0, self._count, happen))
 
     def _arrive(self, number: int, now: float) -> None:
         """Route a request."""
         times = self._times[number]
-        digests = self._digests(number, times.request)
-        instances = [self._members[index].instance for index in self._fronts]
-        prefixes = [times.request.prefix_blocks[: length + 1] for length in range(len(times.request.prefix_blocks))]
-        index = self._fronts[instances.index(self._routing.choose(instances, prefixes, PREFIX_BLOCK))]
-        front = self._members[index]
-        self._prompts[number] = _Prompt(times, digests, front)
+        own = b"o" + number.to_bytes(8, "little")
+        digests = self._digests(own, times.request)
+        prefixes = self._prefixes(times.request.prefix_blocks)
+        front = self._front_of[self._routing.choose(self._fronts, prefixes, PREFIX_BLOCK)]
+        self._prompts[number] = _Prompt(times, digests, own if self._counted else own + b"end", front)
         front.instance.requests += 1
         here = front.instance.role == "both"
-        self._post(index, now, partial(self._submit if here else self._begin_elsewhere, number))
+        self._post(front, now, partial(self._submit if here else self._begin_elsewhere, number))
 
-    def _digests(self, number: int, request: TimedRequest) -> list[bytes]:
-        """Digests of a prompt's full blocks: blocks with a prefix id are named by it, others by the request.
+    def _prefixes(self, blocks: Sequence[int]) -> list[int]:
+        """A number for each prefix of a prompt's blocks, the shortest first."""
+        known, prefix, prefixes = self._prefix_numbers, 0, []
+        for block in blocks:
+            prefix = known.setdefault((prefix, block), len(known) + 1)
+            prefixes.append(prefix)
+        return prefixes
+
+    def _digests(self, own: bytes, request: TimedRequest) -> list[bytes]:
+        """Digests of a text's full blocks: those of the prompt with a prefix id are named by it, others by its `own` name.
 
         With counted blocks one name stands for all blocks of the text.
         """
         size = self._members[0].instance.costs.tokens_per_block
-        own = b"o" + number.to_bytes(8, "little")
+        blocks = (request.input_tokens + request.output_tokens) // size
         if self._counted:
-            return [own] * ((request.input_tokens + request.output_tokens) // size)
+            return [own] * blocks
         digests: list[bytes] = []
         for index, prefix in enumerate(request.prefix_blocks):
             digests += self._prefix_digests(prefix, -index * PREFIX_BLOCK % size, size)
-        blocks = request.input_tokens // size
-        digests += [own + block.to_bytes(4, "little") for block in range(len(digests), blocks)]
-        return digests[:blocks]
+        del digests[request.input_tokens // size :]
+        self._block_names.extend(block.to_bytes(4, "little") for block in range(len(self._block_names), blocks))
+        digests += [own + name for name in self._block_names[len(digests) : blocks]]
+        return digests
 
     def _prefix_digests(self, prefix: int, first: int, size: int) -> list[bytes]:
         """Digests of the blocks that begin in a prefix block, of which the first begins at token `first` of it."""
@@ -203,11 +226,17 @@ class _Simulation:
         """Queue a request at its front instance: whole, or what follows its first token."""
         prompt = self._prompts[number]
         timed = prompt.times.request
-        known = 0 if prompt.times.first_token > now else 1
-        tokens, new_tokens = bytes(timed.input_tokens + known), timed.output_tokens - known
+        first = () if prompt.times.first_token > now else (0,)
         # The salt tells apart texts that begin with less than a block.
-        request = Request(number, tokens, new_tokens, arrival=timed.arrival_seconds, salt=str(number))
-        prompt.front.instance.add(request, prompt.digests)
+        request = Request(
+            number,
+            [0] * timed.input_tokens,
+            timed.output_tokens,
+            arrival=timed.arrival_seconds,
+            salt=str(number),
+            given=first,
+        )
+        prompt.front.instance.add(request, prompt.digests, prompt.tail)
 
     def _begin_elsewhere(self, number: int, now: float) -> None:
         front = self._prompts[number].front
@@ -220,11 +249,12 @@ class _Simulation:
         while front.waiting:
             number = front.waiting[0]
             prompt = self._prompts[number]
-            blocks = self._reservation(policy.cache, prompt)
-            if not len(blocks):  # a prompt shorter than a block, or one that is cached
+            if policy.cache.matching(prompt.full_digests) == len(prompt.full_digests):
+                # A prompt shorter than a block, or one of which all full blocks are cached.
                 front.waiting.popleft()
                 self._submit(number, now)
                 continue
+            blocks = self._reservation(policy.cache, prompt)
             busy = policy.unfinished + front.reservations
             if busy >= policy.limits.sequences or not blocks.fit(policy.limits.reserve if busy else 0):
                 return
@@ -232,44 +262,39 @@ class _Simulation:
             blocks.take()
             front.reservations += 1
             prompt.reserved = blocks
-            index = min(self._prefills, key=lambda index: self._members[index].instance.prompt_tokens)
-            self._members[index].instance.requests += 1
-            self._members[index].instance.prompt_tokens += prompt.times.request.input_tokens
-            self._post(index, now, partial(self._prefill, index, number))
+            member = min(self._prefills, key=lambda member: member.instance.prompt_tokens)
+            member.instance.requests += 1
+            member.instance.prompt_tokens += prompt.times.request.input_tokens
+            self._post(member, now, partial(self._prefill, member.instance, number))
 
-    def _prefill(self, index: int, number: int, now: float) -> None:
+    def _prefill(self, instance: Instance, number: int, now: float) -> None:
         """Queue a prompt at a prefill instance."""
         del now
-        prompt, instance = self._prompts[number], self._members[index].instance
+        prompt = self._prompts[number]
         assert prompt.reserved is not None
         timed = prompt.times.request
-        instance.add(Request(number, bytes(timed.input_tokens), 1, arrival=timed.arrival_seconds), prompt.digests)
-        cache, digests = instance.policy.cache, prompt.digests[: self._full_blocks(prompt)]
-        first = prompt.reserved.first
+        arrival, tokens = timed.arrival_seconds, [0] * timed.input_tokens
+        request = Request(number, tokens, 1, arrival=arrival, continued_elsewhere=True)
+        instance.add(request, prompt.digests, prompt.tail)
+        cache, digests, first = instance.policy.cache, prompt.moved_digests, prompt.reserved.first
         counted = isinstance(cache, CountedBlocks)
         prompt.unsent = CountedUnsent(cache, digests, first) if counted else UnsentBlocks(cache, digests, first)
 
     def _reservation(self, cache: CacheBlocks, prompt: _Prompt) -> ReservedBlocks | CountedReservation:
-        digests = prompt.digests[: self._full_blocks(prompt)]
+        digests = prompt.moved_digests
         return (
             CountedReservation(cache, digests) if isinstance(cache, CountedBlocks) else ReservedBlocks(cache, digests)
         )
 
-    def _full_blocks(self, prompt: _Prompt) -> int:
-        return prompt.times.request.input_tokens // prompt.front.instance.costs.tokens_per_block
-
-    def _after_chunk(self, index: int, part: Part, now: float) -> None:
-        """Note a first token, or send the blocks that a prefill instance has computed."""
-        number, member = part.request.number, self._members[index]
-        prompt = self._prompts[number]
-        if member.instance.role == "prefill":
-            self._send(member, prompt, part.samples, number, now)
-            return
+    def _note_first_token(self, part: Part, now: float) -> None:
+        prompt = self._prompts[part.request.number]
         if part.samples and prompt.times.first_token > now:
             prompt.times.first_token = now
 
-    def _send(self, sender: _Member, prompt: _Prompt, last: bool, number: int, now: float) -> None:
-        """Send the full blocks that are computed; `last` says whether the first token is known too."""
+    def _send(self, sender: _Member, part: Part, now: float) -> None:
+        """Send the blocks that a prefill instance has computed, and with the last of them the first token."""
+        number, last = part.request.number, part.samples
+        prompt = self._prompts[number]
         unsent, front = prompt.unsent, prompt.front
         assert unsent is not None
         first = unsent.next + len(unsent)
@@ -290,15 +315,14 @@ class _Simulation:
         assert prompt.unsent is not None
         if count:
             prompt.unsent.copied(count)
-        self._post(prompt.front.index, now, partial(self._enter, number, first, first + count, last))
+        self._post(prompt.front, now, partial(self._enter, number, first, first + count, last))
 
     def _enter(self, number: int, first: int, end: int, last: bool, now: float) -> None:
         """Put blocks that have come into the prefix cache; continue the text after the last of them."""
         reserved = self._prompts[number].reserved
         assert reserved is not None
         if end > first:
-            for index in range(first, end) if isinstance(reserved, ReservedBlocks) else (end - 1,):
-                reserved.enter(index)
+            reserved.enter(first, end - first)
         if last:
             self._continue(number, now)
 
@@ -314,10 +338,6 @@ class _Simulation:
             self._submit(number, now)
         else:
             instance.note_answer()
-            self._end(number, now)
-
-    def _after_end(self, index: int, number: int, now: float) -> None:
-        if self._members[index].instance.role != "prefill":
             self._end(number, now)
 
     def _end(self, number: int, now: float) -> None:
