@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch.distributed as dist
 
 from meshwright.observe import interface_counters as traffic
 from meshwright.observe.metrics import read_metrics
+from meshwright.parallel.world import World
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.network import NetworkSpec
+from meshwright.spec.run import Assignment
 from meshwright.training.wire_count import WireCount, interface_between_nodes
 from tests.distributed import cases_training as cases
 from tests.distributed.pool import Pool
@@ -42,10 +45,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.getbasetemp() / "tiny")
 
 
+def run_on_two_nodes(world: World, assignment: Assignment) -> cases.Seen:
+    return cases.run(replace(world, node_ranks=1), assignment)
+
+
 @pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
 def test_ranks_on_two_emulated_nodes_count_what_was_predicted(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     assignment = prepared(tiny, tmp_path, *OVERRIDES, *PLANS["pipeline"]).assignment
-    assert [result.error for result in pool.run(cases.run, 2, assignment)] == [None] * 2
+    assert [result.error for result in pool.run(run_on_two_nodes, 2, assignment)] == [None] * 2
     assert_counted(tmp_path / "tiny")
 
 
