@@ -32,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     quick = config.getoption("markexpr") == "not slow"
     if quick:
         os.environ[QUICK] = "1"
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # the process that starts the workers of pytest-xdist imports no tests
     # `make test` takes the same examples each time; the longer suites search for new ones.
     settings.register_profile(
         "shared machine", deadline=None, derandomize=quick, suppress_health_check=[HealthCheck.too_slow]

@@ -70,6 +70,7 @@ def test_a_run_calls_back_stops_continues_and_returns_its_result(tiny: Path, tmp
     assert all(figures["loss"] == by_step[figures["step"]] for figures in steps[3:])
 
 
+@pytest.mark.slow
 def test_what_a_callback_raises_is_raised_after_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     def on_step(figures: Mapping[str, Any]) -> None:
         raise ZeroDivisionError

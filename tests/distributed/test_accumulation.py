@@ -24,12 +24,12 @@ from tests.slow import quick_first
 ROUNDING = 2.0**-9
 """Relative error of rounding to bf16."""
 CASES = {
+    "weight gradients deferred": (DEEP, Case("zb_h1", pipeline=2, offload="optimizer")),
     "tied pipeline": (DEEP_TIED, Case("1f1b", pipeline=2, shard=2, offload="both", recompute="full")),
     "fsdp": (LLAMA, Case("1f1b", shard=4, offload="optimizer")),
     "zero 2": (DEEP, Case("1f1b", shard=2, reshard=False, offload="optimizer")),
     "one rank": (DEEP_TIED, Case("1f1b", micro=2, offload="optimizer")),
     "one rank, all forwards first": (DEEP, Case("gpipe", micro=2)),
-    "weight gradients deferred": (DEEP, Case("zb_h1", pipeline=2, offload="optimizer")),
     "both ends on one rank": (DEEP, Case("zbv", pipeline=2, replicate=2, offload="optimizer")),
     "virtual stages": (DEEP_TIED, Case("interleaved", pipeline=2, shard=2, offload="optimizer")),
     "replicas and tensor ranks": (LLAMA, Case("1f1b", replicate=2, tensor=2, offload="optimizer")),

@@ -30,7 +30,9 @@ ORDER = list(cases.LAYOUTS)
 LOADED_BY_ALL = ("pipeline2_shard2", "shard4")
 
 
-@pytest.mark.parametrize("saved_plan", quick_first(6, sorted(ORDER, key=lambda name: name not in LOADED_BY_ALL)))
+@pytest.mark.parametrize(
+    "saved_plan", quick_first(5, sorted(ORDER, key=lambda name: (name != "pipeline2_shard2", name == "shard4")))
+)
 def test_every_plan_loads_every_other_bit_for_bit_and_reads_each_byte_once(pool: Pool, tmp_path: Path, saved_plan: str):
     (path, *_) = pool.run(cases.save, cases.LAYOUTS[saved_plan].size, str(tmp_path), saved_plan, 7)
     assert verify(Path(path)) == []

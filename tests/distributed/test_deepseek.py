@@ -178,7 +178,7 @@ def case_of(seed: int) -> tuple[ModelSpec, Plan, bool]:
     return draw_case(seed, FLOAT64, of=(V3, V2)[seed % 2])
 
 
-@pytest.mark.parametrize("seed", quick_first(1, SEEDS))
+@pytest.mark.parametrize("seed", quick_first(0, SEEDS))
 def test_random_plans_equal_one_device(pool: Pool, seed: int) -> None:
     spec, plan, masked = case_of(seed)
     compare(pool.run(sharded, plan.ranks, spec, plan, masked), one_device(spec, masked), 1e-9)

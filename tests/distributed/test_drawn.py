@@ -66,7 +66,7 @@ def test_compiled(pool: Pool, seed: int) -> None:
     compare(results, one_device(spec, masked)[:STEPS], 1e-9)
 
 
-@pytest.mark.parametrize(("seed", "compile"), quick_first(1, FP8, unpack=True))
+@pytest.mark.parametrize(("seed", "compile"), quick_first(0, FP8, unpack=True))
 def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
     """The reference has the same micro-batch size, because the activations of a micro-batch share a scale.
 
@@ -80,7 +80,7 @@ def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
     compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, 1, masked), expected_of(single_rank), bound, weights=False)
 
 
-@pytest.mark.parametrize(("seed", "precision", "compile"), quick_first(1, SUMS, unpack=True))
+@pytest.mark.parametrize(("seed", "precision", "compile"), quick_first(0, SUMS, unpack=True))
 def test_sums_over_replicas_in_bf16_round_and_nothing_else(
     pool: Pool, seed: int, precision: Precision, compile: bool
 ) -> None:

@@ -338,7 +338,7 @@ LAID = {
     "tensor": ["cluster.gpus_per_node=4", "plan.shard=2", "plan.tensor=2", "plan.expert=2"],
 }
 CHAINS = [
-    [("two expert ranks", ["none"]), ("context", ["none"]), ("tensor", ["two expert ranks"])],
+    [("two expert ranks", ["none"]), ("tensor", ["two expert ranks"])],
     [
         ("two expert ranks", ["none"]), ("none", ["two expert ranks"]),
         ("context", ["tensor", "two that split halves"]), ("tensor", ["two expert ranks"]),

@@ -71,7 +71,7 @@ TWO_HOSTS = ("cluster.nodes=2", "cluster.gpus_per_node=1", "plan.shard=2", "chec
 @pytest.mark.parametrize(
     ("change", "tier"),
     quick_first(
-        2,
+        1,
         [(cases.keep_hosts, "partner memory"), (cases.corrupt_copy, "storage"), (cases.end_server, "storage")],
         unpack=True,
     ),

@@ -145,6 +145,7 @@ def test_ranks_go_back_together_if_the_reduced_gradients_of_one_replica_are_not_
     assert all(any(re.search(text, event) for event in answer[3]) for answer in answers)
 
 
+@pytest.mark.slow
 def test_a_spike_in_the_reduced_gradients_of_one_replica_takes_all_ranks_back(
     pool: Pool, tiny: Path, tmp_path: Path
 ) -> None:

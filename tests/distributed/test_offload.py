@@ -138,8 +138,8 @@ def copied_bytes(world: World, spec: ModelSpec, plan: Plan, steps: int) -> dict[
     ("case", "visits", "host_visits", "offloads"),
     [
         (Case("1f1b", micro=4), 2, 6, 12),  # the last two of eight layers are not offloaded
-        (Case("1f1b", micro=4, recompute="full"), 2, 6, 12),
-        (Case("breadth_first", micro=2), 2, 32, 32),
+        pytest.param(Case("1f1b", micro=4, recompute="full"), 2, 6, 12, marks=pytest.mark.slow),
+        pytest.param(Case("breadth_first", micro=2), 2, 32, 32, marks=pytest.mark.slow),
         (Case("gpipe", pipeline=2, micro=2), 3, 16, 16),
     ],
     ids=str,

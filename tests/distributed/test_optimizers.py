@@ -142,7 +142,8 @@ def test_a_checkpoint_continues_under_another_plan(pool: Pool, tmp_path: Path, o
     compare(pool.run(trained, 4, LLAMA, after, optimizer, 2, 3, folder), truth[2:], 1e-8)
 
 
-@pytest.mark.parametrize("optimizer", quick_first(1, ["muon", "lamb", "sgd"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "lamb", "sgd"])
 def test_a_run_with_asynchronous_checkpoints_resumes_bit_for_bit(
     pool: Pool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, optimizer: str
 ) -> None:

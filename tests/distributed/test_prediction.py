@@ -55,7 +55,7 @@ def test_stages_equal_one_device(pool: Pool, spec: ModelSpec, plan: Plan) -> Non
     compare(pool.run(sharded, plan.ranks, spec, plan, True), one_device(spec, True), 1e-9)
 
 
-@pytest.mark.parametrize("seed", quick_first(1, list(range(40, 64))))
+@pytest.mark.parametrize("seed", quick_first(0, range(40, 64)))
 def test_random_plans_equal_one_device(pool: Pool, seed: int) -> None:
     spec, plan, masked = draw_case(seed, FLOAT64, of=MODELS[seed % 4])
     compare(pool.run(sharded, plan.ranks, spec, plan, masked), one_device(spec, masked), 1e-9)

@@ -173,7 +173,8 @@ def test_bf16_stays_within_its_bound(pool: Pool, case: Case) -> None:
     compare(pool.run(sharded, plan.ranks, DEEP, plan, 1.0, 1), one_device(DEEP)[:1], BF16_BOUND, weights=False)
 
 
-@pytest.mark.parametrize("case", quick_first(1, ORDERS), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ORDERS, ids=str)
 def test_axes_in_any_order(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 

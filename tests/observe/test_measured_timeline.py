@@ -37,6 +37,7 @@ from meshwright.training.session import open_session
 from meshwright.training.stop import StopRequest
 from tests.cli.command import meshwright
 from tests.distributed.pool import Pool
+from tests.slow import quick_first
 from tests.training.tiny import cpu_profile, make_tiny, prepared
 
 UNITS = 2
@@ -207,7 +208,7 @@ def measured_rank(names: dict[int, str]) -> dict[int, int]:
     return {int(names[pid].removeprefix("measured: rank ").partition(" ")[0]): pid for pid in ranks}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", quick_first(1, ["zbv", "1f1b"]))
 def test_the_timeline_of_a_pipeline_run_follows_its_schedule(pool: Pool, tmp_path: Path, schedule: str) -> None:
     profile = f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}"
     file, expected_schedule, _ = record_timeline(
@@ -245,9 +246,11 @@ def test_a_step_of_a_cpu_without_a_profile_is_drawn_without_a_prediction(pool: P
     assert list(measured_rank(read_trace(file)[0])) == [0]
 
 
-def test_collectives_are_drawn_in_their_lanes(pool: Pool, tmp_path: Path) -> None:
-    words = ("plan.pipeline=2", "plan.schedule=breadth_first", "plan.shard=1", "plan.replicate=2")
-    file, expected_schedule, _ = record_timeline(pool, tmp_path / "replicate", 4, *words)
+@pytest.mark.parametrize("pipeline", quick_first(1, [1, 2]))
+def test_collectives_are_drawn_in_their_lanes(pool: Pool, tmp_path: Path, pipeline: int) -> None:
+    ranks = 2 * pipeline
+    words = (f"plan.pipeline={pipeline}", "plan.schedule=breadth_first", "plan.shard=1", "plan.replicate=2")
+    file, expected_schedule, _ = record_timeline(pool, tmp_path / "replicate", ranks, *words)
     sums = [action.label for action in expected_schedule.actions[0] if action.op == "reduce_grad"]
     names, events = read_trace(file)
     first = measured_rank(names)[0]
@@ -255,9 +258,8 @@ def test_collectives_are_drawn_in_their_lanes(pool: Pool, tmp_path: Path) -> Non
     assert [e["name"] for e in of_step if e["lane"] == "replicate"] == sums
     assert not [e for e in of_step if e["lane"] in ("unshard", "reduce")]  # one shard rank: nothing to gather
 
-    file, expected_schedule, _ = record_timeline(
-        pool, tmp_path / "shard", 4, "plan.pipeline=2", "plan.schedule=1f1b", "plan.shard=2", "plan.reshard=true"
-    )
+    words = (f"plan.pipeline={pipeline}", "plan.schedule=1f1b", "plan.shard=2", "plan.reshard=true")
+    file, expected_schedule, _ = record_timeline(pool, tmp_path / "shard", ranks, *words)
     names, events = read_trace(file)
     for rank, process in measured_rank(names).items():
         of_step = [e for e in events if e["pid"] == process and e["args"]["step"] == 3]

@@ -14,7 +14,7 @@ SEEDS = (
     623, 640, 668, 678, 728, 763, 769, 805, 824, 845, 866,
 )  # fmt: skip
 """Seeds of questions that are answered quickly and have an answer with pins."""
-GROWING = (2, 31, 36, 42)
+GROWING = (31, 2, 36, 42)
 """The same for questions with more bandwidth, memory, nodes or batch."""
 CASES = {
     "ports of 15 GB/s": (
@@ -30,13 +30,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("seed", quick_first(4, SEEDS))
+@pytest.mark.parametrize("seed", quick_first(2, SEEDS))
 def test_no_pin_makes_the_answer_faster(seed: int) -> None:
     gains = gains_of(seed, "pins", limit=1)
     assert gains and max(gains)[0] <= LIMITS["pins"], max(gains)
 
 
-@pytest.mark.parametrize("seed", quick_first(2, GROWING))
+@pytest.mark.parametrize("seed", quick_first(1, GROWING))
 def test_more_is_not_slower(seed: int) -> None:
     gains = gains_of(seed, "more")
     assert gains and max(gains)[0] <= LIMITS["more"], max(gains)

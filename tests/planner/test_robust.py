@@ -37,21 +37,25 @@ def test_every_port_is_slowed() -> None:
     assert bridged.network and bridged.network.bridge_gb_per_s == pytest.approx(SLOWER_NETWORK_SHARE * 5)
 
 
-def test_a_slower_network_slows_only_plans_that_communicate_across_nodes() -> None:
+@pytest.fixture(scope="module")
+def sharded() -> Plan:
+    """A plan of the question whose gradients cross nodes."""
+    return search(load_run(None, [*QUESTION.split(), "plan.pipeline=1", "plan.replicate=1"])).best.plan
+
+
+def test_a_slower_network_slows_only_plans_that_communicate_across_nodes(sharded: Plan) -> None:
     """At most by the factor by which the network is slower. A plan on one node is not slower."""
     run = load_run(None, QUESTION.split())
-    sharded = search(load_run(None, [*QUESTION.split(), "plan.pipeline=1", "plan.replicate=1"])).best.plan
     one_node = "model=llama3-8b cluster.gpu=H200 cluster.gpus_per_node=8 train.seq_len=4096 train.global_batch=64"
     alone = load_run(None, one_node.split())
     assert 0 < slowdown_function(run)(sharded) <= 1 / SLOWER_NETWORK_SHARE - 1 + 1e-9
     assert slowdown_function(alone)(search(alone).best.plan) == 0
 
 
-def test_of_two_plans_with_about_equal_times_the_one_that_depends_less_on_the_network_is_chosen() -> None:
+def test_of_two_plans_with_about_equal_times_the_one_that_depends_less_on_the_network_is_chosen(sharded: Plan) -> None:
     """Times are about equal if they differ by less than predictions are unsure of. A fragile plan depends more on the network."""
-    plan = search(load_run(None, QUESTION.split())).best.plan
     quick, robust, slow = (
-        Candidate(replace(plan, tensor_engine=engine, predicted=Predicted(memory_peak_bytes=1, step_seconds=seconds)))
+        Candidate(replace(sharded, tensor_engine=engine, predicted=Predicted(memory_peak_bytes=1, step_seconds=seconds)))
         for engine, seconds in (("kernel", 1.0), ("copy", 1.009), ("copy", 1.02))
     )
 

@@ -161,11 +161,14 @@ LONG = (
 
 @pytest.mark.parametrize(
     "pins",
-    [
-        "plan.schedule=zbv",
-        "plan.schedule=zb_h1 cluster.memory_gib=60",
-        "plan.schedule=1f1b plan.recompute=all_but_attention plan.compile=false",
-    ],
+    quick_first(
+        2,
+        [
+            "plan.schedule=1f1b plan.recompute=all_but_attention plan.compile=false",
+            "plan.schedule=zb_h1 cluster.memory_gib=60",
+            "plan.schedule=zbv",
+        ],
+    ),
 )
 def test_a_pin_beside_a_free_offload_stays_trainable(pins: str) -> None:
     """Offloaded activations are the fastest here, and cannot be combined with the pin."""
@@ -182,6 +185,7 @@ def test_what_is_named_where_nothing_fits_is_trainable(schedule: str) -> None:
     assert len(chosen) and strategy.low_memory.offload == ("optimizer" if schedule == "zbv" else "both")
 
 
+@pytest.mark.slow
 def test_pinned_layers_get_a_schedule_that_can_train_them() -> None:
     layers = (LayerStrategy(range="all", recompute="full", offload="activations"),)
     question = run(plan=PlanPins(pipeline=2, layers=layers))

@@ -24,6 +24,7 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
 from meshwright.spec.run import ModelSection, RunSpec
+from tests.slow import examples
 
 
 @st.composite
@@ -63,7 +64,7 @@ WHOLE_IS_LESS = RunSpec(
 """The fastest plan fits only with whole gradients: sharded ones need reduction buffers that are larger than the saving."""
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1, 3), deadline=None, suppress_health_check=list(HealthCheck))
 @given(questions())
 @example(WHOLE_IS_LESS)
 def test_pruning_and_shares_keep_the_optimum(run: RunSpec) -> None:

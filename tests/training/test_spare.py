@@ -75,6 +75,7 @@ def test_spares_become_the_ranks_of_a_run(tiny: Path, tmp_path: Path, count: int
         assert (prepared_run.folder / "logs" / f"rank-{rank:05d}.log").exists()
 
 
+@pytest.mark.slow
 def test_a_spare_whose_launcher_ends_ends_too() -> None:
     spare = Spare()
     assert spare.process.stdin is not None

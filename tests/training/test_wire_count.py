@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ import torch.distributed as dist
 
 from meshwright.observe import interface_counters as traffic
 from meshwright.observe.metrics import read_metrics
+from meshwright.parallel.world import World
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.network import NetworkSpec
+from meshwright.spec.run import Assignment
 from meshwright.training.wire_count import WireCount, interface_between_nodes
-from tests.slow import quick_first
-from tests.training.tiny import make_tiny
+from tests.distributed import cases_training as cases
+from tests.distributed.pool import Pool
+from tests.training.tiny import make_tiny, prepared
 
 PLANS = {"pipeline": ["plan.pipeline=2", "plan.schedule=zbv"], "replicas": ["plan.replicate=2"]}
 
@@ -30,35 +34,44 @@ class Sent:
         return self.total
 
 
+OVERRIDES = [
+    "cluster.gpus_per_node=2", "cluster.emulate_nodes=2", "plan.micro_batch=2", "train.steps=6", "train.seq_len=128",
+    "model.max_seq_len=128", "model.hidden=128", "model.head_dim=32", "model.layers=4", "train.validate_every=3",
+]  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+
+
+def run_on_two_nodes(world: World, assignment: Assignment) -> cases.Seen:
+    return cases.run(replace(world, node_ranks=1), assignment)
+
+
 @pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
-@pytest.mark.parametrize("plan", quick_first(1, PLANS))
-def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, plan: str
-) -> None:
-    file = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
-    overrides = ["cluster.gpus_per_node=2", "cluster.emulate_nodes=2", "plan.micro_batch=2", "train.steps=6"]
-    overrides += [
-        "train.seq_len=128",
-        "model.max_seq_len=128",
-        "model.hidden=128",
-        "model.head_dim=32",
-        "model.layers=4",
-        "train.validate_every=3",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "meshwright",
-        "train",
-        str(file),
-        "--runs",
-        str(tmp_path),
-        *overrides,
-        *PLANS[plan],
-    ]
-    answer = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
+def test_ranks_on_two_emulated_nodes_count_what_was_predicted(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    assignment = prepared(tiny, tmp_path, *OVERRIDES, *PLANS["pipeline"]).assignment
+    assert [result.error for result in pool.run(run_on_two_nodes, 2, assignment)] == [None] * 2
+    assert_counted(tmp_path / "tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(tiny: Path, tmp_path: Path, plan: str) -> None:
+    command = [sys.executable, "-m", "meshwright", "train", str(tiny), "--runs", str(tmp_path), *OVERRIDES]
+    answer = subprocess.run([*command, *PLANS[plan]], text=True, capture_output=True, timeout=120, check=False)
     assert answer.returncode == 0, answer.stderr
-    records = read_metrics(tmp_path / "tiny" / "metrics.jsonl")
+    assert assert_counted(tmp_path / "tiny") in answer.stdout
+    if plan == "pipeline":
+        assert "plan: pipeline 2, zbv; micro-batch 2 × 4" in answer.stdout
+        assert "pipeline 2 (between nodes) = 2 ranks" in (tmp_path / "tiny" / "report.html").read_text()
+
+
+def assert_counted(run: Path) -> str:
+    """Assert that the steps of a run record as many bytes as were predicted; returns the run's line about them."""
+    records = read_metrics(run / "metrics.jsonl")
     steps = [record for record in records if record["kind"] == "step"]
     predicted = {record["predicted_wire_bytes"] for record in steps}
     assert len(steps) == 6
@@ -76,10 +89,7 @@ def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(
     assert output == [
         f"bytes between nodes per step: {mean:,.1f} MB counted, {steps[0]['predicted_wire_bytes'] / 1e6:,.1f} MB predicted"
     ]
-    assert output[0] in answer.stdout
-    if plan == "pipeline":
-        assert "plan: pipeline 2, zbv; micro-batch 2 × 4" in answer.stdout
-        assert "pipeline 2 (between nodes) = 2 ranks" in (tmp_path / "tiny" / "report.html").read_text()
+    return output[0]
 
 
 def test_pauses_are_left_out_and_steps_add_up() -> None:
