@@ -48,6 +48,7 @@ TIME = SampleTime(1e-3, 1.0, 2.0)
 Z_LOSS, ROUTER_Z_LOSS = 0.02, 0.03
 LLAMA64, GPT64 = replace(LLAMA, max_seq_len=LONGEST), replace(GPT, max_seq_len=LONGEST, tied=True)
 DEEP = replace(LLAMA64, layers=4)
+WIDE = replace(LLAMA64, kv_heads=4)
 EXPERTS = replace(SHARED, max_seq_len=LONGEST)
 
 
@@ -86,6 +87,12 @@ class Case:
     copies: int = 0
     capacity: int = 16
     compile: bool = False
+    exchange: float | None = None
+    """Seconds per token to exchange heads, beside a ring that takes 0.7: `SampleTime.exchange`."""
+
+    @property
+    def time(self) -> SampleTime:
+        return TIME if self.exchange is None else replace(TIME, ring=0.7, exchange=self.exchange)
 
     @property
     def plan(self) -> Plan:
@@ -134,7 +141,7 @@ def micro_batch(slot: Slot, samples: Samples, vocabulary: int) -> Any:
 
 
 def on_ranks(
-    world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0
+    world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0, time: SampleTime = TIME
 ) -> list[dict[str, Any]]:
     """Loss, norm and clipped gradients of each step on this rank, as the trainer computes them."""
     from meshwright.data.loader import scheduled_micro_batches
@@ -151,7 +158,8 @@ def on_ranks(
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, **weights)
     results = []
     for samples in steps:
-        pool = RankPool(mesh.data_ranks, samples.capacity, TIME, mesh.axis_size("pipeline"))
+        heads = spec.kv_heads // mesh.axis_size("tensor")
+        pool = RankPool(mesh.data_ranks, samples.capacity, time, mesh.axis_size("pipeline"), heads=heads)
         slots = slots_to_run(balance_samples(samples.lengths, pool), mesh.data_rank, slot_numbering(plan))
         batches = [micro_batch(slot, samples, spec.vocab_size) for slot in slots]
         divisor = loss_divisor(count_valid(batches, mesh)) * factor
@@ -225,7 +233,7 @@ def collect_router_logits(model: Decoder) -> dict[int, list[torch.Tensor]]:
 
 def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float = 1.0) -> list[Any]:
     steps = [Samples(seed, case.ranks, case.capacity) for seed in seeds]
-    results = pool.run(on_ranks, case.plan.ranks, spec, case.plan, steps, factor)
+    results = pool.run(on_ranks, case.plan.ranks, spec, case.plan, steps, factor, case.time)
     truth = [one_device(spec, samples) for samples in steps]
     compare(results, truth, 1e-9, weights=False)
     if spec.experts:
@@ -236,12 +244,15 @@ def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float =
 
 BATCHES = examples(3, 8)
 CASES = [
-    (LLAMA64, Case(4)),
+    (LLAMA64, Case(4, exchange=0.3, recompute="all_but_attention")),
     (GPT64, Case(3, schedule="breadth_first")),
     (LLAMA64, Case(2, tensor=2, recompute="all_but_attention")),
     (LLAMA64, Case(3, recompute="selective")),
     (GPT64, Case(4, recompute="full", offload="activations")),
     (LLAMA64, Case(8)),
+    (WIDE, Case(8, exchange=0.0, recompute="selective")),
+    (WIDE, Case(4, tensor=2, exchange=0.0, recompute="full")),
+    (WIDE, Case(4, pipeline=2, exchange=0.3, schedule="zb_h1")),
     (LLAMA64, Case(4, tensor=2, schedule="breadth_first", recompute="full")),
     (LLAMA64, Case(3, pipeline=2, recompute="all_but_attention")),
     (GPT64, Case(3, pipeline=2, schedule="breadth_first", offload="activations")),
@@ -267,7 +278,7 @@ def test_batches_of_unequal_samples(pool: Pool, spec: ModelSpec, case: Case) -> 
 def drawn_case(seed: int) -> tuple[ModelSpec, Case]:
     """A model, and a plan of at most eight ranks that suits it."""
     draw = random.Random(seed)
-    spec = draw.choice([LLAMA64, GPT64, DEEP, EXPERTS])
+    spec = draw.choice([LLAMA64, GPT64, WIDE, DEEP, EXPERTS])
     tensor = 1 if spec is GPT64 else draw.choice([1, 1, 2])
     pipeline = draw.choice([1, 2, 2, 4] if spec.layers > 2 else [1, 2])
     pipeline = min(pipeline, 4 // tensor)
@@ -284,6 +295,7 @@ def drawn_case(seed: int) -> tuple[ModelSpec, Case]:
         if spec.experts
         else 0,
         capacity=draw.choice([6, 10, 16, 24]),
+        exchange=draw.choice([None, 0.0, 0.3]),
     )
 
 
@@ -294,10 +306,10 @@ def test_random_batches_on_random_pools(pool: Pool, seed: int) -> None:
 
 
 def test_the_batches_have_what_the_axis_is_for() -> None:
-    """Divided samples, ranks with different numbers of slots, and ranks without any."""
-    balances = [
-        balance_samples(samples.lengths, RankPool(4, samples.capacity, TIME)) for samples in map(drawn, range(6))
-    ]
+    """Divided samples, by heads and by rings in one step, ranks with different numbers of slots, and ranks without any."""
+    pool = RankPool(4, 16, Case(4, exchange=0.3).time, heads=2)
+    balances = [balance_samples(samples.lengths, pool) for samples in map(drawn, range(6))]
+    assert any(len(set(balance.by_heads[balance.parts > 1].tolist())) == 2 for balance in balances)
     assert {parts for balance in balances for parts in balance.parts.tolist()} >= {1, 2, 3, 4}
     assert any(len(set(balance.slots.tolist())) > 1 for balance in balances)
     assert any(not balance.slots.all() for balance in balances)

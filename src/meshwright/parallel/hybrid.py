@@ -1,7 +1,7 @@
 """Attention over slots: micro-batches of whole samples and at most one part of a sample that several ranks divide.
 
 Every rank has its own slots (`data.slots`). A block computes each slot like a packed sequence; only attention differs. Whole samples
-attend within the slot, by the mask of documents. The part at the beginning attends over its sample by `parallel.span_ring`. All slots have
+attend within the slot, by the mask of documents. The part at the beginning attends over its sample by `parallel.span_attention`. All slots have
 the same shapes and the same operations, so that a compiled block serves all of them.
 """
 
@@ -19,7 +19,8 @@ from meshwright.kernels.attention import AttentionMask, attention
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.parallel.blocks import blocks_with_layer
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.span_ring import SpanPart, no_span, span_attention
+from meshwright.parallel.span_attention import span_attention
+from meshwright.parallel.span_part import SpanPart, no_span
 from meshwright.spec.errors import BadInput
 from meshwright.spec.hybrid import hybrid_error
 
@@ -74,7 +75,7 @@ class DividedSamples:
         shared = self._model.shared_inputs(batch.tokens, batch.positions, documents, dtype)
         span = no_span(self._ranks)
         if part is not None:
-            span = SpanPart(part.length, part.ranks, part.part).encode(self._ranks)
+            span = SpanPart(part.length, part.ranks, part.part, part.by_heads).encode(self._ranks)
         assert shared.mask is not None, "documents make a mask"
         return shared._replace(mask=SlotMask(shared.mask.dense, shared.mask.blocks, span, divided))
 

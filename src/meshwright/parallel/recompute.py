@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.kernels.grouped import GROUPED_OPERATOR
 from meshwright.kernels.grouped_fp8 import GROUPED_FP8_OPERATOR
 from meshwright.kernels.router import CHOICE_OPERATOR
-from meshwright.parallel import exchanges, experts, products, ring, span_ring  # noqa: F401  # register the operators named below
+from meshwright.parallel import exchanges, experts, products, ring, span_attention  # noqa: F401  # register the operators named below
 from meshwright.spec.plan import Recompute
 
 Forward = Callable[..., Any]

@@ -12,6 +12,7 @@ Shapes: S samples, P parts of samples (one for each sample and rank that works o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ import numpy as np
 
 from meshwright.policies.sample_blocks import part_tokens
 from meshwright.policies.sample_packing import Rooms, level, pack_samples
-from meshwright.policies.sample_spans import SpanLimits, Spans, place_spans
+from meshwright.policies.sample_spans import LongSample, SpanLimits, Spans, place_spans
 from meshwright.policies.sample_time import SampleTime, least_ranks
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import SamplePlan, SlotOffload
@@ -56,6 +57,8 @@ class RankPool:
     """Pipeline stages."""
     offload: SlotOffload | None = None
     """Slots of more tokens, for samples of at least its `shortest` tokens."""
+    heads: int = 1
+    """Key/value heads of a rank, which ranks of a sample that exchange tokens for heads divide."""
 
     def memory_shares(self, lengths: np.ndarray) -> np.ndarray:
         """Device memory of samples of `lengths` `(S,)` tokens in the slots that they may take, as a share of that without offload."""
@@ -64,10 +67,11 @@ class RankPool:
         return np.where(lengths >= self.offload.shortest, self.capacity / self.offload.capacity, 1.0)
 
 
-def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1) -> RankPool:
-    """The pool of `ranks` ranks, or pipelines of `stages` equal stages, with the slots and times of a plan."""
-    times = (seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring))
-    return RankPool(ranks, samples.capacity, SampleTime(*times), stages, samples.offload)
+def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1, heads: int = 1) -> RankPool:
+    """The pool of `ranks` ranks, or pipelines of `stages` equal stages, with `heads` and the slots and times of a plan."""
+    exchange = math.inf if samples.exchange is None else samples.exchange
+    times = (seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring, exchange))
+    return RankPool(ranks, samples.capacity, SampleTime(*times), stages, samples.offload, heads)
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class Balance:
     rank: np.ndarray
     slot: np.ndarray
     tokens: np.ndarray
+    by_heads: np.ndarray
+    """Whether the ranks of the part's sample exchange tokens for heads."""
     seconds: np.ndarray
     """Work of each part, without the fixed time of its slot."""
     slots: np.ndarray
@@ -201,21 +207,22 @@ def _short_slot(short: np.ndarray, batch: _Batch, pool: RankPool) -> float:
 def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPool) -> Spans:
     """The placement of the `long` samples after which all ranks can end first."""
     fixed, bubbles = pool.time.fixed, pool.stages - 1
-    least, shared = batch.least[long], batch.shared[long]
-    finest = np.minimum(batch.lengths[long] * FINEST_PART // pool.capacity, batch.lengths[long] // 2)
+    least, shared, lengths = batch.least[long], batch.shared[long], batch.lengths[long]
+    finest = np.minimum(lengths * FINEST_PART // pool.capacity, lengths // 2)
     most = np.clip(finest, least, pool.ranks)
-    floor = pool.time.least(batch.lengths[long])
+    attention, ring, exchange = pool.time.attention(lengths), pool.time.ring * lengths, pool.time.exchange * lengths
+    fewest_seconds = pool.time.parts(lengths, least, pool.heads)[0]
     short_slot = _short_slot(short, batch, pool)
     short_work = short_slot * int(batch.memory_tokens[short].sum()) / pool.capacity
-    mean = (short_work + _total(np.maximum(shared, floor * least) + fixed * least)) / pool.ranks
-    longest = float(np.maximum(shared / least, floor).max()) if len(long) else 0.0
+    mean = (short_work + _total((fewest_seconds + fixed) * least)) / pool.ranks
+    longest = float(fewest_seconds.max()) if len(long) else 0.0
     stacks = [mean + bubbles * (short_slot + share * max(longest - short_slot, 0.0)) for share in STACK_LIMITS]
     best, best_end = None, np.inf
     for fewest in _allotments(least, pool.ranks):
-        arrays = (long, fewest, most, shared, floor)
-        samples = list(zip(*(values.tolist() for values in arrays), strict=True))
+        arrays = (long, fewest, most, shared, attention, ring, exchange)
+        samples = [LongSample(*values) for values in zip(*(array.tolist() for array in arrays), strict=True)]
         for end in stacks if bubbles else [mean]:
-            spans = place_spans(samples, SpanLimits(pool.ranks, fixed, pool.stages, end))
+            spans = place_spans(samples, SpanLimits(pool.ranks, pool.heads, fixed, pool.stages, end))
             ready = spans.busy + bubbles * np.maximum(spans.longest, short_slot)
             last = max(level(ready, short_work), float(ready.max()))
             if best is None or last < best_end:
@@ -252,15 +259,14 @@ def _assemble(
     whole = np.ones(len(short), np.int64)
     packed = _Parts(short, whole - 1, whole, packing.rank, packing.slot, batch.lengths[short])
     every = _Parts(*(np.concatenate(pair) for pair in zip(parts, packed, strict=True)))
-    floor = np.where(every.parts > 1, pool.time.least(batch.lengths[every.sample]), 0.0)
-    seconds = np.maximum(batch.shared[every.sample] / every.parts, floor)
+    seconds, by_heads = pool.time.parts(batch.lengths[every.sample], every.parts, pool.heads)
     end = _end_seconds(every, seconds, packing.slots, spans, pool)
     order = np.lexsort((every.sample, every.slot, every.rank))
     slots = int(batch.memory_tokens.sum()) / pool.capacity
     ideal = (_total(batch.shared) + slots * pool.time.fixed) / pool.ranks
     sample, part, number, rank, slot, tokens = (values[order] for values in every)
     balance = Balance(
-        pool, sample, part, number, rank, slot, tokens, seconds[order], packing.slots, batch.shares, end, ideal
+        pool, sample, part, number, rank, slot, tokens, by_heads[order], seconds[order], packing.slots, batch.shares, end, ideal
     )
     return balance, packing.delay
 
