@@ -20,7 +20,7 @@ cluster: {gpus_per_node: 4}
 """
 HYBRID = "plan.hybrid=4"
 PIPELINES = ["plan.hybrid=2", "plan.pipeline=2"]
-EXPERTS = [*MIXTURE, "model.family=mixtral", "train.balance_loss=0"]
+EXPERTS = [*MIXTURE, "model.family=mixtral"]
 DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or plan.schedule = breadth_first)"
 
 
@@ -32,8 +32,6 @@ DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or 
         ([HYBRID, "plan.pipeline=2"], "plan.hybrid", "all of the cluster's 4 ranks ÷ plan.pipeline 2", "2"),
         ([*PIPELINES, "plan.schedule=dualpipe_v"], "plan.schedule", REFUSED_SCHEDULES["dualpipe_v"], "zbv"),
         ([HYBRID, *EXPERTS, "plan.expert=8"], "plan.expert", "a divisor of plan.hybrid = 4", "4"),
-        ([HYBRID, *MIXTURE, "model.family=mixtral"], "train.balance_loss",
-         "0, as data.packing is none: no rank has the loads of whole samples (train.balance_bias needs none)", "0"),
         ([HYBRID, "model.prediction_depth=1"], "data.packing", "stream, as model.prediction_depth is not 0", "stream"),
         ([HYBRID, "plan.capacity=200"], "plan.capacity", "at least the longest sample, train.seq_len = 1024 ÷ 4 hybrid ranks", "256"),
         ([HYBRID, "plan.capacity=257"], "plan.capacity", "an even number of tokens", "258"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from tests.training.tiny import make_tiny
 
 LONGEST = 64
 TIME = SampleTime(1e-3, 1.0, 2.0)
-Z_LOSS, ROUTER_Z_LOSS = 0.02, 0.03
+Z_LOSS, ROUTER_Z_LOSS, BALANCE_LOSS = 0.02, 0.03, 0.05
 LLAMA64, GPT64 = replace(LLAMA, max_seq_len=LONGEST), replace(GPT, max_seq_len=LONGEST, tied=True)
 DEEP = replace(LLAMA64, layers=4)
 WIDE = replace(LLAMA64, kv_heads=4)
@@ -154,7 +155,7 @@ def on_ranks(
     if plan.compile:
         torch._dynamo.reset()  # what other cases compiled counts against a limit
     mesh = build_mesh(plan, world)
-    weights = {"z_loss": Z_LOSS, "router_z_loss": ROUTER_Z_LOSS}
+    weights = {"z_loss": Z_LOSS, "router_z_loss": ROUTER_Z_LOSS, "balance_loss": BALANCE_LOSS}
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, **weights)
     results = []
     for samples in steps:
@@ -178,9 +179,9 @@ def on_ranks(
 
 
 def routed_sums(engine: Any, mesh: Any) -> torch.Tensor | None:
-    """By layer with experts, the sum of squared log-sum-exps of routers and each expert's tokens, over all ranks."""
+    """By layer with experts, the sums of balance losses and of squared log-sum-exps and each expert's tokens, over all ranks."""
     routing = engine.executor.rank_model.routing
-    return None if routing is None else mesh.sum_over_all(routing.sums[:, 1:].clone())
+    return None if routing is None else mesh.sum_over_all(routing.sums.clone())
 
 
 def compiled_graphs() -> int:
@@ -206,19 +207,29 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
         return {"loss": 0.0, "z_loss": 0.0, "norm": 0.0, "gradients": zeros, "routed": torch.zeros(())}
     loss = cross_entropy(every[trained], torch.cat(targets)[trained])
     z_loss = every[trained].exp().sum(-1).log().square().mean()
-    routed = torch.zeros(spec.layers, 1 + spec.experts, dtype=torch.float64)
+    routed = torch.zeros(spec.layers, 2 + spec.experts, dtype=torch.float64)
     router_loss = torch.zeros(())
     for layer, outputs in router_logits.items():
         of_trained = torch.cat(outputs, dim=1)[0, trained]
         squares = of_trained.exp().sum(-1).log().square()
-        router_loss = router_loss + squares.mean()
+        balance = sum(map(weighted_balance, outputs, targets, repeat(spec.experts_per_token)))
+        router_loss = router_loss + ROUTER_Z_LOSS * squares.mean() + BALANCE_LOSS * balance / trained.sum()
         chosen = of_trained.topk(spec.experts_per_token).indices.flatten()
-        routed[layer] = torch.cat([squares.detach().sum()[None], chosen.bincount(minlength=spec.experts)])
-    (loss + Z_LOSS * z_loss + ROUTER_Z_LOSS * router_loss).backward()
+        routed[layer] = torch.cat(
+            [torch.stack([balance, squares.sum()]).detach(), chosen.bincount(minlength=spec.experts)]
+        )
+    (loss + Z_LOSS * z_loss + router_loss).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     figures = {"loss": loss.item(), "z_loss": z_loss.item(), "norm": norm.item()}
     return {**figures, "gradients": gradients, "routed": routed}
+
+
+def weighted_balance(logits: torch.Tensor, targets: torch.Tensor, copies: int) -> torch.Tensor:
+    """A sample's balance loss, experts · Σ share of choices · mean probability, times its trained tokens."""
+    of_trained = logits[0, targets >= 0]
+    chosen = of_trained.topk(copies).indices.flatten().bincount(minlength=logits.shape[-1]).double()
+    return logits.shape[-1] * (chosen / chosen.sum().clamp_min(1) * of_trained.softmax(-1).sum(0)).sum()
 
 
 def collect_router_logits(model: Decoder) -> dict[int, list[torch.Tensor]]:

@@ -1,6 +1,7 @@
 """Attention of samples that any ranks divide equals attention of the whole sample: values and gradients, in float64.
 
-The ranks of a sample pass keys and values round a ring or exchange tokens for heads. Each rank runs its slots in order, one span after another with other ranks, as in a step; other tokens of a slot must not matter.
+The ranks of a sample pass keys and values round a ring or exchange tokens for heads.
+Each rank runs its slots in order, one span after another with other ranks, as in a step; other tokens of a slot must not matter.
 """
 
 from __future__ import annotations

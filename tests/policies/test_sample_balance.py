@@ -197,7 +197,7 @@ def test_a_sample_whose_forward_hides_the_copies_takes_longer_slots() -> None:
 
 
 def test_ranks_exchange_heads_where_their_number_divides_them_and_the_ring_takes_longer() -> None:
-    """A sample of 60 tokens: (60 + 60) ÷ k seconds of work on k ranks; attention's 60 ÷ k of them overlap 120 of ring. 240 ÷ k of exchange."""
+    """60 tokens: 120 ÷ k seconds of work on k ranks, and a ring of 120 behind attention, half of it, or 240 ÷ k of exchange."""
     time, numbers = SampleTime(1 / 60, 1.0, ring=2.0, exchange=4.0), np.array([1, 2, 3, 4, 6])
     seconds, by_heads = time.parts(np.full(5, 60), numbers, 4)
     ring = [120, 150, 140, 135, 130]

@@ -9,7 +9,14 @@ from typing import Any
 from meshwright.config.run_values import RunValues
 from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
-from meshwright.spec.hybrid import REFUSED_BESIDE, SCHEDULES, capacity_error, exchanged_heads, hybrid_error, schedules_of
+from meshwright.spec.hybrid import (
+    REFUSED_BESIDE,
+    SCHEDULES,
+    capacity_error,
+    exchanged_heads,
+    hybrid_error,
+    schedules_of,
+)
 from meshwright.spec.plan import REFUSED_SCHEDULES
 
 _LAYERED = "breadth_first"

@@ -20,9 +20,7 @@ from meshwright.parallel.products import group_by_name
 from meshwright.parallel.span_part import SpanPart
 
 
-def heads_forward(
-    q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool
-) -> tuple[Tensor, Tensor]:
+def heads_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool) -> tuple[Tensor, Tensor]:
     """Attention of the part's tokens over the whole sample, and the log-sum-exps `(1, heads, n)` of their scores. Collective."""
     heads = tokens_to_heads((q, k, v), own, group)
     out, logsumexp = partial_attention(*heads, True, plain=plain)
@@ -48,7 +46,7 @@ def tokens_to_heads(tensors: Sequence[Tensor], own: SpanPart, group: str) -> lis
     by_rank = zip(*(tensor.chunk(ranks, dim=2) for tensor in tensors), strict=True)
     sent = [torch.cat(of_rank, dim=2) for of_rank in by_rank]
     received = [sent[0].new_empty((1, tokens, *sent[0].shape[2:])) for tokens in own.sizes]
-    joined = torch.cat(_exchange(sent, received, own, group), dim=1)
+    joined = torch.cat(exchange_with_ranks(sent, received, own, group), dim=1)
     ordered = torch.empty_like(joined)
     ordered[:, own.positions(joined.device)] = joined
     return [heads.contiguous() for heads in ordered.split(widths, dim=2)]
@@ -59,11 +57,11 @@ def heads_to_tokens(tensors: Sequence[Tensor], own: SpanPart, group: str) -> tup
     widths, joined = [tensor.shape[2] for tensor in tensors], torch.cat(list(tensors), dim=2)
     sent = list(joined[:, own.positions(joined.device)].split(own.sizes, dim=1))
     received = [torch.empty_like(sent[own.part]) for _ in own.ranks]
-    by_rank = [part.split(widths, dim=2) for part in _exchange(sent, received, own, group)]
+    by_rank = [part.split(widths, dim=2) for part in exchange_with_ranks(sent, received, own, group)]
     return tuple(torch.cat(of_tensor, dim=2) for of_tensor in zip(*by_rank, strict=True))
 
 
-def _exchange(sent: list[Tensor], received: list[Tensor], own: SpanPart, group: str) -> list[Tensor]:
+def exchange_with_ranks(sent: list[Tensor], received: list[Tensor], own: SpanPart, group: str) -> list[Tensor]:
     """Send each of the sample's ranks its tensor of `sent`; returns `received`, filled by them. Compute waits for the messages.
 
     Parts without tokens have no messages.

@@ -50,7 +50,9 @@ class SpanPart:
 
     def positions(self, device: torch.device) -> Tensor:
         """Positions `(length,)` in the sample of the tokens of all parts, in the order of parts."""
-        blocks = [block for part in range(len(self.ranks)) for block in block_ranges(self.length, len(self.ranks), part)]
+        blocks = [
+            block for part in range(len(self.ranks)) for block in block_ranges(self.length, len(self.ranks), part)
+        ]
         return torch.cat([torch.arange(block.start, block.stop, device=device) for block in blocks])
 
 

@@ -24,9 +24,7 @@ from meshwright.parallel.ring import PendingExchange, start_exchange
 from meshwright.parallel.span_part import SpanPart
 
 
-def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool
-) -> tuple[Tensor, Tensor]:
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool) -> tuple[Tensor, Tensor]:
     """Attention of the part's tokens over the whole sample, and the log-sum-exps `(1, heads, n)` of their scores. Collective."""
     combined, keys_values = None, torch.stack((k, v))
     for turn in _turns(own):

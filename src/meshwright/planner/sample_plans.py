@@ -105,7 +105,10 @@ def hybrid_exchange(run: RunSpec, ranks: int, heads: int) -> float:
         return math.inf
     exchange, _, _ = context_messages(priced.shape, priced.layout, step_shape(priced.shape, priced.layout))
     sent = number(exchange.bytes) * number(exchange.forward + exchange.backward) * REPEATED_EXCHANGES / EXCHANGED_TOKENS
-    link, port = number(link_rate(priced.machine, priced.constants)), number(port_rate(priced.machine, priced.constants))
+    link, port = (
+        number(link_rate(priced.machine, priced.constants)),
+        number(port_rate(priced.machine, priced.constants)),
+    )
     return sent / link if run.cluster.ranks <= run.cluster.ranks_per_node else sent / 2 / min(link, port)
 
 

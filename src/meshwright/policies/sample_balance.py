@@ -266,7 +266,19 @@ def _assemble(
     ideal = (_total(batch.shared) + slots * pool.time.fixed) / pool.ranks
     sample, part, number, rank, slot, tokens = (values[order] for values in every)
     balance = Balance(
-        pool, sample, part, number, rank, slot, tokens, by_heads[order], seconds[order], packing.slots, batch.shares, end, ideal
+        pool,
+        sample,
+        part,
+        number,
+        rank,
+        slot,
+        tokens,
+        by_heads[order],
+        seconds[order],
+        packing.slots,
+        batch.shares,
+        end,
+        ideal,
     )
     return balance, packing.delay
 

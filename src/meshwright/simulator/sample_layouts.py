@@ -105,7 +105,9 @@ def _balanced(layout: SampleLayout, times: LayoutTimes, lengths: np.ndarray) -> 
     """Seconds and padding, as the balancer places samples; rings take their time by where their ranks are."""
     ring_seconds = float(times.ring.seconds(np.ones(1), layout.ranks)[0]) if layout.ranks > 1 else 0.0
     time = replace(times.time, ring=ring_seconds)
-    balance = balance_samples(lengths, RankPool(layout.ranks, layout.capacity, time, offload=layout.offload, heads=layout.heads))
+    balance = balance_samples(
+        lengths, RankPool(layout.ranks, layout.capacity, time, offload=layout.offload, heads=layout.heads)
+    )
     parts = Parts(balance.sample, balance.parts, balance.rank, balance.slot, balance.by_heads)
     ends = play_parts(parts, lengths, layout.ranks, times.time, times.ring)
     return float(ends.max()), balance.padding
