@@ -34,6 +34,12 @@ FINEST_PART = 4
 """Parts of a sample have at least a slot's tokens divided by this, or a sample is on as few ranks as hold it."""
 GOOD_END = 1.02
 """End of the slowest rank over the mean at which no other numbers of ranks are tried."""
+END_SHARES = (1.0, 0.97, 1.01)
+"""Times by which ranks should end, relative to the mean work, of which others are tried if one does not lead to a good balance."""
+GOOD_PADDING = 0.03
+"""Padding at which no others are tried."""
+MOST_RETRIED = 256
+"""Ranks up to which they are tried; among more, samples are small beside the pool, and the search takes longer."""
 REPACKS = 3
 """Times that short samples are packed again, with less work for ranks that waited in samples of several ranks."""
 DELAY = 0.03
@@ -119,6 +125,11 @@ class Balance:
         """Ideal time over the time of the slowest rank."""
         return self.ideal_seconds / self.slowest_seconds
 
+    @property
+    def cost(self) -> float:
+        """Time of the slowest rank, raised by the padding: what is least among several balances of a batch."""
+        return self.slowest_seconds * (1 + self.padding)
+
     @cached_property
     def slot_sizes(self) -> np.ndarray:
         """Tokens of the slots with their padding, in the order of rank and slot: the pool's capacity, or that with offload."""
@@ -173,7 +184,19 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, shares: np.ndarray | No
     batch = _Batch(lengths, shares, _memory_tokens(lengths, shares, pool), least, pool.time.shared(lengths))
     order = np.lexsort((-lengths, -least))
     long, short = order[least[order] > 1], order[least[order] == 1]
-    spans = _place_long(long, short, batch, pool)
+    best: Balance | None = None
+    for share in END_SHARES if pool.stages == 1 and pool.ranks <= MOST_RETRIED else END_SHARES[:1]:
+        balance = _with_repacks(short, _place_long(long, short, batch, pool, share), batch, pool)
+        if best is None or balance.cost < best.cost:
+            best = balance
+        if best.imbalance <= GOOD_END and best.padding <= GOOD_PADDING:
+            break
+    assert best is not None
+    return best
+
+
+def _with_repacks(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool) -> Balance:
+    """The best balance with these spans, after several packings of the `short` samples."""
     delays = np.zeros(pool.ranks)
     best, delay = _assemble(short, spans, batch, pool, delays)
     balance = best
@@ -204,8 +227,8 @@ def _short_slot(short: np.ndarray, batch: _Batch, pool: RankPool) -> float:
     return _total(batch.shared[short]) / tokens * pool.capacity + pool.time.fixed if tokens else 0.0
 
 
-def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPool) -> Spans:
-    """The placement of the `long` samples after which all ranks can end first."""
+def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPool, share: float) -> Spans:
+    """The placement of the `long` samples after which all ranks can end first; they should by `share` of the mean work."""
     fixed, bubbles = pool.time.fixed, pool.stages - 1
     least, shared, lengths = batch.least[long], batch.shared[long], batch.lengths[long]
     finest = np.minimum(lengths * FINEST_PART // pool.capacity, lengths // 2)
@@ -221,7 +244,7 @@ def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPo
     for fewest in _allotments(least, pool.ranks):
         arrays = (long, fewest, most, shared, attention, ring, exchange)
         samples = [LongSample(*values) for values in zip(*(array.tolist() for array in arrays), strict=True)]
-        for end in stacks if bubbles else [mean]:
+        for end in stacks if bubbles else [share * mean]:
             spans = place_spans(samples, SpanLimits(pool.ranks, pool.heads, fixed, pool.stages, end))
             ready = spans.busy + bubbles * np.maximum(spans.longest, short_slot)
             last = max(level(ready, short_work), float(ready.max()))
