@@ -22,8 +22,8 @@ from meshwright.parallel.span_part import SpanPart
 
 def heads_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool) -> tuple[Tensor, Tensor]:
     """Attention of the part's tokens over the whole sample, and the log-sum-exps `(1, heads, n)` of their scores. Collective."""
-    heads = tokens_to_heads((q, k, v), own, group)
-    out, logsumexp = partial_attention(*heads, True, plain=plain)
+    q, k, v = tokens_to_heads((q, k, v), own, group)
+    out, logsumexp = partial_attention(q, k, v, True, plain=plain)
     (out,) = heads_to_tokens((out,), own, group)
     (logsumexp,) = heads_to_tokens((logsumexp.mT,), own, group)
     return out, logsumexp.mT
