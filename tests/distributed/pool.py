@@ -9,8 +9,10 @@ the results in rank order. `body` must be a module-level function.
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -25,6 +27,28 @@ IMPORTED = [
     # Several files have their cases in themselves; these import what all of them do.
     "tests.distributed.test_context", "tests.distributed.test_hosts", "tests.distributed.test_checkpoint_stages",
 ]  # fmt: skip
+
+
+def pack(value: Any) -> bytes:
+    """`value` pickled with the bytes of its tensors; torch would open a shared-memory file or a storage for each of them."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if type(value) is not torch.Tensor or value.requires_grad or value.layout is not torch.strided:
+            return NotImplemented
+        return _tensor, (value.contiguous().view(-1).view(torch.uint8).numpy(), value.dtype, value.shape)
+
+
+def _tensor(content: Any, dtype: Any, shape: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(content).view(dtype).view(shape)
 
 
 class CaseFailed(AssertionError):
@@ -52,7 +76,7 @@ class Pool:
     def _answer(self, rank: int) -> tuple[bool, Any]:
         if self._pipes[rank].poll(LIMIT_SECONDS):
             try:
-                return self._pipes[rank].recv()
+                return pickle.loads(self._pipes[rank].recv_bytes())
             except EOFError:
                 return False, "the worker died"
         return False, f"no answer within {LIMIT_SECONDS} s"
@@ -88,7 +112,7 @@ def _serve(pipe: Connection) -> None:
             case, rank, ranks, store, arguments = pipe.recv()
         except EOFError:
             return
-        pipe.send(_run_on_rank(case, rank, ranks, store, arguments))
+        pipe.send_bytes(pack(_run_on_rank(case, rank, ranks, store, arguments)))
 
 
 def _keep_frozen() -> None:

@@ -6,6 +6,7 @@ valid tokens of the global batch. Ranks hold different numbers of valid tokens o
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -21,10 +22,10 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.optimizers import AdamWSpec
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
-from tests.distributed.pool import CaseFailed, Pool
-from tests.slow import quick_first
+from tests.distributed.pool import CaseFailed, Pool, pack
+from tests.slow import examples, quick_first
 
-STEPS, BATCH, SEQ = 3, 8, 12
+STEPS, BATCH, SEQ = examples(2, 3), 8, 12
 RATE, CLIP = 1e-2, 0.5
 LLAMA = ModelSpec(
     family="llama",
@@ -177,15 +178,36 @@ def assemble_whole(tensors: dict[str, Any], spec: ModelSpec, mesh: Any) -> dict[
 
     One collective for all tensors of a group: one for each would take a quarter of a test's time.
     """
-    parts = {name: tensor.full_tensor().clone() for name, tensor in tensors.items()}
+    parts = join_fsdp_shards(tensors)
     for experts, group in ((True, mesh.experts), (False, mesh.group("tensor"))):
         names = [name for name in parts if (".moe.experts." in name) == experts]
         if group is not None and names:
-            shards: list[Any] = [None] * group.size()
-            torch.distributed.all_gather_object(shards, {name: parts[name] for name in names}, group=group)
+            gathered = gather_dicts({name: parts[name] for name in names}, group)
             for name in names:
-                parts[name] = join_shards(name, [shard[name] for shard in shards], spec)
+                parts[name] = join_shards(name, [shard[name] for shard in gathered], spec)
     return parts
+
+
+def join_fsdp_shards(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Each DTensor whole, from its shards along the last axis of its mesh; other axes have copies."""
+    names_by_mesh: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        assert tensor.placements[-1].is_shard() and not any(other.is_shard() for other in tensor.placements[:-1])
+        names_by_mesh.setdefault(tensor.device_mesh, []).append(name)
+    whole = {}
+    for device_mesh, names in names_by_mesh.items():
+        shards = {name: tensors[name].to_local() for name in names}
+        gathered = gather_dicts(shards, device_mesh.get_group(device_mesh.ndim - 1))
+        for name in names:
+            whole[name] = torch.cat([shard[name] for shard in gathered], dim=tensors[name].placements[-1].dim)
+    return {name: whole[name] for name in tensors}
+
+
+def gather_dicts(parts: dict[str, torch.Tensor], group: Any) -> list[dict[str, torch.Tensor]]:
+    """The `parts` of all ranks of `group`, in rank order."""
+    gathered: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(gathered, pack(parts), group=group)
+    return [pickle.loads(packed) for packed in gathered]
 
 
 def join_shards(name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch.Tensor:

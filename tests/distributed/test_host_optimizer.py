@@ -15,7 +15,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import LayerStrategy, Plan
 from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import LLAMA, STEPS, compare, one_device, plan, sharded
+from tests.distributed.test_equality import LLAMA, compare, one_device, plan, sharded
 from tests.distributed.test_experts import EVEN
 from tests.distributed.test_fp8 import with_fp8
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, UNEVEN, Case
@@ -76,7 +76,7 @@ def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> N
     compare(pool.run(sharded, case.plan.ranks, spec, case.plan), one_device(spec), 1e-9)
 
 
-def steps(world: World, spec: ModelSpec, tested_plan: Plan, count: int = STEPS) -> tuple[dict[str, torch.Tensor], int]:
+def steps(world: World, spec: ModelSpec, tested_plan: Plan, count: int = 3) -> tuple[dict[str, torch.Tensor], int]:
     """Run `count` steps; returns this rank's figures, weights and moments, and the bytes of its weights on the device."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
