@@ -2,6 +2,7 @@
 
     python benchmarks/serve_arrivals.py --model llama3-8b --prompt 512 --rates 31 44 --requests 1500 [--out FILE]
     python benchmarks/serve_arrivals.py --model llama3-8b --alone 128 1024 8192 --start 2 [--out FILE]
+    python benchmarks/serve_arrivals.py --model llama3-8b --alone 8192 --reuse 0.5 0.9 [--out FILE]
 
 Arrivals are a Poisson process with its prompts from one seed for each prompt length and rate; `inf` is all requests at once. They are those
 of any other script that draws them in this order: seed "<prompt length><rate>", all prompts, then the gaps. Times count from a request's
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +142,18 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.mean(ordered), **named}
 
 
-def alone(engine: Any, prompt_tokens: int, vocab: int, repeats: int = 9) -> dict[str, Any]:
-    """Time to first token of prompts that are computed one by one."""
+def alone(engine: Any, prompt_tokens: int, vocab: int, reuse: float = 0.0, repeats: int = 9) -> dict[str, Any]:
+    """Time to first token of prompts that are computed one by one; of each the share `reuse` is in the prefix cache."""
     seconds = []
     for index in range(repeats):
-        prompt = random_prompt(random.Random(f"{prompt_tokens}/{index}"), prompt_tokens, vocab)
+        prompt = random_prompt(random.Random(f"{prompt_tokens}/{reuse}/{index}"), prompt_tokens, vocab)
+        if reuse:
+            serve(engine, Arrivals([prompt[: round(reuse * prompt_tokens)]], [0.0], 1))
         seconds.append(serve(engine, Arrivals([prompt], [0.0], 1))[0].first)
     milliseconds = [1000 * each for each in seconds]
     return {
         "prompt_tokens": prompt_tokens,
+        "reused_share": reuse,
         "ttft_milliseconds_median": statistics.median(milliseconds),
         "ttft_milliseconds_range": [min(milliseconds), max(milliseconds)],
     }
@@ -179,8 +184,9 @@ def build_engine(options: argparse.Namespace) -> Any:
     from meshwright.spec.engine import EngineOptions
 
     sizes = EngineOptions(
-        sequences=options.sequences, step_tokens=options.step_tokens, context=options.context, prefix_cache=False
-    )
+        sequences=options.sequences, step_tokens=options.step_tokens, context=options.context,
+        prefix_cache=bool(options.reuse),
+    )  # fmt: skip
     return Engine(random_model("tiny" if options.tiny else options.model, context=options.context), options=sizes)
 
 
@@ -205,8 +211,8 @@ def main() -> None:
         result |= {"engine": asdict(engine.options), **_machine()}
         vocab = engine.spec.vocab_size
         _warm(engine, options, vocab)
-        for tokens in options.alone:
-            result.setdefault("alone", []).append(alone(engine, tokens, vocab))
+        for tokens, reuse in product(options.alone, [0.0, *options.reuse]):
+            result.setdefault("alone", []).append(alone(engine, tokens, vocab, reuse))
             save()
         for rate in options.rates:
             if time.perf_counter() - begin + options.requests / rate > options.budget:
@@ -249,6 +255,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="*", default=[], help="arrivals a second; inf: all at once")
     parser.add_argument("--requests", type=int, default=1500, help="requests at each rate")
     parser.add_argument("--alone", type=int, nargs="*", default=[], help="lengths of lone prompts")
+    parser.add_argument(
+        "--reuse", type=float, nargs="*", default=[], help="shares of lone prompts that are in the prefix cache"
+    )
     parser.add_argument("--start", type=int, default=0, help="processes to start")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--step-tokens", type=int, default=8192)

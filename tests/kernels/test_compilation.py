@@ -28,6 +28,7 @@ KERNELS = {
     "test_paged_triton.py": {"_decode", "_prefill", "_rotate_write", "combine_splits"},
     "../optim/test_packing.py": {"_adamw", "_packed_adamw"},
     "test_int8_products.py": {"_grouped_product", "_product", "_round_add_rms_norm", "_round_rows", "_round_swiglu"},
+    "test_range_copies.py": {"_copy_ranges"},
     "test_router.py": {"_choose", "_choose_backward", "_count", "_order", "_scan"},
     "test_latent_attention.py": {"_chunks", "_decode", "_rotate_write", "combine_splits"},
 }

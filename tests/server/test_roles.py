@@ -234,8 +234,7 @@ def test_blocks_leave_after_each_chunk_of_a_prompt(folder: Path, tmp_path: Path)
 
 
 def test_only_peers_with_the_key_and_the_same_weights_are_served(folder: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = unused_address()
     with engines(folder, [address], transfer_key="right") as (prefill, decode):
         wait_for_peers(decode)
         decode.run(completion(decode, PROMPTS[1]))
@@ -344,14 +343,20 @@ def change_role(server: RunningServer, role: str) -> Answer:
     return server.run(call(admin_app(server.api), "POST", "/role", json.dumps({"role": role}).encode(), headers))
 
 
-def connected(address: str, key: str, identity: str) -> FrameSocket:
+def connected(address: str, key: str, identity: str, host: str = "") -> FrameSocket:
     end = start_connecting(address)
     assert end is not None
     select.select([], [end], [], 60)
     frames = FrameSocket(end)
     frames.limit = MESSAGE_BYTES
-    frames.send({"hello": {"key": key, "identity": identity}})
+    frames.send({"hello": {"key": key, "identity": identity, "host": host}})
     return frames
+
+
+def unused_address() -> str:
+    """A port of this machine that nobody uses."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def next_message(frames: FrameSocket) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Engine:
     """An engine, and the cache and store beside it, that notes prompts and computes nothing."""
 
     block_bytes = 64
+    own_blocks = None
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []

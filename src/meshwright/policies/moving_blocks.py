@@ -52,11 +52,13 @@ class ReservedBlocks:
         """The empty block of each group for block `index` of the prompt; None if none is reserved or it is filled."""
         return self._tables.get(index)
 
-    def enter(self, index: int) -> None:
-        """Put block `index`, which has its content now, into the prefix cache."""
-        for pool, block, shared in zip(self._cache.pools, self._tables.pop(index), self._shared, strict=True):
-            pool.register_all((block,), (self._digests[index],))
-            shared.append(block)
+    def enter(self, index: int, count: int = 1) -> None:
+        """Put `count` blocks from block `index` on, which have their content now, into the prefix cache."""
+        tables = [self._tables.pop(block) for block in range(index, index + count)]
+        for group, (pool, shared) in enumerate(zip(self._cache.pools, self._shared, strict=True)):
+            blocks = [table[group] for table in tables]
+            pool.register_all(blocks, self._digests[index : index + count])
+            shared.extend(blocks)
 
     def release(self) -> None:
         """Return all references; blocks that were filled stay in the prefix cache."""
@@ -90,6 +92,13 @@ class UnsentBlocks:
     def take(self, count: int) -> list[list[int]]:
         """The blocks of each group of the next `count` blocks; call `copied` when they are copied."""
         return self._tables[:count]
+
+    def split(self, count: int) -> UnsentBlocks:
+        """Move the references on the next `count` blocks into an object of their own."""
+        first = UnsentBlocks(self._cache, self._digests[: self.next + count], self.next)
+        first._tables, self._tables = self._tables[:count], self._tables[count:]
+        self.next += count
+        return first
 
     def copied(self, count: int) -> None:
         """Return the references on the next `count` blocks."""

@@ -16,6 +16,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.serve.kv_cache import KVCache
+from meshwright.serve.mapped_blocks import OwnBlocks
 from meshwright.serve.weight_sums import weight_sums
 from meshwright.spec.layout import WHOLE
 
@@ -32,6 +33,8 @@ class PrefixBlocks:
         self._dtype = cache.tensors[0].dtype
         self.block_bytes = sum(content.shape[1] for content in self._contents)
         """Bytes of a block of all groups."""
+        self.own_blocks: OwnBlocks | None = OwnBlocks(self._contents)
+        """Blocks that other processes may map; None if several ranks have parts of them."""
 
     def identity(self) -> str:
         """A digest of the weights of now, and of the layout of blocks. Reads all weights once."""

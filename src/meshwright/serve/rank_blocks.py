@@ -32,7 +32,7 @@ class RankSlices(PrefixBlocks):
         super().__init__(model, policy, cache)
         self._spec, self._world = spec, world
         self._heads = HeadSlices(spec, world.ranks, cache.tokens_per_block, self._dtype.itemsize)
-        self._slice_bytes = self.block_bytes
+        self._slice_bytes, self.own_blocks = self.block_bytes, None
 
     def gather(self, tables: Sequence[Sequence[int]]) -> Tensor | None:
         """Whole blocks `(blocks, bytes)` on rank 0; None on other ranks."""

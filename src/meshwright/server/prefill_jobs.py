@@ -1,8 +1,8 @@
 """The sender of blocks: computes prompts for other engines, with the first token of each text, and hands out their blocks.
 
-A prompt is a request of the engine with one new token. After each step the blocks that are computed are held, copied into staging memory
-as far as there is room, and sent; the receiver acknowledges slots that it has copied. A connection that ends, or has not acknowledged for
-too long, loses its prompts: they are aborted, and what they hold is freed.
+A prompt is a request of the engine with one new token. After each step the blocks that are computed are held, and lent to a receiver that
+maps the cache, or copied into staging memory as far as there is room, and sent; the receiver acknowledges what it has copied. A connection
+that ends, or has not acknowledged for too long, loses its prompts: they are aborted, and what they hold is freed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, is_list_of_ids
+from meshwright.server.lent_blocks import Lender
 from meshwright.server.staging import Staging
 from meshwright.server.store_client import StoreClient
 from meshwright.spec.errors import BadInput
@@ -100,12 +101,21 @@ class PrefillConnection:
         """`silent_since`: from when its silence counts."""
         self.staging: Staging | None = None
         """Memory for its blocks, once it has shown its key."""
+        self.lender: Lender | None = None
+        """Blocks that it copies out of the cache; None if it cannot."""
         self.jobs: dict[int, PrefillJob] = {}
         """By the receiver's number, in the order of their arrival."""
         self.fetching: set[int] = set()
         """Numbers of prompts that are looked up in the store."""
         self.load_due = False
         """Whether a report of the load waits until what was sent before has gone."""
+
+    @property
+    def unacknowledged_blocks(self) -> int:
+        """Blocks that it has not copied yet."""
+        return (0 if self.staging is None else self.staging.used) + (
+            0 if self.lender is None else self.lender.lent_blocks
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -137,9 +147,8 @@ class PrefillJobs:
 
     @property
     def unacknowledged_blocks(self) -> int:
-        """Blocks in staging memory that receivers have not copied yet."""
-        stagings = [connection.staging for connection in self.connections]
-        return sum(staging.used for staging in stagings if staging is not None)
+        """Blocks that receivers have not copied yet."""
+        return sum(connection.unacknowledged_blocks for connection in self.connections)
 
     def use_identity(self, identity: str) -> None:
         """Serve peers with these weights from now on; all connections end."""
@@ -181,6 +190,8 @@ class PrefillJobs:
         actions: Mapping[str, Callable[[PrefillConnection, Any], None]] = {
             "prefill": self._begin,
             "copied": self._free_slots,
+            "mapped": self._use_mapping,
+            "returned": self._take_back,
             "cancel": self._cancel,
         }
         connection.silent_since = time.monotonic()
@@ -199,9 +210,10 @@ class PrefillJobs:
         except OSError:  # files or memory are exhausted
             raise EOFError from None
         connection.staging, connection.frames.limit = staging, MESSAGE_BYTES
+        connection.lender = lender = Lender.for_peer(self._blocks.own_blocks, hello.get("host"))
         sizes = {"block_bytes": staging.block_bytes, "slots": staging.slots}
-        local = connection.frames.local
-        connection.frames.send({"welcome": sizes}, descriptor=staging.descriptor if local else None)
+        welcome = {"welcome": sizes} if lender is None else {"welcome": sizes, "cache": lender.offer}
+        connection.frames.send(welcome, descriptor=staging.descriptor if connection.frames.local else None)
         self.report_load()
 
     def _begin(self, connection: PrefillConnection, request: Mapping[str, Any]) -> None:
@@ -252,6 +264,17 @@ class PrefillJobs:
         start, count = slots
         connection.staging.give_back(start, count)
 
+    def _use_mapping(self, connection: PrefillConnection, mapped: bool) -> None:
+        """Lend blocks from now on, or never."""
+        if connection.lender is None:
+            raise BadFrame("the cache was not offered")
+        connection.lender.mapped = mapped is True
+
+    def _take_back(self, connection: PrefillConnection, number: int) -> None:
+        if connection.lender is None:
+            raise BadFrame("no block was lent")
+        connection.lender.take_back(number)
+
     def _cancel(self, connection: PrefillConnection, number: int) -> None:
         connection.fetching.discard(number)
         if (job := connection.jobs.get(number)) is not None:
@@ -286,14 +309,19 @@ class PrefillJobs:
                 connection.frames.send({"first": job.number, "texts": firsts})
 
     def _send_run(self, connection: PrefillConnection, job: PrefillJob) -> bool:
-        """Send some blocks of a prompt; whether there was room for any."""
+        """Send some blocks of a prompt, or lend all; whether there was room for any."""
         staging, size = connection.staging, self._blocks.block_bytes
         assert staging is not None
+        if not connection.unacknowledged_blocks:
+            connection.silent_since = time.monotonic()  # from now on the receiver has something to acknowledge
+        if (lender := connection.lender) is not None and lender.mapped:
+            count = len(job.unsent)
+            connection.frames.send({"lent": job.number, **lender.lend(job.unsent)})
+            self.sent_blocks += count
+            return True
         start, count = staging.take(min(len(job.unsent), max(1, RUN_BYTES // size)))
         if not count:
             return False
-        if staging.used == count:
-            connection.silent_since = time.monotonic()  # from now on the receiver has something to acknowledge
         content, index = staging.content(start, count), job.unsent.next
         self._blocks.read(job.unsent.take(count), content)
         job.unsent.copied(count)
@@ -320,8 +348,8 @@ class PrefillJobs:
     def end_late(self, now: float) -> None:
         """Close connections without a key, and those that do not acknowledge blocks, after their time."""
         for connection in list(self.connections):
-            staging = connection.staging
-            limit = HELLO_SECONDS if staging is None else self._lease if staging.used else float("inf")
+            waits = self._lease if connection.unacknowledged_blocks else float("inf")
+            limit = HELLO_SECONDS if connection.staging is None else waits
             if now > connection.silent_since + limit:
                 self._close(connection)
 
@@ -342,6 +370,8 @@ class PrefillJobs:
             self._end(connection, job)
         if connection.staging is not None:
             connection.staging.close()
+        if connection.lender is not None:
+            connection.lender.close()
         connection.frames.close()
 
     def close(self) -> None:

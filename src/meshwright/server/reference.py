@@ -50,8 +50,9 @@ meshwright serve MODEL --role decode --prefill-engines unix:sockets/prefill --po
 - `POST /role` at the admin port changes the role without loading weights: `{"role": "both"}`. The addresses of the new
   role must be set from the start.
 - `decode` reserves cache blocks, asks the peer with the fewest tokens to compute, and copies each block once it is
-  computed: on one host from shared memory (`unix:PATH`), else from the connection. The first token comes with the
-  prompt.
+  computed: between CUDA devices of one host out of the peer's memory by one kernel, where the driver can map it (no
+  tensor ranks, a common IPC namespace); else on one host from shared memory (`unix:PATH`), else from the connection.
+  The first token comes with the prompt.
 - Every block has a checksum. If a block is damaged, or the peer fails, leaves or is silent for `transfer_seconds`, the
   engine computes what is missing itself. A side that is left frees its blocks.
 - `meshwright cache unix:/tmp/blocks --gib 64` keeps blocks of prompts in host memory. Servers with

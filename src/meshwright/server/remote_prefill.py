@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, is_list_of_ids, start_connecting
+from meshwright.server.lent_blocks import Borrower
 from meshwright.server.staging import map_staging
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class Peer:
         self.frames: FrameSocket | None = None
         self.memory: memoryview | None = None
         """Staging memory of a peer on this host."""
+        self.borrower: Borrower | None = None
+        """The mapped cache of a peer on this host."""
         self.slots = 0
         self.usable = False
         """Whether it takes prompts."""
@@ -171,8 +174,10 @@ class RemotePrefill:
             if (end := start_connecting(peer.address)) is None:
                 continue
             peer.frames = FrameSocket(end)
+            own = self._blocks.own_blocks
+            host = "" if own is None else own.host
             try:
-                peer.frames.send({"hello": {"key": self._key, "identity": self._identity}})
+                peer.frames.send({"hello": {"key": self._key, "identity": self._identity, "host": host}})
             except EOFError:
                 self.lose(peer)
 
@@ -199,6 +204,8 @@ class RemotePrefill:
             prompt.heard = now
         if "blocks" in message:
             self._copy(peer, message, frame.payload)
+        elif "lent" in message:
+            self._copy_lent(peer, message)
         elif "load" in message:
             peer.load, peer.usable = int(message["load"]), bool(message["accepting"])
         elif "first" in message:
@@ -210,6 +217,8 @@ class RemotePrefill:
                 self._submit_here(prompt)
         elif "welcome" in message:
             self._begin_connection(peer, message["welcome"])
+            if (offer := message.get("cache")) is not None:
+                self._map(peer, offer)
         else:
             raise BadFrame("the peer refuses, or says something unknown")
 
@@ -227,6 +236,13 @@ class RemotePrefill:
                 peer.memory = map_staging(descriptor, sizes["slots"] * sizes["block_bytes"])
             except OSError:  # memory is exhausted
                 raise EOFError from None
+
+    def _map(self, peer: Peer, offer: Sequence[Mapping[str, Any]]) -> None:
+        """Map the cache of a peer if that is possible, and tell the peer whether it is."""
+        if peer.frames is None or peer.borrower is not None:
+            raise BadFrame("the cache is offered again")
+        peer.borrower = Borrower.of_offer(self._blocks.own_blocks, offer)
+        peer.frames.send({"mapped": peer.borrower is not None})
 
     def _copy(self, peer: Peer, message: Mapping[str, Any], payload: bytearray) -> None:
         """Copy the blocks of a message into the cache, up to the first with a wrong checksum, and acknowledge them."""
@@ -247,6 +263,19 @@ class RemotePrefill:
                     break
                 self._write(prompt, message["index"] + offset, block)
         peer.frames.send({"copied": [start, count]})
+
+    def _copy_lent(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        """Copy blocks out of the peer's cache into this one, and return them."""
+        if peer.frames is None or peer.borrower is None:
+            raise BadFrame("the cache is not mapped")
+        if (prompt := peer.prompts.get(message["lent"])) is not None and prompt.intact:
+            assert prompt.reserved is not None
+            entered = peer.borrower.copy(message, prompt.reserved)
+            self.received_blocks += entered
+            if entered < len(message["tables"]):
+                self.damaged_blocks += 1
+                prompt.intact = False
+        peer.frames.send({"returned": message["number"]})
 
     def _write(self, prompt: RemotePrompt, index: int, content: memoryview) -> None:
         assert prompt.reserved is not None
@@ -303,7 +332,9 @@ class RemotePrefill:
         """End the connection to a peer; its prompts are computed here. `retry`: when to connect again."""
         if peer.frames is not None:
             peer.frames.close()
-        peer.frames, peer.memory, peer.usable, peer.load = None, None, False, 0
+        if peer.borrower is not None:
+            peer.borrower.close()
+        peer.frames, peer.memory, peer.borrower, peer.usable, peer.load = None, None, None, False, 0
         peer.retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
         for prompt in list(peer.prompts.values()):
             self.lost_prompts += 1

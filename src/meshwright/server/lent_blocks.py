@@ -1,0 +1,96 @@
+"""Blocks that a receiver copies out of the sender's cache itself, where it can map that: both ends of one connection.
+
+The sender offers its cache in its welcome, and the receiver answers whether it could map it; until then, and without it, blocks go
+through staging memory. A message `lent` names blocks, with their checksums; the sender keeps them unchanged until the receiver returns
+them, or the connection ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshwright.server.frames import BadFrame
+
+if TYPE_CHECKING:
+    from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
+    from meshwright.serve.mapped_blocks import MappedBlocks, OwnBlocks
+
+
+class Lender:
+    """The sender's end."""
+
+    def __init__(self, blocks: OwnBlocks, offer: Sequence[Mapping[str, Any]]) -> None:
+        self._blocks, self.offer, self.mapped = blocks, offer, False
+        """`mapped`: whether the receiver has mapped the cache."""
+        self._lent: dict[int, UnsentBlocks] = {}
+        self._numbers = itertools.count()
+
+    @classmethod
+    def for_peer(cls, blocks: OwnBlocks | None, host: object) -> Lender | None:
+        """The end for a receiver that maps memory on `host`; None if it cannot map this cache."""
+        if blocks is None or not host or host != blocks.host or (offer := blocks.offer()) is None:
+            return None
+        return cls(blocks, offer)
+
+    @property
+    def lent_blocks(self) -> int:
+        """Blocks that the receiver has not returned."""
+        return sum(map(len, self._lent.values()))
+
+    def lend(self, unsent: UnsentBlocks) -> dict[str, Any]:
+        """Lend all computed blocks of a prompt: the fields of a message."""
+        index, lent, number = unsent.next, unsent.split(len(unsent)), next(self._numbers)
+        self._lent[number] = lent
+        tables = lent.take(len(lent))
+        return {"index": index, "number": number, "tables": tables, "sums": self._blocks.sums(tables).tobytes().hex()}
+
+    def take_back(self, number: int) -> None:
+        """Take the blocks of a message back. Raises KeyError for a number that is not lent."""
+        self._lent.pop(number).release()
+
+    def close(self) -> None:
+        """Take all blocks back."""
+        for number in list(self._lent):
+            self.take_back(number)
+
+
+class Borrower:
+    """The receiver's end."""
+
+    def __init__(self, blocks: OwnBlocks, source: MappedBlocks) -> None:
+        self._blocks, self._source = blocks, source
+
+    @classmethod
+    def of_offer(cls, blocks: OwnBlocks | None, offer: Sequence[Mapping[str, Any]]) -> Borrower | None:
+        """The end for what a sender offers; None if it cannot be mapped. Raises KeyError, TypeError or ValueError."""
+        from meshwright.parallel.mapped_memory import NotMappable
+
+        try:
+            return None if blocks is None else cls(blocks, blocks.map(offer))
+        except NotMappable:
+            return None
+
+    def copy(self, message: Mapping[str, Any], reserved: ReservedBlocks) -> int:
+        """Copy the blocks of a message by one kernel, and enter them into the prefix cache up to the first that is damaged.
+
+        Returns the number of those entered. Raises BadFrame for blocks that are not asked for, and what a wrong message causes.
+        """
+        tables, index = message["tables"], message["index"]
+        targets = [reserved.blocks(index + offset) for offset in range(len(tables))]
+        asked = [target for target in targets if target is not None]
+        if len(asked) < len(targets) or not targets:
+            raise BadFrame(f"blocks {index} to {index + len(targets)} are not asked for")
+        found, expected = self._blocks.copy(self._source, tables, asked), bytes.fromhex(message["sums"])
+        if len(expected) != found.nbytes:
+            raise BadFrame("not all blocks have checksums")
+        size = found[0].nbytes
+        damaged = (at for at, sums in enumerate(found) if sums.tobytes() != expected[at * size : (at + 1) * size])
+        entered = next(damaged, len(found))
+        reserved.enter(index, entered)
+        return entered
+
+    def close(self) -> None:
+        """Unmap the sender's cache."""
+        self._source.close()
