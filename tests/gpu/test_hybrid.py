@@ -1,4 +1,4 @@
-"""On GPUs two hybrid ranks that divide long samples train like one rank that has them whole, by rings and by exchange of heads."""
+"""On GPUs two hybrid ranks that divide samples, by rings or exchange of heads, train like one rank that does not."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def heads_backward(
 
 
 def tokens_to_heads(tensors: Sequence[Tensor], own: SpanPart, group: str) -> list[Tensor]:
-    """This rank's heads `(1, s, heads / k, …)` of all tokens in their order, of all heads `(1, n, heads, …)` of the part's tokens."""
+    """Exchange tensors `(1, n, heads, …)` of the part's tokens for this rank's heads of all tokens, `(1, s, heads / k, …)`."""
     ranks = len(own.ranks)
     widths = [tensor.shape[2] // ranks for tensor in tensors]
     by_rank = zip(*(tensor.chunk(ranks, dim=2) for tensor in tensors), strict=True)
@@ -62,9 +62,9 @@ def heads_to_tokens(tensors: Sequence[Tensor], own: SpanPart, group: str) -> tup
 
 
 def exchange_with_ranks(sent: list[Tensor], received: list[Tensor], own: SpanPart, group: str) -> list[Tensor]:
-    """Send each of the sample's ranks its tensor of `sent`; returns `received`, filled by them. Compute waits for the messages.
+    """Send each of the sample's ranks its tensor of `sent`; returns `received`, filled by them.
 
-    Parts without tokens have no messages.
+    Compute waits for the messages. Parts without tokens have no messages.
     """
     members = group_by_name(group)
     messages = []

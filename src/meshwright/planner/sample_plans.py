@@ -26,7 +26,7 @@ from meshwright.workload.step_shape import step_shape
 GRADIENT_BYTES = 4.0
 """Bytes per element of the gradients of keys and values on the ring."""
 REPEATED_EXCHANGES = 1.5
-"""Messages of hybrid ranks that exchange heads, relative to static Ulysses ranks': the backward repeats those of the forward."""
+"""Bytes that hybrid ranks exchange, relative to static Ulysses ranks: the backward repeats the forward's."""
 EXCHANGED_TOKENS = 4096
 """Tokens of a part for which this exchange is priced."""
 

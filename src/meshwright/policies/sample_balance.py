@@ -35,7 +35,7 @@ FINEST_PART = 4
 GOOD_END = 1.02
 """End of the slowest rank over the mean at which no other numbers of ranks are tried."""
 END_SHARES = (1.0, 0.97, 1.01)
-"""Times by which ranks should end, relative to the mean work, of which others are tried if one does not lead to a good balance."""
+"""Times by which ranks should end, relative to the mean work: the next is tried if the balance is not good."""
 GOOD_PADDING = 0.03
 """Padding at which no others are tried."""
 MOST_RETRIED = 256

@@ -28,9 +28,9 @@ class SampleTime:
     linear: float
     fixed: float = 0.0
     ring: float = 0.0
-    """Seconds per token of a divided sample in which keys and values go round a ring of its ranks, however many; attention overlaps it."""
+    """Seconds per token of a divided sample for keys and values to go round a ring of any number of ranks; attention overlaps it."""
     exchange: float = math.inf
-    """Seconds per token of a part in which ranks exchange tokens for heads (Ulysses); they do not overlap. Infinite: no rank does."""
+    """Seconds per token of a part to exchange tokens for heads (Ulysses), not overlapped; infinite: always a ring."""
 
     def shared(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds `(S,)` of samples of `lengths` `(S,)` tokens, which ranks divide among them."""

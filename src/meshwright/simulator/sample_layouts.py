@@ -52,7 +52,7 @@ class LayoutTimes:
     step_seconds: float
     """What a step takes beside its micro-batches: first gather, reduction of gradients, optimizer."""
     exchange: float = 0.0
-    """Seconds per token of a rank to exchange heads for tokens, with `SampleLayout.ulysses`; hybrid ranks have `time.exchange`."""
+    """Seconds per token of a rank to exchange heads for tokens with `SampleLayout.ulysses`; hybrid: `time.exchange`."""
 
 
 @dataclass(frozen=True)

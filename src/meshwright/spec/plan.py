@@ -229,7 +229,7 @@ class SamplePlan:
     ring: Seconds = 0.0
     """Seconds per token of the ring of hybrid ranks that divide a sample; its messages overlap attention."""
     exchange: Seconds | None = None
-    """Seconds per token of a part to exchange tokens for heads in place of a ring, where faster (Ulysses); none: always a ring."""
+    """Seconds per token of a part to exchange tokens for heads (Ulysses), where that is faster; none: always a ring."""
     offload: SlotOffload | None = None
     """Slots whose activations are partly offloaded to host memory; none: all slots are alike."""
 
@@ -399,7 +399,7 @@ class PlanPins:
     offload_capacity: Positive | None = None
     """With `capacity`, tokens of a slot for long samples whose activations are partly offloaded; left out, none."""
     hybrid_attention: Literal["ring", "ulysses"] | None = None
-    """With `hybrid`, how ranks divide a sample's attention: `ulysses` where their number divides the kv heads; left out, the faster."""
+    """With `hybrid`, attention of divided samples: `ulysses` where ranks divide the kv heads; left out, the faster."""
     pipeline: Positive | None = None
     """Pipeline ranks the layers are split over."""
     context_ring: Positive | None = None
@@ -443,7 +443,7 @@ class PlanPins:
     layers: tuple[LayerStrategy, ...] | None = None
     """Strategies by layer range, in place of `reshard`, `gradients`, `recompute` and `offload`."""
     compute: Compute | None = None
-    """Number format of forward and backward; left out, bf16 on GPUs that have it, else fp32. fp16 can be planned but not trained."""
+    """Number format of forward and backward; left out, bf16 where GPUs have it, else fp32. fp16 can only be planned."""
     linear: Linear | None = None
     """Number format of the linear layers' matrix products."""
     gather: Literal["compute", "fp8"] | None = None
