@@ -2,10 +2,10 @@
 
     python benchmarks/serve_deployment_soak.py [--minutes 30] [--seed 0] [--out FILE]
 
-Two prefill and two decode servers, a cache and a router, each a process that is started again when it ends. Clients send requests to the
-router without a pause. Every few seconds a random fault: `kill -9` of a server, of its engine alone, of the cache or of the router, half
-of them in the middle of a message with blocks; blocks that arrive damaged; a connection between engines that breaks. One prefill server
-is reached by a Unix socket with shared memory, the other and the cache over TCP through a proxy that damages and cuts.
+Two prefill and two decode servers, a cache, and two routers at one port, each a process that is started again when it ends. Clients send
+requests to the routers without a pause. Every few seconds a random fault: `kill -9` of a server, of its engine alone, of the cache or of
+a router, half of them in the middle of a message with blocks; blocks that arrive damaged; a connection between engines that breaks. One
+prefill server is reached by a Unix socket with shared memory, the other and the cache over TCP through a proxy that damages and cuts.
 
 Checked: each request is answered with the text of one engine that serves alone, or fails with an error that permits to try again while
 some process is away, within its deadline. After each fault a request that was sent later is answered within 5 s. At the end
@@ -36,6 +36,7 @@ from soak_processes import DamagingProxy, Outage, SupervisedProcess, free_ports
 BLOCK_TOKENS = 8
 SIZES = {"sequences": 16, "step-tokens": 64, "tokens-per-block": BLOCK_TOKENS, "cache-blocks": 600, "context": 256}
 CLIENTS = 6
+ROUTERS = 2
 DEADLINE_SECONDS = 30.0
 """Time in which each request must end."""
 RESTORE_SECONDS = 5.0
@@ -157,8 +158,8 @@ class DeploymentSoak:
         for entry, port in zip(words[1:], self._server_ports, strict=True):
             entry[2][2:2] = ["--port", str(port)]
         urls = [f"http://127.0.0.1:{port}" for port in self._server_ports]
-        route = ["--port", str(self._router_port), "--health-seconds", "0.5", "--first-seconds", "20"]
-        words.append(("router", "router", ["route", *urls, *route]))
+        route = ["--port", str(self._router_port), "--share-port", "--health-seconds", "0.5", "--first-seconds", "20"]
+        words += [(f"router {number}", "router", ["route", *urls, *route]) for number in range(ROUTERS)]
         return [SupervisedProcess(name, role, command, environment, log) for name, role, command in words]
 
     @property
@@ -344,10 +345,11 @@ class DeploymentSoak:
             for name, value in (await self._figures(port, GAUGES)).items():
                 if value:
                     in_use[f"{process.name}: {name}"] = value
-        _, body = await self._exchange(self._router_port, "GET", "/metrics")
-        for line in body.decode().splitlines():
-            if line.startswith("meshwright_router:requests{") and not line.endswith((" 0", " 0.0")):
-                in_use["router"] = line
+        for _ in range(8 * ROUTERS):  # the kernel divides connections among the routers
+            _, body = await self._exchange(self._router_port, "GET", "/metrics")
+            for line in body.decode().splitlines():
+                if line.startswith("meshwright_router:requests{") and not line.endswith((" 0", " 0.0")):
+                    in_use["router"] = line
         return in_use
 
     def summary(self) -> str:

@@ -14,6 +14,7 @@ from meshwright.schedules.play import Play
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.schedules.schedule import Schedule
 from meshwright.spec.layout import Layout
+from tests.schedules.sizes import PIPELINES
 
 
 class PipelinePlay(Play):
@@ -148,7 +149,7 @@ class JobPlay:
 def stalls(count: int, seed: int) -> list[Stall]:
     """`count` stalls over all schedules, and pipelines with shards, replicas and tensor ranks."""
     source = random.Random(seed)
-    names = sorted(SCHEDULES)
+    names = sorted(PIPELINES)
     return [_stall(names[number % len(names)], source) for number in range(count)]
 
 

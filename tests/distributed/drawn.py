@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple, get_args
 
 from meshwright.planner.candidate import untrainable
-from meshwright.schedules.registry import refusal
+from meshwright.schedules.registry import entry_of, refusal
 from meshwright.spec.layout import check_context, check_tensor, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import (
@@ -83,7 +83,7 @@ def _plan(draw: Random, spec: ModelSpec, precision: Precision, compile: bool) ->
     shard_ranks = sizes["shard"] * sizes["context_ring"] * sizes["context_ulysses"]
     samples_per_rank = BATCH // (sizes["replicate"] * sizes["shard"])
     micro = draw.choice([size for size in (1, 2, 4) if size <= samples_per_rank])
-    pipelined: tuple[ScheduleName, ...] = get_args(ScheduleName)
+    pipelined: list[ScheduleName] = [name for name in get_args(ScheduleName) if not entry_of(name).pairs]
     expert = draw.choice([size for size in (1, 2, 4) if size <= shard_ranks])
     return Plan(
         mesh=tuple(MeshAxis(axis=axis, size=sizes[axis]) for axis in order if sizes[axis] > 1 or axis == "shard"),

@@ -16,6 +16,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BF16_BOUND, LLAMA, compare, one_device, sharded
+from tests.distributed.test_experts import SHARED
 from tests.distributed.test_schedules import STEPS, Case
 from tests.distributed.test_tensor import GATED, GPT4, PARALLEL, QWEN, bf16, named
 from tests.slow import quick_first
@@ -29,6 +30,7 @@ CASES = [
     (QWEN, Case("zbv", tensor=2, pipeline=2, recompute="full")),
     (LLAMA, Case("1f1b", tensor=2, replicate=2, micro=2)),
     (LLAMA, Case("1f1b", tensor=2, ring=2)),
+    (SHARED, Case("paired", tensor=2)),
     (QWEN, Case("1f1b", tensor=2, micro=4, recompute="selective", compile=True)),
 ]
 

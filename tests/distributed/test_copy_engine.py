@@ -32,6 +32,7 @@ CASES = {
     "hsdp 2x2, accumulate 2": (LLAMA, plan(2, 2, 1)),
     "zbv 2 x fsdp 2": (DEEP, Case("zbv", pipeline=2, shard=2, micro=2).plan),
     "experts on ranks of their own, fsdp 2": (EVEN, Case("1f1b", shard=2, expert=2).plan),
+    "experts on ranks of their own, paired": (EVEN, Case("paired", shard=2, expert=2).plan),
     "ring 2 x fsdp 2": (LLAMA, Case("1f1b", ring=2, shard=2, micro=2).plan),
     "layered, fsdp 2": (DEEP, Case("breadth_first", shard=2).plan),
 }

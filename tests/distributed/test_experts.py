@@ -90,6 +90,17 @@ SPREAD_COMPILED = [
     (SHARED, Case("zbv", pipeline=2, tensor=2, compile=True, micro=2, recompute="selective")),
     (EVEN, Case("1f1b", shard=2, expert=2, compile=True, micro=2)),
 ]
+PAIRED = [
+    (SHARED, Case("paired", shard=2, expert=2)),
+    (EVEN, Case("paired", tensor=2, recompute="selective")),
+    (TIED, Case("paired", replicate=2, shard=2, expert=2, gradients="whole")),
+    (SHARED, Case("paired", tensor=2, shard=2, expert=2, recompute="selective")),
+    (EVEN, Case("paired", shard=4, expert=4, reshard=False)),
+    (SHARED, Case("paired", shard=2, ulysses=2, expert=2, offload="optimizer")),
+    (SHARED, Case("paired", shard=2, ring=2, expert=2)),
+    (SHARED, Case("paired", shard=2, expert=2, compile=True, recompute="selective")),
+]
+"""Two micro-batches together; the exchange of one overlaps with the other's compute."""
 COMPILED = [Case("1f1b", shard=2, compile=True, micro=4), Case("zbv", pipeline=2, compile=True, micro=2)]
 
 
@@ -114,6 +125,7 @@ def test_float64_equals_one_device(pool: Pool, case: Case) -> None:
     ("spec", "case"),
     [
         *quick_first(2, SPREAD, unpack=True),
+        *quick_first(1, PAIRED, unpack=True),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in (*SPREAD_WIDER, *SPREAD_COMPILED)),
     ],
     ids=named,

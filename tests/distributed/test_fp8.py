@@ -144,6 +144,7 @@ MIXTURE_CASES = [
     Case("1f1b", shard=2, micro=MICRO, recompute="selective"),
     Case("1f1b", shard=4, expert=2, micro=MICRO, recompute="full"),
     Case("zbv", pipeline=2, shard=2, expert=2, micro=MICRO),
+    Case("paired", shard=2, expert=2, micro=1),
 ]
 
 

@@ -148,15 +148,22 @@ FEATURES: dict[str, Feature] = {
     "uneven stages": Feature(uneven),
 }
 ORDERS: dict[str, Feature] = {
-    "depth-first without pipeline": Feature(lambda plan, spec: plan.axis_size("pipeline") == 1 and not plan.layered),
+    "depth-first without pipeline": Feature(
+        lambda plan, spec: plan.axis_size("pipeline") == 1 and not (plan.layered or plan.paired)
+    ),
     "layered accumulation without pipeline": Feature(
         lambda plan, spec: plan.axis_size("pipeline") == 1 and plan.layered,
         lambda plan: replace(plan, schedule=SchedulePlan(name="breadth_first")),
     ),
-    **{f"`{name}` pipeline": schedule(name) for name in get_args(ScheduleName)},
+    "paired micro-batches": Feature(
+        lambda plan, spec: plan.paired,
+        lambda plan: replace(add_expert_ranks(plan), schedule=SchedulePlan(name="paired")),
+    ),
+    **{f"`{name}` pipeline": schedule(name) for name in get_args(ScheduleName) if name != "paired"},
 }
 NOTHING = {
     ("uneven stages", "depth-first without pipeline"), ("uneven stages", "layered accumulation without pipeline"),
+    ("uneven stages", "paired micro-batches"),
     ("mixture of experts", "expert parallelism"), ("`linear: fp8_tensorwise`", "`gather: fp8`"),
     *combinations(("`recompute: selective`", "`recompute: all_but_attention`", "`recompute: full`"), 2),
 }  # fmt: skip

@@ -58,6 +58,27 @@ CASES = {
         2,
         ["plan.expert=2", "plan.recompute=full", "plan.schedule=breadth_first", "plan.micro_batch=1"],
     ),
+    "expert 2, two together": (2, ["plan.expert=2", "plan.schedule=paired", "plan.micro_batch=1"]),
+    "expert 2, two together, not compiled, recompute selective": (
+        2,
+        [
+            "plan.expert=2",
+            "plan.schedule=paired",
+            "plan.micro_batch=2",
+            "plan.compile=false",
+            "plan.recompute=selective",
+        ],
+    ),
+    "tensor 2, two together, hecate": (
+        2,
+        [
+            "plan.tensor=2",
+            "plan.schedule=paired",
+            "plan.micro_batch=2",
+            "plan.expert_policy=hecate",
+            "plan.expert_slots=4",
+        ],
+    ),
     "expert 2, all present": (2, ["plan.expert=2", "plan.expert_policy=fixed", "plan.expert_slots=8"]),
     "expert 2, hecate, recompute full": (
         2,

@@ -17,9 +17,10 @@ from meshwright.parallel import world as world_module
 from meshwright.parallel.channels import matchings, open_channels
 from meshwright.parallel.mesh import Mesh, pairs_along_pipeline
 from meshwright.parallel.world import World
-from meshwright.schedules.registry import SCHEDULES, build
+from meshwright.schedules.registry import build
 from meshwright.spec.layout import Layout
 from meshwright.spec.rank_environment import RankEnvironment
+from tests.schedules.sizes import PIPELINES
 
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 LAYOUTS = {
@@ -144,7 +145,7 @@ def test_one_copy_leaves_out_replicas_and_neighbours_are_blocks_of_an_axis(monke
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINES)
 def test_channels_take_six_splits_at_most_and_one_group_each(
     monkeypatch: pytest.MonkeyPatch, schedule: str, ranks: int
 ) -> None:

@@ -50,10 +50,14 @@ def test_all_axes_and_schedules_are_there() -> None:
     space = points(run())
     for axis in AXES:
         assert len({mesh.size(axis) for mesh in space.meshes}) > 1, axis
-    assert {SCHEDULES[number] for number in space.schedule} == {*SCHEDULES} - {"gpipe", *REFUSED_SCHEDULES}
+    assert {SCHEDULES[number] for number in space.schedule} == {*SCHEDULES} - {"gpipe", "paired", *REFUSED_SCHEDULES}
     assert len({mesh.order for mesh in space.meshes}) > 1
     assert space.offloads == ("none", "activations", "optimizer", "both")
-    assert {mesh.expert for mesh in points(run("qwen3-30b-a3b", seq=4096)).meshes} == {1, 2, 4, 8}
+    mixtures = points(run("qwen3-30b-a3b", seq=4096))
+    assert {mesh.expert for mesh in mixtures.meshes} == {1, 2, 4, 8}
+    paired = mixtures.schedule == SCHEDULES.index("paired")
+    assert paired.any() and not (mixtures.accumulate[paired] % 2).any()
+    assert (mixtures.column("pipeline")[paired] == 1).all()
 
 
 def test_training_is_offered_its_own_axes() -> None:

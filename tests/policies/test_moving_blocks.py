@@ -87,3 +87,29 @@ def test_what_arrives_is_found_and_what_is_cached_is_not_asked_for() -> None:
     assert cache.pools[0].free == 5
     again.release()
     assert_unused(cache)
+
+
+def test_split_blocks_keep_their_references_until_they_are_released() -> None:
+    sender, receiver = (CacheBlocks([CacheGroup(12), CacheGroup(12, 40)], SIZE) for _ in range(2))
+    digests = digests_of(list(range(6 * SIZE)))
+    reserved, unsent, tables = (
+        ReservedBlocks(receiver, digests),
+        UnsentBlocks(sender, digests, 1),
+        compute(sender, digests),
+    )
+    reserved.take()
+    unsent.extend()
+    sender.release(tables)
+    split = unsent.split(3)
+    assert split.take(3) == [[table[index] for table in tables] for index in (1, 2, 3)]
+    assert unsent.take(2) == [[table[index] for table in tables] for index in (4, 5)] and unsent.next == 4
+    unsent.release()
+    assert [pool.free for pool in sender.pools] == [pool.blocks - 3 for pool in sender.pools]
+    split.release()
+    assert_unused(sender)
+    assert reserved.tables(1, 2) == [reserved.blocks(1), reserved.blocks(2)] and reserved.tables(5, 2) is None
+    reserved.enter(0, 3)
+    assert reserved.tables(2, 2) is None
+    reserved.release()
+    assert receiver.matching(digests) == 3
+    assert_unused(receiver)

@@ -8,6 +8,8 @@ from meshwright.schedules.registry import SCHEDULES, refusal
 
 RANKS = range(1, 9)
 MICRO_BATCHES = range(1, 17)
+PIPELINES = [name for name, entry in SCHEDULES.items() if not entry.pairs]
+"""Schedules of several pipeline ranks."""
 
 
 def sizes(name: str, ranks: range = RANKS, micro_batches: range = MICRO_BATCHES) -> Iterator[tuple[int, int, int]]:

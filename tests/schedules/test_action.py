@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.schedules.action import Action, overlap, parse, parse_all
+from meshwright.schedules.action import Action, overlap, parse, parse_all, together
 from meshwright.spec.errors import BadInput
 
 number = st.integers(0, 300)
@@ -38,6 +38,8 @@ def test_printed_forms():
     forward, backward = Action("forward", 3, 2), Action("backward", 4, 0, 1)
     assert str(forward) == "F3.2"
     assert str(overlap(forward, backward)) == "F3.2&B4.0/1"
+    pair = together(forward, forward._replace(micro_batch=3))
+    assert str(pair) == "F3.2&F3.3" and parse(str(pair)) == pair
     assert str(Action("send", 3, 2, peer=4, payload="activation")) == "SA3.2>4"
     assert str(Action("unshard", 3, unit=1)) == "U3/1"
     assert str(Action("optim")) == "O"

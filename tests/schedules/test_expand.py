@@ -10,7 +10,7 @@ from meshwright.schedules.expand import expand
 from meshwright.schedules.looping import forward_only
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.schedules.validity import check
-from tests.schedules.sizes import sizes
+from tests.schedules.sizes import PIPELINES, sizes
 
 GATHERS, REDUCTIONS = ("never", "step", "stretch"), ("never", "once", "stretch")
 
@@ -38,7 +38,7 @@ def test_every_expansion_can_run(name, order):
         assert peak_in_flight(cut) == peak_in_flight(schedule)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_transfers_keep_their_order(name):
     for ranks, batches, stages in sizes(name, range(2, 5), range(4, 9)):
         schedule = build(name, ranks, batches, stages)
@@ -113,7 +113,7 @@ def test_at_most_two_units_are_gathered_at_once(name):
                 assert peak <= (4 if overlaps else 2)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_gathers_are_issued_one_unit_ahead(name):
     """Another unit computes between a gather and the first use of its unit, except at the start of the step."""
     for rank_actions in expand(build(name, 2, 4), 3).actions:
@@ -140,6 +140,8 @@ def test_an_overlap_runs_unit_by_unit_in_opposite_directions():
          "F0.0/0 F0.0/1 B0.0/1 G0/1 B0.0/0 G0/0 F0.1/0 F0.1/1 B0.1/1 G0/1 B0.1/0 G0/0 N O"),
         ("breadth_first", {"order": "layered"},
          "U0/0 U0/1 F0.0/0 F0.1/0 D0/0 U0/0 F0.0/1 F0.1/1 B0.0/1 B0.1/1 D0/1 G0/1 B0.0/0 B0.1/0 D0/0 G0/0 N O"),
+        ("paired", {"reduce": "stretch"},
+         "U0/0 U0/1 F0.0/0&F0.1/0 D0/0 U0/0 F0.0/1&F0.1/1 B0.0/1&B0.1/1 D0/1 G0/1 B0.0/0&B0.1/0 D0/0 G0/0 N O"),
     ],
 )  # fmt: skip
 def test_one_rank_two_units_two_micro_batches(name, options, expected):

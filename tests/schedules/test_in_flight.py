@@ -10,7 +10,10 @@ from meshwright.schedules.in_flight import NAMES, in_flight
 from meshwright.schedules.registry import SCHEDULES, build, refusal
 
 SIZES = [
-    (ranks, micro, virtual) for ranks in (1, 2, 3, 4, 8) for micro in (1, 2, 3, 4, 7, 8, 17) for virtual in (1, 2, 3)
+    (ranks, micro, virtual)
+    for ranks in (1, 2, 3, 4, 8)
+    for micro in (1, 2, 3, 4, 6, 7, 8, 10, 12, 14, 16, 17, 18)
+    for virtual in (1, 2, 3)
 ]
 
 

@@ -2,10 +2,11 @@ import pytest
 
 from meshwright.schedules.registry import SCHEDULES, build, refusal
 from meshwright.spec.errors import BadInput
+from tests.schedules.sizes import PIPELINES
 
 
 def test_the_schedules_of_this_release():
-    assert list(SCHEDULES) == ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
+    assert list(SCHEDULES) == ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first", "paired"]
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ def test_the_schedules_of_this_release():
             r"needs at least 8 micro-batches on 4 pipeline ranks \(2 for each\), got 6; nearest: 8 micro-batches, or 3",
         ),
         (("dualpipe_v", 4, 1), "got 1; nearest: 8 micro-batches$"),
+        (("paired", 2, 4), "paired runs on one pipeline rank, got 2; nearest: 1$"),
+        (("paired", 1, 5), "paired needs an even number of micro-batches, got 5; nearest: 6$"),
     ],
 )
 def test_unsupported_sizes_are_refused_with_the_nearest_supported(sizes, reason):
@@ -35,12 +38,12 @@ def test_the_nearest_sizes_are_valid():
 
 
 def test_default_is_the_fewest_stages_per_rank():
-    assert {name: build(name, 2, 4).stages // 2 for name in SCHEDULES} == {
+    assert {name: build(name, 2, 4).stages // 2 for name in PIPELINES} == {
         "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "zbv": 2, "dualpipe_v": 2, "breadth_first": 1,
     }  # fmt: skip
 
 
 def test_a_schedule_knows_its_name_and_sizes():
-    for name in SCHEDULES:
+    for name in PIPELINES:
         schedule = build(name, 2, 4)
         assert (schedule.name, schedule.ranks, schedule.micro_batches) == (name, 2, 4)

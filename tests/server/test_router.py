@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.server.addresses import listening_socket
 from meshwright.server.instances import PREFIX_BYTES, Instances, target_of
 from meshwright.server.response_frames import BadAnswer, ResponseFrames
 from meshwright.server.router import ClientConnection, Router
@@ -430,6 +431,43 @@ def test_a_wrong_answer_about_health_is_that_of_an_unhealthy_server(answer: byte
             assert not instance.healthy
 
     asyncio.run(check())
+
+
+def test_a_router_starts_beside_a_server_that_is_stuck() -> None:
+    async def check() -> None:
+        asked = asyncio.Event()
+
+        async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.set()
+            await reader.read()
+            writer.close()
+
+        async with (
+            await asyncio.start_server(Server().serve, "127.0.0.1", 0) as healthy,
+            await asyncio.start_server(say_nothing, "127.0.0.1", 0) as stuck,
+        ):
+            names = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in (stuck, healthy)]
+            instances = Instances([f"http://{name}" for name in names], 1, 600, 600)
+            watching = asyncio.ensure_future(instances.watch())
+            await asyncio.wait_for(asyncio.gather(asked.wait(), instances.known.wait()), 60)
+            assert [each.name for each in instances.usable] == names[1:]
+            watching.cancel()
+
+    asyncio.run(check())
+
+
+def test_a_port_that_routers_share_is_served_by_those_that_are_left() -> None:
+    first = listening_socket("127.0.0.1", 0, "port", shared=True)
+    port = first.getsockname()[1]
+    with first, listening_socket("127.0.0.1", port, "port", shared=True) as second:
+        first.listen()
+        second.listen()
+        with pytest.raises(BadInput, match="cannot listen"):
+            listening_socket("127.0.0.1", port, "port")
+        first.close()
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", port), 60):
+                second.accept()[0].close()
 
 
 def test_addresses_are_urls_of_hosts() -> None:

@@ -2,10 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.schedules.registry import SCHEDULES, build
+from meshwright.schedules.registry import build
 from meshwright.simulator.picture import draw
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timing import uniform_timing
+from tests.schedules.sizes import PIPELINES
 
 DOCS = Path(__file__).parents[2] / "docs" / "design" / "schedules.md"
 
@@ -22,6 +23,6 @@ def test_a_picture_of_1f1b():
     ]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_the_pictures_in_the_docs_are_what_the_code_draws(name):
     assert f"```\n{picture_of(name, 3, 6)}\n```" in DOCS.read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ from meshwright.simulator.durations import end_with_slowdown
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timing import Link, Timing, uniform_timing
 from meshwright.spec.errors import BadInput
+from tests.schedules.sizes import PIPELINES
 from tests.schedules.test_validity import GOOD, schedule_of
 
 
@@ -195,7 +196,7 @@ def test_bubble_of_a_forward_only_pass():
     assert timeline.bubble == pytest.approx(3 / 11)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_parts_of_a_step_add_up_and_compute_never_overlaps(name):
     schedule = expand(build(name, 3, 7), 2)
     collective_seconds = [[0.5, 0.5]] * schedule.stages

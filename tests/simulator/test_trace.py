@@ -8,13 +8,14 @@ import pytest
 
 from meshwright.events.span import Span
 from meshwright.schedules.expand import expand
-from meshwright.schedules.registry import SCHEDULES, build
+from meshwright.schedules.registry import build
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timing import Link, uniform_timing
 from meshwright.simulator.trace import LANES, trace_events, write_trace
+from tests.schedules.sizes import PIPELINES
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_a_trace_has_a_process_for_each_rank_and_lanes_without_overlap(name, tmp_path):
     schedule = expand(build(name, 3, 6), 2)
     halves = [[0.5, 0.5]] * schedule.stages

@@ -19,8 +19,8 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table
 from meshwright.spec.model import flops_per_token, prediction_parameter_count
 from meshwright.spec.nodes import node_type_runs
-from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_numbers, layer_range
-from meshwright.spec.plan_name import plan_name
+from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_range
+from meshwright.spec.plan_name import has_schedule, layer_numbers, plan_name
 from meshwright.workload.copy_options import GATHERS, TOKENS, copied_options
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def plan_line(run: RunSpec, plan: Plan | dict[str, Any]) -> str:
 
 def axes_line(plan: Plan) -> str:
     """The mesh, and the schedule if there is a choice of schedules."""
-    return mesh_line(plan) + (f", {plan.schedule.name}" if plan.axis_size("pipeline") > 1 or plan.layered else "")
+    return mesh_line(plan) + (f", {plan.schedule.name}" if has_schedule(plan) else "")
 
 
 def mesh_line(plan: Plan) -> str:
@@ -141,7 +141,7 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
         entries = [
             ("batch", f"{run.train.tokens_per_step:,} tokens in samples of up to {run.train.seq_len:,}, {slots}")
         ]
-    if plan.axis_size("pipeline") > 1 or plan.layered:
+    if has_schedule(plan):
         entries.append(("schedule", plan.schedule.name))
     entries += _layer_facts(run, plan)
     replicas = f", over replicas in {precision.reduce_replicas}" if precision.reduce_replicas else ""

@@ -9,6 +9,7 @@ from meshwright.config.divisors import nearest_divisor
 from meshwright.config.run_values import RunValues
 from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
+from meshwright.spec.paired import NO_EXCHANGE, paired_conflict
 
 
 def expert_pins(run: RunValues) -> Iterator[Mistake]:
@@ -19,6 +20,7 @@ def expert_pins(run: RunValues) -> Iterator[Mistake]:
     yield from _copy_pins(run, experts)
     yield from _exchange_pins(run, experts)
     yield from _owner_pins(run)
+    yield from _paired_pins(run, experts)
     if ranks is None:
         return
     if not experts:
@@ -62,6 +64,62 @@ def _exchange_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
         yield run.mistake("plan.expert_exchange", expected, "all_to_all")
     elif str(run("cluster.gpu")).lower() == "cpu":
         yield run.mistake("plan.expert_exchange", "all_to_all, as the kernels run on GPUs", "all_to_all")
+
+
+def _paired_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
+    """Two micro-batches run together so that the exchange of tokens with other ranks overlaps with compute."""
+    if run("plan.schedule") != "paired":
+        return
+    tensor, expert = run("plan.tensor"), run("plan.expert")
+    ranks, slots = (expert or 1) * (tensor or 1), run("plan.expert_slots") or 0
+    none_sent = (
+        not experts
+        or (ranks == 1 and tensor == expert == 1)
+        or _all_fixed(run("plan.expert_policy"), slots, experts, ranks)
+    )
+    layers = run("plan.layers") or ()
+    conflict = (
+        NO_EXCHANGE
+        if none_sent
+        else paired_conflict(
+            pipeline=run("plan.pipeline") or 1,
+            exchange=run("plan.expert_exchange"),
+            recompute=[run("plan.recompute"), *(layer.get("recompute") for layer in layers)],
+            offload=[run("plan.offload"), *(layer.get("offload") for layer in layers)],
+        )
+    )
+    if conflict is not None:
+        yield run.mistake("plan.schedule", f"another schedule than paired, as {conflict}", "1f1b")
+
+
+def _all_fixed(policy: str | None, slots: int, experts: int, ranks: int) -> bool:
+    """Whether each rank has all experts in every step."""
+    return policy == "fixed" and slots >= experts - experts // ranks
+
+
+def plan_file_paired(plan: Document, run: RunValues, sizes: dict[str, int]) -> Iterator[Mistake]:
+    """Mistakes of a plan file with the schedule `paired`; `sizes` are those of its axes."""
+    if not plan.has(("schedule", "name")) or plan.get(("schedule", "name")) != "paired":
+        return
+    section = plan.get(("experts",)) if plan.has(("experts",)) else None
+    section, layers = section or {}, plan.get(("layers",)) if plan.has(("layers",)) else ()
+    ranks, experts = section.get("expert", 1) * sizes.get("tensor", 1), run("model.experts") or 0
+    none_sent = ranks == 1 or _all_fixed(section.get("policy"), section.get("slots", 0), experts, ranks)
+    conflict = (
+        NO_EXCHANGE
+        if none_sent
+        else paired_conflict(
+            pipeline=sizes.get("pipeline", 1),
+            exchange=section.get("exchange"),
+            recompute=[layer.get("recompute") for layer in layers],
+            offload=[layer.get("offload") for layer in layers],
+        )
+    )
+    if conflict is not None:
+        yield plan.mistake(("schedule", "name"), f"another schedule than paired, as {conflict}", "paired", "1f1b")
+    elif plan.get(("batch", "accumulate")) % 2:
+        accumulate = plan.get(("batch", "accumulate"))
+        yield plan.mistake(("batch", "accumulate"), "an even number with schedule paired", str(accumulate))
 
 
 def _owner_pins(run: RunValues) -> Iterator[Mistake]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config.divisors import divisors, nearest_divisor
-from meshwright.config.expert_rules import expert_pins, plan_file_experts
+from meshwright.config.expert_rules import expert_pins, plan_file_experts, plan_file_paired
 from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
 from meshwright.config.hybrid_rules import hybrid, plan_file_hybrid
 from meshwright.config.optimizer_rules import decay_patterns, offloaded_state, plan_file_offload
@@ -37,9 +37,9 @@ from meshwright.spec.plan import (
     REFUSED_SCHEDULES,
     ScheduleName,
     SchedulePlan,
-    layer_numbers,
     layer_range,
 )
+from meshwright.spec.plan_name import layer_numbers
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 MOST_LETTERS = 200
@@ -117,6 +117,7 @@ def plan_file_checks(
         sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
         mistakes += _plan_file_mesh(plan, run, sizes)
         mistakes += plan_file_experts(plan, run, sizes.get("tensor", 1))
+        mistakes += plan_file_paired(plan, run, sizes)
         mistakes += plan_file_formats(plan, run, math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES))
         mistakes += plan_file_offload(plan, run)
     if layers and sound:

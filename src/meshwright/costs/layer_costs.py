@@ -21,6 +21,11 @@ from meshwright.workload.step_shape import step_shape
 
 RING_EXPOSED = 0.5
 """Share of a context ring's messages that attention does not hide: a guess."""
+PAIRED_SHARE = 3 / 4
+"""Share of the exchanges of two micro-batches together that overlap with products of the other one.
+
+Of the four in a forward, and in a backward, the last overlaps only with the sum of a token's rows (`parallel.paired_blocks`).
+"""
 COUNT_SYNC_US = 50.0
 """Host synchronisation of a layer for the row counts of its experts, beside their all-to-all.
 
@@ -150,9 +155,12 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     # Half of the messages are dispatches: one for each forward, repeats by recompute included, and one for each layer's backward.
     forwards, exchanges = message.count / 2 - shape.moe_layers, (layout.expert > 1) & (layout.exchanged_share > 0)
     count_seconds = k.own_engine * forwards * (all_to_all(group, k, machine, 0.0) + COUNT_SYNC_US * 1e-6) * exchanges
-    overlaps = np.asarray(layout.exchange_overlaps) > 0
+    paired = np.asarray(layout.paired) > 0
+    hidden = np.where(paired, PAIRED_SHARE, np.asarray(layout.exchange_overlaps) > 0)
+    tax = np.where(paired & (group.domains > 1), k.net_tax, k.overlap_tax)
+    beside = exposed_seconds(hidden * exchange, compute, tax)
     return (
-        np.where(overlaps, exposed_seconds(exchange, compute, k.overlap_tax), exchange * k.expert_exposed)
+        np.where(hidden > 0, beside + (1 - hidden) * exchange, exchange * k.expert_exposed)
         + count_seconds
         + layout.copy_seconds
     )

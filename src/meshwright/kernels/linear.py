@@ -63,8 +63,12 @@ def split_backward(block: nn.Module) -> None:
     whose last is multiplied by `tokens_per_input_token`. Weight gradients no longer pass through autograd's accumulation, so hooks on them
     do not run.
     """
-    forward = block.forward
-    linears = [module for module in block.modules() if isinstance(module, Linear)]
+    block.forward = with_taps(block.forward, [block])
+
+
+def with_taps(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
+    """Return `forward` with new taps for every Linear in `modules`; what `split_backward` says of blocks holds for it."""
+    linears = [module for root in modules for module in root.modules() if isinstance(module, Linear)]
 
     def tapped(x: Tensor, *inputs: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
@@ -74,7 +78,7 @@ def split_backward(block: nn.Module) -> None:
                 linear.taps = _new_taps(linear, torch.Size((*batch, tokens * linear.tokens_per_input_token)))
         return forward(x, *inputs, **options)
 
-    block.forward = tapped
+    return tapped
 
 
 AddProduct = Callable[[Tensor, Tensor, Tensor], None]

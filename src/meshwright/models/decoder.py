@@ -236,17 +236,20 @@ class Block(nn.Module):
         self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
     ) -> Tensor | RoutedOutput:
         """The block's output for x `(batch, seq, hidden)`; the others are those of `SharedInputs`."""
-        normed = self.attention_norm(x)
         if self.parallel and not self.routed:
-            return x + self.add_branches(self, normed, rope, mask)
-        x = x + self.attention(normed, rope, mask)
-        if not self.parallel:
-            normed = self.mlp_norm(x)
+            return x + self.add_branches(self, self.attention_norm(x), rope, mask)
+        x, normed = self.add_attention(x, rope, mask)
         if not self.routed:
             return x + self.mlp(normed)
         routed = self.moe(normed, counted)
         # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
         return RoutedOutput(x + routed.x, routed.balance, routed.load, routed.squares)
+
+    def add_attention(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> tuple[Tensor, Tensor]:
+        """x with the attention's output added, and the input of the feed-forward network."""
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, rope, mask)
+        return x, normed if self.parallel else self.mlp_norm(x)
 
 
 def sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:

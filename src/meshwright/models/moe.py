@@ -67,6 +67,20 @@ class RoutedOutput(NamedTuple):
     squares: Tensor
 
 
+class RoutedTokens(NamedTuple):
+    """Tokens for the experts: `sorted_rows` `(tokens · copies, hidden)`, sorted by expert, and their `weights`.
+
+    `order` is that sort. The others are those of RoutedOutput.
+    """
+
+    sorted_rows: Tensor
+    order: ExpertOrder
+    weights: Tensor
+    balance: Tensor
+    load: Tensor
+    squares: Tensor
+
+
 class MixtureOfExperts(nn.Module):
     """Router, routed experts and, if the spec has one, a shared expert for all tokens.
 
@@ -98,15 +112,18 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, counted: CountedTokens | None = None) -> RoutedOutput:
         """Route and process x `(batch, seq, hidden)`; losses and load are those of the `counted` tokens, or of all."""
+        tokens = self.route(x, counted)
+        y = self.combine(self.experts(tokens.sorted_rows, tokens.order, tokens.weights), tokens.order, x)
+        return RoutedOutput(y, tokens.balance, tokens.load, tokens.squares)
+
+    def route(self, x: Tensor, counted: CountedTokens | None = None) -> RoutedTokens:
+        """Choose the experts of x `(batch, seq, hidden)` and sort its copies by expert; `counted` as in `forward`."""
         logits = self.router(x)
         choice = self.choose_experts(logits, counted)
         load = choice.loads.sum(0)
         order = order_by_expert(choice.chosen.flatten(0, 1), load)
         weights = sorted_weights(choice.weights.flatten(0, 1), order)
-        rows = self.experts(to_groups(x.flatten(0, 1), order), order, weights)
-        y = sum_copies(rows, order).view_as(x)
-        if self.shared is not None:
-            y = y + self.shared(x)
+        sorted_rows = to_groups(x.flatten(0, 1), order)
         loads = choice.loads
         if counted is not None:
             loads = counted.loads(choice.chosen, self.count)
@@ -119,7 +136,12 @@ class MixtureOfExperts(nn.Module):
         if counted is not None:  # each token gets the loads of its sample
             loads = self.whole_sample_loads(loads, counted)[counted.sample.flatten().clamp_min(0)]
         balance = _balance(choice.probability_sums, loads, self.per_token, by_token=counted is not None)
-        return RoutedOutput(y, balance, load, squares)
+        return RoutedTokens(sorted_rows, order, weights, balance, load, squares)
+
+    def combine(self, sorted_rows: Tensor, order: ExpertOrder, x: Tensor) -> Tensor:
+        """The output for x `(batch, seq, hidden)`: the sum of a token's weighted expert outputs and its shared expert's."""
+        y = sum_copies(sorted_rows, order).view_as(x)
+        return y if self.shared is None else y + self.shared(x)
 
     def choose_experts(self, logits: Tensor, counted: CountedTokens | None = None) -> Choice:
         """The experts of each token, by a kernel where there is one.

@@ -73,7 +73,7 @@ def _end(span: Span) -> float:
 
 
 def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> list[Record]:
-    """A record of each part of each action: the part with the start and end of its span.
+    """A record of each part of an overlap and of each other action: the part with the start and end of its span.
 
     Neighbouring spans of one name, such as a backward and its gradient accumulation, are joined.
     """
@@ -82,7 +82,10 @@ def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> lis
         first = joined.pop()[1] if joined and joined[-1][0] == span.name else span.start
         joined.append((span.name, first, _end(span)))
     scheduled = [
-        part for act in actions for part in act.parts if act.op in COMPUTE or act.op in ("norm_barrier", "optim")
+        part
+        for act in actions
+        for part in ((act,) if act.paired else act.parts)
+        if act.op in COMPUTE or act.op in ("norm_barrier", "optim")
     ]
     for index, part in enumerate(scheduled):
         name = joined[index][0] if index < len(joined) else "nothing"

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.kernels.linear import split_backward
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial_values import initial_values
+from meshwright.parallel.block_parts import BlockParts, parts_of
 from meshwright.parallel.blocks import blocks_with_layer, numbered_blocks
 from meshwright.parallel.channels import open_channels
 from meshwright.parallel.context import divide_sequences
@@ -131,13 +132,13 @@ def build_engine(
     presents = distribute_experts(model, mesh, plan.experts)
     count_expert_loads_over_whole_sequences(model, mesh)
     use_fp8_products(model, plan, mesh.device)
-    wrap_blocks(model, plan)
+    parts = wrap_blocks(model, plan)
     for layer, block in blocks_with_layer(model):
         # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
         # each micro-batch's gradient separately.
         if entry_of(plan.schedule.name).splits_backward or products_accumulate_gradients(plan, layer, spec.layers):
             split_backward(block)
-    units = make_units(model, table[pipeline_rank], plan, mesh)
+    units = make_units(model, table[pipeline_rank], plan, mesh, parts)
     model.to_empty(device=mesh.device)
     on_phase_end("model")
     initialise_shards(model, seed, division)
@@ -275,8 +276,10 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
     return TiedGradientSum(model.embed.weight, group, in_norm=mesh.coordinate("pipeline") == first)
 
 
-def wrap_blocks(model: Decoder, plan: Plan) -> None:
+def wrap_blocks(model: Decoder, plan: Plan) -> dict[int, BlockParts]:
     """Set the tiles of every block, wrap its `forward` for its recompute mode, then compile it if the plan compiles.
+
+    Returns by layer the parts of blocks with experts, wrapped in the same way, if two micro-batches run through them together.
 
     The compiled function includes the recompute, so that the compiler knows which activations are saved. All blocks share it. Without
     compilation `torch.compile` is not accessed, as the access imports the compiler.
@@ -286,6 +289,7 @@ def wrap_blocks(model: Decoder, plan: Plan) -> None:
         if plan.compile
         else None
     )
+    parts: dict[int, BlockParts] = {}
     for layer, block in blocks_with_layer(model):
         if not block.routed:
             block.mlp.tile = plan.tile(layer, model.spec.layers)
@@ -294,6 +298,20 @@ def wrap_blocks(model: Decoder, plan: Plan) -> None:
             block.forward = partial(compiled, type(block).forward, mode, block)
         else:
             block.forward = with_recompute(block.forward, mode, block.routed)
+        if plan.paired and block.routed and layer not in parts:
+            parts[layer] = _parts(block, mode, compiled, products_accumulate_gradients(plan, layer, model.spec.layers))
+    return parts
+
+
+def _parts(block: Block, mode: Recompute, compiled: Callable[..., Any] | None, taps: bool) -> BlockParts:
+    """The parts of a block, wrapped as its forward is."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        if compiled is not None:
+            return partial(compiled, function, mode, block)
+        return with_recompute(partial(function, block), mode, routed=True)
+
+    return parts_of(block, wrap, partial(with_recompute, mode=mode, routed=True), taps=taps)
 
 
 def _forward_with_recompute(forward: Callable[..., Any], mode: Recompute, block: Block, *inputs: Any) -> Any:

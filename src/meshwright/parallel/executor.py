@@ -23,12 +23,14 @@ from meshwright.kernels.linear import WeightQueue
 from meshwright.kernels.loss import LossSums
 from meshwright.models.decoder import HeadLosses, SharedInputs
 from meshwright.models.moe import RoutedOutput
+from meshwright.parallel.block_parts import BlockParts
 from meshwright.parallel.channels import Channels
 from meshwright.parallel.fp8_weights import WeightScales
 from meshwright.parallel.fsdp import CommunicationStreams, Span
 from meshwright.parallel.gradient_offload import GradientOffload
 from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.offload import ActivationOffload, HostMemory, leaf_without_memory, storage_addresses
+from meshwright.parallel.paired_blocks import PairedBlock, PairedBlocks
 from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.parallel.stages import RankModel, Unit
 from meshwright.parallel.timetable import Visit
@@ -132,6 +134,7 @@ class _Step:
             part.micro_batch for action in self.rank_actions for part in action.parts if part.op in FORWARD
         )
         self.exchange = UnitExchange(self.rank_model, self.rank_of, executor.channels, recorder)
+        self.paired = PairedBlocks(self.exchange)
         # (input, edge of the output, loss of the router) of each forward. The edge and not the output: the output's memory belongs to the
         # next unit, which may free it.
         self.kept: dict[Visit, tuple[Tensor | None, GradientEdge, Tensor | None]] = {}
@@ -187,11 +190,33 @@ class _Step:
                 self.offload.begin_compute()
             if self.gradient_offload is not None and action.op in COMPUTE:
                 self.gradient_offload.begin_compute()
-            for part in action.parts:
-                self.run_action(part, skip_accumulate=index in reduced_next)
+            self.run_parts(action, skip_accumulate=index in reduced_next)
         self.recorder.gap()
         self.exchange.finish_sends()
         return self.loss
+
+    def run_parts(self, action: Action, *, skip_accumulate: bool) -> None:
+        if action.paired and (parts := self.unit(action).parts) is not None:
+            self.run_paired(action, self.unit(action), parts)
+            return
+        for part in action.parts:
+            # The gradients of two micro-batches are added before the reduction.
+            follows = action.paired and part is not action.parts[-1]
+            self.run_action(part, skip_accumulate=skip_accumulate and not follows)
+
+    def run_paired(self, action: Action, unit: Unit, parts: BlockParts) -> None:
+        """Run an action of two micro-batches in a block with experts, whose parts overlap with the exchange of tokens."""
+        visits = [_visit_of(part) for part in action.parts]
+        self.wait_for_gather(action)
+        with self.action_span(action):
+            if action.op == "backward":
+                unit.sharded.begin_backward(skip_accumulate=False)
+                self.paired.backward(visits, unit.sharded.accumulate)
+                return
+            chooses = [partial(self.rank_model.choose_experts, unit, number) for _, number, _ in visits]
+            shared = [self.take_shared_inputs(number) for _, number, _ in visits]
+            router_loss = partial(self.router_loss, unit)
+            self.paired.forward(visits, [PairedBlock(parts, router_loss, choose) for choose in chooses], shared)
 
     def run_action(self, action: Action, *, skip_accumulate: bool) -> None:
         if not self.makes_weight_gradients(action):
@@ -205,8 +230,11 @@ class _Step:
                 sharded.accumulate()
 
     def action_span(self, action: Action) -> Span:
-        """Profiler span around the compute of an action."""
-        return self.recorder.action(self.index, action, self.tokens[action.micro_batch] if action.stage >= 0 else 0)
+        """Profiler span around the compute of an action; that of a micro-batch run together with another is the span of both."""
+        if self.rank_actions[self.index].paired:
+            action = self.rank_actions[self.index]
+        parts = action.parts if action.stage >= 0 else ()
+        return self.recorder.action(self.index, action, sum(self.tokens[part.micro_batch] for part in parts))
 
     def span(self, action: Action, lane: str) -> Span | None:
         """Profiler span around a collective: a wait if the host blocks in it, else only in steps with recorded communication."""
@@ -270,11 +298,7 @@ class _Step:
 
     def forward(self, action: Action) -> None:
         stage, number, unit_index = visit = _visit_of(action)
-        unit, batch, shared = self.unit_of(visit), self.batches[number], self.shared_inputs(number)
-        routing = self.rank_model.routing
-        self.forwards_left[number] -= 1
-        if not self.forwards_left[number]:
-            del self.shared[number]  # autograd holds the tensors that a backward needs
+        unit, batch, shared = self.unit_of(visit), self.batches[number], self.take_shared_inputs(number)
         self.wait_for_gather(action)
         trains = action.op == "forward"
         x = None if stage == unit_index == 0 else self.exchange.take("activation", visit).requires_grad_(trains)
@@ -289,8 +313,7 @@ class _Step:
             torch.set_grad_enabled(trains),
             saved.collect() if saved else nullcontext(),
         ):
-            if unit.layer is not None and routing is not None and routing.choose is not None:
-                routing.choose(unit.layer, number if trains else None)
+            self.rank_model.choose_experts(unit, number if trains else None)
             y = unit.run(x, batch, shared)
             if self.is_loss(stage, unit_index):
                 if isinstance(y, (LossSums, HeadLosses)):
@@ -300,7 +323,8 @@ class _Step:
                     self.logits[number] = y
                 return
             assert not isinstance(y, (LossSums, HeadLosses))
-            y, router_loss = self.output_and_router_loss(y, unit, trains)
+            router_loss = self.router_loss(unit, y) if trains and isinstance(y, RoutedOutput) else None
+            y = y.x if isinstance(y, RoutedOutput) else y
         if trains:
             self.kept[visit] = leaf, get_gradient_edge(y), router_loss
             self.offload.end_forward(visit)
@@ -316,18 +340,14 @@ class _Step:
         """Addresses of storages that are not offloaded: the unit's weights, and rotary tables that all blocks share."""
         return storage_addresses([*unit.sharded.gathered_tensors, *(shared.rope or ())])
 
-    def output_and_router_loss(
-        self, y: Tensor | RoutedOutput, unit: Unit, trains: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """A unit's output, and the loss of its router to differentiate with it."""
-        if not isinstance(y, RoutedOutput):
-            return y, None
+    def router_loss(self, unit: Unit, y: RoutedOutput) -> Tensor | None:
+        """Add the statistics of a unit's router; returns its loss, to be differentiated with the output, if it has a weight."""
         routing = self.rank_model.routing
-        if routing is None or not trains:
-            return y.x, None
+        if routing is None:
+            return None
         assert unit.layer is not None, "only blocks route"
         routing.add(unit.layer, y)
-        return y.x, routing.weighted_loss(y)
+        return routing.weighted_loss(y)
 
     def add_loss(self, losses: LossSums | HeadLosses, x: Tensor | None, visit: Visit) -> None:
         """Add a micro-batch's summed losses; in training run their backward at once.
@@ -349,10 +369,13 @@ class _Step:
             y.backward()
             self.exchange.pass_on("gradient", visit, _gradient_of(x))
 
-    def shared_inputs(self, number: int) -> SharedInputs:
+    def take_shared_inputs(self, number: int) -> SharedInputs:
+        """The inputs that all blocks of a micro-batch share; the last forward that takes them frees them."""
         if number not in self.shared:
             self.shared[number] = self.rank_model.shared_inputs(self.batches[number])
-        return self.shared[number]
+        self.forwards_left[number] -= 1
+        # Autograd holds the tensors that a backward needs.
+        return self.shared[number] if self.forwards_left[number] else self.shared.pop(number)
 
     def backward(self, action: Action, queue: WeightQueue | None = None) -> None:
         """Run a unit's backward. With `queue` the gradients of its linear weights are deferred to it."""

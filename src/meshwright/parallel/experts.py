@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,9 @@ def _mixtures(model: Decoder) -> list[MixtureOfExperts]:
 class DistributedExperts(Experts):
     """This rank's experts of a layer, to which the other ranks' rows come by `exchange`."""
 
+    local: Tensor | None = None
+    """See `TokenExchange`."""
+
     def __init__(self, whole: Experts, exchange: TokenExchange) -> None:
         nn.Module.__init__(self)
         self.gated, self.plain, self.exchange = whole.gated, whole.plain, exchange
@@ -94,8 +97,23 @@ class DistributedExperts(Experts):
 
         Each is multiplied by its element of `weights` `(rows,)` when it is back: the other ranks do not get the weights.
         """
-        load = order.offsets.diff(prepend=order.offsets.new_zeros(1))
-        outputs = self.exchange(sorted_rows, load, super().forward)
+        sent, load, sent_order = self.rows_to_send(sorted_rows, order)
+        return self.weighted(self.exchange(sent, load, self.compute, self.local), sent_order, weights)
+
+    def rows_to_send(self, sorted_rows: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor, ExpertOrder | None]:
+        """Rows in the order in which they are sent, their number for each expert of each rank, and that order.
+
+        The order is None if it is that of the sorted rows.
+        """
+        return sorted_rows, order.offsets.diff(prepend=order.offsets.new_zeros(1)), None
+
+    def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
+        """The outputs of this rank's experts for the rows that all ranks sent to them, sorted by expert."""
+        return super().forward(sorted_rows, order)
+
+    def weighted(self, returned: Tensor, sent_order: ExpertOrder | None, weights: Tensor | None) -> Tensor:
+        """The outputs `returned` in the order of the sorted rows, times their weights."""
+        outputs = returned if sent_order is None else from_groups(returned, sent_order).squeeze(1)
         return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
 
 
@@ -106,7 +124,7 @@ class CopiedExperts(DistributedExperts):
         super().__init__(whole, exchange)
         stacked = copy(whole)
         stacked._parameters = {}
-        self.present = present
+        self.present, self.local = present, present.local
         self.stacked = (stacked,)
         """The experts in this rank's slots. In a tuple, because their weights are no parameters of the model."""
 
@@ -117,28 +135,42 @@ class CopiedExperts(DistributedExperts):
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
         """As `DistributedExperts.forward`. Weights multiply activations where all experts are present in every step."""
-        (stacked,), present = self.stacked, self.present
-        if present.always_all:
-            return stacked.forward(sorted_rows, order, weights)
+        if self.present.always_all:
+            return self.stacked[0].forward(sorted_rows, order, weights)
+        return super().forward(sorted_rows, order, weights)
+
+    def rows_to_send(self, sorted_rows: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor, ExpertOrder | None]:
+        """As `DistributedExperts.rows_to_send`, for the slots of each rank."""
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1)).long()
-        sent_order, sent_loads = _order_by_slot(present, load, sorted_rows.shape[0])
-        returned = self.exchange(to_groups(sorted_rows, sent_order), sent_loads, stacked.forward, present.local)
-        outputs = from_groups(returned, sent_order).squeeze(1)
-        return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
+        sent_order, sent_loads = _order_by_slot(self.present, load, sorted_rows.shape[0])
+        return to_groups(sorted_rows, sent_order), sent_loads, sent_order
+
+    def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
+        """As `DistributedExperts.compute`, by the experts in this rank's slots."""
+        return self.stacked[0].forward(sorted_rows, order)
 
 
 class AllToAll(TokenExchange):
     """The exchange by messages of NCCL or Gloo; `group` is the name of the process group of `ranks` ranks."""
 
     def __init__(self, group: str, ranks: int) -> None:
-        self._group, self._ranks = group, ranks
+        self.group, self.ranks = group, ranks
 
     def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
-        received_loads, splits = exchange_loads(load, self._group, self._ranks, local)
-        received = exchange_rows(sorted_rows, splits, None, False, self._group)
-        local_order = order_by_expert(experts_of_rows(received_loads, received), received_loads.sum(0))
-        local_outputs = from_groups(compute(to_groups(received, local_order), local_order), local_order)
-        return exchange_rows(local_outputs.squeeze(1), splits, sorted_rows.shape[0], True, self._group)
+        received_loads, splits = exchange_loads(load, self.group, self.ranks, local)
+        received = exchange_rows(sorted_rows, splits, None, False, self.group)
+        return exchange_rows(
+            compute_received(compute, received, received_loads), splits, sorted_rows.shape[0], True, self.group
+        )
+
+
+def compute_received(compute: Compute, received: Tensor, received_loads: Tensor) -> Tensor:
+    """The outputs `(rows, hidden)` of received rows, which are ordered by sending rank, then by expert.
+
+    `received_loads` `(ranks, experts)` counts them.
+    """
+    order = order_by_expert(experts_of_rows(received_loads, received), received_loads.sum(0))
+    return from_groups(compute(to_groups(received, order), order), order).squeeze(1)
 
 
 def _order_by_slot(present: PresentExperts, load: Tensor, count: int) -> tuple[ExpertOrder, Tensor]:
@@ -210,13 +242,35 @@ def exchange_rows(sent: Tensor, splits: Tensor, count: int | None, back: bool, g
     `splits` is from `exchange_loads`. `count` is the number of rows that this rank receives, or None to compute it from `splits`, which a
     compiled graph cannot read.
     """
+    return start_exchange(sent, splits, count, back, group).wait()
+
+
+class RowsOnTheWay(NamedTuple):
+    """Rows that ranks may still exchange: those sent, which must not change, and the buffer of those received."""
+
+    sent: Tensor
+    received: Tensor
+    work: Any = None
+    """None after a synchronous call, which already made compute wait."""
+
+    def wait(self) -> Tensor:
+        """Make compute wait for the rows and return them."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
+def start_exchange(
+    sent: Tensor, splits: Tensor, count: int | None, back: bool, group: str, *, asynchronous: bool = False
+) -> RowsOnTheWay:
+    """Start `exchange_rows`; with `asynchronous` it overlaps with compute until `wait`. Not differentiable."""
     sent_counts, received_counts = splits.flip(0).tolist() if back else splits.tolist()
     if sent_counts[0] < 0:
-        return sent.clone()
+        return RowsOnTheWay(sent, sent.clone())
     assert count is None or count == sum(received_counts)
-    received = sent.new_empty(sum(received_counts), sent.shape[1])
-    ALL_TO_ALL(received, sent.contiguous(), received_counts, sent_counts, group=group_by_name(group))
-    return received
+    sent, received = sent.contiguous(), sent.new_empty(sum(received_counts), sent.shape[1])
+    work = ALL_TO_ALL(received, sent, received_counts, sent_counts, group=group_by_name(group), async_op=asynchronous)
+    return RowsOnTheWay(sent, received, work)
 
 
 @exchange_rows.register_fake

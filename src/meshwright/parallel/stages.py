@@ -19,6 +19,7 @@ from meshwright.kernels.loss import LossSums
 from meshwright.models.decoder import Decoder, HeadLosses, SharedInputs
 from meshwright.models.moe import CountedTokens, RoutedOutput
 from meshwright.models.prediction import FurtherTokens, further_tokens
+from meshwright.parallel.block_parts import BlockParts
 from meshwright.parallel.blocks import predictions_of
 from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.copied_weights import CopiedParameterGroup
@@ -53,7 +54,8 @@ class Unit:
     `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the sums of the losses for the last
     unit with targets (HeadLosses with further tokens); a block with experts also returns its router's losses and expert loads. `layer` is
     the index of a block in the model, None for the other units. `kept_elements` estimates how many elements per token the forward saves
-    for the backward (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
+    for the backward (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`). `parts` are
+    those of a block with experts that runs two micro-batches together, else None.
     """
 
     run: UnitForward
@@ -61,6 +63,7 @@ class Unit:
     layer: int | None = None
     kept_elements: float = 0.0
     offloads: bool = False
+    parts: BlockParts | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,14 @@ class RankModel:
             counted = self.context.counted_tokens(counted, shared)
         return shared._replace(counted=counted)
 
+    def choose_experts(self, unit: Unit, number: int | None) -> None:
+        """Set the experts of a micro-batch in a block before its forward, where recorded routing is replayed.
+
+        `number` is None in validation.
+        """
+        if unit.layer is not None and self.routing is not None and self.routing.choose is not None:
+            self.routing.choose(unit.layer, number)
+
     def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Shape of the activation or gradient that stages exchange for a local micro-batch: `(batch, seq, hidden)`."""
         sequences, seq = batch.tokens.shape
@@ -148,10 +159,13 @@ def shrink_to_local_parts(model: Decoder, division: Division) -> None:
         setattr(model.get_submodule(module), attribute, nn.Parameter(local, requires_grad=whole.requires_grad))
 
 
-def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) -> list[list[Unit]]:
-    """Shard the rank's parameters over the mesh; returns the units of each stage. `stages` are ranges of layers.
+def make_units(
+    model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh, parts: Mapping[int, BlockParts]
+) -> list[list[Unit]]:
+    """Shard the rank's parameters over the mesh; returns the units of each stage.
 
-    Collective over all ranks of the job.
+    `stages` are ranges of layers; `parts` are by layer those of blocks in which two micro-batches run together. Collective over all ranks
+    of the job.
     """
     # `expert_shards` is collective over all ranks, also over those whose layers have no experts.
     expert_shards = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
@@ -177,6 +191,7 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
                 layer,
                 kept[layer],
                 strategies[layer].activations_offloaded,
+                parts.get(layer),
             )
             for layer in stage
         ]

@@ -16,6 +16,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
+from meshwright.spec.paired import plan_conflict
 from meshwright.spec.plan import (
     PARTIAL_RECOMPUTES,
     RECOMPUTES_PRODUCTS,
@@ -125,6 +126,8 @@ def untrainable(plan: Plan) -> str | None:
         if plan.precision.compute == "fp16"
         else []
     )
+    if (paired := plan_conflict(plan)) is not None:
+        parts.append(f"schedule paired, as {paired}")
     parts += [f"feed-forward networks in tiles with {feature}" for feature in _tile_conflicts(plan)]
     slots_offload = plan.samples is not None and plan.samples.offload is not None
     offloading = [replace(layer, offload="activations") for layer in plan.layers] if slots_offload else plan.layers
@@ -141,9 +144,10 @@ def idle_fields(plan: Plan) -> Iterator[str]:
 
     This is no error, because a plan may be used again on another mesh.
     """
+    schedule, only_pipelines = plan.schedule.name, plan.schedule.name not in ("1f1b", "breadth_first", "paired")
     shards, whole_gradients = shard_size(plan), any(layer.gradients == "whole" for layer in plan.layers)
     for key, value, idle, ranks, rank_name in (
-        ("schedule", plan.schedule.name, not plan.layered and plan.schedule.name != "1f1b", plan.axis_size("pipeline"), "pipeline rank"),
+        ("schedule", schedule, only_pipelines, plan.axis_size("pipeline"), "pipeline rank"),
         ("gradients", "whole", whole_gradients, shards, "shard"),
         ("gather_engine", "copy", plan.gather_engine == "copy", shards, "shard"),
         ("reduce_replicas", plan.precision.reduce_replicas, plan.precision.reduce_replicas, plan.axis_size("replicate"), "replica"),

@@ -43,7 +43,7 @@ OUTSIDE_LAYERS = {
 }
 """Columns of a mesh that do not change the costs inside layers, except for whether there is a pipeline.
 
-Of a point's other columns only the size of a micro-batch changes them.
+Of a point's other columns only the size of a micro-batch changes them, and whether two run together.
 """
 CACHED_POINTS = 1 << 14
 """Points of a call whose arrays stay in the processor's cache."""
@@ -92,6 +92,7 @@ class SpaceCosts:
         points = self._points
         by_mesh = self._mesh_numbers(OUTSIDE_LAYERS, points.mesh_columns["pipeline"] > 1)
         keys = by_mesh[points.mesh] * (int(points.micro.max()) + 1) + points.micro
+        keys = 2 * keys + (points.schedule == SCHEDULES.index("paired"))
         _, first, index = np.unique(keys, return_index=True, return_inverse=True)
         return first, index.reshape(-1)
 

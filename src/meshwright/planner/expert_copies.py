@@ -54,7 +54,7 @@ def copy_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
     sizes = sorted({min(others, SLOT_RATIO**power) for power in range(others.bit_length() + 1)})
     window, keep = pins.expert_window or ExpertPlan(expert=1).window, bool(pins.expert_keep)
     for slots in sizes if pins.expert_slots is None else (pins.expert_slots,):
-        for policy in (*POLICIES, *(("fixed",) if slots == others else ())):
+        for policy in (*POLICIES, *(("fixed",) if slots == others and not plan.paired else ())):
             yield replace(plan, experts=replace(plan.experts, policy=policy, slots=slots, keep=keep, window=window))
 
 

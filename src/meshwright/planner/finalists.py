@@ -331,7 +331,8 @@ def _with_state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Itera
         return
     free = pins.recompute is None and pins.layers is None
     uniform = replace(plan.layers[-1], range="all")
-    more = [(replace(uniform, recompute=mode),) for mode in ("selective", "full")] if free else []
+    modes = ("selective", "full") if not plan.paired else ("selective",)
+    more = [(replace(uniform, recompute=mode),) for mode in modes] if free else []
     for layers in dict.fromkeys((plan.layers, *more)):
         plans = [replace(plan, layers=layers, offload_fraction=share / 100) for share in range(1, 100)]
         first = bisect_left(plans, True, key=lambda smaller: fits(run, smaller, budget))

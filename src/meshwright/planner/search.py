@@ -46,12 +46,13 @@ from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
 from meshwright.planner.sample_pins import with_hybrid_ranks
 from meshwright.planner.sample_plan import searched_run, with_hybrid_axis
-from meshwright.planner.space import Points, points, with_kernel_engines
+from meshwright.planner.space import SCHEDULES, Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
 from meshwright.planner.sweep import SweepResult, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.paired import paired_conflict
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
@@ -302,12 +303,20 @@ def _strategies_to_try(
         first, tried = best_at(index), set[Strategy]()
         lower_memory = lower_memory_strategies(run, first) if first else []
         tighter = (fastest_in(part * memory_limit)[index] for part in TIGHTER_MARGINS)
+        paired = points.schedule[index] == SCHEDULES.index("paired")
         for strategy in chain([first], tighter, lower_memory):
-            if strategy is not None and strategy not in tried:
+            if strategy is not None and strategy not in tried and not (paired and _refuses_pairs(strategy)):
                 tried.add(strategy)
                 yield strategy
 
     return of_point
+
+
+def _refuses_pairs(strategy: Strategy) -> bool:
+    """Whether two micro-batches cannot run together through layers with this strategy."""
+    ends = strategy.high_memory, strategy.low_memory
+    recompute, offload = [end.recompute for end in ends], [end.offload for end in ends]
+    return paired_conflict(pipeline=1, exchange=None, recompute=recompute, offload=offload) is not None
 
 
 def _strategies_without_offload(

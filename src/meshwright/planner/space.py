@@ -302,11 +302,14 @@ def _pinned_or(pinned: int | None, otherwise: Iterable[int]) -> list[int]:
 def _batch_options(run: RunSpec) -> Callable[[int, int], np.ndarray]:
     """A function of pipeline stages and data ranks: rows of (micro-batch, accumulate, schedule index, virtual stages) to try."""
     pins, batch, layers = pins_of(run), run.train.global_batch, run.model.layers
+    pairs = run.model.experts > 0 and pins.expert_exchange in (None, "all_to_all")
 
     @cache
     def options(pipeline: int, data: int) -> np.ndarray:
         sizes = pipeline, batch // data, layers
-        combinations = _step_options(*sizes, pins.micro_batch, pins.schedule, pins.stages, whole=bool(pins.mlp_tile))
+        combinations = _step_options(
+            *sizes, pins.micro_batch, pins.schedule, pins.stages, whole=bool(pins.mlp_tile), pairs=pairs
+        )
         return np.array(combinations, dtype=np.int64).reshape(-1, len(BATCH_COLUMNS))
 
     return options
@@ -336,9 +339,17 @@ def _step_options(
     stages: Stages | None,
     *,
     whole: bool = False,
+    pairs: bool = False,
 ) -> list[tuple[int, int, int, int]]:
-    """See `_batch_options`; with `whole` no schedules that split the backward."""
-    allowed = (name for name in SCHEDULES if not (whole and entry_of(name).splits_backward))
+    """See `_batch_options`.
+
+    With `whole` no schedules that split the backward, without `pairs` none of two micro-batches together.
+    """
+    allowed = (
+        name
+        for name in SCHEDULES
+        if not (whole and entry_of(name).splits_backward) and (pairs or not entry_of(name).pairs)
+    )
     candidates = (schedule,) if schedule else (name for name in allowed if name not in REFUSED_SCHEDULES)
     names = [name for name in candidates if _pinned_stages_fit(name, pipeline, layers, stages)]
     options = []
@@ -368,7 +379,8 @@ def _pinned_stages_fit(name: ScheduleName, pipeline: int, layers: int, stages: S
 def _worth_trying(name: str, pipeline: int, micro_batches: int) -> bool:
     if pipeline > 1:
         return name != "gpipe"
-    return name == "1f1b" or (name == "breadth_first" and micro_batches > 1)  # on one rank the others equal 1F1B
+    # On one rank the others equal 1F1B.
+    return name in ("1f1b", "paired") or (name == "breadth_first" and micro_batches > 1)
 
 
 def _virtual_stage_counts(name: str, pipeline: int, layers: int, stages: Stages | None) -> tuple[int, ...]:

@@ -65,14 +65,25 @@ def simulated_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) 
 def _stage_simulation(run: RunSpec, plan: Plan) -> Play:
     layers = run.model.layers
     units = unit_strategies(plan, layers)
-    return lambda short, short_timing: simulate_stages(
-        stage_program(short, layers), short_timing, units, layered=plan.layered
-    )
+
+    def play(short: Plan, short_timing: Timing) -> Totals:
+        if plan.paired:  # like half as many micro-batches that are twice as large
+            half = replace(short.batch, accumulate=short.batch.accumulate // 2)
+            short = replace(short, batch=half, schedule=replace(short.schedule, name="1f1b"))
+            short_timing = short_timing.with_larger_micro_batches(2.0)
+        return simulate_stages(stage_program(short, layers), short_timing, units, layered=plan.layered)
+
+    return play
 
 
 def _is_long(plan: Plan, per_rank: tuple[int, int]) -> bool:
     """Whether the plan has more micro-batches than the longer of the two short steps."""
-    return plan.batch.accumulate > (per_rank[1] + 1) * plan.axis_size("pipeline")
+    return plan.batch.accumulate > (per_rank[1] + 1) * _period(plan)
+
+
+def _period(plan: Plan) -> int:
+    """Micro-batches after which the plan's schedule repeats itself."""
+    return 2 if plan.paired else plan.axis_size("pipeline")
 
 
 def _short_step(plan: Plan, timing: Timing, per_rank: int) -> tuple[Plan, Timing]:
@@ -80,8 +91,8 @@ def _short_step(plan: Plan, timing: Timing, per_rank: int) -> tuple[Plan, Timing
 
     In layered order the fewer micro-batches are stretched to the time of all, because together they hide a unit's collectives.
     """
-    ranks, full_count = plan.axis_size("pipeline"), plan.batch.accumulate
-    count = per_rank * ranks if plan.layered else per_rank * ranks + full_count % ranks
+    period, full_count = _period(plan), plan.batch.accumulate
+    count = per_rank * period if plan.layered else per_rank * period + full_count % period
     short_timing = timing.with_larger_micro_batches(full_count / count) if plan.layered else timing
     return replace(plan, batch=replace(plan.batch, accumulate=count)), short_timing
 

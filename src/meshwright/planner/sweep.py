@@ -37,6 +37,7 @@ from meshwright.planner.strategies import (
     strategy_set_of,
 )
 from meshwright.schedules.registry import entry_of
+from meshwright.spec.paired import paired_conflict
 from meshwright.spec.plan import (
     PARTIAL_RECOMPUTES,
     LayerStrategy,
@@ -269,14 +270,23 @@ def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) 
     trainable = {
         option: _trainable_points(run, points, option) if points.trainable else everywhere for option in options
     }
+    exchanges = points.column("expert") * points.column("tensor") > 1
+    unpaired = points.schedule != SCHEDULES.index("paired")
     return np.array(
         [
             trainable[option]
+            & (unpaired | (exchanges & _runs_in_pairs(option)))
             & (allowed["reshard"] if option.reshard else everywhere)
             & (allowed["whole"] if option.gradients == "whole" else everywhere)
             for option in options
         ]
     )
+
+
+def _runs_in_pairs(option: LayerStrategy) -> bool:
+    """Whether two micro-batches run together through layers with this setting."""
+    layer = {"recompute": [option.recompute], "offload": [option.offload]}
+    return paired_conflict(pipeline=1, exchange=None, **layer) is None
 
 
 def _trainable_points(run: RunSpec, points: Points, option: LayerStrategy) -> np.ndarray:

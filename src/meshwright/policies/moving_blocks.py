@@ -52,6 +52,11 @@ class ReservedBlocks:
         """The empty block of each group for block `index` of the prompt; None if none is reserved or it is filled."""
         return self._tables.get(index)
 
+    def tables(self, index: int, count: int) -> list[list[int]] | None:
+        """The same for `count` blocks from block `index` on; None if any of them is not reserved or is filled."""
+        tables = [self._tables[block] for block in range(index, index + count) if block in self._tables]
+        return tables if len(tables) == count else None
+
     def enter(self, index: int, count: int = 1) -> None:
         """Put `count` blocks from block `index` on, which have their content now, into the prefix cache."""
         tables = [self._tables.pop(block) for block in range(index, index + count)]

@@ -28,7 +28,7 @@ class SampleTime:
     linear: float
     fixed: float = 0.0
     ring: float = 0.0
-    """Seconds per token of a divided sample for keys and values to go round a ring of any number of ranks; attention overlaps it."""
+    """Seconds per token of a divided sample for keys and values to go round a ring of any ranks; attention overlaps it."""
     exchange: float = math.inf
     """Seconds per token of a part to exchange tokens for heads (Ulysses), not overlapped; infinite: always a ring."""
 

@@ -9,6 +9,7 @@ the forward of stage 3 for micro-batch 2), used in error messages, tests and pic
     U3/1 D3/1 G3/1             gather a unit's parameters, free them, reduce its gradients
     N O                        gradient norm over all ranks, optimizer
     F3.2&B4.0                  a forward and a backward that overlap
+    F3.2&F3.3                  the same for two micro-batches together
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Action(NamedTuple):
 
     `stage` is the index of a virtual stage in the whole pipeline; -1 for operations of the whole rank. `unit` is an FSDP
     unit of the stage, or None for the whole stage. `peer` is the stage at the other end of a transfer. An overlap has its
-    forward and its backward in `pair`; its own stage and micro-batch are -1.
+    forward and its backward in `pair`; its own stage and micro-batch are -1. An action of two micro-batches has one for
+    each in `pair`, and their op, stage and unit.
     """
 
     op: Op
@@ -82,8 +84,13 @@ class Action(NamedTuple):
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The two actions of an overlap, or the action itself."""
+        """The two actions of an overlap or of two micro-batches, or the action itself."""
         return self.pair or (self,)
+
+    @property
+    def paired(self) -> bool:
+        """Whether the action runs two micro-batches together."""
+        return bool(self.pair) and self.op != "overlap"
 
     @property
     def label(self) -> str:
@@ -97,7 +104,7 @@ class Action(NamedTuple):
         return f"{self.op} {self.stage}{micro_batch}{unit}"
 
     def __str__(self) -> str:
-        if self.op == "overlap":
+        if self.pair:
             return "&".join(map(str, self.pair))
         letter = LETTERS[self.op]
         if self.op in ("norm_barrier", "optim"):
@@ -116,11 +123,16 @@ def overlap(forward: Action, backward: Action) -> Action:
     return Action("overlap", pair=(forward, backward))
 
 
+def together(first: Action, second: Action) -> Action:
+    """The same forward, or the same backward, of two micro-batches, which share the device part by part."""
+    return first._replace(micro_batch=-1, pair=(first, second))
+
+
 def parse(text: str) -> Action:
     """The action with this printed form. Raises BadInput if there is none."""
     if "&" in text:
-        forward, _, backward = text.partition("&")
-        return overlap(parse(forward), parse(backward))
+        first, second = map(parse, text.split("&", 1))
+        return together(first, second) if first.op == second.op else overlap(first, second)
     if text in ("N", "O"):
         return Action(_OP_BY_LETTER[text])
     if match := _COMPUTE_FORM.fullmatch(text):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Literal
 
-from meshwright.schedules.action import COMPUTE, FORWARD, Action, overlap
+from meshwright.schedules.action import COMPUTE, FORWARD, Action, overlap, together
 from meshwright.schedules.schedule import Schedule
 from meshwright.schedules.unit_collectives import Gather, Reduce, with_collectives
 
@@ -87,9 +87,14 @@ def _run_key(step: Step) -> tuple[str, int] | int:
 
 
 def _units(action: Action | None, units: Sequence[int]) -> list[Action]:
-    """The unit actions of a stage action: ascending in forward, descending in backward; an overlap pairs its units."""
+    """The unit actions of a stage action: ascending in forward, descending in backward.
+
+    Those of an overlap, or of two micro-batches, are pairs.
+    """
     if action is None:
         return []
+    if action.paired:
+        return [together(*pair) for pair in zip(*(_units(part, units) for part in action.pair), strict=True)]
     if action.pair:
         forward, backward = (_units(part, units) for part in action.pair)
         paired = min(len(forward), len(backward))

@@ -22,7 +22,7 @@ def in_flight(
 
     A forward of one of the rank's `virtual` stages counts 1 / `virtual`. `schedule` is an index into `NAMES`, `virtual` the number
     of stages per rank, `rank` the pipeline rank; arguments broadcast. On one rank every schedule
-    but gpipe and breadth_first runs micro-batches one by one. As in `peak_in_flight`, a micro-batch of a split backward
+    but gpipe, breadth_first and paired runs micro-batches one by one. As in `peak_in_flight`, a micro-batch of a split backward
     counts until its weight half.
     """
     index, p, m, v, r = np.broadcast_arrays(
@@ -37,6 +37,7 @@ def in_flight(
         "zbv": np.minimum(2 * np.minimum(m, p), np.maximum(2.0, m + 1 + r)) / 2,
         "dualpipe_v": np.minimum(2 * m, 2 * p + 1) / 2,
         "breadth_first": m,
+        "paired": np.minimum(m, 2.0),
     }
     return np.choose(np.asarray(index, dtype=np.int64), [by_name[name] for name in NAMES])
 

@@ -1,8 +1,8 @@
-"""Schedules with one stage on each rank: GPipe, 1F1B, and ZB-H1, which splits the backward."""
+"""Schedules with one stage on each rank: GPipe, 1F1B, ZB-H1, which splits the backward, and paired micro-batches."""
 
 from __future__ import annotations
 
-from meshwright.schedules.action import Action
+from meshwright.schedules.action import Action, Op, together
 from meshwright.schedules.phrases import ComputeWriter, warm_then_alternate
 from meshwright.schedules.schedule import ComputeOrder, looped
 
@@ -38,6 +38,16 @@ def zb_h1(ranks: int, micro_batches: int) -> ComputeOrder:
         writer.write_pending_weights()
         compute.append(writer.actions)
     return looped(ranks), compute
+
+
+def paired(micro_batches: int) -> ComputeOrder:
+    """1F1B of one rank with two micro-batches together, an even number in all."""
+
+    def both(op: Op, first: int) -> Action:
+        return together(Action(op, 0, first), Action(op, 0, first + 1))
+
+    order = [both(op, first) for first in range(0, micro_batches, 2) for op in ("forward", "backward")]
+    return looped(1), [order]
 
 
 def _alternating(ranks: int, micro_batches: int, warm_up: list[int]) -> ComputeOrder:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.schedules.looping import breadth_first, groups_of, interleaved
-from meshwright.schedules.one_stage import gpipe, one_f_one_b, zb_h1
+from meshwright.schedules.one_stage import gpipe, one_f_one_b, paired, zb_h1
 from meshwright.schedules.schedule import ComputeOrder, Schedule, trained
 from meshwright.schedules.vee import dualpipe_v, zbv
 from meshwright.spec.errors import BadInput, nearest
@@ -18,7 +18,7 @@ class Entry:
 
     `order` takes (ranks, micro-batches, stages per rank); `in_flight` takes (ranks, rank, micro-batches, stages per rank)
     and bounds how many stage forwards the rank holds at once. `micro_batches_per_rank` is the least number of
-    micro-batches divided by ranks, 0 if any number is allowed.
+    micro-batches divided by ranks, 0 if any number is allowed. With `pairs` two micro-batches run together on one rank.
     """
 
     order: Callable[[int, int, int], ComputeOrder]
@@ -26,6 +26,7 @@ class Entry:
     stages_per_rank: range
     micro_batches_per_rank: int = 0
     splits_backward: bool = False
+    pairs: bool = False
 
 
 ANY_NUMBER = range(1, 1 << 20)
@@ -74,6 +75,12 @@ SCHEDULES: dict[str, Entry] = {
         in_flight=lambda ranks, rank, micro_batches, stages: micro_batches * stages,
         stages_per_rank=ANY_NUMBER,
     ),
+    "paired": Entry(
+        order=lambda ranks, micro_batches, _: paired(micro_batches),
+        in_flight=lambda ranks, rank, micro_batches, _: 2,
+        stages_per_rank=ONE_STAGE,
+        pairs=True,
+    ),
 }
 """Every training schedule; `looping.forward_only` runs validation on the placement of any of them."""
 
@@ -116,6 +123,12 @@ def refusal(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> 
         near = min(max(stages_per_rank, allowed.start), allowed.stop - 1)
         required = f"exactly {near}" if len(allowed) == 1 else f"at least {allowed.start}"
         return f"schedule {name} has {required} stages per rank, got {stages_per_rank}; nearest: {near}"
+    if entry.pairs and ranks > 1:
+        return f"schedule {name} runs on one pipeline rank, got {ranks}; nearest: 1"
+    if entry.pairs and micro_batches % 2:
+        return (
+            f"schedule {name} needs an even number of micro-batches, got {micro_batches}; nearest: {micro_batches + 1}"
+        )
     least = entry.micro_batches_per_rank * ranks
     if micro_batches < least:
         fewer = micro_batches // entry.micro_batches_per_rank

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from meshwright.schedules.action import COMPUTE, Action, overlap
+from meshwright.schedules.action import COMPUTE, Action
 from meshwright.schedules.transfers import in_turns, with_transfers
 
 Placement = tuple[tuple[int, ...], ...]
@@ -79,7 +79,7 @@ def _renumbered(action: Action, numbers: Mapping[int, int]) -> Action | None:
     """The action with its micro-batch's number in `numbers`; None if it is of another micro-batch."""
     if action.pair:
         parts = [kept for part in action.pair if (kept := _renumbered(part, numbers)) is not None]
-        return overlap(*parts) if len(parts) == 2 else next(iter(parts), None)
+        return action._replace(pair=tuple(parts)) if len(parts) == 2 else next(iter(parts), None)
     if action.micro_batch < 0:
         return action
     number = numbers.get(action.micro_batch)

@@ -62,12 +62,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def listening_socket(host: str, port: int, key: str) -> socket.socket:
-    """A socket that listens; `key` names the port's setting. Raises BadInput if the address cannot be used."""
+def listening_socket(host: str, port: int, key: str, *, shared: bool = False) -> socket.socket:
+    """A socket that is bound to an address; `key` names the port's setting. Raises BadInput if it cannot be used.
+
+    If it is `shared`, other processes of this user may bind to it too, and the kernel divides connections among those that listen.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         end = socket.socket(family, socket.SOCK_STREAM)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         end.bind(address)
     except OSError as error:
         raise BadInput(

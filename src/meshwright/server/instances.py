@@ -77,6 +77,8 @@ class Instances:
         self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
         """Addresses of each target when its name was last found."""
         self._routing: RequestRouting[Instance] = RequestRouting()
+        self.known = asyncio.Event()
+        """Set once a server takes requests, or all were asked: a router need not wait for one that is stuck."""
 
     @property
     def usable(self) -> list[Instance]:
@@ -94,13 +96,16 @@ class Instances:
     async def watch(self) -> None:
         """Look up addresses and ask for health for ever."""
         while True:
-            await asyncio.sleep(self._health_seconds)
             await self.look()
+            await asyncio.sleep(self._health_seconds)
 
     async def look(self) -> None:
         """Look up addresses and ask for health once."""
-        await self._refresh()
-        await asyncio.gather(*(self._check(instance) for instance in list(self.all.values())))
+        try:
+            await self._refresh()
+            await asyncio.gather(*(self._check(instance) for instance in list(self.all.values())))
+        finally:
+            self.known.set()
 
     async def _refresh(self) -> None:
         """Look up the addresses of all host names; a server without an address ends its requests and gets no more."""
@@ -122,6 +127,8 @@ class Instances:
                 status, role = await _health(instance)
         if status == 200:
             instance.healthy, instance.role = True, role
+            if instance.usable:
+                self.known.set()
         elif status == 503:
             instance.healthy = False  # it drains: what runs goes on
         else:

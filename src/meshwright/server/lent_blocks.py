@@ -78,11 +78,10 @@ class Borrower:
         Returns the number of those entered. Raises BadFrame for blocks that are not asked for, and what a wrong message causes.
         """
         tables, index = message["tables"], message["index"]
-        targets = [reserved.blocks(index + offset) for offset in range(len(tables))]
-        asked = [target for target in targets if target is not None]
-        if len(asked) < len(targets) or not targets:
-            raise BadFrame(f"blocks {index} to {index + len(targets)} are not asked for")
-        found, expected = self._blocks.copy(self._source, tables, asked), bytes.fromhex(message["sums"])
+        targets = reserved.tables(index, len(tables))
+        if not targets:
+            raise BadFrame(f"blocks {index} to {index + len(tables)} are not asked for")
+        found, expected = self._blocks.copy(self._source, tables, targets), bytes.fromhex(message["sums"])
         if len(expected) != found.nbytes:
             raise BadFrame("not all blocks have checksums")
         size = found[0].nbytes

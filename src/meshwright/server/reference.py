@@ -74,6 +74,7 @@ Kubernetes has, is several servers.
   lost connection once, after `engine_failed` never. After the first byte a stream ends with an event `{"error": …}`,
   code `server_lost`; the client may try again.
 - If every server has `--requests` unfinished, the answer is 429; if none can answer, 503. Both have `Retry-After`.
+- Several routers with `--share-port` listen at one port of a host: when one ends, the others take all connections.
 - The router answers `/health` and `/metrics` itself. It checks its `--api-key` and passes it on to the servers.
 
 ## Security

@@ -255,13 +255,16 @@ class RemotePrefill:
         if content.nbytes != count * size or len(checksums) != count or start < 0 or count < 1:
             raise BadFrame("blocks without their content")
         if (prompt := peer.prompts.get(message["blocks"])) is not None and prompt.intact:
-            for offset, checksum in enumerate(checksums):
-                block = content[offset * size : (offset + 1) * size]
-                if xxhash.xxh3_64_hexdigest(block) != checksum:
-                    self.damaged_blocks += 1
-                    prompt.intact = False
+            intact = 0
+            for checksum in checksums:
+                if xxhash.xxh3_64_hexdigest(content[intact * size : (intact + 1) * size]) != checksum:
                     break
-                self._write(prompt, message["index"] + offset, block)
+                intact += 1
+            if intact < count:
+                self.damaged_blocks += 1
+                prompt.intact = False
+            if intact:
+                self._write(prompt, message["index"], content[: intact * size], intact)
         peer.frames.send({"copied": [start, count]})
 
     def _copy_lent(self, peer: Peer, message: Mapping[str, Any]) -> None:
@@ -277,14 +280,15 @@ class RemotePrefill:
                 prompt.intact = False
         peer.frames.send({"returned": message["number"]})
 
-    def _write(self, prompt: RemotePrompt, index: int, content: memoryview) -> None:
+    def _write(self, prompt: RemotePrompt, index: int, content: memoryview, count: int) -> None:
+        """Copy the content of `count` blocks into those that are reserved from block `index` on, in one piece."""
         assert prompt.reserved is not None
-        blocks = prompt.reserved.blocks(index)
-        if blocks is None:
-            raise BadFrame(f"block {index} is not asked for")
-        self._blocks.write([blocks], content)
-        prompt.reserved.enter(index)
-        self.received_blocks += 1
+        tables = prompt.reserved.tables(index, count)
+        if tables is None:
+            raise BadFrame(f"blocks {index} to {index + count} are not asked for")
+        self._blocks.write(tables, content)
+        prompt.reserved.enter(index, count)
+        self.received_blocks += count
 
     def _finish(self, prompt: RemotePrompt, firsts: Sequence[Sequence[Any]]) -> None:
         """Continue the texts of a prompt after their first tokens."""

@@ -30,7 +30,10 @@ def run_router(spec: RouteSpec, say: Callable[[str], None]) -> None:
             f"host: {spec.host} can be reached from other machines; set api_key, or use 127.0.0.1", key="host"
         )
     instances = Instances(spec.instances, spec.requests, spec.health_seconds, spec.silent_seconds)
-    with listening_socket(spec.host, spec.port, "port") as end, asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with (
+        listening_socket(spec.host, spec.port, "port", shared=spec.share_port) as end,
+        asyncio.Runner(loop_factory=loop_factory()) as runner,
+    ):
         runner.run(route(Router(spec, instances), end, say))
 
 
@@ -45,8 +48,8 @@ async def route(router: Router, end: socket.socket, say: Callable[[str], None]) 
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    await router.instances.look()
     watching = asyncio.ensure_future(router.instances.watch())
+    await router.instances.known.wait()
     server = await loop.create_server(lambda: ClientConnection(router), sock=end, backlog=BACKLOG)
     keep_loaded()
     say(f"routing to {len(router.spec.instances)} servers at {url_of(end)}")

@@ -31,6 +31,8 @@ class Durations:
 
     def compute(self, action: Action) -> float:
         """Seconds of a compute action beside which no collective runs."""
+        if action.paired:
+            return sum(map(self.compute, action.pair))
         if action.pair:
             shorter, longer = sorted(self.compute(part) for part in action.pair)
             return longer + self._exposed_fraction * shorter

@@ -36,9 +36,9 @@ from meshwright.workload.groups import shard_size
 from meshwright.workload.plan_bytes import gradient_sums_on_host, memory_by_rank, optimizer_on_host
 
 T = TypeVar("T")
-REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
+REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "paired")
 """Schedules whose micro-batches in flight stop growing at `SATURATING_MICRO_BATCHES` × ranks micro-batches."""
-SATURATING_MICRO_BATCHES = 3
+SATURATING_MICRO_BATCHES = 4
 
 
 def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Timeline:

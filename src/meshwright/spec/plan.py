@@ -6,7 +6,6 @@ The planner writes it, a person may edit it, the run executes it, and every chec
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Annotated, Literal, get_args
@@ -23,7 +22,7 @@ PARTIAL_RECOMPUTES: frozenset[Recompute] = frozenset({"selective", "all_but_atte
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
 AxisName = Literal["pipeline", "replicate", "shard", "hybrid", "context_ring", "context_ulysses", "tensor"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first", "paired"]
 REFUSED_SCHEDULES: dict[ScheduleName, str] = {
     "dualpipe_v": "a schedule other than dualpipe_v, whose forward and backward pairs run one after the other and do not overlap; use zbv"
 }
@@ -84,7 +83,8 @@ class SchedulePlan:
     name: ScheduleName = "1f1b"
     """The schedule (docs/design/schedules.md).
     On one pipeline rank, 1f1b runs one micro-batch after another, breadth_first runs all of them through a layer before
-    the next layer (layered accumulation), and the others have no advantage over 1f1b."""
+    the next layer (layered accumulation), paired runs two of them through a layer together, so that one's exchange of
+    tokens with expert ranks overlaps the other's compute, and the others have no advantage over 1f1b."""
     stages: tuple[tuple[str, ...], ...] = ()
     """By pipeline rank, the layer ranges of its virtual stages in the order a micro-batch visits them.
     Left out, stages are even."""
@@ -333,6 +333,11 @@ class Plan:
         """Whether all micro-batches of a layer run before the next layer."""
         return self.schedule.name == "breadth_first"
 
+    @property
+    def paired(self) -> bool:
+        """Whether two micro-batches run through each layer together."""
+        return self.schedule.name == "paired"
+
     def axis_size(self, name: str) -> int:
         """Ranks along `name`; 1 when the mesh lacks the axis."""
         return self._sizes.get(name, 1)
@@ -491,10 +496,3 @@ def layer_range(text: str, layers: int) -> range:
     if not chosen or chosen.stop > layers:
         raise ValueError(f"{text!r} is not inside layers 0-{layers - 1}")
     return chosen
-
-
-def layer_numbers(layers: Collection[int]) -> str:
-    """Layer numbers with ranges joined: `{0, 1, 2, 5}` as "0-2, 5"."""
-    starts = sorted(layer for layer in layers if layer - 1 not in layers)
-    ends = sorted(layer for layer in layers if layer + 1 not in layers)
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from meshwright.spec.plan import AxisName, LayerStrategy, Plan, ScheduleName
 
 SCHEDULE_NAMES: dict[ScheduleName, str] = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb_h1": "zero-bubble H1 (zb_h1)", "zbv": "zero-bubble V (zbv)",
     "dualpipe_v": "DualPipe-V (dualpipe_v)", "breadth_first": "layered accumulation (breadth_first)",
+    "paired": "paired micro-batches (paired)",
 }  # fmt: skip
 """Common names of the schedules, with the value of `plan.schedule` where that differs."""
 
@@ -21,9 +22,14 @@ def plan_name(plan: Plan) -> str:
     parts = [mesh_name(plan)]
     if plan.experts is not None and plan.experts.expert > 1:
         parts.append(f"EP{plan.experts.expert}")
-    if plan.axis_size("pipeline") > 1 or plan.layered:
+    if has_schedule(plan):
         parts.append(SCHEDULE_NAMES[plan.schedule.name])
     return ", ".join([*parts, f"micro-batch {plan.batch.micro_batch}"])
+
+
+def has_schedule(plan: Plan) -> bool:
+    """Whether a rank runs its micro-batches in another order than one after another."""
+    return plan.axis_size("pipeline") > 1 or plan.layered or plan.paired
 
 
 def mesh_name(plan: Plan) -> str:
@@ -62,3 +68,10 @@ def _axes(plan: Plan) -> Iterator[str]:
         elif data:
             yield data
             data = ""
+
+
+def layer_numbers(layers: Collection[int]) -> str:
+    """Layer numbers with ranges joined: `{0, 1, 2, 5}` as "0-2, 5"."""
+    starts = sorted(layer for layer in layers if layer - 1 not in layers)
+    ends = sorted(layer for layer in layers if layer + 1 not in layers)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -19,6 +19,8 @@ class RouteSpec:
     """Address to listen at; one that is not loopback needs `api_key`."""
     port: Port = 8080
     """Port of the API; 0 takes a free one."""
+    share_port: bool = False
+    """Whether other routers of this user may listen at the same port: when one ends, the others take all connections."""
     api_key: str | None = None
     """Key that all paths but /health need, passed on to the servers; MESHWRIGHT_API_KEY sets it too."""
     requests: Positive = 1024

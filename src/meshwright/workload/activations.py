@@ -217,6 +217,11 @@ def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
     return gathered + np.where(np.asarray(context) > 1, heads, 0)
 
 
+def moving_elements(model: ModelSpec) -> float:
+    """Elements of one token that expert ranks exchange during another micro-batch's compute: its rows sent and received."""
+    return 2.0 * model.experts_per_token * model.hidden
+
+
 def prediction_elements(model: ModelSpec, modules: Array, saved: Array, temporary: Array) -> Array:
     """Elements of one token in the backward of `modules` prediction modules, which all ran before it.
 

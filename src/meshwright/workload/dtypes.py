@@ -40,7 +40,7 @@ def low_share(precision: Precision, linear: Linear) -> float:
 
 def accumulates_before_reduction(plan: Plan, strategy: LayerStrategy) -> bool:
     """Whether a rank accumulates gradients in the reduction's dtype before it reduces them over shards."""
-    return plan.batch.accumulate > 1 and (plan.layered or strategy.gradients == "whole")
+    return plan.batch.accumulate > 1 and (plan.layered or plan.paired or strategy.gradients == "whole")
 
 
 def products_accumulate_gradients(plan: Plan, layer: int, layers: int) -> bool:

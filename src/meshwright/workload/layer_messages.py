@@ -132,6 +132,6 @@ def tensor_exchanges(shape: Shape) -> Array:
 
 def weight_collectives(layout: Layouts) -> tuple[Array, Array]:
     """Gathers of a sharded unit's weights and reductions of its gradients in one step."""
-    runs = np.where(np.asarray(layout.layered) > 0, 1.0, layout.micro_batches)
+    runs = np.where(np.asarray(layout.layered) > 0, 1.0, layout.micro_batches / (1.0 + np.asarray(layout.paired)))
     gathers = np.where(np.asarray(layout.gather_once) > 0, 1.0, (2.0 - layout.keep_gathered) * runs)
     return gathers, np.where(np.asarray(layout.reduce_once) > 0, 1.0, runs)

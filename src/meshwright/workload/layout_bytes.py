@@ -11,6 +11,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.workload.activations import (
     mean_backward_elements,
     mean_saved_elements,
+    moving_elements,
     prediction_elements,
     received_elements,
     tile_share,
@@ -75,12 +76,16 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
     backward = mean_backward_elements(shape, layout.recompute, formats.low, layout.expert, layout.busiest_rows, share)
     tile_sums = tile_sum_bytes(shape, layout.recompute, share, formats.compute)
     temporary_elements = backward + received_elements(model, width, layout.context)
+    temporary_elements = temporary_elements + moving_elements(model) * np.asarray(layout.paired)
     pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
     reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
     whole = reduces_once & (shards > 1)
     shard_sums = sums_beside_activations(formats, owned, block, loss_parameters, shards)
     sums = np.where(whole, (layers * block + rank_ends) * formats.reduce, shard_sums)
     sums = np.where((pending_micro_batches > 0) | (micro_batches <= 1), 0.0, sums)
+    paired = np.asarray(layout.paired) > 0
+    pair_sums = np.where(paired & ~whole, block * formats.reduce, 0.0)
+    sums = np.where(paired & (micro_batches <= 2), pair_sums, sums + pair_sums)
     return RankTensors(
         owned=owned, block=block, ends=rank_ends, head=loss_parameters, shards=shards,
         gathers=np.where((shards == 1) & (layout.data <= 1) & (formats.compute >= formats.stored), 0.0, 1.0),

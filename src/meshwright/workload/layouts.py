@@ -98,6 +98,8 @@ class Layouts:
     """Exposed seconds of gathers and reductions of copied experts, of one micro-batch over all layers."""
     one_copy: Array = 0.0
     """1 if each domain with experts of a token receives it once and distributes it inside (DeepEP and similar)."""
+    paired: Array = 0.0
+    """1 if two micro-batches run through each layer together, each during the other's exchange of tokens."""
     exchange_overlaps: Array = 0.0
     """1 if another micro-batch computes during dispatch and combine (DualPipe and similar)."""
     exchanged_bytes: Array = 2.0
@@ -241,6 +243,7 @@ def layouts_of(
         zero=np.where(shards > 1, 3.0, 0.0),
         micro_batch=np.asarray(micro_batch, float), global_batch=data_ranks * micro_batch * accumulate, seq=float(train.seq_len),
         sequence=np.where(tensor > 1, 1.0, 0.0), layered=np.where(np.equal(schedule, NAMES.index("breadth_first")), 1.0, 0.0),
+        paired=np.where(np.equal(schedule, NAMES.index("paired")), 1.0, 0.0),
         vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),
         fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*schedule_arguments),
         in_flight_last=in_flight(*schedule_arguments, pipeline - 1), fill=relative_idle_time(schedule, pipeline, accumulate),

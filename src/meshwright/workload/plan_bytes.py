@@ -26,6 +26,7 @@ from meshwright.workload.activations import (
     busiest_rows,
     elements_per_token,
     exchange_room,
+    moving_elements,
     prediction_elements,
     received_elements,
     tokens_of,
@@ -132,7 +133,7 @@ def _memory_by_rank(
 ) -> tuple[dict[str, int], ...]:
     """Bytes by category of every pipeline rank; prediction modules are counted in all categories."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    micro_batches = 1 if finishes_each_micro_batch(plan) else plan.batch.accumulate
+    micro_batches = (2 if plan.paired else 1) if finishes_each_micro_batch(plan) else plan.batch.accumulate
     replicas = plan.axis_size("replicate")
     sums_shards = any(map(plan.sums_shards, plan.layers))
     number_formats = formats(
@@ -209,6 +210,7 @@ def _rank_tensors(
         if strategy.activations_offloaded
     ]
     temporary_elements = max(per_token(layer)[1] for layer in part.layers)
+    moving = moving_elements(model) if plan.paired else 0.0
     received = received_elements(model, plan.axis_size("tensor"), context_size(plan))
     is_unsharded = (
         shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute == plan.precision.stored
@@ -234,7 +236,7 @@ def _rank_tensors(
         "reduces": not reduces_once or finishes_each_micro_batch(plan) or plan.layered,
         "offloaded_share": host_parameters / (sum(part.blocks) + part.ends),
         "layers": len(part.layers), "activations": stored_activations + sum(sorted(offloaded)[-device_layers:]),
-        "working": activation_bytes * (temporary_elements + float(received)), "tokens": tokens, "width": plan.axis_size("tensor"),
+        "working": activation_bytes * (temporary_elements + float(received) + moving), "tokens": tokens, "width": plan.axis_size("tensor"),
         "hidden": model.hidden, "vocab": model.vocab_size, "pending": pending_micro_batches,
         "gradients_final": gradients_final_in_backward(model, plan),
         "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
@@ -263,6 +265,10 @@ def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], numb
     """
     if plan.layered or plan.batch.accumulate == 1:
         return 0
+    # The gradients of two micro-batches together are added before the reduction.
+    pair = float(number_formats.reduce) * max(part.blocks) if plan.paired else 0.0
+    if plan.paired and plan.batch.accumulate == 2:
+        return pair
     shards, reduced_once = shard_size(plan), [strategy.gradients == "whole" for strategy in strategies]
     ends = part.ends / shards
     summed = sum(count for once, count in zip(reduced_once, part.shards, strict=True) if not once)
@@ -272,9 +278,9 @@ def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], numb
     whole = sum(count for once, count in zip(reduced_once, part.blocks, strict=True) if once)
     whole += part.ends if reduced_once[-1] else 0
     sums = sums_beside_activations(number_formats, summed, max(part.blocks), part.head, shards)
-    return float(sums) + float(width) * whole
+    return float(sums) + float(width) * whole + pair * (not any(reduced_once))
 
 
 def finishes_each_micro_batch(plan: Plan) -> bool:
-    """Whether a single pipeline rank runs forward and backward of each micro-batch before the next."""
+    """Whether a single pipeline rank runs forward and backward of each micro-batch, or of each two, before the next."""
     return plan.axis_size("pipeline") == 1 and plan.schedule.name not in ("gpipe", "breadth_first")
