@@ -20,7 +20,7 @@ cluster: {gpus_per_node: 4}
 """
 HYBRID = "plan.hybrid=4"
 PIPELINES = ["plan.hybrid=2", "plan.pipeline=2"]
-EXPERTS = [*MIXTURE, "model.family=mixtral", "train.balance_loss=0"]
+EXPERTS = [*MIXTURE, "model.family=mixtral"]
 DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or plan.schedule = breadth_first)"
 
 
@@ -32,12 +32,13 @@ DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or 
         ([HYBRID, "plan.pipeline=2"], "plan.hybrid", "all of the cluster's 4 ranks ÷ plan.pipeline 2", "2"),
         ([*PIPELINES, "plan.schedule=dualpipe_v"], "plan.schedule", REFUSED_SCHEDULES["dualpipe_v"], "zbv"),
         ([HYBRID, *EXPERTS, "plan.expert=8"], "plan.expert", "a divisor of plan.hybrid = 4", "4"),
-        ([HYBRID, *MIXTURE, "model.family=mixtral"], "train.balance_loss",
-         "0, as data.packing is none: no rank has the loads of whole samples (train.balance_bias needs none)", "0"),
         ([HYBRID, "model.prediction_depth=1"], "data.packing", "stream, as model.prediction_depth is not 0", "stream"),
         ([HYBRID, "plan.capacity=200"], "plan.capacity", "at least the longest sample, train.seq_len = 1024 ÷ 4 hybrid ranks", "256"),
         ([HYBRID, "plan.capacity=257"], "plan.capacity", "an even number of tokens", "258"),
         (["plan.capacity=512"], "plan.capacity", "no such key without plan.hybrid, whose slots it sizes", "none"),
+        (["plan.hybrid_attention=ring"], "plan.hybrid_attention", "no such key without plan.hybrid", "none"),
+        ([HYBRID, "plan.hybrid_attention=ulysses", "model.kv_heads=1"], "plan.hybrid_attention",
+         "ring: no number of ranks from 2 to 4 divides a rank's 1 key/value heads", "ring"),
         (["plan.offload_capacity=512"], "plan.offload_capacity", "no such key without plan.hybrid and plan.capacity", "none"),
         ([HYBRID, "plan.capacity=128", "plan.offload_capacity=1026"], "plan.offload_capacity",
          "an even number of tokens above the 128 of other slots and at most 256, where all 4 blocks are offloaded", None),
@@ -79,6 +80,7 @@ def test_windows_are_refused(tmp_path: Path) -> None:
         [HYBRID, "plan.capacity=128", "plan.offload_capacity=256"],
         [*PIPELINES, "plan.schedule=zb_h1"],
         [HYBRID, *EXPERTS, "plan.expert=2"],
+        [HYBRID, "plan.hybrid_attention=ulysses"],
         [HYBRID, "plan.schedule=breadth_first", "plan.reshard=true", "plan.gradients=shard"],
         [HYBRID, "plan.layers=[{range: all, reshard: false, gradients: whole, recompute: full}]"],
     ],

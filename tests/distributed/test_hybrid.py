@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,10 @@ from tests.training.tiny import make_tiny
 
 LONGEST = 64
 TIME = SampleTime(1e-3, 1.0, 2.0)
-Z_LOSS, ROUTER_Z_LOSS = 0.02, 0.03
+Z_LOSS, ROUTER_Z_LOSS, BALANCE_LOSS = 0.02, 0.03, 0.05
 LLAMA64, GPT64 = replace(LLAMA, max_seq_len=LONGEST), replace(GPT, max_seq_len=LONGEST, tied=True)
 DEEP = replace(LLAMA64, layers=4)
+WIDE = replace(LLAMA64, kv_heads=4)
 EXPERTS = replace(SHARED, max_seq_len=LONGEST)
 
 
@@ -86,6 +88,12 @@ class Case:
     copies: int = 0
     capacity: int = 16
     compile: bool = False
+    exchange: float | None = None
+    """Seconds per token to exchange heads, beside a ring that takes 0.7: `SampleTime.exchange`."""
+
+    @property
+    def time(self) -> SampleTime:
+        return TIME if self.exchange is None else replace(TIME, ring=0.7, exchange=self.exchange)
 
     @property
     def plan(self) -> Plan:
@@ -134,7 +142,7 @@ def micro_batch(slot: Slot, samples: Samples, vocabulary: int) -> Any:
 
 
 def on_ranks(
-    world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0
+    world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0, time: SampleTime = TIME
 ) -> list[dict[str, Any]]:
     """Loss, norm and clipped gradients of each step on this rank, as the trainer computes them."""
     from meshwright.data.loader import scheduled_micro_batches
@@ -147,11 +155,12 @@ def on_ranks(
     if plan.compile:
         torch._dynamo.reset()  # what other cases compiled counts against a limit
     mesh = build_mesh(plan, world)
-    weights = {"z_loss": Z_LOSS, "router_z_loss": ROUTER_Z_LOSS}
+    weights = {"z_loss": Z_LOSS, "router_z_loss": ROUTER_Z_LOSS, "balance_loss": BALANCE_LOSS}
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, **weights)
     results = []
     for samples in steps:
-        pool = RankPool(mesh.data_ranks, samples.capacity, TIME, mesh.axis_size("pipeline"))
+        heads = spec.kv_heads // mesh.axis_size("tensor")
+        pool = RankPool(mesh.data_ranks, samples.capacity, time, mesh.axis_size("pipeline"), heads=heads)
         slots = slots_to_run(balance_samples(samples.lengths, pool), mesh.data_rank, slot_numbering(plan))
         batches = [micro_batch(slot, samples, spec.vocab_size) for slot in slots]
         divisor = loss_divisor(count_valid(batches, mesh)) * factor
@@ -170,9 +179,9 @@ def on_ranks(
 
 
 def routed_sums(engine: Any, mesh: Any) -> torch.Tensor | None:
-    """By layer with experts, the sum of squared log-sum-exps of routers and each expert's tokens, over all ranks."""
+    """By layer with experts, the sums of balance losses and of squared log-sum-exps and each expert's tokens, over all ranks."""
     routing = engine.executor.rank_model.routing
-    return None if routing is None else mesh.sum_over_all(routing.sums[:, 1:].clone())
+    return None if routing is None else mesh.sum_over_all(routing.sums.clone())
 
 
 def compiled_graphs() -> int:
@@ -198,19 +207,29 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
         return {"loss": 0.0, "z_loss": 0.0, "norm": 0.0, "gradients": zeros, "routed": torch.zeros(())}
     loss = cross_entropy(every[trained], torch.cat(targets)[trained])
     z_loss = every[trained].exp().sum(-1).log().square().mean()
-    routed = torch.zeros(spec.layers, 1 + spec.experts, dtype=torch.float64)
+    routed = torch.zeros(spec.layers, 2 + spec.experts, dtype=torch.float64)
     router_loss = torch.zeros(())
     for layer, outputs in router_logits.items():
         of_trained = torch.cat(outputs, dim=1)[0, trained]
         squares = of_trained.exp().sum(-1).log().square()
-        router_loss = router_loss + squares.mean()
+        balance = sum(map(weighted_balance, outputs, targets, repeat(spec.experts_per_token)))
+        router_loss = router_loss + ROUTER_Z_LOSS * squares.mean() + BALANCE_LOSS * balance / trained.sum()
         chosen = of_trained.topk(spec.experts_per_token).indices.flatten()
-        routed[layer] = torch.cat([squares.detach().sum()[None], chosen.bincount(minlength=spec.experts)])
-    (loss + Z_LOSS * z_loss + ROUTER_Z_LOSS * router_loss).backward()
+        routed[layer] = torch.cat(
+            [torch.stack([balance, squares.sum()]).detach(), chosen.bincount(minlength=spec.experts)]
+        )
+    (loss + Z_LOSS * z_loss + router_loss).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     figures = {"loss": loss.item(), "z_loss": z_loss.item(), "norm": norm.item()}
     return {**figures, "gradients": gradients, "routed": routed}
+
+
+def weighted_balance(logits: torch.Tensor, targets: torch.Tensor, copies: int) -> torch.Tensor:
+    """A sample's balance loss, experts · Σ share of choices · mean probability, times its trained tokens."""
+    of_trained = logits[0, targets >= 0]
+    chosen = of_trained.topk(copies).indices.flatten().bincount(minlength=logits.shape[-1]).double()
+    return logits.shape[-1] * (chosen / chosen.sum().clamp_min(1) * of_trained.softmax(-1).sum(0)).sum()
 
 
 def collect_router_logits(model: Decoder) -> dict[int, list[torch.Tensor]]:
@@ -225,7 +244,7 @@ def collect_router_logits(model: Decoder) -> dict[int, list[torch.Tensor]]:
 
 def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float = 1.0) -> list[Any]:
     steps = [Samples(seed, case.ranks, case.capacity) for seed in seeds]
-    results = pool.run(on_ranks, case.plan.ranks, spec, case.plan, steps, factor)
+    results = pool.run(on_ranks, case.plan.ranks, spec, case.plan, steps, factor, case.time)
     truth = [one_device(spec, samples) for samples in steps]
     compare(results, truth, 1e-9, weights=False)
     if spec.experts:
@@ -236,12 +255,15 @@ def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float =
 
 BATCHES = examples(3, 8)
 CASES = [
-    (LLAMA64, Case(4)),
+    (LLAMA64, Case(4, exchange=0.3, recompute="all_but_attention")),
     (GPT64, Case(3, schedule="breadth_first")),
     (LLAMA64, Case(2, tensor=2, recompute="all_but_attention")),
     (LLAMA64, Case(3, recompute="selective")),
     (GPT64, Case(4, recompute="full", offload="activations")),
     (LLAMA64, Case(8)),
+    (WIDE, Case(8, exchange=0.0, recompute="selective")),
+    (WIDE, Case(4, tensor=2, exchange=0.0, recompute="full")),
+    (WIDE, Case(4, pipeline=2, exchange=0.3, schedule="zb_h1")),
     (LLAMA64, Case(4, tensor=2, schedule="breadth_first", recompute="full")),
     (LLAMA64, Case(3, pipeline=2, recompute="all_but_attention")),
     (GPT64, Case(3, pipeline=2, schedule="breadth_first", offload="activations")),
@@ -267,7 +289,7 @@ def test_batches_of_unequal_samples(pool: Pool, spec: ModelSpec, case: Case) -> 
 def drawn_case(seed: int) -> tuple[ModelSpec, Case]:
     """A model, and a plan of at most eight ranks that suits it."""
     draw = random.Random(seed)
-    spec = draw.choice([LLAMA64, GPT64, DEEP, EXPERTS])
+    spec = draw.choice([LLAMA64, GPT64, WIDE, DEEP, EXPERTS])
     tensor = 1 if spec is GPT64 else draw.choice([1, 1, 2])
     pipeline = draw.choice([1, 2, 2, 4] if spec.layers > 2 else [1, 2])
     pipeline = min(pipeline, 4 // tensor)
@@ -284,6 +306,7 @@ def drawn_case(seed: int) -> tuple[ModelSpec, Case]:
         if spec.experts
         else 0,
         capacity=draw.choice([6, 10, 16, 24]),
+        exchange=draw.choice([None, 0.0, 0.3]),
     )
 
 
@@ -294,10 +317,10 @@ def test_random_batches_on_random_pools(pool: Pool, seed: int) -> None:
 
 
 def test_the_batches_have_what_the_axis_is_for() -> None:
-    """Divided samples, ranks with different numbers of slots, and ranks without any."""
-    balances = [
-        balance_samples(samples.lengths, RankPool(4, samples.capacity, TIME)) for samples in map(drawn, range(6))
-    ]
+    """Divided samples, by heads and by rings in one step, ranks with different numbers of slots, and ranks without any."""
+    pool = RankPool(4, 16, Case(4, exchange=0.3).time, heads=2)
+    balances = [balance_samples(samples.lengths, pool) for samples in map(drawn, range(6))]
+    assert any(len(set(balance.by_heads[balance.parts > 1].tolist())) == 2 for balance in balances)
     assert {parts for balance in balances for parts in balance.parts.tolist()} >= {1, 2, 3, 4}
     assert any(len(set(balance.slots.tolist())) > 1 for balance in balances)
     assert any(not balance.slots.all() for balance in balances)

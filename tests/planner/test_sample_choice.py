@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.data import megatron
 from meshwright.config.load import load_run
 from meshwright.planner.sample_choice import choose_sample_layout, draw_batch, sample_layouts
 from meshwright.planner.sample_lengths import expected_histogram
+from meshwright.planner.sample_plans import hybrid_exchange
 from meshwright.planner.sample_reasons import sample_reasons
 from meshwright.planner.search import search
 from meshwright.spec.run import RunSpec
@@ -32,6 +34,16 @@ def test_batches_are_drawn_by_seed_and_number_and_have_all_tokens() -> None:
     assert first.sum() == 100_000 and first.min() >= 1
     assert np.array_equal(first, draw_batch(SHORT_AND_LONG, 100_000, 65_536, 3, 0))
     assert not np.array_equal(first, draw_batch(SHORT_AND_LONG, 100_000, 65_536, 3, 1))
+
+
+def test_hybrid_ranks_exchange_heads_as_pinned_or_by_time() -> None:
+    """A part's tokens take longer to exchange between nodes than inside one; 3 ranks share no number with 8 heads."""
+    inside, across = (hybrid_exchange(run_of(f"cluster.nodes={nodes}"), 4 * nodes, 8) for nodes in (1, 2))
+    assert 0 < inside < across < math.inf == hybrid_exchange(run_of(), 3, 8)
+    for attention, exchange in (("ring", None), ("ulysses", 0.0)):
+        words = ["data.packing=none", "train.global_batch=null", "train.global_batch_tokens=1048576", "plan.hybrid=8"]
+        samples = search(run_of(*words, f"plan.hybrid_attention={attention}")).best.plan.samples
+        assert samples is not None and samples.exchange == exchange
 
 
 def test_layouts_hold_the_longest_sample() -> None:

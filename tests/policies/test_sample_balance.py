@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,7 +42,9 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, RankPool, np.ndarray | None]:
     quadratic, fixed = draw(st.sampled_from([0.0, 0.01, 1.0])), draw(st.sampled_from([0.0, 5.0]))
     longer = SlotOffload(capacity=2 * draw(st.integers(capacity // 2, 2 * capacity)), layers=1, shortest=2 * capacity)
     offload = longer if longer.capacity > capacity and draw(st.booleans()) else None
-    pool = RankPool(ranks, capacity, SampleTime(quadratic, 1.0, fixed), draw(st.sampled_from([1, 1, 3])), offload)
+    ring, exchange = draw(st.sampled_from([(0.0, math.inf), (0.0, 0.0), (1.0, 0.5)]))
+    time, heads = SampleTime(quadratic, 1.0, fixed, ring, exchange), draw(st.integers(1, 12))
+    pool = RankPool(ranks, capacity, time, draw(st.sampled_from([1, 1, 3])), offload, heads)
     shares = random.uniform(1 / 4, 1, len(lengths)) if draw(st.booleans()) and offload is None else None
     return lengths, pool, shares
 
@@ -73,6 +76,7 @@ def test_every_token_is_once_in_a_slot_that_holds_it(problem: tuple[np.ndarray, 
         assert filled.max() <= pool.offload.capacity
         whole = lengths[balance.sample[(filled > pool.capacity)[balance.rank, balance.slot]]]
         assert not len(whole) or whole.max() >= pool.offload.shortest, "only long samples take slots with offload"
+    assert not balance.by_heads[(balance.parts == 1) | (pool.heads % balance.parts > 0)].any()
     assert _deadlock_free(balance)
     assert balance.slowest_seconds >= balance.ideal_seconds * (1 - 1e-9)
     total = float((lengths * (pool.time.quadratic * lengths + pool.time.linear)).sum())
@@ -190,6 +194,19 @@ def test_a_sample_whose_forward_hides_the_copies_takes_longer_slots() -> None:
     longest, shorter = (balance_samples(np.array([tokens]), pool) for tokens in (1200, 340))
     assert longest.tokens.tolist() == longest.slot_sizes.tolist() == [200] * 6 and longest.padding == 0
     assert shorter.slot_sizes.tolist() == [100] * int(shorter.slots.sum()) and shorter.tokens.max() <= 100
+
+
+def test_ranks_exchange_heads_where_their_number_divides_them_and_the_ring_takes_longer() -> None:
+    """60 tokens: 120 ÷ k seconds of work on k ranks, and a ring of 120 behind attention, half of it, or 240 ÷ k of exchange."""
+    time, numbers = SampleTime(1 / 60, 1.0, ring=2.0, exchange=4.0), np.array([1, 2, 3, 4, 6])
+    seconds, by_heads = time.parts(np.full(5, 60), numbers, 4)
+    ring = [120, 150, 140, 135, 130]
+    assert seconds.tolist() == pytest.approx([*ring[:3], 90, ring[4]])
+    assert by_heads.tolist() == [False, False, False, True, False]
+    assert time.parts(np.full(5, 60), numbers, 12)[0].tolist() == pytest.approx([*ring[:2], 120, 90, 60])
+    never = replace(time, exchange=math.inf).parts(np.full(5, 60), numbers, 12)
+    assert never[0].tolist() == pytest.approx(ring) and not never[1].any()
+    assert balance_samples(np.array([60]), RankPool(4, 16, time, heads=4)).by_heads.all()
 
 
 def test_level_spreads_work_like_water() -> None:

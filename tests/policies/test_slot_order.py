@@ -77,7 +77,9 @@ def divided_over(ranks: list[tuple[int, ...]], pipelines: int) -> Balance:
     number = np.array([len(ranks[of_part]) for of_part in sample.tolist()])
     work, ends = np.ones(len(parts)), np.ones(pipelines)
     pool = RankPool(pipelines, 4, SampleTime(0.0, 1.0), 2)
-    return Balance(pool, sample, part, number, rank, slot, 4 * work, work, slots, np.zeros(len(ranks)), ends, 1.0)
+    return Balance(
+        pool, sample, part, number, rank, slot, 4 * work, work < 0, work, slots, np.zeros(len(ranks)), ends, 1.0
+    )
 
 
 @pytest.mark.parametrize("in_turns", [False, True])

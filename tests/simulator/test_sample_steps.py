@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -72,15 +74,16 @@ def test_the_longest_samples_come_first_on_the_ranks_that_are_free_first() -> No
     assert play_parts(parts, lengths, 3, time, FREE).tolist() == [32 + 12, 18 + 18, 32 + 8]
 
 
-@pytest.mark.parametrize("ring", [0.0, 0.5])
-def test_the_simulator_plays_a_balance_in_the_time_that_the_balancer_says(ring: float) -> None:
-    """Without attention, so that both count the same; the balancer's ring is a least time of a part."""
+@pytest.mark.parametrize(("ring", "exchange"), [(0.0, math.inf), (0.5, math.inf), (0.5, 0.0), (1e6, 0.7)])
+def test_the_simulator_plays_a_balance_in_the_time_that_the_balancer_says(ring: float, exchange: float) -> None:
+    """Without attention and with rings that take no time in the simulator: there, a part takes no longer."""
     lengths = np.random.default_rng(0).integers(1, 400, 200)
-    time = SampleTime(0.0, 1.0, 3.0)
-    balance = balance_samples(lengths, RankPool(8, 100, SampleTime(0.0, 1.0, 3.0, ring)))
-    parts = Parts(balance.sample, balance.parts, balance.rank, balance.slot)
+    time = SampleTime(0.0, 1.0, 3.0, exchange=exchange)
+    balance = balance_samples(lengths, RankPool(8, 100, SampleTime(0.0, 1.0, 3.0, ring, exchange), heads=8 * 7 * 3 * 5))
+    parts = Parts(balance.sample, balance.parts, balance.rank, balance.slot, balance.by_heads)
     played = play_parts(parts, lengths, 8, time, FREE)
-    if ring == 0:
+    if ring == 0 or exchange < math.inf:
+        assert balance.by_heads.any() == (exchange < math.inf)
         assert played == pytest.approx(balance.end_seconds)
     else:
         assert (balance.end_seconds >= played - 1e-9).all()

@@ -9,7 +9,14 @@ from typing import Any
 from meshwright.config.run_values import RunValues
 from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
-from meshwright.spec.hybrid import REFUSED_BESIDE, SCHEDULES, capacity_error, hybrid_error, schedules_of
+from meshwright.spec.hybrid import (
+    REFUSED_BESIDE,
+    SCHEDULES,
+    capacity_error,
+    exchanged_heads,
+    hybrid_error,
+    schedules_of,
+)
 from meshwright.spec.plan import REFUSED_SCHEDULES
 
 _LAYERED = "breadth_first"
@@ -21,6 +28,8 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if not ranks:
         if capacity:
             yield run.mistake("plan.capacity", "no such key without plan.hybrid, whose slots it sizes", "none")
+        if run("plan.hybrid_attention"):
+            yield run.mistake("plan.hybrid_attention", "no such key without plan.hybrid", "none")
         return
     if run("data.packing") not in (None, "none"):
         yield run.mistake("plan.hybrid", "data.packing = none beside it: hybrid ranks divide samples of any length")
@@ -40,6 +49,10 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     longer = run("plan.offload_capacity") or 0
     if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest, longer)):
         yield run.mistake("plan.capacity", wrong[0], str(wrong[1]))
+    heads = exchanged_heads(run("model.kv_heads") or 1, tensor)
+    if run("plan.hybrid_attention") == "ulysses" and not any(heads % k == 0 for k in range(2, ranks + 1)):
+        expected = f"ring: no number of ranks from 2 to {ranks} divides a rank's {heads} key/value heads"
+        yield run.mistake("plan.hybrid_attention", expected, "ring")
     if ranks % (experts := run("plan.expert") or 1):
         yield run.mistake("plan.expert", f"a divisor of plan.hybrid = {ranks}", str(math.gcd(ranks, experts)))
     yield from _kept(run)

@@ -40,9 +40,6 @@ def samples(run: RunValues) -> Iterator[Mistake]:
             yield run.mistake(
                 f"plan.{axis}", "1, as data.packing is none: this release divides samples on no such axis", "1"
             )
-    if run("model.experts") and run("train.balance_loss"):
-        expected = "0, as data.packing is none: no rank has the loads of whole samples (train.balance_bias needs none)"
-        yield run.mistake("train.balance_loss", expected, "0")
     if run("model.prediction_depth"):
         yield run.mistake("data.packing", "stream, as model.prediction_depth is not 0", "stream")
     if run("supervision.on_repeated_failure") == "skip_data":

@@ -38,6 +38,8 @@ class SamplePart:
     """Data ranks that divide the sample, in the order of their parts, which is the order of the ring."""
     part: int
     """Which part this is: `ranks[part]` has it."""
+    by_heads: bool = False
+    """Whether the ranks exchange tokens for heads in attention; otherwise keys and values go round a ring."""
 
     @cached_property
     def ranges(self) -> tuple[range, ...]:
@@ -99,7 +101,8 @@ def rank_slots(balance: Balance, rank: int) -> list[Slot]:
         if balance.parts[index] > 1:
             of_sample = np.flatnonzero(balance.sample == sample)
             ranks = tuple(balance.rank[of_sample[np.argsort(balance.part[of_sample])]].tolist())
-        by_slot[int(balance.slot[index])].append(SamplePart(sample, int(lengths[sample]), ranks, part))
+        by_heads = bool(balance.by_heads[index])
+        by_slot[int(balance.slot[index])].append(SamplePart(sample, int(lengths[sample]), ranks, part, by_heads))
     ordered = (tuple(sorted(parts, key=lambda part: len(part.ranks) == 1)) for parts in by_slot)
     return [_slot(parts, balance.pool) for parts in ordered]
 

@@ -21,7 +21,7 @@ from meshwright.kernels.rope import RotaryTables, rotary_tables, rotate
 from meshwright.models.dimension_checks import check_dimensions
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import feed_forward
-from meshwright.models.moe import MixtureOfExperts, RoutedOutput
+from meshwright.models.moe import CountedTokens, MixtureOfExperts, RoutedOutput
 from meshwright.models.norm import Norm
 from meshwright.models.prediction import FurtherTokens, PredictionModule, further_tokens
 from meshwright.spec.errors import BadInput
@@ -31,13 +31,13 @@ from meshwright.spec.model import ModelSpec
 class SharedInputs(NamedTuple):
     """Inputs that all blocks of one micro-batch share: token positions, rotary tables, attention mask.
 
-    `counted` `(batch, seq)` tells which tokens routers of experts count; None: all.
+    `counted` tells which tokens routers of experts count; None: all.
     """
 
     positions: Tensor
     rope: RotaryTables | None
     mask: AttentionMask | None
-    counted: Tensor | None = None
+    counted: CountedTokens | None = None
 
 
 class Losses(NamedTuple):
@@ -233,7 +233,7 @@ class Block(nn.Module):
         self.add_branches = sum_of_branches
 
     def forward(
-        self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: Tensor | None = None
+        self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
     ) -> Tensor | RoutedOutput:
         """The block's output for x `(batch, seq, hidden)`; the others are those of `SharedInputs`."""
         if self.parallel and not self.routed:

@@ -7,6 +7,7 @@ does not wait for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,12 +31,34 @@ from meshwright.models.mlp import feed_forward
 from meshwright.spec.model import ModelSpec
 
 
+@dataclass(frozen=True)
+class CountedTokens:
+    """The tokens of a micro-batch of samples that count in the losses and loads of routers."""
+
+    sample: Tensor
+    """Number of each token's sample in the micro-batch `(batch, seq)`; −1 for a token that does not count."""
+    samples: int
+    """All numbers are below it."""
+
+    @property
+    def mask(self) -> Tensor:
+        """Which tokens count, `(batch, seq)`."""
+        return self.sample >= 0
+
+    def loads(self, chosen: Tensor, experts: int) -> Tensor:
+        """How often tokens of each sample chose each expert, `(samples, experts)`, of `chosen` `(batch, seq, copies)`."""
+        entries = (self.sample[..., None] * experts + chosen).masked_fill(~self.mask[..., None], self.samples * experts)
+        counts = entries.new_zeros(self.samples * experts + 1)  # the last one is that of tokens that do not count
+        counts = counts.scatter_add(0, entries.flatten(), torch.ones_like(entries).flatten())
+        return counts[:-1].view(self.samples, experts)
+
+
 class RoutedOutput(NamedTuple):
     """An output `x` `(batch, seq, hidden)`, the losses and the load of its router.
 
-    `balance`: the sum of the sequences' balance losses, each times its tokens if only some tokens count; `load` `(experts,)`: tokens sent
-    to each expert; `squares`: the sum of the tokens' squared log-sum-exps of router logits, 0 without a router z-loss. Both sums are
-    differentiable scalars.
+    `balance`: the sum of the sequences' balance losses, or with counted tokens that of the samples', each times the number of its counted
+    tokens; `load` `(experts,)`: tokens sent to each expert; `squares`: the sum of the tokens' squared log-sum-exps of router logits, 0
+    without a router z-loss. Both sums are differentiable scalars.
     """
 
     x: Tensor
@@ -62,12 +85,14 @@ class MixtureOfExperts(nn.Module):
     """Router, routed experts and, if the spec has one, a shared expert for all tokens.
 
     `whole_sequence_loads` converts the loads of this rank's tokens, `(batch, experts)`, to those of whole sequences. It changes nothing
-    unless each rank has a part of every sequence (`parallel.experts`). `z_loss` says whether `RoutedOutput.squares` is computed, for the
+    unless each rank has a part of every sequence (`parallel.experts`); `whole_sample_loads` does so with the loads of counted samples, of
+    which ranks may have parts (`parallel.hybrid`). `z_loss` says whether `RoutedOutput.squares` is computed, for the
     router z-loss of ST-MoE (Zoph et al. 2022, equation 5). `replayed` `(batch · seq, experts)`, if any, has the scores by which each
     token's experts are chosen instead of the router's (`parallel.replayed_routing`).
     """
 
     whole_sequence_loads: Callable[[Tensor], Tensor]
+    whole_sample_loads: Callable[[Tensor, CountedTokens], Tensor]
 
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()
@@ -81,16 +106,17 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(spec, plain)
         self.shared = feed_forward(spec, spec.shared_expert_hidden, plain) if spec.shared_expert_hidden else None
         self.whole_sequence_loads = lambda loads: loads
+        self.whole_sample_loads = lambda loads, counted: loads
         self.z_loss = False
         self.replayed: Tensor | None = None
 
-    def forward(self, x: Tensor, counted: Tensor | None = None) -> RoutedOutput:
-        """Route and process x `(batch, seq, hidden)`; losses and load are those of the tokens `counted` `(batch, seq)`, or of all."""
+    def forward(self, x: Tensor, counted: CountedTokens | None = None) -> RoutedOutput:
+        """Route and process x `(batch, seq, hidden)`; losses and load are those of the `counted` tokens, or of all."""
         tokens = self.route(x, counted)
         y = self.combine(self.experts(tokens.sorted_rows, tokens.order, tokens.weights), tokens.order, x)
         return RoutedOutput(y, tokens.balance, tokens.load, tokens.squares)
 
-    def route(self, x: Tensor, counted: Tensor | None = None) -> RoutedTokens:
+    def route(self, x: Tensor, counted: CountedTokens | None = None) -> RoutedTokens:
         """Choose the experts of x `(batch, seq, hidden)` and sort its copies by expert; `counted` as in `forward`."""
         logits = self.router(x)
         choice = self.choose_experts(logits, counted)
@@ -100,13 +126,15 @@ class MixtureOfExperts(nn.Module):
         sorted_rows = to_groups(x.flatten(0, 1), order)
         loads = choice.loads
         if counted is not None:
-            loads = _loads(choice.chosen.masked_fill(~counted[..., None], -1), self.count)
+            loads = counted.loads(choice.chosen, self.count)
             load = loads.sum(0)
         squares = choice.weights.new_zeros(())
         if self.z_loss:
             token_squares = logits.to(choice.weights.dtype).logsumexp(-1).square()
-            squares = (token_squares if counted is None else token_squares * counted).sum()
+            squares = (token_squares if counted is None else token_squares * counted.mask).sum()
         loads = self.whole_sequence_loads(loads)
+        if counted is not None:  # each token gets the loads of its sample
+            loads = self.whole_sample_loads(loads, counted)[counted.sample.flatten().clamp_min(0)]
         balance = _balance(choice.probability_sums, loads, self.per_token, by_token=counted is not None)
         return RoutedTokens(sorted_rows, order, weights, balance, load, squares)
 
@@ -115,12 +143,15 @@ class MixtureOfExperts(nn.Module):
         y = sum_copies(sorted_rows, order).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
-    def choose_experts(self, logits: Tensor, counted: Tensor | None = None) -> Choice:
-        """The experts of each token, by a kernel where there is one; probabilities are summed over `counted` tokens, or all."""
+    def choose_experts(self, logits: Tensor, counted: CountedTokens | None = None) -> Choice:
+        """The experts of each token, by a kernel where there is one.
+
+        With `counted`, `probability_sums` has each token's probabilities `(batch · seq, experts)`, 0 for tokens that do not count.
+        """
         particular = self.groups_per_token != self.groups or self.replayed is not None or counted is not None
         if self.plain or particular or not has_kernel(logits, self.count):
             probabilities, weights, chosen = self._route(logits)
-            sums = (probabilities if counted is None else probabilities * counted[..., None]).sum(1)
+            sums = probabilities.sum(1) if counted is None else (probabilities * counted.mask[..., None]).flatten(0, 1)
             return Choice(weights, chosen, sums, _loads(chosen, self.count))
         return choose(logits, self.choice_bias, copies=self.per_token, normalised=self.normalised, scale=self.scale)
 
@@ -221,7 +252,8 @@ def _balance(probability_sums: Tensor, loads: Tensor, copies: int, *, by_token: 
     A sequence's loss is 1 if all experts have equal load, and at most the number of experts (one expert has all tokens). `loads` are those
     of whole sequences; for a part of their tokens the result is the contribution of these tokens to the sum. The loss is that of Switch
     (Fedus et al. 2022, equations 4–6), computed per sequence as in DeepSeek-V2 (2024): it does not depend on the division of a batch.
-    `by_token` multiplies the loss of each sequence by its tokens.
+    With `by_token` the loss of each sample is multiplied by its counted tokens: then both arguments have an entry for each token, the loads
+    those of its sample.
     """
     choices = loads.sum(1, keepdim=True).clamp_min(1)  # 0 where no token counts
     share, mean = loads.to(probability_sums.dtype) / choices, probability_sums

@@ -77,7 +77,7 @@ def render(run: RunFolder, findings: SpanFindings = SpanFindings()) -> str:
 {predicted_and_measured(run)}
 {goodput_card(run.goodput)}
 {expert_loads_card(run.steps)}
-{balance_card(run.plan, run.steps)}
+{balance_card(run.plan, run.steps, run.setting("model", "kv_heads"))}
 {heat_map_card(findings.heat_map)}
 {stragglers_card(findings.stragglers, findings.stragglers_sentence)}
 {findings.timeline}

@@ -13,6 +13,7 @@ from meshwright.observe import number_text
 from meshwright.observe.runfolder import Record
 from meshwright.policies.sample_balance import Balance, balance_samples, rank_pool
 from meshwright.simulator.sample_steps import slot_times
+from meshwright.spec.hybrid import exchanged_heads
 from meshwright.spec.plan import Plan
 
 LEVELS = ((512, "h0"), (2048, "h1"), (8192, "h2"), (32_768, "h3"), (131_072, "h4"), (524_288, "h5"), (math.inf, "h6"))
@@ -28,13 +29,13 @@ WIDTH = 1000
 """Width of the picture in its own units."""
 
 
-def balance_card(plan: Plan | None, steps: Sequence[Record]) -> str:
-    """The card of the last step whose samples' lengths are recorded; empty if there is none."""
+def balance_card(plan: Plan | None, steps: Sequence[Record], kv_heads: int | None = None) -> str:
+    """The card of the last step whose samples' lengths are recorded, of a model with `kv_heads`; empty if there is none."""
     recorded = next((record for record in reversed(steps) if record.get("sample_lengths")), None)
     if plan is None or plan.samples is None or recorded is None:
         return ""
-    stages = plan.axis_size("pipeline")
-    pool = rank_pool(plan.samples, plan.ranks // plan.axis_size("tensor") // stages, stages)
+    stages, tensor = plan.axis_size("pipeline"), plan.axis_size("tensor")
+    pool = rank_pool(plan.samples, plan.ranks // tensor // stages, stages, exchanged_heads(kv_heads or 1, tensor))
     lengths = np.array(recorded["sample_lengths"], np.int64)
     balance = balance_samples(lengths, pool)
     end = balance.slowest_seconds

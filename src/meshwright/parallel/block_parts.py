@@ -19,6 +19,7 @@ from meshwright.kernels.grouped import ExpertOrder
 from meshwright.kernels.linear import with_taps
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.decoder import Block
+from meshwright.models.moe import CountedTokens
 from meshwright.parallel.experts import AllToAll, DistributedExperts, compute_received
 
 
@@ -81,7 +82,7 @@ def parts_of(
 
 
 def _route(
-    block: Block, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: Tensor | None
+    block: Block, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None
 ) -> Routed:
     x, normed = block.add_attention(x, rope, mask)
     tokens = block.moe.route(normed, counted)

@@ -1,8 +1,8 @@
 """Attention over slots: micro-batches of whole samples and at most one part of a sample that several ranks divide.
 
 Every rank has its own slots (`data.slots`). A block computes each slot like a packed sequence; only attention differs. Whole samples
-attend within the slot, by the mask of documents. The part at the beginning attends over its sample by `parallel.span_ring`. All slots have
-the same shapes and the same operations, so that a compiled block serves all of them.
+attend within the slot, by the mask of documents. The part at the beginning attends over its sample by `parallel.span_attention`. All slots
+have the same shapes and the same operations, so that a compiled block serves all of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from torch import Tensor
 from meshwright.data.loader import MicroBatch
 from meshwright.kernels.attention import AttentionMask, attention
 from meshwright.models.decoder import Decoder, SharedInputs
+from meshwright.models.moe import CountedTokens
 from meshwright.parallel.blocks import blocks_with_layer
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.span_ring import SpanPart, no_span, span_attention
+from meshwright.parallel.span_attention import span_attention
+from meshwright.parallel.span_loads import sum_span_loads
+from meshwright.parallel.span_part import SpanPart, no_span
 from meshwright.spec.errors import BadInput
 from meshwright.spec.hybrid import hybrid_error
 
@@ -37,6 +40,14 @@ class SlotMask(AttentionMask):
     """Which tokens are those of the part, `(1, capacity)`."""
 
 
+@dataclass(frozen=True)
+class SlotTokens(CountedTokens):
+    """The counted tokens of a slot, and the part of a divided sample, whose number is 0."""
+
+    span: Tensor = field(default_factory=lambda: no_span(1))
+    """The part, as a tensor of `SpanPart.encode`, on the CPU."""
+
+
 def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
     """Replace the model's attention by attention over slots; returns None without hybrid ranks.
 
@@ -49,6 +60,8 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
         raise BadInput(f"plan.hybrid: expected {error}")
     for _, block in blocks_with_layer(model):
         block.attention.attend = SlotAttention(group.group_name)
+        if block.routed:
+            block.moe.whole_sample_loads = SampleLoads(group.group_name)
     return DividedSamples(model, mesh.axis_size("hybrid"))
 
 
@@ -74,13 +87,29 @@ class DividedSamples:
         shared = self._model.shared_inputs(batch.tokens, batch.positions, documents, dtype)
         span = no_span(self._ranks)
         if part is not None:
-            span = SpanPart(part.length, part.ranks, part.part).encode(self._ranks)
+            span = SpanPart(part.length, part.ranks, part.part, part.by_heads).encode(self._ranks)
         assert shared.mask is not None, "documents make a mask"
         return shared._replace(mask=SlotMask(shared.mask.dense, shared.mask.blocks, span, divided))
+
+    def counted_tokens(self, counted: CountedTokens, shared: SharedInputs) -> CountedTokens:
+        """The counted tokens of a slot, with the part that the mask of its shared inputs tells."""
+        assert isinstance(shared.mask, SlotMask)
+        return SlotTokens(counted.sample, counted.samples, shared.mask.span)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """The logits, which are those of whole sequences: no sample of a pass without targets is divided."""
         return logits
+
+
+@dataclass(frozen=True)
+class SampleLoads:
+    """Converts loads `(samples, experts)` of a slot's tokens to those of whole samples, in the process group named `group`."""
+
+    group: str
+
+    def __call__(self, loads: Tensor, counted: CountedTokens) -> Tensor:
+        """The loads, those of a divided sample summed over its ranks; collective over them."""
+        return sum_span_loads(loads, counted.span, self.group) if isinstance(counted, SlotTokens) else loads
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.kernels.grouped import GROUPED_OPERATOR
 from meshwright.kernels.grouped_fp8 import GROUPED_FP8_OPERATOR
 from meshwright.kernels.router import CHOICE_OPERATOR
-from meshwright.parallel import exchanges, experts, products, ring, span_ring  # noqa: F401  # register the operators named below
+from meshwright.parallel import exchanges, experts, products, ring, span_attention, span_loads  # noqa: F401  # register the operators
 from meshwright.spec.plan import Recompute
 
 Forward = Callable[..., Any]
@@ -78,6 +78,7 @@ _ROUTING = {
     torch.ops.meshwright.exchange_loads.default,
     torch.ops.meshwright.route_tokens.default,
     torch.ops.meshwright.sum_loads.default,
+    torch.ops.meshwright.sum_span_loads.default,
 }
 _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default,

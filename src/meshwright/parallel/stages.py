@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.data.loader import MicroBatch
 from meshwright.kernels.loss import LossSums
 from meshwright.models.decoder import Decoder, HeadLosses, SharedInputs
-from meshwright.models.moe import RoutedOutput
+from meshwright.models.moe import CountedTokens, RoutedOutput
 from meshwright.models.prediction import FurtherTokens, further_tokens
 from meshwright.parallel.block_parts import BlockParts
 from meshwright.parallel.blocks import predictions_of
@@ -104,7 +104,11 @@ class RankModel:
             shared = self.context.shared_inputs(batch, self.dtype)
         if self.routing is None or batch.slot is None or batch.targets is None:
             return shared
-        counted = (batch.targets >= 0).chunk(self.tensor.count, dim=1)[self.tensor.index]
+        assert batch.documents is not None, "a slot's samples are documents"
+        sample = batch.documents.masked_fill(batch.targets < 0, -1).chunk(self.tensor.count, dim=1)[self.tensor.index]
+        counted = CountedTokens(sample, batch.tokens.shape[1])
+        if isinstance(self.context, DividedSamples):
+            counted = self.context.counted_tokens(counted, shared)
         return shared._replace(counted=counted)
 
     def choose_experts(self, unit: Unit, number: int | None) -> None:

@@ -131,7 +131,7 @@ def sample_layouts(run: RunSpec, longest: int) -> Iterator[SampleLayout]:
     if pins.context_ring is None and pins.context_ulysses is None:
         sizes = {size for power in range(ranks.bit_length()) for size in (2**power, 3 * 2**power) if size <= ranks}
         for size in sorted(sizes | {ranks}):
-            yield SampleLayout(ranks, _capacity(longest, size), hybrid=True)
+            yield SampleLayout(ranks, _capacity(longest, size), hybrid=True, heads=run.model.kv_heads)
 
 
 def _obstacle(run: RunSpec) -> str:

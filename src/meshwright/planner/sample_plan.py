@@ -8,10 +8,10 @@ from dataclasses import replace
 from meshwright.costs.machine_rates import chip_of, machine_of
 from meshwright.costs.plan_costs import format_of_products
 from meshwright.planner.candidate import pins_of, slot_run
-from meshwright.planner.sample_plans import ring_seconds
+from meshwright.planner.sample_plans import hybrid_exchange, ring_seconds
 from meshwright.planner.slot_offloads import with_slot_offload
 from meshwright.simulator.sample_times import sample_time
-from meshwright.spec.hybrid import least_capacity
+from meshwright.spec.hybrid import exchanged_heads, least_capacity
 from meshwright.spec.job import planned_sequences
 from meshwright.spec.plan import Plan, PlanPins, Precision, SamplePlan
 from meshwright.spec.run import RunSpec
@@ -37,7 +37,7 @@ def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanPins) -> RunSpec:
     ranks, tensor, schedule = pins.hybrid or 1, pins.tensor or 1, pins.schedule or "1f1b"
     capacity = pins.capacity or _capacity(ranks, tensor, run.train.seq_len)
     pins = replace(
-        pins, hybrid=None, capacity=None, offload_capacity=None, shard=ranks, replicate=1,
+        pins, hybrid=None, capacity=None, offload_capacity=None, hybrid_attention=None, shard=ranks, replicate=1,
         pipeline=pins.pipeline or max(1, len(pins.stages or ())), context_ring=1, context_ulysses=1, tensor=tensor, micro_batch=1,
         schedule=schedule,
     )  # fmt: skip
@@ -62,7 +62,12 @@ def with_hybrid_axis(run: RunSpec, plan: Plan) -> Plan:
     if ranks == 1 or plan.samples is None:
         return plan
     mesh = tuple(replace(axis, axis="hybrid") if axis.axis == "shard" else axis for axis in plan.mesh)
-    samples = replace(plan.samples, ring=ring_seconds(slot_run(run, plan), plan))
+    exchange = hybrid_exchange(run, ranks, exchanged_heads(run.model.kv_heads, plan.axis_size("tensor")))
+    samples = replace(
+        plan.samples,
+        ring=ring_seconds(slot_run(run, plan), plan),
+        exchange=None if math.isinf(exchange) else exchange,
+    )
     return replace(plan, mesh=mesh, samples=samples)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from meshwright.costs.collective_costs import link_rate, port_rate
 from meshwright.costs.layer_costs import context_traffic
 from meshwright.costs.machine_rates import unpredicted_message
 from meshwright.costs.plan_costs import Pricing, as_nodes, number, pricing
-from meshwright.planner.candidate import compiles, precision_of
+from meshwright.planner.candidate import compiles, pins_of, precision_of
 from meshwright.planner.reprice import reprice
 from meshwright.simulator.sample_layouts import LayoutTimes, SampleLayout
 from meshwright.simulator.sample_steps import RingTime
@@ -24,6 +25,10 @@ from meshwright.workload.step_shape import step_shape
 
 GRADIENT_BYTES = 4.0
 """Bytes per element of the gradients of keys and values on the ring."""
+REPEATED_EXCHANGES = 1.5
+"""Bytes that hybrid ranks exchange, relative to static Ulysses ranks: the backward repeats the forward's."""
+EXCHANGED_TOKENS = 4096
+"""Tokens of a part for which this exchange is priced."""
 
 
 def plan_of(
@@ -66,9 +71,10 @@ def layout_times(run: RunSpec, layout: SampleLayout, strategy: LayerStrategy) ->
     full = float(time.shared(np.array([layout.capacity]))[0]) + time.fixed
     beside = max(two - one - full, 0.0)
     exchange = _exchange_seconds(priced) / layout.capacity if layout.ulysses > 1 else 0.0
-    return LayoutTimes(
-        replace(time, fixed=time.fixed + beside), _ring_time(run, priced), max(one - full - beside, 0.0), exchange
-    )
+    time = replace(time, fixed=time.fixed + beside)
+    if layout.hybrid:
+        time = replace(time, exchange=hybrid_exchange(run, layout.ranks, layout.heads))
+    return LayoutTimes(time, _ring_time(run, priced), max(one - full - beside, 0.0), exchange)
 
 
 def _step_seconds(run: RunSpec, plan: Plan) -> float:
@@ -80,6 +86,30 @@ def _step_seconds(run: RunSpec, plan: Plan) -> float:
 def _exchange_seconds(priced: Pricing) -> float:
     """Seconds in which a micro-batch's heads are exchanged for tokens, in all layers."""
     return number(sum(context_traffic(priced.shape, priced.machine, priced.layout, priced.constants)))
+
+
+def hybrid_exchange(run: RunSpec, ranks: int, heads: int) -> float:
+    """Seconds per token of a part in which hybrid ranks exchange tokens for heads; infinite where none do.
+
+    `heads` are the key/value heads of one of the `ranks`. In a cluster of several nodes the ranks of a sample are taken to lie on two.
+    """
+    pinned, ulysses = pins_of(run).hybrid_attention, math.gcd(ranks, heads)
+    if pinned is not None:
+        return 0.0 if pinned == "ulysses" else math.inf
+    if ulysses == 1:
+        return math.inf
+    layout = SampleLayout(ranks, EXCHANGED_TOKENS, ulysses=ulysses)
+    changed, plan = plan_of(run, layout, LayerStrategy(reshard=False, gradients="whole"))
+    priced = pricing(changed.model, changed.train, plan, run.cluster)
+    if priced is None:
+        return math.inf
+    exchange, _, _ = context_messages(priced.shape, priced.layout, step_shape(priced.shape, priced.layout))
+    sent = number(exchange.bytes) * number(exchange.forward + exchange.backward) * REPEATED_EXCHANGES / EXCHANGED_TOKENS
+    link, port = (
+        number(link_rate(priced.machine, priced.constants)),
+        number(port_rate(priced.machine, priced.constants)),
+    )
+    return sent / link if run.cluster.ranks <= run.cluster.ranks_per_node else sent / 2 / min(link, port)
 
 
 def ring_seconds(run: RunSpec, plan: Plan) -> float:

@@ -12,6 +12,7 @@ Shapes: S samples, P parts of samples (one for each sample and rank that works o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ import numpy as np
 
 from meshwright.policies.sample_blocks import part_tokens
 from meshwright.policies.sample_packing import Rooms, level, pack_samples
-from meshwright.policies.sample_spans import SpanLimits, Spans, place_spans
+from meshwright.policies.sample_spans import LongSample, SpanLimits, Spans, place_spans
 from meshwright.policies.sample_time import SampleTime, least_ranks
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import SamplePlan, SlotOffload
@@ -33,6 +34,12 @@ FINEST_PART = 4
 """Parts of a sample have at least a slot's tokens divided by this, or a sample is on as few ranks as hold it."""
 GOOD_END = 1.02
 """End of the slowest rank over the mean at which no other numbers of ranks are tried."""
+END_SHARES = (1.0, 0.97, 1.01)
+"""Times by which ranks should end, relative to the mean work: the next is tried if the balance is not good."""
+GOOD_PADDING = 0.03
+"""Padding at which no others are tried."""
+MOST_RETRIED = 256
+"""Ranks up to which they are tried; among more, samples are small beside the pool, and the search takes longer."""
 REPACKS = 3
 """Times that short samples are packed again, with less work for ranks that waited in samples of several ranks."""
 DELAY = 0.03
@@ -56,6 +63,8 @@ class RankPool:
     """Pipeline stages."""
     offload: SlotOffload | None = None
     """Slots of more tokens, for samples of at least its `shortest` tokens."""
+    heads: int = 1
+    """Key/value heads of a rank, which ranks of a sample that exchange tokens for heads divide."""
 
     def memory_shares(self, lengths: np.ndarray) -> np.ndarray:
         """Device memory of samples of `lengths` `(S,)` tokens in the slots that they may take, as a share of that without offload."""
@@ -64,10 +73,11 @@ class RankPool:
         return np.where(lengths >= self.offload.shortest, self.capacity / self.offload.capacity, 1.0)
 
 
-def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1) -> RankPool:
-    """The pool of `ranks` ranks, or pipelines of `stages` equal stages, with the slots and times of a plan."""
-    times = (seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring))
-    return RankPool(ranks, samples.capacity, SampleTime(*times), stages, samples.offload)
+def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1, heads: int = 1) -> RankPool:
+    """The pool of `ranks` ranks, or pipelines of `stages` equal stages, with `heads` and the slots and times of a plan."""
+    exchange = math.inf if samples.exchange is None else samples.exchange
+    times = (seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring, exchange))
+    return RankPool(ranks, samples.capacity, SampleTime(*times), stages, samples.offload, heads)
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,8 @@ class Balance:
     rank: np.ndarray
     slot: np.ndarray
     tokens: np.ndarray
+    by_heads: np.ndarray
+    """Whether the ranks of the part's sample exchange tokens for heads."""
     seconds: np.ndarray
     """Work of each part, without the fixed time of its slot."""
     slots: np.ndarray
@@ -112,6 +124,11 @@ class Balance:
     def efficiency(self) -> float:
         """Ideal time over the time of the slowest rank."""
         return self.ideal_seconds / self.slowest_seconds
+
+    @property
+    def cost(self) -> float:
+        """Time of the slowest rank, raised by the padding: what is least among several balances of a batch."""
+        return self.slowest_seconds * (1 + self.padding)
 
     @cached_property
     def slot_sizes(self) -> np.ndarray:
@@ -167,7 +184,19 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, shares: np.ndarray | No
     batch = _Batch(lengths, shares, _memory_tokens(lengths, shares, pool), least, pool.time.shared(lengths))
     order = np.lexsort((-lengths, -least))
     long, short = order[least[order] > 1], order[least[order] == 1]
-    spans = _place_long(long, short, batch, pool)
+    best: Balance | None = None
+    for share in END_SHARES if pool.stages == 1 and pool.ranks <= MOST_RETRIED else END_SHARES[:1]:
+        balance = _with_repacks(short, _place_long(long, short, batch, pool, share), batch, pool)
+        if best is None or balance.cost < best.cost:
+            best = balance
+        if best.imbalance <= GOOD_END and best.padding <= GOOD_PADDING:
+            break
+    assert best is not None
+    return best
+
+
+def _with_repacks(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool) -> Balance:
+    """The best balance with these spans, after several packings of the `short` samples."""
     delays = np.zeros(pool.ranks)
     best, delay = _assemble(short, spans, batch, pool, delays)
     balance = best
@@ -198,24 +227,25 @@ def _short_slot(short: np.ndarray, batch: _Batch, pool: RankPool) -> float:
     return _total(batch.shared[short]) / tokens * pool.capacity + pool.time.fixed if tokens else 0.0
 
 
-def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPool) -> Spans:
-    """The placement of the `long` samples after which all ranks can end first."""
+def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPool, share: float) -> Spans:
+    """The placement of the `long` samples after which all ranks can end first; they should by `share` of the mean work."""
     fixed, bubbles = pool.time.fixed, pool.stages - 1
-    least, shared = batch.least[long], batch.shared[long]
-    finest = np.minimum(batch.lengths[long] * FINEST_PART // pool.capacity, batch.lengths[long] // 2)
+    least, shared, lengths = batch.least[long], batch.shared[long], batch.lengths[long]
+    finest = np.minimum(lengths * FINEST_PART // pool.capacity, lengths // 2)
     most = np.clip(finest, least, pool.ranks)
-    floor = pool.time.least(batch.lengths[long])
+    attention, ring, exchange = pool.time.attention(lengths), pool.time.ring * lengths, pool.time.exchange * lengths
+    fewest_seconds = pool.time.parts(lengths, least, pool.heads)[0]
     short_slot = _short_slot(short, batch, pool)
     short_work = short_slot * int(batch.memory_tokens[short].sum()) / pool.capacity
-    mean = (short_work + _total(np.maximum(shared, floor * least) + fixed * least)) / pool.ranks
-    longest = float(np.maximum(shared / least, floor).max()) if len(long) else 0.0
+    mean = (short_work + _total((fewest_seconds + fixed) * least)) / pool.ranks
+    longest = float(fewest_seconds.max()) if len(long) else 0.0
     stacks = [mean + bubbles * (short_slot + share * max(longest - short_slot, 0.0)) for share in STACK_LIMITS]
     best, best_end = None, np.inf
     for fewest in _allotments(least, pool.ranks):
-        arrays = (long, fewest, most, shared, floor)
-        samples = list(zip(*(values.tolist() for values in arrays), strict=True))
-        for end in stacks if bubbles else [mean]:
-            spans = place_spans(samples, SpanLimits(pool.ranks, fixed, pool.stages, end))
+        arrays = (long, fewest, most, shared, attention, ring, exchange)
+        samples = [LongSample(*values) for values in zip(*(array.tolist() for array in arrays), strict=True)]
+        for end in stacks if bubbles else [share * mean]:
+            spans = place_spans(samples, SpanLimits(pool.ranks, pool.heads, fixed, pool.stages, end))
             ready = spans.busy + bubbles * np.maximum(spans.longest, short_slot)
             last = max(level(ready, short_work), float(ready.max()))
             if best is None or last < best_end:
@@ -252,15 +282,26 @@ def _assemble(
     whole = np.ones(len(short), np.int64)
     packed = _Parts(short, whole - 1, whole, packing.rank, packing.slot, batch.lengths[short])
     every = _Parts(*(np.concatenate(pair) for pair in zip(parts, packed, strict=True)))
-    floor = np.where(every.parts > 1, pool.time.least(batch.lengths[every.sample]), 0.0)
-    seconds = np.maximum(batch.shared[every.sample] / every.parts, floor)
+    seconds, by_heads = pool.time.parts(batch.lengths[every.sample], every.parts, pool.heads)
     end = _end_seconds(every, seconds, packing.slots, spans, pool)
     order = np.lexsort((every.sample, every.slot, every.rank))
     slots = int(batch.memory_tokens.sum()) / pool.capacity
     ideal = (_total(batch.shared) + slots * pool.time.fixed) / pool.ranks
     sample, part, number, rank, slot, tokens = (values[order] for values in every)
     balance = Balance(
-        pool, sample, part, number, rank, slot, tokens, seconds[order], packing.slots, batch.shares, end, ideal
+        pool,
+        sample,
+        part,
+        number,
+        rank,
+        slot,
+        tokens,
+        by_heads[order],
+        seconds[order],
+        packing.slots,
+        batch.shares,
+        end,
+        ideal,
     )
     return balance, packing.delay
 

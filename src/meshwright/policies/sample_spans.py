@@ -30,6 +30,8 @@ class SpanLimits:
     """What decides between the placements of a sample."""
 
     ranks: int
+    heads: int
+    """Key/value heads, which ranks that exchange tokens for heads divide."""
     fixed: float
     """Seconds that a part takes beside its share of the sample's work."""
     stages: int
@@ -55,6 +57,29 @@ class Spans:
     """Seconds of the longest of them on each rank, `(ranks,)`."""
 
 
+class LongSample(NamedTuple):
+    """A sample for several ranks: its number, and the bounds of how many."""
+
+    number: int
+    least: int
+    most: int
+    shared: float
+    """Seconds that the ranks share."""
+    attention: float
+    """Seconds of these that a ring overlaps."""
+    ring: float
+    """Seconds in which keys and values go round a ring."""
+    exchange: float
+    """Seconds that the ranks share to exchange tokens for heads."""
+
+    def seconds(self, ranks: int, limits: SpanLimits) -> float:
+        """Seconds of a slot with a part of this sample on `ranks` ranks (`SampleTime.parts`)."""
+        seconds = self.shared / ranks + max(self.ring - self.attention / ranks, 0.0)
+        if limits.heads % ranks == 0:
+            seconds = min(seconds, (self.shared + self.exchange) / ranks)
+        return seconds + limits.fixed
+
+
 class Segment(NamedTuple):
     """Consecutive ranks that are busy until the same time; `longest` is the longest slot so far."""
 
@@ -64,16 +89,13 @@ class Segment(NamedTuple):
     longest: float
 
 
-def place_spans(samples: Sequence[tuple[int, int, int, float, float]], limits: SpanLimits) -> Spans:
-    """Place `samples` in their order, by falling least ranks.
-
-    A sample is (index, least ranks, most ranks, seconds to share, least seconds of a part).
-    """
+def place_spans(samples: Sequence[LongSample], limits: SpanLimits) -> Spans:
+    """Place `samples` in their order, by falling least ranks."""
     segments = _Segments(limits)
     indices, first, ranks = [], [], []
-    for index, least, most, shared, floor in samples:
-        start, number = segments.take(least, most, shared, floor)
-        indices.append(index)
+    for sample in samples:
+        start, number = segments.take(sample)
+        indices.append(sample.number)
         first.append(start)
         ranks.append(number)
     last = segments.in_order()
@@ -99,9 +121,9 @@ class _Segments:
         """The segments in the order of ranks."""
         return sorted(segment for heap in (self._open, self._narrow, self._late) for _, segment in heap)
 
-    def take(self, least: int, most: int, shared: float, floor: float) -> tuple[int, int]:
+    def take(self, sample: LongSample) -> tuple[int, int]:
         """First rank and number of ranks for a sample; they are busy with it from now on."""
-        limits, seconds = self.limits, max(shared / least, floor) + self.limits.fixed
+        limits, least, seconds = self.limits, sample.least, sample.seconds(sample.least, self.limits)
         while self._narrow and -self._narrow[0][0] >= least:
             self._add(heappop(self._narrow)[1])
         while self._late and -self._late[0][0] >= seconds:
@@ -121,7 +143,7 @@ class _Segments:
         first_free = self._open or self._late
         if first_free and len(self._open) + len(self._late) + len(self._narrow) > MOST_SEARCHED:
             return self._give(heappop(first_free)[1], least, seconds)
-        return self._take_late(least, most, shared, floor)
+        return self._take_late(sample)
 
     def _add(self, segment: Segment) -> None:
         """Open a segment."""
@@ -135,16 +157,16 @@ class _Segments:
         self._add(Segment(start, ranks, busy + seconds, max(longest, seconds)))
         return start, ranks
 
-    def _take_late(self, least: int, most: int, shared: float, floor: float) -> tuple[int, int]:
+    def _take_late(self, sample: LongSample) -> tuple[int, int]:
         """Ranks for a sample that ends too late on the fewest ranks, so that it ends as soon as possible."""
-        limits, ordered = self.limits, self.in_order()
+        limits, ordered, least, most = self.limits, self.in_order(), sample.least, sample.most
         best_end, best, number = math.inf, range(0), least
         for index, (_, width, busy, longest) in enumerate(ordered):
             for ranks in (least, min(width, most)):
-                end = limits.ends(busy, longest, max(shared / ranks, floor) + limits.fixed)
+                end = limits.ends(busy, longest, sample.seconds(ranks, limits))
                 if width >= least and end < best_end:
                     best_end, best, number = end, range(index, index + 1), ranks
-        run, end = self._best_run(ordered, least, most, shared, floor)
+        run, end = self._best_run(ordered, sample)
         if end < best_end:
             best, number = run, min(sum(ordered[index].width for index in run), most)
         chosen = [ordered[index] for index in best]
@@ -158,11 +180,9 @@ class _Segments:
         self._narrow, self._late = [], []
         self._open = [(segment.busy if limits.stages == 1 else -segment.busy, segment) for segment in others]
         heapify(self._open)
-        return self._give(joined, number, max(shared / number, floor) + limits.fixed)
+        return self._give(joined, number, sample.seconds(number, limits))
 
-    def _best_run(
-        self, ordered: list[Segment], least: int, most: int, shared: float, floor: float
-    ) -> tuple[range, float]:
+    def _best_run(self, ordered: list[Segment], sample: LongSample) -> tuple[range, float]:
         """Neighbours to join for a sample, and when it would end; ranks that wait delay the end of all."""
         limits, best_end, best = self.limits, math.inf, range(0)
         for first in range(len(ordered)):
@@ -172,10 +192,10 @@ class _Segments:
                 width += segment.width
                 work += segment.busy * segment.width
                 ready, longest = max(ready, segment.busy), max(longest, segment.longest)
-                if width >= least and last > first:
-                    end = limits.ends(ready, longest, max(shared / min(width, most), floor) + limits.fixed)
+                if width >= sample.least and last > first:
+                    end = limits.ends(ready, longest, sample.seconds(min(width, sample.most), limits))
                     end = max(end, limits.end + (ready * width - work) / limits.ranks)
                     best_end, best = (end, range(first, last + 1)) if end < best_end else (best_end, best)
-                if width >= most:
+                if width >= sample.most:
                     break
         return best, best_end

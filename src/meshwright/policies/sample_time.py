@@ -28,16 +28,31 @@ class SampleTime:
     linear: float
     fixed: float = 0.0
     ring: float = 0.0
-    """Seconds per token of the messages between a divided sample's ranks, however many; they overlap its work."""
+    """Seconds per token of a divided sample for keys and values to go round a ring of any ranks; attention overlaps it."""
+    exchange: float = math.inf
+    """Seconds per token of a part to exchange tokens for heads (Ulysses), not overlapped; infinite: always a ring."""
 
     def shared(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds `(S,)` of samples of `lengths` `(S,)` tokens, which ranks divide among them."""
         tokens = lengths.astype(np.float64)
         return (self.quadratic * tokens + self.linear) * tokens
 
-    def least(self, lengths: np.ndarray) -> np.ndarray:
-        """Seconds `(S,)` that a part of a divided sample takes at least, as the ring takes them."""
-        return self.ring * lengths.astype(np.float64)
+    def attention(self, lengths: np.ndarray) -> np.ndarray:
+        """Seconds `(S,)` of the part of `shared` that grows with the square of the length."""
+        tokens = lengths.astype(np.float64)
+        return self.quadratic * tokens * tokens
+
+    def parts(self, lengths: np.ndarray, ranks: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a part of samples of `lengths` tokens on `ranks` ranks each, and whether these exchange heads, `(S,)`.
+
+        They do if that takes no longer than the ring, and if their number divides the `heads` key/value heads.
+        """
+        tokens, shared = lengths.astype(np.float64), self.shared(lengths) / ranks
+        exposed = np.maximum(self.ring * tokens - self.attention(lengths) / ranks, 0.0)
+        ring = np.where(ranks > 1, shared + exposed, shared)
+        exchanged = shared + self.exchange * tokens / ranks
+        by_heads = (ranks > 1) & (heads % ranks == 0) & (exchanged <= ring)
+        return np.where(by_heads, exchanged, ring), by_heads
 
 
 def offload_ratios(

@@ -28,6 +28,8 @@ class SampleLayout:
     """Whether each sample gets ranks of its own number."""
     offload: SlotOffload | None = None
     """Longer micro-batches for long samples."""
+    heads: int = 1
+    """Key/value heads, which hybrid ranks that exchange tokens for heads divide."""
 
     @property
     def longest_part(self) -> int:
@@ -50,7 +52,7 @@ class LayoutTimes:
     step_seconds: float
     """What a step takes beside its micro-batches: first gather, reduction of gradients, optimizer."""
     exchange: float = 0.0
-    """Seconds per token of a rank to exchange heads for tokens, with `SampleLayout.ulysses`."""
+    """Seconds per token of a rank to exchange heads for tokens with `SampleLayout.ulysses`; hybrid: `time.exchange`."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ def _balanced(layout: SampleLayout, times: LayoutTimes, lengths: np.ndarray) -> 
     """Seconds and padding, as the balancer places samples; rings take their time by where their ranks are."""
     ring_seconds = float(times.ring.seconds(np.ones(1), layout.ranks)[0]) if layout.ranks > 1 else 0.0
     time = replace(times.time, ring=ring_seconds)
-    balance = balance_samples(lengths, RankPool(layout.ranks, layout.capacity, time, offload=layout.offload))
-    parts = Parts(balance.sample, balance.parts, balance.rank, balance.slot)
+    balance = balance_samples(
+        lengths, RankPool(layout.ranks, layout.capacity, time, offload=layout.offload, heads=layout.heads)
+    )
+    parts = Parts(balance.sample, balance.parts, balance.rank, balance.slot, balance.by_heads)
     ends = play_parts(parts, lengths, layout.ranks, times.time, times.ring)
     return float(ends.max()), balance.padding

@@ -68,6 +68,8 @@ class Parts(NamedTuple):
     parts: np.ndarray
     rank: np.ndarray
     slot: np.ndarray
+    by_heads: np.ndarray | None = None
+    """Parts whose ranks exchange tokens for heads; None: all have rings."""
 
 
 def static_seconds(
@@ -167,9 +169,15 @@ def _packed_slots(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 def play_parts(parts: Parts, lengths: np.ndarray, ranks: int, time: SampleTime, ring: RingTime) -> np.ndarray:
-    """Seconds `(ranks,)` at which ranks end; all ranks of a divided sample begin and end its slot together."""
+    """Seconds `(ranks,)` at which ranks end; all ranks of a divided sample begin and end its slot together.
+
+    Ranks of parts with `by_heads` exchange tokens for heads, in `time.exchange` seconds per token; others have a ring.
+    """
     size = lengths[parts.sample].astype(np.float64)
     seconds = part_seconds(size, parts.parts, time, ring)
+    if parts.by_heads is not None and parts.by_heads.any():
+        exchanged = (time.shared(size) + time.exchange * size) / parts.parts
+        seconds = np.where(parts.by_heads, exchanged, seconds)
     width = int(parts.slot.max()) + 1
     durations = np.bincount(parts.rank * width + parts.slot, seconds, ranks * width).reshape(ranks, width)
     durations += time.fixed * (durations > 0)

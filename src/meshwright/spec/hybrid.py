@@ -68,6 +68,11 @@ def least_capacity(ranks: int, tensor: int, longest: int) -> int:
     return -(-longest // (ranks * unit)) * unit
 
 
+def exchanged_heads(kv_heads: int, tensor: int) -> int:
+    """Key/value heads of a rank: ranks of a divided sample whose number divides them may exchange tokens for heads."""
+    return max(1, kv_heads // tensor)
+
+
 def keeps_weights(plan: Plan) -> bool:
     """Whether no micro-batch of a plan has a collective of its own: units stay gathered, or run in layered order."""
     return plan.layered or all(not layer.reshard and layer.gradients == "whole" for layer in plan.layers)

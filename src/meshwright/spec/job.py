@@ -73,7 +73,8 @@ class TrainSpec:
     clip_norm: Annotated[float, Bound(more_than=0)] | None = 1.0
     """Gradients are scaled down to this global norm; none disables clipping."""
     balance_loss: Annotated[float, Bound(at_least=0)] = 0.001
-    """Weight of the load-balancing loss, for each layer with experts; 0 disables it. A dense model has none."""
+    """Weight of the load-balancing loss, for each layer with experts; 0 disables it. It is the mean over sequences, or with
+    `data.packing: none` over samples weighted by their trained tokens. A dense model has none."""
     balance_bias: Annotated[float, Bound(at_least=0)] = 0.001
     """Step by which each update moves the biases of a sigmoid router towards equal loads of its experts; 0 keeps them."""
     expert_load: str | None = None

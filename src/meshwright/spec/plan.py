@@ -45,8 +45,7 @@ CONTEXT_AXES = ("context_ring", "context_ulysses")
 """Axes along which ranks have different parts of the same sequences."""
 SHARD_AXES: tuple[AxisName, ...] = ("shard", "hybrid", *CONTEXT_AXES)
 """Axes along which parameters, gradients and optimizer state are sharded.
-Context ranks are among them: they would otherwise hold the same copies. Experts use another split of these ranks
-(`ExpertPlan`)."""
+Context ranks are among them: they would otherwise hold the same copies. Experts split these ranks otherwise (`ExpertPlan`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +227,9 @@ class SamplePlan:
     gamma: Seconds = 0.0
     """Seconds per slot."""
     ring: Seconds = 0.0
-    """Seconds per token of the messages between hybrid ranks that divide a sample; they overlap its work."""
+    """Seconds per token of the ring of hybrid ranks that divide a sample; its messages overlap attention."""
+    exchange: Seconds | None = None
+    """Seconds per token of a part to exchange tokens for heads (Ulysses), where that is faster; none: always a ring."""
     offload: SlotOffload | None = None
     """Slots whose activations are partly offloaded to host memory; none: all slots are alike."""
 
@@ -402,6 +403,8 @@ class PlanPins:
     """With `hybrid`, tokens of a rank's micro-batch; left out, as few as let all ranks hold the longest sample."""
     offload_capacity: Positive | None = None
     """With `capacity`, tokens of a slot for long samples whose activations are partly offloaded; left out, none."""
+    hybrid_attention: Literal["ring", "ulysses"] | None = None
+    """With `hybrid`, attention of divided samples: `ulysses` where ranks divide the kv heads; left out, the faster."""
     pipeline: Positive | None = None
     """Pipeline ranks the layers are split over."""
     context_ring: Positive | None = None
@@ -445,8 +448,7 @@ class PlanPins:
     layers: tuple[LayerStrategy, ...] | None = None
     """Strategies by layer range, in place of `reshard`, `gradients`, `recompute` and `offload`."""
     compute: Compute | None = None
-    """Number format of forward and backward; left out, bf16 on GPUs that have it and fp32 on others.
-    fp16 can be planned but not trained."""
+    """Number format of forward and backward; left out, bf16 where GPUs have it, else fp32. fp16 can only be planned."""
     linear: Linear | None = None
     """Number format of the linear layers' matrix products."""
     gather: Literal["compute", "fp8"] | None = None
@@ -458,8 +460,7 @@ class PlanPins:
     moments: Moments | None = None
     """Number format of AdamW's moments in host memory; left out, fp32."""
     offload_fraction: OffloadShare | None = None
-    """Share of the offloaded optimizer state that is in host memory; the rest stays on the device, packed alike.
-    Left out, 1."""
+    """Share of the offloaded optimizer state that is in host memory; the rest stays on the device. Left out, 1."""
     accumulation: Accumulation | None = None
     """Sums of gradient shards between micro-batches: on the device, there in bf16, or in host memory.
     Left out, on the device, or in host memory where that is faster or nothing fits otherwise."""

@@ -19,7 +19,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import Engine
 from meshwright.parallel.mesh import Mesh
 from meshwright.policies.sample_balance import RankPool, rank_pool
-from meshwright.spec.hybrid import Numbering, slot_numbering
+from meshwright.spec.hybrid import Numbering, exchanged_heads, slot_numbering
 from meshwright.spec.plan import CONTEXT_AXES, Plan, SamplePlan
 
 Passes = Callable[["HeldOut", np.ndarray, torch.device], Iterator[list[MicroBatch]]]
@@ -97,7 +97,8 @@ def evaluate(
         )
     else:
         assert plan.samples is not None, "a plan for samples of any length has their slots"
-        pool = rank_pool(plan.samples, mesh.data_ranks, mesh.axis_size("pipeline"))
+        heads = exchanged_heads(engine.model.spec.kv_heads, mesh.axis_size("tensor"))
+        pool = rank_pool(plan.samples, mesh.data_ranks, mesh.axis_size("pipeline"), heads)
         passes = partial(_document_passes, pool=pool, rank=mesh.data_rank, numbering=slot_numbering(plan))
     sums = _sums(held_out, measure, passes, device)
     if not engine.holds_loss:

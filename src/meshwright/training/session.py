@@ -35,7 +35,7 @@ from meshwright.parallel.shared_ranks import ranks_of_stage
 from meshwright.parallel.world import World
 from meshwright.policies.sample_balance import rank_pool
 from meshwright.policies.skipped_samples import SampleRange
-from meshwright.spec.hybrid import slot_numbering
+from meshwright.spec.hybrid import exchanged_heads, slot_numbering
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.optimizers import LambSpec, MuonSpec
@@ -100,7 +100,8 @@ class Session:
         """What reads this rank's part of a step."""
         mesh, batch, samples = self.mesh, self.plan.batch, self.plan.samples
         if samples is not None:
-            pool = rank_pool(samples, mesh.data_ranks, mesh.axis_size("pipeline"))
+            heads = exchanged_heads(self.run.model.kv_heads, mesh.axis_size("tensor"))
+            pool = rank_pool(samples, mesh.data_ranks, mesh.axis_size("pipeline"), heads)
             return SampleSteps(
                 self.data,
                 tokens=self.run.train.tokens_per_step,

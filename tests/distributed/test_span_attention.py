@@ -1,5 +1,6 @@
 """Attention of samples that any ranks divide equals attention of the whole sample: values and gradients, in float64.
 
+The ranks of a sample pass keys and values round a ring or exchange tokens for heads.
 Each rank runs its slots in order, one span after another with other ranks, as in a step; other tokens of a slot must not matter.
 """
 
@@ -12,16 +13,17 @@ import pytest
 import torch
 
 from meshwright.kernels.attention import attention
-from meshwright.parallel.span_ring import SpanPart, no_span, span_attention
+from meshwright.parallel.span_attention import span_attention
+from meshwright.parallel.span_part import SpanPart, no_span
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_blocks import block_ranges
 from meshwright.policies.sample_time import SampleTime
 from tests.distributed.pool import Pool
 from tests.slow import examples
 
-Sample = tuple[int, tuple[int, ...]]
-"""Tokens of a sample, and the ranks that divide it."""
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+Sample = tuple[int, tuple[int, ...], bool]
+"""Tokens of a sample, the ranks that divide it, and whether they exchange tokens for heads."""
+HEADS, KV_HEADS, HEAD_DIM = 24, 12, 2
 
 
 def inputs(number: int, length: int) -> list[torch.Tensor]:
@@ -38,13 +40,14 @@ def part_of(x: torch.Tensor, sample: Sample, part: int) -> torch.Tensor:
 def attend_on_rank(world, samples: list[Sample], capacity: int, recomputes: bool) -> list[list[torch.Tensor]]:
     """Forward of all of this rank's slots, then backward of all; returns result and gradients of each of its parts."""
     group, slots = torch.distributed.group.WORLD.group_name, []
-    for number, (length, ranks) in enumerate(samples):
+    for number, sample in enumerate(samples):
+        length, ranks, by_heads = sample
         if world.rank not in ranks:
             continue
         part = ranks.index(world.rank)
-        span = SpanPart(length, ranks, part)
+        span = SpanPart(length, ranks, part, by_heads)
         filler = [torch.full((1, capacity - span.tokens, *x.shape[2:]), 7.0).double() for x in inputs(number, 1)]
-        parts = (part_of(x, (length, ranks), part) for x in inputs(number, length))
+        parts = (part_of(x, sample, part) for x in inputs(number, length))
         q, k, v, grad = (torch.cat(pair, dim=1) for pair in zip(parts, filler, strict=True))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         encoded = span.encode(world.ranks)
@@ -75,11 +78,13 @@ def check(pool: Pool, ranks: int, samples: list[Sample], capacity: int, recomput
 
 
 def drawn(seed: int, ranks: int, capacity: int) -> list[Sample]:
-    """Samples one after another on any ranks, in any order of parts, down to parts of a single token."""
+    """Samples one after another on any ranks, in any order of parts, down to parts of few or no tokens."""
     draw, samples = random.Random(seed), []
     for _ in range(draw.randint(3, 7)):
         chosen = tuple(draw.sample(range(ranks), draw.randint(2, ranks)))
-        samples.append((draw.randint(2 * len(chosen) - 1, capacity * len(chosen) - 2 * len(chosen)), chosen))
+        by_heads = draw.random() < 0.5
+        least = 2 if by_heads else 2 * len(chosen) - 1
+        samples.append((draw.randint(least, capacity * len(chosen) - 2 * len(chosen)), chosen, by_heads))
     return samples
 
 
@@ -100,7 +105,7 @@ def test_samples_where_a_balance_puts_them(pool: Pool) -> None:
     assert {len(span) for span in spans.values()} >= {2, 4}
     ordered = sorted(spans.items(), key=lambda item: max(item[1])[0])
     samples = [
-        (int(lengths[sample]), tuple(rank for _, _, rank in sorted(span, key=lambda p: p[1])))
+        (int(lengths[sample]), tuple(rank for _, _, rank in sorted(span, key=lambda p: p[1])), sample % 2 == 0)
         for sample, span in ordered
     ]
     check(pool, 4, samples, 16)
@@ -114,6 +119,6 @@ def test_a_slot_without_a_divided_sample_gets_zeros() -> None:
 
 
 def test_a_part_survives_encoding() -> None:
-    part = SpanPart(13, (3, 0), 1)
+    part = SpanPart(13, (3, 0), 1, by_heads=True)
     assert SpanPart.decode(part.encode(4)) == part
     assert part.encode(4).shape == no_span(4).shape and SpanPart.decode(no_span(4)) is None
