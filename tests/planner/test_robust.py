@@ -55,7 +55,9 @@ def test_a_slower_network_slows_only_plans_that_communicate_across_nodes(sharded
 def test_of_two_plans_with_about_equal_times_the_one_that_depends_less_on_the_network_is_chosen(sharded: Plan) -> None:
     """Times are about equal if they differ by less than predictions are unsure of. A fragile plan depends more on the network."""
     quick, robust, slow = (
-        Candidate(replace(sharded, tensor_engine=engine, predicted=Predicted(memory_peak_bytes=1, step_seconds=seconds)))
+        Candidate(
+            replace(sharded, tensor_engine=engine, predicted=Predicted(memory_peak_bytes=1, step_seconds=seconds))
+        )
         for engine, seconds in (("kernel", 1.0), ("copy", 1.009), ("copy", 1.02))
     )
 

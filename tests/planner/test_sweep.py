@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from tests.slow import examples
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.plan_costs import Pricing
@@ -24,7 +25,6 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
 from meshwright.spec.run import ModelSection, RunSpec
-from tests.slow import examples
 
 
 @st.composite
