@@ -113,3 +113,17 @@ def test_split_blocks_keep_their_references_until_they_are_released() -> None:
     reserved.release()
     assert receiver.matching(digests) == 3
     assert_unused(receiver)
+
+
+@pytest.mark.parametrize("tokens", range(6 * SIZE, 7 * SIZE))
+def test_blocks_of_a_window_are_reserved_from_its_start(tokens: int) -> None:
+    """Also where the last block is not full: without it the request goes on behind the full ones."""
+    cache, prompt = CacheBlocks([CacheGroup(24, 2 * SIZE)], SIZE), list(range(tokens))
+    full = digests_of(prompt)
+    digests = full if tokens % SIZE == 0 else [*full, b"end of the prompt"]
+    reserved = ReservedBlocks(cache, digests, tokens)
+    reserved.take()
+    for index in range(reserved.first, len(digests)):
+        reserved.enter(index)
+    assert reserved.first == (len(full) * SIZE - 2 * SIZE + 1) // SIZE
+    assert cache.matching(full) == len(full)

@@ -9,7 +9,7 @@ from meshwright.config.divisors import nearest_divisor
 from meshwright.config.run_values import RunValues
 from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
-from meshwright.spec.paired import NO_EXCHANGE, paired_conflict
+from meshwright.spec.paired import NO_EXCHANGE, SAMPLES_DIFFER, paired_conflict
 
 
 def expert_pins(run: RunValues) -> Iterator[Mistake]:
@@ -75,12 +75,14 @@ def _paired_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
     none_sent = (
         not experts
         or (ranks == 1 and tensor == expert == 1)
-        or _all_fixed(run("plan.expert_policy"), slots, experts, ranks)
+        or (expert is not None and _all_fixed(run("plan.expert_policy"), slots, experts, ranks))
     )
     layers = run("plan.layers") or ()
     conflict = (
         NO_EXCHANGE
         if none_sent
+        else SAMPLES_DIFFER
+        if run("data.packing") == "none"
         else paired_conflict(
             pipeline=run("plan.pipeline") or 1,
             exchange=run("plan.expert_exchange"),

@@ -131,9 +131,9 @@ def step_cost(
     steady = micro_batches * (stage + host_micro) + imbalance
     overlapping = k.hide * _overlapping_micro_batches(layout)
     first = exposed_seconds(gathers.once, (layers_time - backward) * overlapping, gathers.tax)
-    # The compute that hides a micro-batch's own collectives does not hide the last reductions too.
-    idle_share = 1 - np.minimum(1.0, collective_seconds / np.maximum(overlap_seconds, 1e-12))
-    last = exposed_seconds(reductions.once, idle_share * backward * overlapping, reductions.tax)
+    # Compute that hides a micro-batch's own collectives cannot hide the last reductions too.
+    free_overlap_share = 1 - np.minimum(1.0, collective_seconds / np.maximum(overlap_seconds, 1e-12))
+    last = exposed_seconds(reductions.once, free_overlap_share * backward * overlapping, reductions.tax)
     first_and_last = _delay_of_ends(layout, first, last, units) + copies_once / layout.pipeline
     first_and_last = first_and_last + _table_seconds(shape, machine, layout, k)
     passes = (stage * seconds / np.maximum(device, 1e-12) for seconds in (times.forward, times.backward))

@@ -96,4 +96,7 @@ def _call(name: str, *arguments: object) -> None:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise NotMappable(str(error)) from error

@@ -16,15 +16,14 @@ from meshwright.policies.cache_blocks import CacheBlocks
 class ReservedBlocks:
     """Empty blocks of a prompt, of the receiver: those from the end of its cached prefix on."""
 
-    def __init__(self, cache: CacheBlocks, digests: Sequence[bytes]) -> None:
-        """Count them; `take` takes them."""
+    def __init__(self, cache: CacheBlocks, digests: Sequence[bytes], tokens: int | None = None) -> None:
+        """Count them; `take` takes them. The last block ends with the prompt's `tokens`; None: it is full."""
         self._cache, self._digests = cache, digests
         self.cached = cache.matching(digests)
         """Blocks of the prompt that are cached."""
-        last = len(digests)
-        self.first = max(
-            self.cached, *(cache.first_block(group, last * cache.tokens_per_block) for group in range(len(cache.pools)))
-        )
+        full = len(digests) if tokens is None else tokens // cache.tokens_per_block
+        end = full * cache.tokens_per_block  # where the request goes on if the last block does not arrive
+        self.first = max(self.cached, *(cache.first_block(group, end) for group in range(len(cache.pools))))
         """Index of the first block to be filled; earlier ones are cached, or outside of all windows."""
         self._tables: dict[int, list[int]] = {}
         self._shared: list[list[int]] = [[] for _ in cache.pools]

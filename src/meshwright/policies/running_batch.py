@@ -26,7 +26,7 @@ class RunningBatch:
         self.preemptions = self.cached_tokens = self.generation = 0
         self._releases = 0
         self._refused: Progress | None = None
-        """The head of the queue for which there were no blocks at so many releases."""
+        """The request that was last refused for lack of blocks; it is tried again when `_releases` has changed."""
         self._refused_releases = 0
 
     def check_size(self, request: Request) -> None:
@@ -57,7 +57,7 @@ class RunningBatch:
         progress = self.queue.head()
         assert progress is not None
         if progress.generation != self.generation:
-            progress.digests, progress.generation = [], self.generation
+            progress.digests, progress.tail, progress.generation = [], None, self.generation
         digests = progress.digests
         if progress.shares:
             blocks = (len(progress.tokens) - 1) // self.cache.tokens_per_block

@@ -35,7 +35,7 @@ class OwnBlocks:
     @property
     def host(self) -> str:
         """Name of the host if blocks can be mapped by other processes there; else empty."""
-        aligned = not (self.sizes % ALIGNMENT).any()
+        aligned = not (self.sizes % ALIGNMENT).any() and not (self._starts % ALIGNMENT).any()
         return mapped_memory.host_name() if aligned and mapped_memory.mappable(self._device) else ""
 
     def offer(self) -> list[dict[str, Any]] | None:
@@ -87,6 +87,8 @@ class MappedBlocks:
         self._memories: list[MappedMemory] = []
         try:
             for group, size, count in zip(offer, sizes, self._counts, strict=True):
+                if int(group["offset"]) % ALIGNMENT:
+                    raise ValueError(f"offset: expected a multiple of {ALIGNMENT}")
                 exported = ExportedMemory(bytes.fromhex(group["handle"]), int(group["offset"]))
                 self._memories.append(MappedMemory(exported, count * size, device))
         except BaseException:

@@ -51,16 +51,19 @@ class PrefixBlocks:
 
     def missing(self, digests: Sequence[bytes]) -> int:
         """Blocks of a prompt that would have to be filled; 0 if the cache cannot hold the prompt."""
-        fits = len(digests) <= min(pool.blocks for pool in self._cache.pools)
-        return len(ReservedBlocks(self._cache, digests)) if fits else 0
+        return len(ReservedBlocks(self._cache, digests)) if self.can_hold(digests) else 0
 
-    def reserve(self, digests: Sequence[bytes], reserved: int) -> ReservedBlocks | None:
+    def can_hold(self, digests: Sequence[bytes]) -> bool:
+        """Whether the cache, if it were empty, could hold these blocks of a prompt."""
+        return len(digests) <= min(pool.blocks for pool in self._cache.pools)
+
+    def reserve(self, digests: Sequence[bytes], reserved: int, tokens: int | None = None) -> ReservedBlocks | None:
         """Empty blocks for the part of a prompt that is not cached; None while running requests leave no room.
 
         `reserved` is the number of reservations that are not released. Each counts as a request of the batch, so that its prompt is
-        admitted once it is there. The caller makes sure that the cache can hold the prompt.
+        admitted once it is there. `tokens` as in `ReservedBlocks`. The caller makes sure that the cache can hold the prompt.
         """
-        policy, blocks = self._policy, ReservedBlocks(self._cache, digests)
+        policy, blocks = self._policy, ReservedBlocks(self._cache, digests, tokens)
         busy = policy.unfinished + reserved
         if busy >= policy.limits.sequences or not blocks.fit(policy.limits.reserve if busy else 0):
             return None

@@ -118,6 +118,8 @@ class RemotePrefill:
         if not self._blocks.missing(self._blocks.digests(request["tokens"])):
             return False
         digests = self._blocks.digests(request["tokens"], tail=True)
+        if not self._blocks.can_hold(digests):
+            return False
         self._waiting.append(RemotePrompt(request, next(self._numbers), digests))
         self.start()
         return True
@@ -130,7 +132,7 @@ class RemotePrefill:
             if not usable or not self.enabled:
                 self._submit_here(self._waiting.popleft())
                 continue
-            reserved = self._blocks.reserve(prompt.digests, self._reserved)
+            reserved = self._blocks.reserve(prompt.digests, self._reserved, len(prompt.request["tokens"]))
             if reserved is None:
                 return
             self._waiting.popleft()

@@ -282,9 +282,9 @@ class _Simulation:
 
     def _reservation(self, cache: CacheBlocks, prompt: _Prompt) -> ReservedBlocks | CountedReservation:
         digests = prompt.moved_digests
-        return (
-            CountedReservation(cache, digests) if isinstance(cache, CountedBlocks) else ReservedBlocks(cache, digests)
-        )
+        if isinstance(cache, CountedBlocks):
+            return CountedReservation(cache, digests)
+        return ReservedBlocks(cache, digests, prompt.times.request.input_tokens)
 
     def _note_first_token(self, part: Part, now: float) -> None:
         prompt = self._prompts[part.request.number]

@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.spec.plan import PARTIAL_RECOMPUTES, RECOMPUTES_PRODUCTS, Plan
 
 NO_EXCHANGE = "no tokens go to experts of other ranks"
+SAMPLES_DIFFER = "its micro-batches would be filled differently by samples of any length (data.packing: none)"
 
 
 def paired_conflict(
@@ -15,7 +16,7 @@ def paired_conflict(
 ) -> str | None:
     """Why two micro-batches cannot run together, as the end of a sentence; None if they can, or if the values are not known."""
     if pipeline > 1:
-        return "it has one pipeline rank"
+        return "it needs plan.pipeline 1"
     if exchange not in (None, "all_to_all"):
         return f"exchange {exchange} sends the tokens of one micro-batch at a time"
     if mode := next((mode for mode in recompute if mode in RECOMPUTES_PRODUCTS), None):
@@ -32,7 +33,7 @@ def plan_conflict(plan: Plan) -> str | None:
     if plan.experts is None or plan.experts.expert * plan.axis_size("tensor") == 1:
         return NO_EXCHANGE
     if plan.samples is not None:
-        return "samples of any length fill its micro-batches differently"
+        return SAMPLES_DIFFER
     values: dict[str, Any] = {
         name: [getattr(layer, name) for layer in plan.layers] for name in ("recompute", "offload")
     }

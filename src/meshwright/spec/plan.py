@@ -404,7 +404,7 @@ class PlanPins:
     offload_capacity: Positive | None = None
     """With `capacity`, tokens of a slot for long samples whose activations are partly offloaded; left out, none."""
     hybrid_attention: Literal["ring", "ulysses"] | None = None
-    """With `hybrid`, attention of divided samples: `ulysses` where ranks divide the kv heads; left out, the faster."""
+    """With `hybrid`, attention of divided samples: ring, or `ulysses` where ranks divide the kv heads; left out, the faster."""
     pipeline: Positive | None = None
     """Pipeline ranks the layers are split over."""
     context_ring: Positive | None = None
