@@ -97,7 +97,7 @@ def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
 
 
 @pytest.mark.parametrize("masked", quick_first(1, [True, False]), ids=["documents", "whole rows"])
-@pytest.mark.parametrize(("spec", "case"), quick_first(2, LARGE, unpack=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(3, LARGE, unpack=True), ids=named)
 def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case, masked: bool) -> None:
     check(pool, spec, case, (masked,))
 

@@ -53,8 +53,11 @@ class Engine:
     def abort(self, number: int) -> None:
         self.aborted.append(number)
 
-    def digests(self, tokens: list[int]) -> list[bytes]:
+    def digests(self, tokens: list[int], *, tail: bool = False) -> list[bytes]:
         return [b"digest"]
+
+    def can_hold(self, digests: Sequence[bytes]) -> bool:
+        return True
 
     def missing(self, digests: Sequence[bytes]) -> int:
         return 1
@@ -68,7 +71,7 @@ class Engine:
 
         return UnsentNumbers()
 
-    def reserve(self, digests: Sequence[bytes], others: int) -> Any:
+    def reserve(self, digests: Sequence[bytes], others: int, tokens: int | None = None) -> Any:
         class Reserved(list[bytes]):
             first = 0
 
