@@ -25,7 +25,7 @@ EXPERTS = "experts: {expert: 2, expert_shard: 1}"
         (["plan.recompute=selective", "plan.expert_policy=fixed", "plan.expert_slots=3"], None),
         (["plan.expert=1", "plan.tensor=1"], "no tokens go to experts of other ranks"),
         (["plan.expert_policy=fixed", "plan.expert_slots=4"], "no tokens go to experts of other ranks"),
-        (["plan.pipeline=2"], "it has one pipeline rank"),
+        (["plan.pipeline=2"], "it needs plan.pipeline 1"),
         (["cluster.gpu=H100", "plan.expert_exchange=peer"], "exchange peer sends the tokens of one micro-batch"),
         (["plan.recompute=full"], "recompute full would exchange tokens again"),
         (["plan.layers=[{recompute: all_but_attention}]"], "recompute all_but_attention would exchange tokens again"),
@@ -54,7 +54,7 @@ def test_a_dense_model_has_no_exchange(tmp_path: Path) -> None:
         ({"more": "experts: {expert: 1, expert_shard: 2}"}, "schedule.name", "no tokens go to experts of other ranks"),
         ({"more": EXPERTS + "\nlayers: [{recompute: full}]"}, "schedule.name", "recompute full would exchange"),
         ({"more": EXPERTS + "\nlayers: [{offload: activations}]"}, "schedule.name", "offload activations copies"),
-        ({"axes": ", {axis: pipeline, size: 2}"}, "schedule.name", "it has one pipeline rank"),
+        ({"axes": ", {axis: pipeline, size: 2}"}, "schedule.name", "it needs plan.pipeline 1"),
         ({"shard": 8, "accumulate": 1, "more": "experts: {expert: 8}"}, "batch.accumulate", "an even number"),
     ],
 )
