@@ -155,7 +155,7 @@ def run_engine(end: socket.socket, options: argparse.Namespace) -> None:
     from meshwright.parallel import mapped_memory
     from meshwright.serve.engine import Engine
     from meshwright.server.engine_process import Connection, serve_engine
-    from meshwright.server.lent_blocks import Borrower, Lender
+    from meshwright.server.mapped_transfer import MappedReceiver, MappedSender
     from meshwright.server.prefill_jobs import PrefillJobs
     from meshwright.server.remote_prefill import RemotePrefill
     from meshwright.server.transfers import TransferSetup
@@ -165,12 +165,12 @@ def run_engine(end: socket.socket, options: argparse.Namespace) -> None:
         mapped_memory.mappable = lambda device: False
     spans: dict[str, Spans] = {"send": [], "copy": []}
     for owner, method, name in (
-        (Lender, "lend", "send"),
+        (MappedSender, "send", "send"),
         (PrefillJobs, "_send_run", "send"),
-        (Borrower, "copy", "copy"),
+        (MappedReceiver, "copy", "copy"),
         (RemotePrefill, "_copy", "copy"),
     ):
-        if (owner in (Lender, Borrower)) == (options.transport == "mapped"):
+        if (owner in (MappedSender, MappedReceiver)) == (options.transport == "mapped"):
             setattr(owner, method, timed(getattr(owner, method), spans[name]))
     context = options.prompt + 64
     sizes = EngineOptions(sequences=8, context=context, cache_blocks=4 * -(-context // 16), texts=False)

@@ -7,6 +7,7 @@ Block tables are int arrays `(blocks, groups)` with the block of each group of l
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from meshwright.kernels.range_copies import ALIGNMENT, copy_ranges
 from meshwright.parallel import mapped_memory
 from meshwright.parallel.mapped_memory import ExportedMemory, MappedMemory, NotMappable
 
+log = logging.getLogger("meshwright.server")
 Integers = NDArray[np.int64]
 
 
@@ -44,7 +46,8 @@ class OwnBlocks:
             return None
         try:
             exported = [mapped_memory.export(content) for content in self._contents]
-        except NotMappable:
+        except NotMappable as error:
+            log.warning("cache blocks go through host memory: this cache cannot be mapped (%s)", error)
             return None
         self._load_kernel()
         return [

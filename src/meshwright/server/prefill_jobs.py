@@ -1,6 +1,6 @@
 """The sender of blocks: computes prompts for other engines, with the first token of each text, and hands out their blocks.
 
-A prompt is a request of the engine with one new token. After each step the blocks that are computed are held, and lent to a receiver that
+A prompt is a request of the engine with one new token. After each step the blocks that are computed are kept, and named to a receiver that
 maps the cache, or copied into staging memory as far as there is room, and sent; the receiver acknowledges what it has copied. A connection
 that ends, or has not acknowledged for too long, loses its prompts: they are aborted, and what they hold is freed.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, is_list_of_ids
-from meshwright.server.lent_blocks import Lender
+from meshwright.server.mapped_transfer import MappedSender
 from meshwright.server.staging import Staging
 from meshwright.server.store_client import StoreClient
 from meshwright.spec.errors import BadInput
@@ -102,7 +102,7 @@ class PrefillConnection:
         """`silent_since`: from when its silence counts."""
         self.staging: Staging | None = None
         """Memory for its blocks, once it has shown its key."""
-        self.lender: Lender | None = None
+        self.mapped_sender: MappedSender | None = None
         """Blocks that it copies out of the cache; None if it cannot."""
         self.jobs: dict[int, PrefillJob] = {}
         """By the receiver's number, in the order of their arrival."""
@@ -115,7 +115,7 @@ class PrefillConnection:
     def unacknowledged_blocks(self) -> int:
         """Blocks that it has not copied yet."""
         return (0 if self.staging is None else self.staging.used) + (
-            0 if self.lender is None else self.lender.lent_blocks
+            0 if self.mapped_sender is None else self.mapped_sender.unreturned_blocks
         )
 
     @property
@@ -211,9 +211,9 @@ class PrefillJobs:
         except OSError:  # files or memory are exhausted
             raise EOFError from None
         connection.staging, connection.frames.limit = staging, MESSAGE_BYTES
-        connection.lender = lender = Lender.for_peer(self._blocks.own_blocks, hello.get("host"))
+        connection.mapped_sender = sender = MappedSender.for_peer(self._blocks.own_blocks, hello.get("host"))
         sizes = {"block_bytes": staging.block_bytes, "slots": staging.slots}
-        welcome = {"welcome": sizes} if lender is None else {"welcome": sizes, "cache": lender.offer}
+        welcome = {"welcome": sizes} if sender is None else {"welcome": sizes, "cache": sender.offer}
         connection.frames.send(welcome, descriptor=staging.descriptor if connection.frames.local else None)
         self.report_load()
 
@@ -266,15 +266,15 @@ class PrefillJobs:
         connection.staging.give_back(start, count)
 
     def _use_mapping(self, connection: PrefillConnection, mapped: bool) -> None:
-        """Lend blocks from now on, or never."""
-        if connection.lender is None:
+        """Let the receiver copy blocks itself from now on, or never."""
+        if connection.mapped_sender is None:
             raise BadFrame("the cache was not offered")
-        connection.lender.mapped = mapped is True
+        connection.mapped_sender.mapped = mapped is True
 
     def _take_back(self, connection: PrefillConnection, number: int) -> None:
-        if connection.lender is None:
-            raise BadFrame("no block was lent")
-        connection.lender.take_back(number)
+        if connection.mapped_sender is None:
+            raise BadFrame("no block is to be returned")
+        connection.mapped_sender.release(number)
 
     def _cancel(self, connection: PrefillConnection, number: int) -> None:
         connection.fetching.discard(number)
@@ -310,14 +310,14 @@ class PrefillJobs:
                 connection.frames.send({"first": job.number, "texts": firsts})
 
     def _send_run(self, connection: PrefillConnection, job: PrefillJob) -> bool:
-        """Send some blocks of a prompt, or lend all; whether there was room for any."""
+        """Send some blocks of a prompt, or all to a receiver that maps them; whether there was room for any."""
         staging, size = connection.staging, self._blocks.block_bytes
         assert staging is not None
         if not connection.unacknowledged_blocks:
             connection.silent_since = time.monotonic()  # from now on the receiver has something to acknowledge
-        if (lender := connection.lender) is not None and lender.mapped:
+        if (sender := connection.mapped_sender) is not None and sender.mapped:
             count = len(job.unsent)
-            connection.frames.send({"lent": job.number, **lender.lend(job.unsent)})
+            connection.frames.send({"mapped_blocks": job.number, **sender.send(job.unsent)})
             self.sent_blocks += count
             return True
         start, count = staging.take(min(len(job.unsent), max(1, RUN_BYTES // size)))
@@ -371,8 +371,8 @@ class PrefillJobs:
             self._end(connection, job)
         if connection.staging is not None:
             connection.staging.close()
-        if connection.lender is not None:
-            connection.lender.close()
+        if connection.mapped_sender is not None:
+            connection.mapped_sender.close()
         connection.frames.close()
 
     def close(self) -> None:

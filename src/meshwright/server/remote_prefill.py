@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, is_list_of_ids, start_connecting
-from meshwright.server.lent_blocks import Borrower
+from meshwright.server.mapped_transfer import MappedReceiver
 from meshwright.server.staging import map_staging
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Peer:
         self.frames: FrameSocket | None = None
         self.memory: memoryview | None = None
         """Staging memory of a peer on this host."""
-        self.borrower: Borrower | None = None
+        self.mapped_receiver: MappedReceiver | None = None
         """The mapped cache of a peer on this host."""
         self.slots = 0
         self.usable = False
@@ -206,7 +206,7 @@ class RemotePrefill:
             prompt.heard = now
         if "blocks" in message:
             self._copy(peer, message, frame.payload)
-        elif "lent" in message:
+        elif "mapped_blocks" in message:
             self._copy_lent(peer, message)
         elif "load" in message:
             peer.load, peer.usable = int(message["load"]), bool(message["accepting"])
@@ -241,10 +241,10 @@ class RemotePrefill:
 
     def _map(self, peer: Peer, offer: Sequence[Mapping[str, Any]]) -> None:
         """Map the cache of a peer if that is possible, and tell the peer whether it is."""
-        if peer.frames is None or peer.borrower is not None:
+        if peer.frames is None or peer.mapped_receiver is not None:
             raise BadFrame("the cache is offered again")
-        peer.borrower = Borrower.of_offer(self._blocks.own_blocks, offer)
-        peer.frames.send({"mapped": peer.borrower is not None})
+        peer.mapped_receiver = MappedReceiver.of_offer(self._blocks.own_blocks, offer)
+        peer.frames.send({"mapped": peer.mapped_receiver is not None})
 
     def _copy(self, peer: Peer, message: Mapping[str, Any], payload: bytearray) -> None:
         """Copy the blocks of a message into the cache, up to the first with a wrong checksum, and acknowledge them."""
@@ -271,11 +271,11 @@ class RemotePrefill:
 
     def _copy_lent(self, peer: Peer, message: Mapping[str, Any]) -> None:
         """Copy blocks out of the peer's cache into this one, and return them."""
-        if peer.frames is None or peer.borrower is None:
+        if peer.frames is None or peer.mapped_receiver is None:
             raise BadFrame("the cache is not mapped")
-        if (prompt := peer.prompts.get(message["lent"])) is not None and prompt.intact:
+        if (prompt := peer.prompts.get(message["mapped_blocks"])) is not None and prompt.intact:
             assert prompt.reserved is not None
-            entered = peer.borrower.copy(message, prompt.reserved)
+            entered = peer.mapped_receiver.copy(message, prompt.reserved)
             self.received_blocks += entered
             if entered < len(message["tables"]):
                 self.damaged_blocks += 1
@@ -338,9 +338,9 @@ class RemotePrefill:
         """End the connection to a peer; its prompts are computed here. `retry`: when to connect again."""
         if peer.frames is not None:
             peer.frames.close()
-        if peer.borrower is not None:
-            peer.borrower.close()
-        peer.frames, peer.memory, peer.borrower, peer.usable, peer.load = None, None, None, False, 0
+        if peer.mapped_receiver is not None:
+            peer.mapped_receiver.close()
+        peer.frames, peer.memory, peer.mapped_receiver, peer.usable, peer.load = None, None, None, False, 0
         peer.retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
         for prompt in list(peer.prompts.values()):
             self.lost_prompts += 1

@@ -59,8 +59,8 @@ class Instance:
         """Begin of the run of identical steps in flight, and their number; 0 steps: none."""
         self._line = 0.0, 0.0
         """`StepTimes.decode_line` of the run."""
-        self._goes_on = False
-        """Whether the running step also stands for the one after it, which was planned ahead when a run was cut."""
+        self._one_more_step = False
+        """Whether a step follows the end of a cut run: with overlap it was planned before the cut, so the run's end does not complete it."""
         self._busy = self._held_seconds = self._peak = self._changed = 0.0
         self.occupancy: list[Occupancy] | None = None
         """What it held after each change, if that is to be noted."""
@@ -87,8 +87,8 @@ class Instance:
         if self._run_steps:
             self._end_run(self._run_steps)
         self._note_usage(now)
-        if self._goes_on:
-            self._goes_on = False
+        if self._one_more_step:
+            self._one_more_step = False
         else:
             if self._running is not None:
                 self._complete(self._running, now)
@@ -174,9 +174,9 @@ class Instance:
         """End the run with the step in flight, and plan the next one if that is done ahead."""
         steps = self._step_at(now)
         self.wake = self._run_end(steps)
-        self._goes_on = self.costs.overlap and steps < self._run_steps
+        self._one_more_step = self.costs.overlap and steps < self._run_steps
         self._end_run(steps)
-        if self.costs.overlap and not self._goes_on:
+        if self.costs.overlap and not self._one_more_step:
             self._ahead = self._plan(now)
 
     def _step_at(self, now: float) -> int:
@@ -199,7 +199,7 @@ class Instance:
         planned = self._running
         assert planned is not None
         self._busy += self._run_end(steps) - self._run_begin
-        steps += self._goes_on
+        steps += self._one_more_step
         if steps > 1 and self.policy.extend(planned.step, steps) != steps:
             raise AssertionError("a run of decodes was planned without blocks for it")
         self._context = planned.positions = planned.positions + planned.step.decodes * (steps - 1)

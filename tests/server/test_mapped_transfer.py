@@ -89,7 +89,7 @@ def test_a_mapping_that_fails_leaves_staging_memory(
 
 
 @pytest.mark.parametrize("way", quick_first(1, ["returns nothing", "leaves", "returns other blocks"]))
-def test_a_receiver_that_fails_leaves_no_lent_blocks(
+def test_a_receiver_that_fails_leaves_no_unreturned_blocks(
     folder: Path, tmp_path: Path, mapping: EmulatedMapping, way: str
 ) -> None:
     address = f"unix:{tmp_path}/a"
@@ -101,9 +101,9 @@ def test_a_receiver_that_fails_leaves_no_lent_blocks(
         receiver.send({"mapped": True})
         prompt = {"job": 1, "count": 1, "first_block": 0, "sampling": {}, "stop_ids": [], "grammar": None}
         receiver.send({"prefill": {**prompt, "tokens": [1 + number % 200 for number in range(150)]}})
-        while "lent" not in next_message(receiver):
+        while "mapped_blocks" not in next_message(receiver):
             pass
-        assert not prefill.all_free, "lent blocks are kept"
+        assert not prefill.all_free, "unreturned blocks are kept"
         if way == "leaves":
             receiver.close()
         else:

@@ -1,13 +1,14 @@
 """Blocks that a receiver copies out of the sender's cache itself, where it can map that: both ends of one connection.
 
 The sender offers its cache in its welcome, and the receiver answers whether it could map it; until then, and without it, blocks go
-through staging memory. A message `lent` names blocks, with their checksums; the sender keeps them unchanged until the receiver returns
-them, or the connection ends.
+through staging memory. A message `mapped_blocks` names blocks, with their checksums; the sender keeps them unchanged until the receiver
+returns them, or the connection ends.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,59 +18,62 @@ if TYPE_CHECKING:
     from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
     from meshwright.serve.mapped_blocks import MappedBlocks, OwnBlocks
 
+log = logging.getLogger("meshwright.server")
 
-class Lender:
+
+class MappedSender:
     """The sender's end."""
 
     def __init__(self, blocks: OwnBlocks, offer: Sequence[Mapping[str, Any]]) -> None:
         self._blocks, self.offer, self.mapped = blocks, offer, False
         """`mapped`: whether the receiver has mapped the cache."""
-        self._lent: dict[int, UnsentBlocks] = {}
+        self._unreturned: dict[int, UnsentBlocks] = {}
         self._numbers = itertools.count()
 
     @classmethod
-    def for_peer(cls, blocks: OwnBlocks | None, host: object) -> Lender | None:
+    def for_peer(cls, blocks: OwnBlocks | None, host: object) -> MappedSender | None:
         """The end for a receiver that maps memory on `host`; None if it cannot map this cache."""
         if blocks is None or not host or host != blocks.host or (offer := blocks.offer()) is None:
             return None
         return cls(blocks, offer)
 
     @property
-    def lent_blocks(self) -> int:
+    def unreturned_blocks(self) -> int:
         """Blocks that the receiver has not returned."""
-        return sum(map(len, self._lent.values()))
+        return sum(map(len, self._unreturned.values()))
 
-    def lend(self, unsent: UnsentBlocks) -> dict[str, Any]:
-        """Lend all computed blocks of a prompt: the fields of a message."""
-        index, lent, number = unsent.next, unsent.split(len(unsent)), next(self._numbers)
-        self._lent[number] = lent
-        tables = lent.take(len(lent))
+    def send(self, unsent: UnsentBlocks) -> dict[str, Any]:
+        """Keep all computed blocks of a prompt for the receiver: the fields of the message that names them."""
+        index, sent, number = unsent.next, unsent.split(len(unsent)), next(self._numbers)
+        self._unreturned[number] = sent
+        tables = sent.take(len(sent))
         return {"index": index, "number": number, "tables": tables, "sums": self._blocks.sums(tables).tobytes().hex()}
 
-    def take_back(self, number: int) -> None:
-        """Take the blocks of a message back. Raises KeyError for a number that is not lent."""
-        self._lent.pop(number).release()
+    def release(self, number: int) -> None:
+        """Release the blocks of a message. Raises KeyError for the number of no message, or of one that was returned."""
+        self._unreturned.pop(number).release()
 
     def close(self) -> None:
-        """Take all blocks back."""
-        for number in list(self._lent):
-            self.take_back(number)
+        """Release all blocks."""
+        for number in list(self._unreturned):
+            self.release(number)
 
 
-class Borrower:
+class MappedReceiver:
     """The receiver's end."""
 
     def __init__(self, blocks: OwnBlocks, source: MappedBlocks) -> None:
         self._blocks, self._source = blocks, source
 
     @classmethod
-    def of_offer(cls, blocks: OwnBlocks | None, offer: Sequence[Mapping[str, Any]]) -> Borrower | None:
+    def of_offer(cls, blocks: OwnBlocks | None, offer: Sequence[Mapping[str, Any]]) -> MappedReceiver | None:
         """The end for what a sender offers; None if it cannot be mapped. Raises KeyError, TypeError or ValueError."""
         from meshwright.parallel.mapped_memory import NotMappable
 
         try:
             return None if blocks is None else cls(blocks, blocks.map(offer))
-        except NotMappable:
+        except NotMappable as error:
+            log.warning("cache blocks come through host memory: the sender's cache cannot be mapped (%s)", error)
             return None
 
     def copy(self, message: Mapping[str, Any], reserved: ReservedBlocks) -> int:
