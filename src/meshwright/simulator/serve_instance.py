@@ -60,7 +60,7 @@ class Instance:
         self._line = 0.0, 0.0
         """`StepTimes.decode_line` of the run."""
         self._one_more_step = False
-        """Whether a step follows the end of a cut run: with overlap it was planned before the cut, so the run's end does not complete it."""
+        """Whether one step follows the end of a cut run: with overlap it was planned before the cut."""
         self._busy = self._held_seconds = self._peak = self._changed = 0.0
         self.occupancy: list[Occupancy] | None = None
         """What it held after each change, if that is to be noted."""
