@@ -61,6 +61,8 @@ class RankLife:
         self.progress = ProgressSender(ProgressPage.from_environment(), self.channel)
         self.stop = StopRequest.for_rank(1 if spare else environment.rank) if stop is None else stop
         self.log_file: Path | None = None
+        self.requested = threading.Event()
+        """Set once the launcher has sent a request or has closed the pipe."""
         self._cleanups: list[Callable[[], object]] = []
         self._ending = threading.Lock()
         self._requests: queue.SimpleQueue[Begin | SelfTest | None] = queue.SimpleQueue()
@@ -178,6 +180,7 @@ class RankLife:
                 for message in map(decode, lines):
                     if isinstance(message, Begin | SelfTest):
                         self._requests.put(message)
+                        self.requested.set()
                     elif isinstance(message, CollectivesRequest):
                         # In a thread of its own: torch may wait for a lock that a broken communicator keeps.
                         threading.Thread(target=_answer, args=(message,), name="collectives", daemon=True).start()
@@ -185,6 +188,7 @@ class RankLife:
                         self.end(CommunicationFailure(message.cause))
         finally:
             self._requests.put(None)
+            self.requested.set()
 
 
 def _answer(request: CollectivesRequest) -> None:

@@ -2,8 +2,8 @@
 
 `python -m meshwright.training.rank cpu|cuda [spare]` waits for the message `Begin` on its standard input
 (`events.messages`), which names the run's assignment, and runs the self-test on request. If the input ends without
-`Begin`, there is nothing to run. A spare imports the same modules but has no rank and opens no device until `Begin`
-gives it the variables of a rank.
+`Begin`, there is nothing to run. A spare imports the same modules, at idle priority because ranks train meanwhile. It has
+no rank and opens no device until `Begin` gives it the variables of a rank.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from meshwright.events.start import START_TIME_VARIABLE, StartClock
 from meshwright.spec.rank_environment import RankEnvironment
+from meshwright.training.idle_priority import run_at_idle_priority
 from meshwright.training.lifecycle import RankLife
 
 NO_RANK = RankEnvironment(0, 1, 0, 1, "127.0.0.1", 0)
@@ -30,7 +31,10 @@ def main() -> None:
     if spare:
         os.environ.pop(START_TIME_VARIABLE, None)  # its start begins with the message Begin
     life = RankLife(NO_RANK if spare else RankEnvironment.from_environment(), spare=spare)
-    import_all(cuda, open_device=not spare)
+    if spare:
+        run_at_idle_priority(partial(import_all, cuda, open_device=False), life.requested)
+    else:
+        import_all(cuda)
     from meshwright.training import worker
     from meshwright.training.self_test import answer_self_test
 

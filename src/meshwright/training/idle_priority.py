@@ -1,0 +1,96 @@
+"""Work at idle priority: it uses the processor time that other processes leave, and delays none of them.
+
+A spare imports for some seconds of processor time while ranks train. At usual priority it would slow every rank: a step
+ends with its slowest rank. Linux sets the policy of each thread, and a process without privileges cannot leave
+`SCHED_IDLE` again. Therefore the work gets a thread of its own. Linux can also share processor time between sessions first
+(sched(7), autogroup): then the policy counts within this session only, and its weight is lowered too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from meshwright.training.background_thread import BackgroundThread
+
+T = TypeVar("T")
+
+AUTOGROUP = Path("/proc/self/autogroup")
+LEAST_WEIGHT = "19"
+"""The nice value of a session with the least weight."""
+RETRY_SECONDS = 2.0
+"""Linux accepts ten new weights a second from all processes without privileges; a session tries for this time."""
+POLL_SECONDS = 0.05
+
+
+def run_at_idle_priority(work: Callable[[], T], urgent: threading.Event) -> T:
+    """The result of `work`, called in a thread at idle priority; its exception is raised.
+
+    Once `urgent` is set the rest runs at usual priority, where the system lets a thread leave idle priority.
+    """
+    with _least_weight() as restore:
+        thread = BackgroundThread("idle priority")
+        thread.submit(_idle)
+        result = thread.submit(work)
+        while not result.done():
+            if urgent.wait(POLL_SECONDS):
+                restore()
+                _raise_threads()
+                break
+        value = result.result()
+    _raise_threads()  # those that native libraries created inherit the policy
+    return value
+
+
+def _idle() -> None:
+    with suppress(OSError):  # some sandboxes refuse it
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _raise_threads() -> None:
+    """Give the idle threads of this process the usual policy, as far as it may."""
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(OSError):  # it has ended, or this process has no privilege
+            if os.sched_getscheduler(thread) == os.SCHED_IDLE:
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
+
+@contextmanager
+def _least_weight() -> Iterator[Callable[[], None]]:
+    """Give this session the least weight; yields the function that restores the weight, which runs at the end too.
+
+    Only a session of this process alone changes, and only if Linux groups processes by session.
+    """
+    before = None
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError, ValueError):  # ValueError: no group
+            before = str(int(AUTOGROUP.read_text(encoding="ascii").rsplit("nice", 1)[1]))
+
+    def restore() -> None:
+        if before is not None:
+            _set_weight(before)
+
+    if before is not None:
+        _set_weight(LEAST_WEIGHT)
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+def _set_weight(nice: str) -> None:
+    deadline = time.monotonic() + RETRY_SECONDS
+    while True:
+        try:
+            AUTOGROUP.write_text(nice, encoding="ascii")
+        except OSError as error:
+            if error.errno == errno.EAGAIN and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                continue
+        return

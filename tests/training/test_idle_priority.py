@@ -1,0 +1,82 @@
+"""Work at idle priority, and the usual priority of everything after it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.training.idle_priority import run_at_idle_priority
+
+WHOLE_PROCESS = """
+import os, pathlib, threading
+from meshwright.training.idle_priority import run_at_idle_priority
+
+group = pathlib.Path("/proc/self/autogroup")
+weight = lambda: group.read_text().rsplit("nice", 1)[1].strip() if group.exists() else "none"
+stay = threading.Event()
+
+def work():
+    threading.Thread(target=stay.wait, daemon=True).start()  # as native libraries do
+    return weight()
+
+print(weight(), run_at_idle_priority(work, threading.Event()), weight())
+print(*(os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")))
+"""
+
+
+def test_only_the_thread_of_the_work_has_idle_priority() -> None:
+    inside = run_at_idle_priority(
+        lambda: (os.sched_getscheduler(0), os.sched_getscheduler(os.getpid())), threading.Event()
+    )
+    assert inside == (os.SCHED_IDLE, os.SCHED_OTHER)
+
+
+def test_an_error_of_the_work_is_raised() -> None:
+    with pytest.raises(ImportError, match="no such module"):
+        run_at_idle_priority(_fail, threading.Event())
+
+
+def _fail() -> None:
+    raise ImportError("no such module")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only a privileged process leaves idle priority")
+def test_urgent_work_continues_at_usual_priority() -> None:
+    urgent = threading.Event()
+    policies = []
+
+    def work() -> None:
+        policies.append(os.sched_getscheduler(0))
+        urgent.set()
+        deadline = time.monotonic() + 30
+        while os.sched_getscheduler(0) == os.SCHED_IDLE and time.monotonic() < deadline:
+            time.sleep(0.01)
+        policies.append(os.sched_getscheduler(0))
+
+    run_at_idle_priority(work, urgent)
+    assert policies == [os.SCHED_IDLE, os.SCHED_OTHER]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only a privileged process leaves idle priority")
+def test_a_session_of_its_own_has_the_least_weight_meanwhile() -> None:
+    command = [sys.executable, "-c", WHOLE_PROCESS]
+    weights, policies = subprocess.run(
+        command, start_new_session=True, text=True, check=True, capture_output=True
+    ).stdout.splitlines()
+    assert weights in ("0 19 0", "none none none")
+    assert set(policies.split()) == {"0"}
+
+
+def test_the_session_of_another_process_is_not_changed() -> None:
+    group = Path("/proc/self/autogroup")
+    if os.getsid(0) == os.getpid() or not group.exists():
+        pytest.skip("this process has a session of its own, or Linux groups no sessions")
+    read = lambda: group.read_text().split("nice")[1]  # noqa: E731
+    before = read()
+    assert run_at_idle_priority(read, threading.Event()) == before
