@@ -72,9 +72,12 @@ def texts(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, **request:
     return [tokens[number] for number in numbers]
 
 
-def continued_texts(sender: Engine, receiver: Engine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
+def continued_texts(
+    sender: Engine, receiver: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, new_tokens: int = TOKENS
+) -> list[list[int]]:
     """The new tokens after each prompt: the first from one engine, the others from one that gets its blocks."""
     moved, ours, theirs = [], sender.prefix_blocks(), receiver.prefix_blocks()
+    cached = receiver.figures().cached_tokens
     for prompt in prompts:
         digests = ours.digests(prompt, tail=True)
         unsent = ours.unsent(digests, 0)
@@ -94,12 +97,12 @@ def continued_texts(sender: Engine, receiver: Engine, prompts: Sequence[Sequence
             theirs.write([table], content[index * ours.block_bytes : (index + 1) * ours.block_bytes])
             reserved.enter(index)
         reserved.release()
-        numbers.append(receiver.submit(prompt, new_tokens=TOKENS, given=first))
+        numbers.append(receiver.submit(prompt, new_tokens=new_tokens, given=first))
     tokens = {number: list(first) for number, (_, _, _, first) in zip(numbers, moved, strict=True)}
     for update in receiver.run():
         assert update.error is None, update.error
         tokens[update.number] += update.tokens
-    assert receiver.figures().cached_tokens == sum(len(prompt) for prompt in prompts)
+    assert receiver.figures().cached_tokens - cached == sum(len(prompt) for prompt in prompts)
     return [tokens[number] for number in numbers]
 
 

@@ -75,6 +75,12 @@ def test_texts_go_on_after_another_engine_has_computed_their_prompts(overlap: bo
     assert_all_free(receiver)
 
 
+def test_a_text_may_end_at_the_first_token_behind_a_moved_prompt(expected: list[list[int]]) -> None:
+    sender, receiver = (engine_of(tiny(LLAMA), sequences=8) for _ in range(2))
+    assert continued_texts(sender, receiver, new_tokens=2) == [text[:2] for text in expected]
+    assert_all_free(receiver)
+
+
 def test_prefix_hits_do_not_change_texts(expected: list[list[int]]) -> None:
     engine = engine_of(tiny(LLAMA))
     assert [texts(engine, [prompt])[0] for prompt in PROMPTS] == expected

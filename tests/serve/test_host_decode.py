@@ -12,7 +12,7 @@ from meshwright.serve import host_decode
 from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
 from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN3, SCALED, SLIDING, built
-from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts, tiny
+from tests.serve.helpers import PROMPTS, continued_texts, engine_of, greedy, record_logits, texts, tiny
 
 
 @pytest.mark.parametrize("spec", [LLAMA, QWEN3, SLIDING, replace(LLAMA, kv_heads=1, tied=True)], ids=str)
@@ -26,6 +26,19 @@ def test_logits_are_those_of_the_trainer(spec, monkeypatch: pytest.MonkeyPatch) 
     with torch.no_grad():
         whole = model(torch.tensor([[*PROMPTS[0], *new]]))[0, len(PROMPTS[0]) - 1 : -1]
     assert (torch.stack(seen[0]) - whole).abs().max() < 1e-5
+
+
+def test_a_moved_prompt_may_have_the_blocks_of_the_text_before() -> None:
+    model, prefix = tiny(LLAMA), (3, 1, 4, 1, 5, 9, 2, 6)
+    prompts = (*prefix, 7), (*prefix, 20, 11, 13)  # the first text ends where the second begins
+    sender, receiver = engine_of(model), engine_of(model)
+    seen = record_logits(receiver)
+    moved = [continued_texts(sender, receiver, [prompt], new_tokens=3)[0] for prompt in prompts]
+    assert moved == greedy(model, prompts, 3)
+    for number, (prompt, new) in enumerate(zip(prompts, moved, strict=True)):
+        with torch.no_grad():
+            whole = model(torch.tensor([[*prompt, *new]]))[0, len(prompt) : -1]
+        assert (torch.stack(seen[number]) - whole).abs().max() < 1e-5
 
 
 def supported(model, dtype=torch.float32) -> bool:

@@ -55,3 +55,9 @@ def test_tokens_of_steps_that_arrive_together_keep_their_order() -> None:
     for text in range(TEXTS):
         tokens = [token for index, tokens in received if index == text for token in tokens]
         assert tokens == [100 + text, 200 + text, 300 + text]
+
+
+def test_a_server_with_a_role_counts_blocks_before_its_engine_reports_any() -> None:
+    for exchanges in (False, True):
+        client = EngineClient(ServerMetrics("model"), exchanges=exchanges)
+        assert ("kv_blocks_sent_total" in client.metrics.text(client.figures, client.transfers)) == exchanges

@@ -319,18 +319,19 @@ class Engine:
         """Give table rows to the requests that have none; such a request begins with a chunk, or a decode of a known token."""
         if step.unchanged:
             return
-        new = [part for part in step.parts if part.request.number not in self._table_rows.row_of]
+        rows = self._table_rows.row_of
+        new = [(index, part) for index, part in enumerate(step.parts) if part.request.number not in rows]
         if not new:
             return
         needed = {part.request.number for part in step.parts}
         if self._in_flight is not None:
             needed.update(part.request.number for part in self._in_flight.step.parts)
-        for part in new:
+        for index, part in new:
             number = part.request.number
             row = self._table_rows.take(number, needed)
             self._inputs.forget_row(row)
             self._sampler.assign(row, self._generations[number].sampling, part.tokens, len(part.request.prompt))
-            if part is part.progress.part:  # a decode
+            if index < step.decodes:
                 self._inputs.newest[row] = part.tokens[part.start]
 
     def _complete_in_flight(self, updates: list[Update]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Attention, Block, Decoder, Embedding, Head, Norm
 from meshwright.models.mlp import GatedMLP
+from meshwright.policies.batch_request import Part
 from meshwright.serve.batch_inputs import BatchInputs, Packed
 from meshwright.serve.host_attention import signed_tables
 from meshwright.serve.kv_cache import KVCache
@@ -37,6 +38,8 @@ class _Layer(NamedTuple):
 class _Text(NamedTuple):
     """Keys and values of a text from some block on."""
 
+    part: Part
+    """The decode that it is of: another request may have the same blocks with other content."""
     blocks: list[int]
     """Its blocks when it was copied."""
     first: int
@@ -98,7 +101,7 @@ class HostDecode:
         table = inputs.tables[0, int(packed.sampled_rows)].tolist()
         x, normed, qkv, attended = self._x, self._normed, self._qkv, self._attended
         self._rotation.view(-1).index_copy_(0, self._rotation_places, self._rotations[position])
-        text = self._text_before(table, position)
+        text = self._text_before(packed.sampled_parts[0], table, position)
         here = position - text.first
         first = 0 if self._window is None else max(0, here + 1 - self._window)
         new, visible = text.stored[:, :, :, here], text.stored[:, :, :, first : here + 1]
@@ -160,18 +163,19 @@ class HostDecode:
         for part, weight in ((self._unrotated[: self._heads], q_weight), (self._unrotated[self._heads :], k_weight)):
             part.copy_(nn.functional.rms_norm(part, width, weight, self._eps))
 
-    def _text_before(self, table: list[int], position: int) -> _Text:
-        """The text of a block table up to `position`, which has room for the token there."""
+    def _text_before(self, part: Part, table: list[int], position: int) -> _Text:
+        """The text of a decode by its block table up to `position`, which has room for the token there."""
         size, text = self._block_tokens, self._text
-        if text is not None and position == self._next and position - text.first < text.stored.shape[3]:
+        if text is not None and text.part is part and position == self._next:
             start = text.first // size
-            if table[start : start + len(text.blocks)] == text.blocks:
+            has_room = position - text.first < text.stored.shape[3]
+            if has_room and table[start : start + len(text.blocks)] == text.blocks:
                 return text
         start = 0 if self._window is None else max(0, position + 1 - self._window) // size
         blocks, first = table[start : position // size + 1], start * size
         stored = self._cache.index_select(0, torch.tensor(blocks)).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         room = (position - first) // ROOM * ROOM + ROOM
-        self._text = text = _Text(blocks, first, stored.new_empty(*stored.shape[:3], room, self._head_dim))
+        self._text = text = _Text(part, blocks, first, stored.new_empty(*stored.shape[:3], room, self._head_dim))
         text.stored[:, :, :, : position - first] = stored[:, :, :, : position - first]
         return text
 

@@ -113,7 +113,10 @@ class EngineRequest:
 class EngineClient(asyncio.Protocol):
     """One engine. Its methods are called by the event loop's thread only."""
 
-    def __init__(self, metrics: ServerMetrics, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, clock: Callable[[], float] = time.perf_counter, *, exchanges: bool = False
+    ) -> None:
+        """`exchanges`: whether the engine exchanges blocks with others."""
         self.metrics, self._clock = metrics, clock
         self.ready: Mapping[str, int] | None = None
         """Context, vocabulary and sizes of the engine, once it is ready."""
@@ -121,7 +124,7 @@ class EngineClient(asyncio.Protocol):
         """Why the engine cannot continue, and the exit code."""
         self.paused = False
         self.figures = EngineFigures()
-        self.transfers: TransferFigures | None = None
+        self.transfers = TransferFigures() if exchanges else None
         """Blocks exchanged with other engines, if any are."""
         self.changed = asyncio.Event()
         """Set when the engine becomes ready or fails."""

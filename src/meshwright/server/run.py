@@ -70,7 +70,7 @@ def run_server(
 
         files = read_model_files(folder, None if spec.chat_template is None else Path(spec.chat_template))
         name = spec.name or folder.resolve().name
-        client = EngineClient(ServerMetrics(name))
+        client = EngineClient(ServerMetrics(name), exchanges=spec.exchanges)
         api = Api(spec, name, files, client)
         sockets = [listening_socket(spec.host, spec.port, "port")]
         if spec.admin_port is not None:
