@@ -8,6 +8,8 @@ simulator predicts an attainment of 90%. At each rate the engine then serves req
 and the simulator is given their sizes and times of arrival. Sizes are those of the trace in order, or random around `--prompt` and `--new`.
 With `--processor-time`, on a CPU that others use too, all times are those of this process on one thread, and waiting is skipped.
 Prints one JSON object, and rewrites FILE after each rate. A rate that cannot end within `--budget` seconds is left out.
+With `--steps` a second file has all steps of the engine with the cost model's seconds for each, and the times of all requests, measured and
+predicted; the result then has the errors of the model by type of step.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ from meshwright.checkpoint.single_device import device_and_dtype
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.trace_file import read_trace
 from meshwright.costs.serve_costs import ServeCosts
+from meshwright.costs.step_times import StepTimes
 from meshwright.launch.machine import found_cluster
 from meshwright.serve.engine import Engine
 from meshwright.serve.engine_profile import measure_engine, random_model
 from meshwright.serve.sampling import SamplingOptions
+from meshwright.serve.timed_engine import TimedEngine, TimedStep
 from meshwright.simulator.serve_simulation import simulate
 from meshwright.simulator.serve_types import RequestTimes, ServedDeployment
 from meshwright.spec.cluster import ClusterSpec
@@ -61,7 +65,8 @@ def main() -> None:
     clock = ProcessorClock() if options.processor_time else WallClock()
     profile = measure_engine(spec, sizes, cluster, options.profile_seconds, timer=clock.now)
     gc.collect()
-    engine = Engine(random_model(spec, *device_and_dtype()), options=sizes)
+    model = random_model(spec, *device_and_dtype())
+    engine = TimedEngine(model, sizes, clock.now) if options.steps else Engine(model, options=sizes)
     costs = ServeCosts(spec, cluster, settings=sizes, profile=profile)
     deployment = Deployment(instances=(InstanceSpec(token_budget=options.step_tokens),))
     limits = ServeLimits(ttft_seconds=options.ttft, tpot_seconds=options.tpot)
@@ -75,17 +80,26 @@ def main() -> None:
         "profile": to_plain(profile),
     }  # fmt: skip
     serve(engine, arriving(lengths, capacity, options.seconds / 10, seed=0), clock)  # kernels and caches
+    times, details = costs.of(deployment.instances[0]).times, []
     for number, share in enumerate(SHARES, 1):
         if time.perf_counter() - begin + 1.3 * options.seconds > options.budget:
             result["left_out"].append(share)
             continue
         requests = arriving(lengths, share * capacity, options.seconds, seed=number)
+        if isinstance(engine, TimedEngine):
+            engine.steps.clear()
         measured = ServedDeployment(
             limits=limits, devices=1, requests=serve(engine, requests, clock), instances=[], seconds=options.seconds
         )
         predicted = simulate(deployment, requests, costs, limits)
         figures = {"share": share, "rate": share * capacity, "requests": len(requests)}
         result["rates"].append(figures | {"measured": summary(measured), "predicted": summary(predicted)})
+        if isinstance(engine, TimedEngine):
+            steps = [step_figures(step, times) for step in engine.steps]
+            requests_of = {"measured": request_figures(measured), "predicted": request_figures(predicted)}
+            details.append({"share": share, "steps": steps, "requests": requests_of})
+            options.steps.write_text(json.dumps(details) + "\n", encoding="utf-8")
+            result["step_errors"] = step_errors([step for each in details for step in each["steps"]])
         if options.out:
             options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     result["largest_errors"] = largest_errors(result["rates"])
@@ -197,6 +211,47 @@ def summary(served: ServedDeployment) -> dict[str, float]:
     return values
 
 
+def step_figures(step: TimedStep, times: StepTimes) -> dict[str, Any]:
+    """A step with the seconds that it took on the device and those of the cost model."""
+    seconds = step.device_end - step.device_begin
+    modelled = times.seconds(step.decodes, step.positions, step.chunks)
+    return to_plain(step) | {"seconds": seconds, "modelled": modelled}
+
+
+def request_figures(served: ServedDeployment) -> list[tuple[float, int, int, float, float]]:
+    """Of each request its arrival, prompt and new tokens, and when it got the first and the last of these."""
+    return [
+        (
+            each.request.arrival_seconds,
+            each.request.input_tokens,
+            each.request.output_tokens,
+            each.first_token,
+            each.end,
+        )
+        for each in served.requests
+    ]
+
+
+def step_errors(steps: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By type of step: how many there are, their measured and modelled seconds in all, and the step with the largest error."""
+    by_type: dict[str, list[dict[str, Any]]] = {}
+    for step in steps:
+        tokens = sum(chunk["count"] for chunk in step["chunks"])
+        chunks = f"{len(step['chunks'])} chunks of {1 << (tokens - 1).bit_length()} tokens at most" if tokens else ""
+        decodes = f"{1 << (step['decodes'] - 1).bit_length()} decodes at most" if step["decodes"] else ""
+        by_type.setdefault(", ".join(filter(None, (decodes, chunks))), []).append(step)
+    return {
+        name: {
+            "steps": len(alike),
+            "seconds": sum(step["seconds"] for step in alike),
+            "launch_seconds": sum(step["launch_end"] - step["launch_begin"] for step in alike),
+            "modelled": sum(step["modelled"] for step in alike),
+            "largest_error": max(alike, key=lambda step: abs(step["seconds"] - step["modelled"])),
+        }
+        for name, alike in sorted(by_type.items())
+    }
+
+
 def largest_errors(rates: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The largest difference of attainment in points, and the largest relative errors of the 90th percentiles, in percent."""
     pairs = [(each["measured"], each["predicted"]) for each in rates]
@@ -222,6 +277,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, default=2048)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
+    parser.add_argument("--steps", type=Path, help="file for all steps and requests")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """Measures the engine's steps by shape on this machine, with random weights, for the cost model of deployments.
 
 Requests are made so that a few steps of each wanted shape follow one another; each step's time is that from the end of the
-one before it, or from its own launch if that was later.
+one before it, or from its own launch if that was later. On a GPU it is taken by events on the device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -25,14 +25,12 @@ from meshwright.costs.serve_constants import usual_constants
 from meshwright.costs.serve_fit import fit_constants
 from meshwright.costs.serve_work import device_work
 from meshwright.models.decoder import Decoder
-from meshwright.serve.engine import Engine
-from meshwright.serve.generation import Update
-from meshwright.serve.readback import LaunchedStep
 from meshwright.serve.sampling import SamplingOptions
+from meshwright.serve.timed_engine import TimedEngine, TimedStep
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.serve_profile import Chunk, EngineProfile, StepTime
+from meshwright.spec.serve_profile import EngineProfile, StepTime
 
 DECODES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Decodes of the measured steps, up to the batch of the engine."""
@@ -50,46 +48,6 @@ LEAST_REPEATS = 3
 """Steps of a shape without which it is not measured."""
 
 
-@dataclass(frozen=True)
-class _Shape:
-    decodes: int
-    positions: int
-    chunks: tuple[tuple[int, int], ...]
-
-
-class _TimedEngine(Engine):
-    """An engine that notes shape and seconds of its steps."""
-
-    def __init__(self, model: Decoder, options: EngineOptions, timer: Callable[[], float]) -> None:
-        self._timer = timer
-        self.steps: list[tuple[_Shape, float]] = []
-        self._launches: dict[int, tuple[_Shape, float]] = {}
-        self._last_end = 0.0
-        super().__init__(model, options=options)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a step is launched while the one before it runs."""
-        return self._overlap
-
-    def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
-        begin = self._timer()
-        launched = super()._launch(updates, drafting)
-        if launched is not None:
-            step = launched.step
-            positions = sum(part.start + 1 for part in step.parts[: step.decodes])
-            chunks = tuple((part.start, part.count) for part in step.parts[step.decodes :])
-            self._launches[step.number] = _Shape(step.decodes, positions, chunks), begin
-        return launched
-
-    def _complete(self, launched: LaunchedStep, updates: list[Update]) -> None:
-        super()._complete(launched, updates)
-        end = self._timer()
-        shape, begin = self._launches.pop(launched.step.number)
-        self.steps.append((shape, end - max(begin, self._last_end)))
-        self._last_end = end
-
-
 def measure_engine(
     spec: ModelSpec,
     options: EngineOptions,
@@ -104,7 +62,7 @@ def measure_engine(
     """
     device, dtype = device_and_dtype()
     sizes = replace(options, prefix_cache=False, texts=False)
-    engine = _TimedEngine(random_model(spec, device, dtype), sizes, timer)
+    engine = TimedEngine(random_model(spec, device, dtype), sizes, timer)
     other = 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -157,7 +115,7 @@ def _machine(cluster: ClusterSpec, options: EngineOptions) -> Machine:
 class _Measurement:
     """Runs requests until each wanted shape was seen."""
 
-    def __init__(self, engine: _TimedEngine, deadline: float) -> None:
+    def __init__(self, engine: TimedEngine, deadline: float) -> None:
         self._engine, self._deadline = engine, deadline
         self._draw = random.Random(0)
         sizes = engine.options
@@ -205,21 +163,21 @@ class _Measurement:
     def _decode(self, count: int, length: int) -> list[StepTime]:
         """Steps of `count` decodes of texts with `length` tokens and more."""
         self._submit(count, length, REPEATS + 4)
-        return self._finish(lambda shape: shape.decodes == count and not shape.chunks)
+        return self._finish(lambda step: step.decodes == count and not step.chunks)
 
     def _prompt(self, size: int, beside: int) -> list[StepTime]:
         """Steps with a whole prompt of `size` tokens beside so many decodes."""
         engine = self._engine
         length = min(BESIDE_TOKENS, engine.context // 4)
         numbers = self._submit(beside, length, engine.context - length - 1) if beside else []
-        while engine.unfinished and not any(shape.decodes == beside for shape, _ in engine.steps[-1:]):
+        while engine.unfinished and not any(step.decodes == beside for step in engine.steps[-1:]):
             engine.step()
         for _ in range(REPEATS + 2):
             self._submit(1, size, 1)
             engine.step()
         for number in numbers:
             engine.abort(number)
-        return self._finish(lambda shape: shape.decodes == beside and [c for _, c in shape.chunks] == [size])
+        return self._finish(lambda step: step.decodes == beside and [chunk.count for chunk in step.chunks] == [size])
 
     def _pieces(self, count: int) -> list[StepTime]:
         """Steps with several prompts that share the budget."""
@@ -227,7 +185,7 @@ class _Measurement:
         for _ in range(LEAST_REPEATS + 2):
             self._submit(count, size, 1)
             self._engine.step()
-        return self._finish(lambda shape: [c for _, c in shape.chunks] == [size] * count and not shape.decodes)
+        return self._finish(lambda step: [chunk.count for chunk in step.chunks] == [size] * count and not step.decodes)
 
     def _submit(self, count: int, length: int, new_tokens: int) -> list[int]:
         vocab = self._engine.spec.vocab_size
@@ -240,27 +198,27 @@ class _Measurement:
             for index in range(count)
         ]
 
-    def _finish(self, wanted: Callable[[_Shape], bool]) -> list[StepTime]:
+    def _finish(self, wanted: Callable[[TimedStep], bool]) -> list[StepTime]:
         """Run until nothing is left; the median of the wanted steps, without the first two."""
         engine = self._engine
         while engine.unfinished:
             engine.step()
         engine.step()  # with overlap, the step in flight
-        found, engine.steps = [step for step in engine.steps if wanted(step[0])][2:], []
+        found, engine.steps = [step for step in engine.steps if wanted(step)][2:], []
         return _medians(found)
 
 
-def _medians(steps: Sequence[tuple[_Shape, float]]) -> list[StepTime]:
+def _medians(steps: Sequence[TimedStep]) -> list[StepTime]:
     """The median time of steps with equal decodes and chunks; of their positions the mean."""
-    alike: dict[tuple[Any, ...], list[tuple[_Shape, float]]] = defaultdict(list)
-    for shape, seconds in steps:
-        alike[shape.decodes, shape.chunks].append((shape, seconds))
+    alike: dict[tuple[Any, ...], list[TimedStep]] = defaultdict(list)
+    for step in steps:
+        alike[step.decodes, step.chunks].append(step)
     return [
         StepTime(
             decodes=decodes,
-            positions=round(statistics.mean(shape.positions for shape, _ in group)),
-            chunks=tuple(Chunk(start=start, count=count) for start, count in chunks),
-            seconds=statistics.median(seconds for _, seconds in group),
+            positions=round(statistics.mean(step.positions for step in group)),
+            chunks=chunks,
+            seconds=statistics.median(step.device_end - step.device_begin for step in group),
         )
         for (decodes, chunks), group in alike.items()
         if len(group) >= LEAST_REPEATS

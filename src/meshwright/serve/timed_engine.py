@@ -1,0 +1,97 @@
+"""An engine that notes the shape and the times of its steps, for the cost model of deployments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.models.decoder import Decoder
+from meshwright.serve.engine import Engine
+from meshwright.serve.generation import Update
+from meshwright.serve.readback import LaunchedStep
+from meshwright.spec.engine import EngineOptions
+from meshwright.spec.serve_profile import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A step. All times are seconds of the engine's timer."""
+
+    decodes: int
+    positions: int
+    """Positions that the decodes attend to in all, their own included."""
+    chunks: tuple[Chunk, ...]
+    launch_begin: float
+    """When the host began to plan and launch it."""
+    launch_end: float
+    device_begin: float
+    """When the device could begin: its launch had begun, and the step before it had ended."""
+    device_end: float
+    end: float
+    """When the host had its tokens."""
+
+
+class TimedEngine(Engine):
+    """An engine with the list of its completed steps; `timer` gives seconds."""
+
+    def __init__(self, model: Decoder, options: EngineOptions, timer: Callable[[], float]) -> None:
+        self.steps: list[TimedStep] = []
+        self._timer = timer
+        self._launches: dict[int, Callable[[], TimedStep]] = {}
+        self._last_end = 0.0
+        super().__init__(model, options=options)
+        self._origin: tuple[torch.cuda.Event, float] | None = None
+        """An event on the device and the time at which it happened; None on a CPU."""
+        if model.embed.weight.is_cuda:
+            event = _recorded()
+            event.synchronize()
+            self._origin = event, timer()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is launched while the one before it runs."""
+        return self._overlap
+
+    def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
+        begin, device_begin = self._timer(), self._mark()
+        launched = super()._launch(updates, drafting)
+        if launched is None:
+            return None
+        launch_end, device_end, step = self._timer(), self._mark(), launched.step
+        positions = sum(part.start + 1 for part in step.parts[: step.decodes])
+        chunks = tuple(Chunk(start=part.start, count=part.count) for part in step.parts[step.decodes :])
+
+        def completed() -> TimedStep:
+            end = self._timer()
+            first, last = self._time_of(device_begin), self._time_of(device_end)
+            if first is None or last is None:
+                first, last = max(begin, self._last_end), end
+            return TimedStep(step.decodes, positions, chunks, begin, launch_end, first, last, end)
+
+        self._launches[step.number] = completed
+        return launched
+
+    def _complete(self, launched: LaunchedStep, updates: list[Update]) -> None:
+        super()._complete(launched, updates)
+        step = self._launches.pop(launched.step.number)()
+        self.steps.append(step)
+        self._last_end = step.end
+
+    def _mark(self) -> torch.cuda.Event | None:
+        return None if self._origin is None else _recorded()
+
+    def _time_of(self, event: torch.cuda.Event | None) -> float | None:
+        """When the device reached the event, by the timer."""
+        if event is None or self._origin is None:
+            return None
+        event.synchronize()
+        first, seconds = self._origin
+        return seconds + first.elapsed_time(event) / 1000
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
