@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from meshwright.costs.serve_constants import usual_constants
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.costs.serve_fit import FITTED, fit_constants
 from meshwright.costs.serve_work import device_work
-from meshwright.costs.step_times import StepTimes, interpolated_factor
+from meshwright.costs.step_times import StepTimes, interpolated_factor, soft_maximum
 from meshwright.serve.engine import blocks_that_fit
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec, Quantisation
@@ -160,6 +161,33 @@ def test_the_fit_finds_the_constants_that_made_the_steps() -> None:
     assert fitted.seconds(48, 48 * 900, unseen) == pytest.approx(times.seconds(48, 48 * 900, unseen), rel=0.01)
     with pytest.raises(BadInput, match="with a prompt and without"):
         fit_constants(work, made, [step for step in steps if step.chunks])
+
+
+def test_a_slow_host_does_not_change_the_constants_of_the_device() -> None:
+    work = device_work(LLAMA_8B)
+    start = usual_constants(ServeCosts(LLAMA_8B, H200)._machine)
+    made = replace(start, flops_per_s=1.2 * start.flops_per_s, chunk_seconds=2e-4)
+    times, draw, launches = StepTimes(work, made), random.Random(3), []
+    steps = [
+        StepTime(decodes=count, positions=900 * count, seconds=times.seconds(count, 900 * count))
+        for count in (1, 16, 128)
+    ]
+    for tokens in (16, 256, 1024, 1536, 2048):
+        for decodes in (0, 64):
+            chunks = (Chunk(start=0, count=tokens),)
+            launches.append(draw.uniform(0.02, 0.04))
+            exposed = launches[-1] - (0.005 if decodes else 0.0)
+            seconds = soft_maximum(times.device_seconds(decodes, 300 * decodes, chunks), exposed)
+            shape = {"decodes": decodes, "positions": 300 * decodes, "chunks": chunks}
+            steps.append(StepTime(**shape, seconds=seconds, launch_seconds=launches[-1], exposed_seconds=exposed))
+    fit = fit_constants(work, start, steps)
+    assert fit.constants.prompt_seconds == pytest.approx(sum(launches) / len(launches))
+    fitted, unseen = StepTimes(work, fit.constants), [Chunk(start=0, count=1300)]
+    assert fitted.device_seconds(8, 8 * 900, unseen) == pytest.approx(
+        times.device_seconds(8, 8 * 900, unseen), rel=0.01
+    )
+    # The factors of steps that ended with their launch are 1.
+    assert all(each.factor == pytest.approx(1, abs=0.01) for each in fit.constants.prompt_factors)
 
 
 def test_an_instance_has_the_blocks_that_the_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from meshwright.costs.serve_costs import TRANSFER_SECONDS
-from meshwright.costs.step_times import StepTimes
+from meshwright.costs.step_times import StepTimes, soft_maximum
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.batching_player import play
@@ -161,11 +161,16 @@ def test_refuses_what_it_cannot_play() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "seed"), quick_first(2, [(False, 0), (True, 1), (True, 2), (True, 3)], unpack=True)
+    ("overlap", "launch", "seed"),
+    quick_first(
+        3,
+        [(False, 0.1, 0), (True, 0.0, 1), (True, 0.5, 2), (True, 0.0, 3), (True, 0.5, 4), (True, 0.3, 5)],
+        unpack=True,
+    ),
 )
-def test_times_are_those_of_the_engine_itself(overlap: bool, seed: int) -> None:
+def test_times_are_those_of_the_engine_itself(overlap: bool, launch: float, seed: int) -> None:
     requests = random_requests(20, seed, every=0.6, longest=24)
-    times = simple_times(0.2, token=0.01, position=0.001)
+    times = simple_times(0.2, token=0.01, position=0.001, launch=launch)
     served = simulate(COLOCATED, requests, costs_of(times, overlap=overlap), LIMITS)
     first, end = _engine_times(requests, times, overlap=overlap)
     np.testing.assert_allclose([each.first_token for each in served.requests], first)
@@ -175,7 +180,7 @@ def test_times_are_those_of_the_engine_itself(overlap: bool, seed: int) -> None:
 def _engine_times(
     requests: Sequence[TimedRequest], times: StepTimes, *, overlap: bool
 ) -> tuple[list[float], list[float]]:
-    """First and last tokens of the engine's loop, on a clock that a step's modelled time moves on."""
+    """First and last tokens of the engine's loop, on a clock that the modelled times of steps and launches move on."""
     now, free = 0.0, 0.0
     ends: dict[int, float] = {}
     sizes = EngineOptions(
@@ -185,12 +190,15 @@ def _engine_times(
     plan, complete = engine._policy.next_step, engine._complete
 
     def next_step(*arguments: Any) -> Step | None:
-        nonlocal free
+        nonlocal free, now
         if (step := plan(*arguments)) is not None:
             decodes = step.parts[: step.decodes]
             positions = sum(part.start + 1 for part in decodes)
-            free = max(free, now) + times.seconds(step.decodes, positions, step.parts[step.decodes :])
-            ends[step.number] = free
+            computed = times.device_seconds(step.decodes, positions, step.parts[step.decodes :])
+            begin = max(free, now)
+            if len(step.parts) > step.decodes:
+                now += times.launch_seconds(step.parts[step.decodes :])
+            ends[step.number] = free = begin + soft_maximum(computed, max(0.0, now - begin))
         return step
 
     def wait(launched: Any, updates: list[Any]) -> None:

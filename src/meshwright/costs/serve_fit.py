@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.costs.serve_work import DeviceWork
-from meshwright.costs.step_times import StepTimes
+from meshwright.costs.step_times import StepTimes, soft_maximum
 from meshwright.spec.errors import BadInput
 from meshwright.spec.serve_profile import StepConstants, StepFactor, StepTime
 
@@ -41,7 +41,8 @@ class Fit(NamedTuple):
 def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> Fit:
     """The constants with which `StepTimes` gives the measured steps of one device best, by relative error.
 
-    Raises BadInput without steps of both types, with and without a prompt.
+    Where launches were measured, `prompt_seconds` is their mean and not fitted: the host's speed varies from second to second, and each
+    step is compared with the model for the launch that it had. Raises BadInput without steps of both types, with and without a prompt.
     """
     if not any(step.chunks for step in steps) or not any(not step.chunks for step in steps):
         raise BadInput("the fit needs measured steps with a prompt and without")
@@ -54,6 +55,7 @@ def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTi
 
 
 def _fitted(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> StepConstants:
+    launches = [step.launch_seconds for step in steps if step.chunks and step.launch_seconds]
     smooth = replace(start, decode_factors=(), prompt_factors=())
     first = np.log([max(getattr(smooth, name), LEAST_SECONDS) for name in FITTED])
 
@@ -61,9 +63,17 @@ def _fitted(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -
         return np.concatenate([_log_errors(work, _with(smooth, logs), steps), PRIOR_WEIGHT * (logs - first)])
 
     constants = _with(smooth, _least_squares(residuals, first))
+    if launches:
+        constants = replace(constants, prompt_seconds=float(np.mean(launches)))
     errors = _log_errors(work, constants, steps)
     without = [(step.decodes, error) for step, error in zip(steps, errors, strict=True) if not step.chunks]
-    prompts = [(step.tokens, error) for step, error in zip(steps, errors, strict=True) if step.chunks]
+    times = StepTimes(work, constants)
+    # A step that ended with its launch says nothing of the device.
+    prompts = [
+        (step.tokens, 0.0 if _device_seconds(times, step) < step.exposed_seconds else error)
+        for step, error in zip(steps, errors, strict=True)
+        if step.chunks
+    ]
     return replace(constants, decode_factors=_factors(without), prompt_factors=_factors(prompts))
 
 
@@ -74,7 +84,18 @@ def _with(constants: StepConstants, logs: np.ndarray) -> StepConstants:
 def _log_errors(work: DeviceWork, constants: StepConstants, steps: Sequence[StepTime]) -> np.ndarray:
     """Logarithms of measured over modelled seconds."""
     times = StepTimes(work, constants)
-    return np.log([step.seconds / times.seconds(step.decodes, step.positions, step.chunks) for step in steps])
+    return np.log([step.seconds / _modelled_seconds(times, step) for step in steps])
+
+
+def _modelled_seconds(times: StepTimes, step: StepTime) -> float:
+    """The model's seconds of a measured step, for the launch that it had if that was measured."""
+    if step.launch_seconds:
+        return soft_maximum(_device_seconds(times, step), step.exposed_seconds)
+    return times.seconds(step.decodes, step.positions, step.chunks)
+
+
+def _device_seconds(times: StepTimes, step: StepTime) -> float:
+    return times.device_seconds(step.decodes, step.positions, step.chunks)
 
 
 def _factors(errors: Sequence[tuple[int, float]]) -> tuple[StepFactor, ...]:

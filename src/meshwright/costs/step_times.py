@@ -2,7 +2,7 @@
 
 A step reads the weights once and multiplies them with all its tokens; the slower of both determines its time, with a soft maximum for
 the region between. Decodes read their keys and values, chunks of prompts compute attention. The host launches a step with a prompt in
-`prompt_seconds`, while the device computes; one without is launched as a graph. Fixed times and rates are `StepConstants`.
+`prompt_seconds`, while the device computes; one without is launched as a graph, in no time. Fixed times and rates are `StepConstants`.
 """
 
 from __future__ import annotations
@@ -39,19 +39,37 @@ class StepTimes:
         self._products: dict[tuple[int, int], float] = {}
 
     def seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = ()) -> float:
-        """Seconds of a step whose decodes attend to `positions` in all, with these chunks of prompts."""
+        """Seconds of one of several such steps in turn, whose decodes attend to `positions` in all, with these chunks of prompts."""
         if not chunks:
-            fixed, each = self.decode_line(decodes)
-            return fixed + each * positions
+            return self._decode_seconds(decodes, positions)
+        computed = soft_maximum(self._computed(decodes, positions, chunks), self.launch_seconds(chunks))
+        return computed * self._factor(decodes, chunks)
+
+    def launch_seconds(self, chunks: Sequence[PromptPart]) -> float:
+        """Seconds in which the host launches a step."""
+        return self.constants.prompt_seconds if chunks else 0.0
+
+    def device_seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = ()) -> float:
+        """Seconds in which the device computes a step that the host has launched."""
+        if not chunks:
+            return self._decode_seconds(decodes, positions)
+        return self._computed(decodes, positions, chunks) * self._factor(decodes, chunks)
+
+    def _decode_seconds(self, decodes: int, positions: int) -> float:
+        fixed, each = self.decode_line(decodes)
+        return fixed + each * positions
+
+    def _computed(self, decodes: int, positions: int, chunks: Sequence[PromptPart]) -> float:
+        """`device_seconds` of a step with chunks, without its factor."""
         k, work, groups = self.constants, self.work, self.groups
-        tokens = decodes
-        for chunk in chunks:
-            tokens += chunk.count
+        tokens = decodes + sum([chunk.count for chunk in chunks])
         total = k.decode_seconds + self.product_seconds(tokens, decodes + len(chunks))
         total += self._attended(decodes, positions) * work.cache_bytes / (k.cache_bytes_per_s * groups)
         total += work.pairs(chunks) * work.attention_flops / (k.attention_flops_per_s * groups)
-        total += (decodes * k.sequence_seconds + len(chunks) * k.chunk_seconds) / groups
-        return soft_maximum(total, k.prompt_seconds) * interpolated_factor(k.prompt_factors, tokens)
+        return total + (decodes * k.sequence_seconds + len(chunks) * k.chunk_seconds) / groups
+
+    def _factor(self, decodes: int, chunks: Sequence[PromptPart]) -> float:
+        return interpolated_factor(self.constants.prompt_factors, decodes + sum([chunk.count for chunk in chunks]))
 
     def decode_line(self, decodes: int) -> tuple[float, float]:
         """Seconds of a step of `decodes` decodes without their positions, and seconds of each position that they attend to.

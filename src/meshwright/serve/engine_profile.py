@@ -34,6 +34,8 @@ from meshwright.spec.serve_profile import EngineProfile, StepTime
 
 DECODES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Decodes of the measured steps, up to the batch of the engine."""
+PROMPTS = 16, 64, *(factor << shift for shift in range(7, 20) for factor in (2, 3))
+"""Tokens of the measured prompts, up to the budget of a step."""
 BESIDE = (0, 16, 64)
 """Decodes beside a chunk of a prompt."""
 BESIDE_TOKENS = 256
@@ -139,7 +141,7 @@ class _Measurement:
         most, context = self._engine.options.sequences, self._engine.context
         counts = [*(count for count in DECODES if count < most), most]
         lengths = min(SHORT, context // 4), min(LONG, context // 2)
-        sizes = [*(16 << shift for shift in range(20) if 16 << shift < self._budget), self._budget]
+        sizes = [*(size for size in PROMPTS if size < self._budget), self._budget]
         planned = [
             (count * (length + 2 * REPEATS), partial(self._decode, count, length))
             for count in counts
@@ -166,7 +168,7 @@ class _Measurement:
         return self._finish(lambda step: step.decodes == count and not step.chunks)
 
     def _prompt(self, size: int, beside: int) -> list[StepTime]:
-        """Steps with a whole prompt of `size` tokens beside so many decodes."""
+        """Steps with a whole prompt of `size` tokens beside so many decodes, which go on alone in between as in most loads."""
         engine = self._engine
         length = min(BESIDE_TOKENS, engine.context // 4)
         numbers = self._submit(beside, length, engine.context - length - 1) if beside else []
@@ -174,7 +176,8 @@ class _Measurement:
             engine.step()
         for _ in range(REPEATS + 2):
             self._submit(1, size, 1)
-            engine.step()
+            for _ in range(1 + 2 * bool(beside)):
+                engine.step()
         for number in numbers:
             engine.abort(number)
         return self._finish(lambda step: step.decodes == beside and [chunk.count for chunk in step.chunks] == [size])
@@ -205,11 +208,14 @@ class _Measurement:
             engine.step()
         engine.step()  # with overlap, the step in flight
         found, engine.steps = [step for step in engine.steps if wanted(step)][2:], []
-        return _medians(found)
+        return _medians(found, engine.times_device)
 
 
-def _medians(steps: Sequence[TimedStep]) -> list[StepTime]:
-    """The median time of steps with equal decodes and chunks; of their positions the mean."""
+def _medians(steps: Sequence[TimedStep], launches: bool) -> list[StepTime]:
+    """The median times of steps with equal decodes and chunks; of their positions the mean.
+
+    `launches`: whether the host only launches them.
+    """
     alike: dict[tuple[Any, ...], list[TimedStep]] = defaultdict(list)
     for step in steps:
         alike[step.decodes, step.chunks].append(step)
@@ -219,6 +225,9 @@ def _medians(steps: Sequence[TimedStep]) -> list[StepTime]:
             positions=round(statistics.mean(step.positions for step in group)),
             chunks=chunks,
             seconds=statistics.median(step.device_end - step.device_begin for step in group),
+            launch_seconds=launches * statistics.median(step.launch_end - step.launch_begin for step in group),
+            exposed_seconds=launches
+            * statistics.median(max(0.0, step.launch_end - step.device_begin) for step in group),
         )
         for (decodes, chunks), group in alike.items()
         if len(group) >= LEAST_REPEATS

@@ -54,6 +54,11 @@ class TimedEngine(Engine):
         """Whether a step is launched while the one before it runs."""
         return self._overlap
 
+    @property
+    def times_device(self) -> bool:
+        """Whether the device computes what the host has launched, and its own times are taken."""
+        return self._origin is not None
+
     def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
         begin, device_begin = self._timer(), self._mark()
         launched = super()._launch(updates, drafting)

@@ -1,7 +1,9 @@
 """One instance of a deployment in simulated time: the engine's batching policy, and steps that take modelled seconds.
 
-An instance with overlap plans step n + 1 when step n begins, as the engine does on a GPU; without, when step n ends. Identical steps of
-decodes are one event: they end early if something arrives (`BatchPolicy.extend`), so the times are those of single steps.
+An instance with overlap plans step n + 1 when the host has the tokens of step n - 1, as the engine does on a GPU; without, when step n
+ends. The host then launches it, and a step with a prompt takes it long: only behind the launch can it take in tokens of step n and
+requests that have come. Identical steps of decodes are one event: they end early if something arrives (`BatchPolicy.extend`), so the
+times are those of single steps.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 
 from meshwright.costs.serve_costs import InstanceCosts
+from meshwright.costs.step_times import soft_maximum
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
@@ -26,10 +29,12 @@ Action = Callable[[float], None]
 class _Planned:
     """A planned step with what its cost depends on, which the policy changes when it plans the next one."""
 
-    __slots__ = ("chunks", "positions", "step")
+    __slots__ = ("chunks", "end", "launched", "positions", "step")
 
     def __init__(self, step: Step, positions: int, chunks: Sequence[Part]) -> None:
         self.step, self.positions, self.chunks = step, positions, chunks
+        self.launched = self.end = 0.0
+        """When the host has launched it, and when the device ends it."""
 
 
 class Instance:
@@ -54,6 +59,8 @@ class Instance:
         self._posted: list[Action] = []
         self._running: _Planned | None = None
         self._ahead: _Planned | None = None
+        self._device_free = 0.0
+        """When the device ends the last step that was launched."""
         self._context = 0
         self._run_begin, self._run_steps = 0.0, 0
         """Begin of the run of identical steps in flight, and their number; 0 steps: none."""
@@ -66,9 +73,9 @@ class Instance:
         """What it held after each change, if that is to be noted."""
 
     def post(self, now: float, action: Action) -> None:
-        """Do something at the end of the step in flight, or at once if there is none."""
+        """Do something when the host next takes in a step or has launched one, or at once if it does neither."""
         self._posted.append(action)
-        if self._running is None:
+        if self._running is None and self._ahead is None:
             self.wake = min(self.wake, now)
         elif self._run_steps:
             self._cut_run(now)
@@ -84,6 +91,7 @@ class Instance:
 
     def advance(self, now: float) -> None:
         """End the step in flight, do what was posted, and begin the next step."""
+        after_run = self._run_steps > 0
         if self._run_steps:
             self._end_run(self._run_steps)
         self._note_usage(now)
@@ -97,17 +105,38 @@ class Instance:
         for action in posted:
             action(now)
         self.between_steps(now)
-        if self._running is None:
-            self._running = self._plan(now)
-        if self._running is None:
-            self.wake = NEVER
-        elif not self._begin_run(now):
-            planned = self._running
-            seconds = self.costs.times.seconds(planned.step.decodes, planned.positions, planned.chunks)
-            self._busy += seconds
-            self.wake = now + seconds
-            if self.costs.overlap:
-                self._ahead = self._plan(now)
+        if self._running is None and (after_run or not self.costs.overlap):
+            self._running = self._launch(now)
+        if self._running is None or not self._begin_run(now):
+            self._begin_step(now)
+
+    def _begin_step(self, now: float) -> None:
+        """Launch the next step ahead, if that is done, and wait for the one that runs."""
+        running = self._running
+        if self.costs.overlap:
+            self._ahead = self._launch(now)
+        if running is not None:
+            self.wake = max(running.end, now if self._ahead is None else self._ahead.launched)
+        else:
+            self.wake = NEVER if self._ahead is None else self._ahead.launched
+
+    def _launch(self, now: float) -> _Planned | None:
+        """Plan a step and launch it; with overlap the device computes it behind those that were launched before."""
+        planned = self._plan(now)
+        if planned is None:
+            return None
+        times, shape = self.costs.times, (planned.step.decodes, planned.positions, planned.chunks)
+        begin = planned.launched = now
+        if self.costs.overlap:
+            begin = max(now, self._device_free)
+            planned.launched += times.launch_seconds(planned.chunks)
+            exposed = max(0.0, planned.launched - begin)
+            planned.end = begin + soft_maximum(times.device_seconds(*shape), exposed)
+        else:
+            planned.end = now + times.seconds(*shape)
+        self._busy += planned.end - begin
+        self._device_free = planned.end
+        return planned
 
     def figures(self, seconds: float) -> InstanceFigures:
         """How busy it was in the `seconds` of the simulation."""
@@ -177,7 +206,7 @@ class Instance:
         self._one_more_step = self.costs.overlap and steps < self._run_steps
         self._end_run(steps)
         if self.costs.overlap and not self._one_more_step:
-            self._ahead = self._plan(now)
+            self._ahead = self._launch(now)
 
     def _step_at(self, now: float) -> int:
         """The number of the step of the run that is in flight: the first that ends at `now` or later, else the last."""
@@ -198,8 +227,10 @@ class Instance:
         """Make the policy plan the steps of the run, of which the first is planned."""
         planned = self._running
         assert planned is not None
-        self._busy += self._run_end(steps) - self._run_begin
         steps += self._one_more_step
+        end = self._run_end(steps)
+        self._busy += end - planned.end
+        planned.end = self._device_free = end
         if steps > 1 and self.policy.extend(planned.step, steps) != steps:
             raise AssertionError("a run of decodes was planned without blocks for it")
         self._context = planned.positions = planned.positions + planned.step.decodes * (steps - 1)

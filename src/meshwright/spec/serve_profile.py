@@ -36,6 +36,10 @@ class StepTime:
     """Chunks of prompts."""
     seconds: Seconds
     """Median time from the end of the step before to the end of this one."""
+    launch_seconds: NotNegativeSeconds = 0.0
+    """Median time in which the host launched it, on a device that computes meanwhile; 0 if it was not measured."""
+    exposed_seconds: NotNegativeSeconds = 0.0
+    """Median time for which the host was still launching it when the device could compute it."""
 
     @property
     def tokens(self) -> int:
@@ -66,7 +70,7 @@ class StepConstants:
     decode_seconds: NotNegativeSeconds
     """Fixed time of a step on the device."""
     prompt_seconds: NotNegativeSeconds
-    """Time in which the host launches a step with chunks of prompts, while the device computes."""
+    """Time in which the host launches a step with chunks of prompts, while the device computes. Meanwhile it takes in no tokens."""
     sequence_seconds: NotNegativeSeconds
     """Time of each decode beside its products and its attention: sampling, and the host."""
     chunk_seconds: NotNegativeSeconds
