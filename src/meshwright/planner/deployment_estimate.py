@@ -16,6 +16,7 @@ from math import erf, exp, sqrt
 from typing import NamedTuple
 
 from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts
+from meshwright.costs.step_times import soft_maximum
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, ServeLimits, TimedRequest
 
 SAMPLED = 24
@@ -208,9 +209,9 @@ class _Instances:
     def services(self, decodes: int) -> list[float]:
         """Seconds of the steps that compute each sampled prompt beside so many decodes."""
         if decodes not in self._services:
-            positions, times = round(decodes * self._sample.context), self._costs.times
+            positions = round(decodes * self._sample.context)
             self._services[decodes] = [
-                sum(times.seconds(decodes, positions, [chunk]) for chunk in chunks) for chunks in self._chunks
+                sum(self._chunk_seconds(decodes, positions, chunk) for chunk in chunks) for chunks in self._chunks
             ]
         return self._services[decodes]
 
@@ -221,7 +222,15 @@ class _Instances:
             (chunk for chunks in self._chunks for chunk in chunks), key=lambda chunk: (chunk.count, chunk.start)
         )
         decodes = round(batch)
-        return self._costs.times.seconds(decodes, round(decodes * self._sample.context), [longest])
+        return self._chunk_seconds(decodes, round(decodes * self._sample.context), longest)
+
+    def _chunk_seconds(self, decodes: int, positions: int, chunk: Chunk) -> float:
+        """Seconds of a step with a chunk. With overlap the host launches it while a step of decodes runs, if there are any."""
+        times = self._costs.times
+        if not (self._costs.overlap and decodes):
+            return times.seconds(decodes, positions, [chunk])
+        exposed = max(0.0, times.launch_seconds([chunk]) - self.decode_seconds(decodes))
+        return soft_maximum(times.device_seconds(decodes, positions, [chunk]), exposed)
 
     def _bytes_per_token(self) -> float:
         return self._costs.block_bytes / self._costs.tokens_per_block
