@@ -70,7 +70,7 @@ class StepConstants:
     decode_seconds: NotNegativeSeconds
     """Fixed time of a step on the device."""
     prompt_seconds: NotNegativeSeconds
-    """Time in which the host launches a step with chunks of prompts, while the device computes. Meanwhile it takes in no tokens."""
+    """Time in which the host launches a step with chunks of prompts, while the device computes. It then takes in no tokens."""
     sequence_seconds: NotNegativeSeconds
     """Time of each decode beside its products and its attention: sampling, and the host."""
     chunk_seconds: NotNegativeSeconds
