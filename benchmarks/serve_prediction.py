@@ -87,7 +87,7 @@ def main() -> None:
             continue
         requests = arriving(lengths, share * capacity, options.seconds, seed=number)
         if isinstance(engine, TimedEngine):
-            engine.steps.clear()
+            engine.forget_steps()
         measured = ServedDeployment(
             limits=limits, devices=1, requests=serve(engine, requests, clock), instances=[], seconds=options.seconds
         )

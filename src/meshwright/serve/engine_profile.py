@@ -207,7 +207,8 @@ class _Measurement:
         while engine.unfinished:
             engine.step()
         engine.step()  # with overlap, the step in flight
-        found, engine.steps = [step for step in engine.steps if wanted(step)][2:], []
+        found = [step for step in engine.steps if wanted(step)][2:]
+        engine.forget_steps()
         return _medians(found, engine.times_device)
 
 

@@ -42,12 +42,10 @@ class TimedEngine(Engine):
         self._launches: dict[int, Callable[[], TimedStep]] = {}
         self._last_end = 0.0
         super().__init__(model, options=options)
+        self._on_device = model.embed.weight.is_cuda
         self._origin: tuple[torch.cuda.Event, float] | None = None
         """An event on the device and the time at which it happened; None on a CPU."""
-        if model.embed.weight.is_cuda:
-            event = _recorded()
-            event.synchronize()
-            self._origin = event, timer()
+        self.forget_steps()
 
     @property
     def overlaps(self) -> bool:
@@ -58,6 +56,14 @@ class TimedEngine(Engine):
     def times_device(self) -> bool:
         """Whether the device computes what the host has launched, and its own times are taken."""
         return self._origin is not None
+
+    def forget_steps(self) -> None:
+        """Begin a new list of steps. The device's clock is compared with the timer, as both drift apart in minutes."""
+        self.steps = []
+        if self._on_device:
+            event = _recorded()
+            event.synchronize()
+            self._origin = event, self._timer()
 
     def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
         begin, device_begin = self._timer(), self._mark()
