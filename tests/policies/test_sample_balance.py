@@ -43,7 +43,8 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, RankPool, np.ndarray | None]:
     longer = SlotOffload(capacity=2 * draw(st.integers(capacity // 2, 2 * capacity)), layers=1, shortest=2 * capacity)
     offload = longer if longer.capacity > capacity and draw(st.booleans()) else None
     ring, exchange = draw(st.sampled_from([(0.0, math.inf), (0.0, 0.0), (1.0, 0.5)]))
-    time, heads = SampleTime(quadratic, 1.0, fixed, ring, exchange), draw(st.integers(1, 12))
+    always = exchange < math.inf and draw(st.booleans())
+    time, heads = SampleTime(quadratic, 1.0, fixed, ring, exchange, always), draw(st.integers(1, 12))
     pool = RankPool(ranks, capacity, time, draw(st.sampled_from([1, 1, 3])), offload, heads)
     shares = random.uniform(1 / 4, 1, len(lengths)) if draw(st.booleans()) and offload is None else None
     return lengths, pool, shares
@@ -206,6 +207,9 @@ def test_ranks_exchange_heads_where_their_number_divides_them_and_the_ring_takes
     assert time.parts(np.full(5, 60), numbers, 12)[0].tolist() == pytest.approx([*ring[:2], 120, 90, 60])
     never = replace(time, exchange=math.inf).parts(np.full(5, 60), numbers, 12)
     assert never[0].tolist() == pytest.approx(ring) and not never[1].any()
+    seconds, by_heads = replace(time, always_exchange=True).parts(np.full(5, 60), numbers, 4)
+    assert seconds.tolist() == pytest.approx([ring[0], 180, ring[2], 90, ring[4]])
+    assert by_heads.tolist() == [False, True, False, True, False]
     assert balance_samples(np.array([60]), RankPool(4, 16, time, heads=4)).by_heads.all()
 
 

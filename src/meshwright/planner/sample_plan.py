@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from meshwright.costs.machine_rates import chip_of, machine_of
+from meshwright.costs.constants import OWN, constants
+from meshwright.costs.machine_rates import chip_of, machine_of, with_measurements
 from meshwright.costs.plan_costs import format_of_products
 from meshwright.planner.candidate import pins_of, slot_run
-from meshwright.planner.sample_plans import hybrid_exchange, ring_seconds
+from meshwright.planner.sample_plans import always_exchanges, hybrid_exchange, ring_seconds
 from meshwright.planner.slot_offloads import with_slot_offload
-from meshwright.simulator.sample_times import sample_time
+from meshwright.simulator.sample_times import time_with_constants
 from meshwright.spec.hybrid import exchanged_heads, least_capacity
 from meshwright.spec.job import planned_sequences
 from meshwright.spec.plan import Plan, PlanPins, Precision, SamplePlan
@@ -67,6 +68,7 @@ def with_hybrid_axis(run: RunSpec, plan: Plan) -> Plan:
         plan.samples,
         ring=ring_seconds(slot_run(run, plan), plan),
         exchange=None if math.isinf(exchange) else exchange,
+        always_exchange=always_exchanges(run),
     )
     return replace(plan, mesh=mesh, samples=samples)
 
@@ -74,14 +76,16 @@ def with_hybrid_axis(run: RunSpec, plan: Plan) -> Plan:
 def sample_plan(run: RunSpec, precision: Precision) -> SamplePlan | None:
     """Slots that hold the longest sample, and the times of samples by the cost model; None if samples have equal length.
 
-    The times are those of bf16 products on the cluster's device: only their ratios decide where samples go.
+    The times are those of the plan's products on the cluster's device: only their ratios decide where samples go.
     """
     if run.data.packing != "none":
         return None
     capacity = run.train.seq_len + run.train.seq_len % 2
     chip = chip_of(run.cluster)
-    machine = machine_of(run.cluster, format_of_products(precision, run.cluster))
-    time = sample_time(run.model, machine, chip.generation if chip else "default", capacity)
+    products = format_of_products(precision, run.cluster)
+    fitted = constants(chip.generation if chip else "default", OWN)
+    measured, machine = with_measurements(fitted, machine_of(run.cluster, products), run.cluster, products)
+    time = time_with_constants(run.model, machine, measured, capacity)
     return SamplePlan(
         capacity=capacity, alpha=max(time.quadratic, 0.0), beta=max(time.linear, 0.0), gamma=max(time.fixed, 0.0)
     )

@@ -73,7 +73,8 @@ def layout_times(run: RunSpec, layout: SampleLayout, strategy: LayerStrategy) ->
     exchange = _exchange_seconds(priced) / layout.capacity if layout.ulysses > 1 else 0.0
     time = replace(time, fixed=time.fixed + beside)
     if layout.hybrid:
-        time = replace(time, exchange=hybrid_exchange(run, layout.ranks, layout.heads))
+        exchanged = hybrid_exchange(run, layout.ranks, layout.heads)
+        time = replace(time, exchange=exchanged, always_exchange=always_exchanges(run))
     return LayoutTimes(time, _ring_time(run, priced), max(one - full - beside, 0.0), exchange)
 
 
@@ -89,20 +90,20 @@ def _exchange_seconds(priced: Pricing) -> float:
 
 
 def hybrid_exchange(run: RunSpec, ranks: int, heads: int) -> float:
-    """Seconds per token of a part in which hybrid ranks exchange tokens for heads; infinite where none do.
+    """Seconds per token of a part in which ranks of a divided sample exchange tokens for heads; infinite where none do.
 
-    `heads` are the key/value heads of one of the `ranks`. In a cluster of several nodes the ranks of a sample are taken to lie on two.
+    `heads` are the key/value heads of one of the `ranks`; samples may be divided by any number of these that divides the heads. In a
+    cluster of several nodes the ranks of a sample are taken to lie on two. With pinned Ulysses, 0 without rates of the device.
     """
-    pinned, ulysses = pins_of(run).hybrid_attention, math.gcd(ranks, heads)
-    if pinned is not None:
-        return 0.0 if pinned == "ulysses" else math.inf
-    if ulysses == 1:
+    pinned = pins_of(run).hybrid_attention
+    ulysses = max((number for number in range(2, ranks + 1) if heads % number == 0), default=1)
+    if pinned == "ring" or ulysses == 1:
         return math.inf
-    layout = SampleLayout(ranks, EXCHANGED_TOKENS, ulysses=ulysses)
+    layout = SampleLayout(ulysses, EXCHANGED_TOKENS, ulysses=ulysses)  # its bytes per token depend on no other rank
     changed, plan = plan_of(run, layout, LayerStrategy(reshard=False, gradients="whole"))
     priced = pricing(changed.model, changed.train, plan, run.cluster)
     if priced is None:
-        return math.inf
+        return math.inf if pinned is None else 0.0
     exchange, _, _ = context_messages(priced.shape, priced.layout, step_shape(priced.shape, priced.layout))
     sent = number(exchange.bytes) * number(exchange.forward + exchange.backward) * REPEATED_EXCHANGES / EXCHANGED_TOKENS
     link, port = (
@@ -110,6 +111,11 @@ def hybrid_exchange(run: RunSpec, ranks: int, heads: int) -> float:
         number(port_rate(priced.machine, priced.constants)),
     )
     return sent / link if run.cluster.ranks <= run.cluster.ranks_per_node else sent / 2 / min(link, port)
+
+
+def always_exchanges(run: RunSpec) -> bool:
+    """Whether the run's ranks exchange tokens for heads wherever their number divides the heads."""
+    return pins_of(run).hybrid_attention == "ulysses"
 
 
 def ring_seconds(run: RunSpec, plan: Plan) -> float:

@@ -77,7 +77,8 @@ def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1, heads: int = 1) 
     """The pool of `ranks` ranks, or pipelines of `stages` equal stages, with `heads` and the slots and times of a plan."""
     exchange = math.inf if samples.exchange is None else samples.exchange
     times = (seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring, exchange))
-    return RankPool(ranks, samples.capacity, SampleTime(*times), stages, samples.offload, heads)
+    time = SampleTime(*times, samples.always_exchange)
+    return RankPool(ranks, samples.capacity, time, stages, samples.offload, heads)
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,8 @@ def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPo
         arrays = (long, fewest, most, shared, attention, ring, exchange)
         samples = [LongSample(*values) for values in zip(*(array.tolist() for array in arrays), strict=True)]
         for end in stacks if bubbles else [share * mean]:
-            spans = place_spans(samples, SpanLimits(pool.ranks, pool.heads, fixed, pool.stages, end))
+            limits = SpanLimits(pool.ranks, pool.heads, fixed, pool.stages, end, pool.time.always_exchange)
+            spans = place_spans(samples, limits)
             ready = spans.busy + bubbles * np.maximum(spans.longest, short_slot)
             last = max(level(ready, short_work), float(ready.max()))
             if best is None or last < best_end:

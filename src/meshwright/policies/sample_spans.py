@@ -37,6 +37,8 @@ class SpanLimits:
     stages: int
     end: float
     """Time by which ranks should end."""
+    always_exchange: bool = False
+    """As in `sample_time.SampleTime`."""
 
     def ends(self, busy: float, longest: float, seconds: float) -> float:
         """Time at which a rank would end with a further slot of `seconds`."""
@@ -76,7 +78,8 @@ class LongSample(NamedTuple):
         """Seconds of a slot with a part of this sample on `ranks` ranks (`SampleTime.parts`)."""
         seconds = self.shared / ranks + max(self.ring - self.attention / ranks, 0.0)
         if limits.heads % ranks == 0:
-            seconds = min(seconds, (self.shared + self.exchange) / ranks)
+            exchanged = (self.shared + self.exchange) / ranks
+            seconds = exchanged if limits.always_exchange else min(seconds, exchanged)
         return seconds + limits.fixed
 
 

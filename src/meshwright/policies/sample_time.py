@@ -31,6 +31,8 @@ class SampleTime:
     """Seconds per token of a divided sample for keys and values to go round a ring of any ranks; attention overlaps it."""
     exchange: float = math.inf
     """Seconds per token of a part to exchange tokens for heads (Ulysses), not overlapped; infinite: always a ring."""
+    always_exchange: bool = False
+    """Exchange wherever the number of ranks divides the heads, even if a ring is faster."""
 
     def shared(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds `(S,)` of samples of `lengths` `(S,)` tokens, which ranks divide among them."""
@@ -45,13 +47,13 @@ class SampleTime:
     def parts(self, lengths: np.ndarray, ranks: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a part of samples of `lengths` tokens on `ranks` ranks each, and whether these exchange heads, `(S,)`.
 
-        They do if that takes no longer than the ring, and if their number divides the `heads` key/value heads.
+        They do if their number divides the `heads` key/value heads, and if that takes no longer than the ring or with `always_exchange`.
         """
         tokens, shared = lengths.astype(np.float64), self.shared(lengths) / ranks
         exposed = np.maximum(self.ring * tokens - self.attention(lengths) / ranks, 0.0)
         ring = np.where(ranks > 1, shared + exposed, shared)
         exchanged = shared + self.exchange * tokens / ranks
-        by_heads = (ranks > 1) & (heads % ranks == 0) & (exchanged <= ring)
+        by_heads = (ranks > 1) & (heads % ranks == 0) & (self.always_exchange | (exchanged <= ring))
         return np.where(by_heads, exchanged, ring), by_heads
 
 

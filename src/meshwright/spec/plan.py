@@ -230,6 +230,8 @@ class SamplePlan:
     """Seconds per token of the ring of hybrid ranks that divide a sample; its messages overlap attention."""
     exchange: Seconds | None = None
     """Seconds per token of a part to exchange tokens for heads (Ulysses), where that is faster; none: always a ring."""
+    always_exchange: bool = False
+    """Exchange wherever the ranks of a sample divide its heads, even if a ring is faster (`plan.hybrid_attention: ulysses`)."""
     offload: SlotOffload | None = None
     """Slots whose activations are partly offloaded to host memory; none: all slots are alike."""
 
