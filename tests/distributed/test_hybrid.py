@@ -90,6 +90,7 @@ class Case:
     compile: bool = False
     exchange: float | None = None
     """Seconds per token to exchange heads, beside a ring that takes 0.7: `SampleTime.exchange`."""
+    slot_unit: int | None = None
 
     @property
     def time(self) -> SampleTime:
@@ -142,7 +143,13 @@ def micro_batch(slot: Slot, samples: Samples, vocabulary: int) -> Any:
 
 
 def on_ranks(
-    world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0, time: SampleTime = TIME
+    world: Any,
+    spec: ModelSpec,
+    plan: Plan,
+    steps: list[Samples],
+    factor: float = 1.0,
+    time: SampleTime = TIME,
+    slot_unit: int | None = None,
 ) -> list[dict[str, Any]]:
     """Loss, norm and clipped gradients of each step on this rank, as the trainer computes them."""
     from meshwright.data.loader import scheduled_micro_batches
@@ -160,7 +167,7 @@ def on_ranks(
     results = []
     for samples in steps:
         heads = spec.kv_heads // mesh.axis_size("tensor")
-        pool = RankPool(mesh.data_ranks, samples.capacity, time, mesh.axis_size("pipeline"), heads=heads)
+        pool = RankPool(mesh.data_ranks, samples.capacity, time, mesh.axis_size("pipeline"), None, heads, slot_unit)
         slots = slots_to_run(balance_samples(samples.lengths, pool), mesh.data_rank, slot_numbering(plan))
         batches = [micro_batch(slot, samples, spec.vocab_size) for slot in slots]
         divisor = loss_divisor(count_valid(batches, mesh)) * factor
@@ -244,7 +251,7 @@ def collect_router_logits(model: Decoder) -> dict[int, list[torch.Tensor]]:
 
 def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float = 1.0) -> list[Any]:
     steps = [Samples(seed, case.ranks, case.capacity) for seed in seeds]
-    results = pool.run(on_ranks, case.plan.ranks, spec, case.plan, steps, factor, case.time)
+    results = pool.run(on_ranks, case.plan.ranks, spec, case.plan, steps, factor, case.time, case.slot_unit)
     truth = [one_device(spec, samples) for samples in steps]
     compare(results, truth, 1e-9, weights=False)
     if spec.experts:
@@ -255,9 +262,9 @@ def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float =
 
 BATCHES = examples(3, 8)
 CASES = [
-    (LLAMA64, Case(4, exchange=0.3, recompute="all_but_attention")),
+    (LLAMA64, Case(4, exchange=0.3, recompute="all_but_attention", slot_unit=2)),
     (GPT64, Case(3, schedule="breadth_first")),
-    (LLAMA64, Case(2, tensor=2, recompute="all_but_attention")),
+    (LLAMA64, Case(2, tensor=2, recompute="all_but_attention", slot_unit=2)),
     (LLAMA64, Case(3, recompute="selective")),
     (GPT64, Case(4, recompute="full", offload="activations")),
     (LLAMA64, Case(8)),
@@ -265,7 +272,7 @@ CASES = [
     (WIDE, Case(4, tensor=2, exchange=0.0, recompute="full")),
     (WIDE, Case(4, pipeline=2, exchange=0.3, schedule="zb_h1")),
     (LLAMA64, Case(4, tensor=2, schedule="breadth_first", recompute="full")),
-    (LLAMA64, Case(3, pipeline=2, recompute="all_but_attention")),
+    (LLAMA64, Case(3, pipeline=2, recompute="all_but_attention", slot_unit=2)),
     (GPT64, Case(3, pipeline=2, schedule="breadth_first", offload="activations")),
     (DEEP, Case(2, pipeline=4, recompute="full", offload="activations")),
     (DEEP, Case(2, pipeline=2, tensor=2, schedule="zbv")),
@@ -273,7 +280,7 @@ CASES = [
     (GPT64, Case(4, pipeline=2, schedule="zb_h1", recompute="selective")),
     (LLAMA64, Case(4, pipeline=2, schedule="gpipe")),
     (EXPERTS, Case(3, recompute="selective")),
-    (EXPERTS, Case(4, expert=2, recompute="full")),
+    (EXPERTS, Case(4, expert=2, recompute="full", slot_unit=4)),
     (EXPERTS, Case(4, expert=4, schedule="breadth_first", offload="activations")),
     (EXPERTS, Case(2, expert=2, tensor=2)),
     (EXPERTS, Case(2, pipeline=2, expert=2, schedule="zbv")),
@@ -307,6 +314,7 @@ def drawn_case(seed: int) -> tuple[ModelSpec, Case]:
         else 0,
         capacity=draw.choice([6, 10, 16, 24]),
         exchange=draw.choice([None, 0.0, 0.3]),
+        slot_unit=draw.choice([None, 2]),
     )
 
 

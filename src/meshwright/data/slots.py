@@ -1,8 +1,8 @@
 """Time slots: the micro-batches of one rank in a step of samples of any length, from the balance of the step.
 
-A slot has a fixed number of tokens, its capacity C, or with selective offload one of two, so that nothing recompiles. It holds whole
-samples and at most one part of a sample that several ranks divide; the part comes first. The rest is padding: token 0 at position 0,
-without target, each token a document of its own.
+A slot has a fixed number of tokens, its capacity C, or with selective offload one of two, so that nothing recompiles; with
+`RankPool.slot_unit` it ends behind its last sample. It holds whole samples and at most one part of a sample that several ranks divide; the
+part comes first. The rest is padding: token 0 at position 0, without target, each token a document of its own.
 
 A sample of s inputs has s + 1 tokens, as the last input's target is the token behind it.
 """
@@ -108,25 +108,25 @@ def rank_slots(balance: Balance, rank: int) -> list[Slot]:
 
 
 def _slot(parts: tuple[SamplePart, ...], pool: RankPool) -> Slot:
-    """A slot of the pool's capacity, or of that with offload where the parts have more tokens."""
-    slot = Slot(pool.capacity, parts)
-    if slot.tokens <= slot.capacity:
-        return slot
-    assert pool.offload is not None and slot.tokens <= pool.offload.capacity, (
-        "the balance fills no slot beyond its size"
-    )
-    return Slot(pool.offload.capacity, parts, pool.offload.layers)
+    """A slot of the pool with these parts; one with offload where they have more tokens than the capacity."""
+    tokens = sum(part.tokens for part in parts)
+    capacity = int(pool.slot_tokens(np.int64(tokens)))
+    if tokens <= pool.capacity:
+        return Slot(capacity, parts)
+    assert pool.offload is not None and tokens <= pool.offload.capacity, "the balance fills no slot beyond its size"
+    return Slot(capacity, parts, pool.offload.layers)
 
 
 def slots_to_run(balance: Balance, rank: int, numbering: Numbering) -> list[Slot]:
     """The micro-batches of a data rank in the order in which it runs them, at least one."""
-    slots = rank_slots(balance, rank) or [Slot(balance.pool.capacity)]
+    empty = _slot((), balance.pool)
+    slots = rank_slots(balance, rank) or [empty]
     if numbering == "own":
         return slots
     order = slot_order(balance)
     by_number = dict(zip(order.numbers[rank], slots, strict=True))
     if numbering == "equal":
-        by_number |= {number: Slot(balance.pool.capacity) for number in range(order.count) if number not in by_number}
+        by_number |= {number: empty for number in range(order.count) if number not in by_number}
     return [
         replace(slot, common=CommonNumber(number, order.count))
         for number, slot in sorted(by_number.items(), key=lambda pair: pair[0])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from meshwright.costs.constants import OWN, constants
 from meshwright.costs.machine_rates import chip_of, machine_of, with_measurements
 from meshwright.costs.plan_costs import format_of_products
-from meshwright.planner.candidate import pins_of, slot_run
+from meshwright.planner.candidate import compiles, pins_of, slot_run
 from meshwright.planner.sample_plans import always_exchanges, hybrid_exchange, ring_seconds
 from meshwright.planner.slot_offloads import with_slot_offload
 from meshwright.simulator.sample_times import time_with_constants
@@ -87,5 +87,9 @@ def sample_plan(run: RunSpec, precision: Precision) -> SamplePlan | None:
     measured, machine = with_measurements(fitted, machine_of(run.cluster, products), run.cluster, products)
     time = time_with_constants(run.model, machine, measured, capacity)
     return SamplePlan(
-        capacity=capacity, alpha=max(time.quadratic, 0.0), beta=max(time.linear, 0.0), gamma=max(time.fixed, 0.0)
+        capacity=capacity,
+        alpha=max(time.quadratic, 0.0),
+        beta=max(time.linear, 0.0),
+        gamma=max(time.fixed, 0.0),
+        slot_unit=math.lcm(2, pins_of(run).tensor or 1) if run.cluster.is_cpu and not compiles(run) else None,
     )

@@ -65,6 +65,15 @@ class RankPool:
     """Slots of more tokens, for samples of at least its `shortest` tokens."""
     heads: int = 1
     """Key/value heads of a rank, which ranks of a sample that exchange tokens for heads divide."""
+    slot_unit: int | None = None
+    """As in `spec.plan.SamplePlan`; it divides the capacities."""
+
+    def slot_tokens(self, filled: np.ndarray) -> np.ndarray:
+        """Tokens of slots in which samples have `filled` tokens, with the padding; same shape."""
+        if self.slot_unit is not None:
+            return np.maximum(-(-filled // self.slot_unit), 1) * self.slot_unit
+        longer = filled if self.offload is None else self.offload.capacity
+        return np.where(filled > self.capacity, longer, self.capacity)
 
     def memory_shares(self, lengths: np.ndarray) -> np.ndarray:
         """Device memory of samples of `lengths` `(S,)` tokens in the slots that they may take, as a share of that without offload."""
@@ -78,7 +87,7 @@ def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1, heads: int = 1) 
     exchange = math.inf if samples.exchange is None else samples.exchange
     times = (seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring, exchange))
     time = SampleTime(*times, samples.always_exchange)
-    return RankPool(ranks, samples.capacity, time, stages, samples.offload, heads)
+    return RankPool(ranks, samples.capacity, time, stages, samples.offload, heads, samples.slot_unit)
 
 
 @dataclass(frozen=True)
@@ -133,11 +142,10 @@ class Balance:
 
     @cached_property
     def slot_sizes(self) -> np.ndarray:
-        """Tokens of the slots with their padding, in the order of rank and slot: the pool's capacity, or that with offload."""
-        first, size = np.cumsum(self.slots) - self.slots, self.pool.capacity
+        """Tokens of the slots with their padding, in the order of rank and slot."""
+        first = np.cumsum(self.slots) - self.slots
         filled = np.bincount(first[self.rank] + self.slot, self.tokens, int(self.slots.sum())).astype(np.int64)
-        longer = filled if self.pool.offload is None else self.pool.offload.capacity
-        return np.where(filled > size, longer, size)
+        return self.pool.slot_tokens(filled)
 
     @property
     def padding(self) -> float:
@@ -279,7 +287,7 @@ def _assemble(
     ready = spans.busy + (pool.stages - 1) * np.maximum(spans.longest, _short_slot(short, batch, pool)) + delays
     rooms = Rooms(parts.rank, parts.slot, pool.capacity - memory_tokens)
     seconds = batch.shared[short] + pool.time.fixed / pool.capacity * batch.memory_tokens[short]
-    delay = DELAY if pool.time.linear > 0 else 0.0  # else padding costs nothing
+    delay = DELAY if pool.time.linear > 0 and pool.slot_unit is None else 0.0  # else padding costs nothing
     packing = pack_samples(batch.memory_tokens[short], seconds, ready, rooms, pool.capacity, delay)
     whole = np.ones(len(short), np.int64)
     packed = _Parts(short, whole - 1, whole, packing.rank, packing.slot, batch.lengths[short])

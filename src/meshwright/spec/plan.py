@@ -234,6 +234,8 @@ class SamplePlan:
     """Exchange wherever the ranks of a sample divide its heads, even if a ring is faster (`plan.hybrid_attention: ulysses`)."""
     offload: SlotOffload | None = None
     """Slots whose activations are partly offloaded to host memory; none: all slots are alike."""
+    slot_unit: Positive | None = None
+    """A slot ends behind its last sample, at a multiple of this many tokens; none: all have equal shapes, for compiled operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
