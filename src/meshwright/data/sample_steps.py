@@ -46,7 +46,7 @@ class SampleSteps:
         empty = int(np.maximum(1 - balance.slots, 0).sum())
         if self._numbering == "equal":
             empty = len(slots) * self._pool.ranks - int(balance.slots.sum())
-        size = int(balance.slot_sizes.sum()) + empty * int(self._pool.slot_tokens(np.int64(0)))
+        size = int(balance.slot_sizes.sum()) + empty * int(self._pool.slot_tokens(np.array(0)))
         return Step(
             [_micro_batch(slot, read) for slot in slots],
             (sample, sample + len(lengths)),

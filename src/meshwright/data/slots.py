@@ -110,7 +110,7 @@ def rank_slots(balance: Balance, rank: int) -> list[Slot]:
 def _slot(parts: tuple[SamplePart, ...], pool: RankPool) -> Slot:
     """A slot of the pool with these parts; one with offload where they have more tokens than the capacity."""
     tokens = sum(part.tokens for part in parts)
-    capacity = int(pool.slot_tokens(np.int64(tokens)))
+    capacity = int(pool.slot_tokens(np.array(tokens)))
     if tokens <= pool.capacity:
         return Slot(capacity, parts)
     assert pool.offload is not None and tokens <= pool.offload.capacity, "the balance fills no slot beyond its size"

@@ -85,8 +85,10 @@ class RankPool:
 def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1, heads: int = 1) -> RankPool:
     """The pool of `ranks` ranks, or pipelines of `stages` equal stages, with `heads` and the slots and times of a plan."""
     exchange = math.inf if samples.exchange is None else samples.exchange
-    times = (seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring, exchange))
-    time = SampleTime(*times, samples.always_exchange)
+    alpha, beta, gamma, ring, exchange = (
+        seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring, exchange)
+    )
+    time = SampleTime(alpha, beta, gamma, ring, exchange, samples.always_exchange)
     return RankPool(ranks, samples.capacity, time, stages, samples.offload, heads, samples.slot_unit)
 
 

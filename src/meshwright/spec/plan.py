@@ -108,8 +108,7 @@ class LayerStrategy:
     the whole block."""
     offload: Offload = "none"
     """What is offloaded to host memory.
-    activations: from a block's forward until its backward. optimizer: the optimizer and its state. both: activations
-    and optimizer."""
+    activations: from a block's forward until its backward. optimizer: the optimizer and its state. both: all of these."""
     linear: Linear | None = None
     """Number format of these layers' matrix products; none takes `precision.linear`.
     `compute` keeps sensitive layers out of fp8."""
@@ -214,8 +213,7 @@ class SlotOffload:
 class SamplePlan:
     """How samples of any length (`data.packing: none`) are placed on ranks and time slots.
 
-    A sample of s tokens takes alpha · s² + beta · s seconds, and each slot gamma seconds, by the cost model. They are fields of the plan so
-    that the placement, and a run that resumes, do not depend on measured times.
+    A sample of s tokens takes alpha · s² + beta · s seconds, and a slot gamma; placement and resume depend on no measured times.
     """
 
     capacity: Positive
@@ -231,11 +229,11 @@ class SamplePlan:
     exchange: Seconds | None = None
     """Seconds per token of a part to exchange tokens for heads (Ulysses), where that is faster; none: always a ring."""
     always_exchange: bool = False
-    """Exchange wherever the ranks of a sample divide its heads, even if a ring is faster (`plan.hybrid_attention: ulysses`)."""
+    """Exchange wherever a sample's ranks divide its heads, even if a ring is faster."""
     offload: SlotOffload | None = None
     """Slots whose activations are partly offloaded to host memory; none: all slots are alike."""
     slot_unit: Positive | None = None
-    """A slot ends behind its last sample, at a multiple of this many tokens; none: all have equal shapes, for compiled operations."""
+    """A slot ends behind its last sample, at a multiple of this many tokens; none: all have equal shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
