@@ -56,6 +56,7 @@ def prepare_command(
     tokenizer: Annotated[
         str,
         typer.Option(
+            "--tokenizer",  # typer from 0.27 names an option as its placeholder if both are one word
             metavar="TOKENIZER",
             help="A tokenizer.json, a folder that has one, or train:SIZE to train one on these inputs, for example "
             "train:32000.",
