@@ -7,6 +7,7 @@ import math
 import os
 import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -163,31 +164,35 @@ def test_the_fit_finds_the_constants_that_made_the_steps() -> None:
         fit_constants(work, made, [step for step in steps if step.chunks])
 
 
-def test_a_slow_host_does_not_change_the_constants_of_the_device() -> None:
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_a_slow_host_does_not_change_the_constants_of_the_device(noise: float) -> None:
     work = device_work(LLAMA_8B)
-    start = usual_constants(ServeCosts(LLAMA_8B, H200)._machine)
-    made = replace(start, flops_per_s=1.2 * start.flops_per_s, chunk_seconds=2e-4)
-    times, draw, launches = StepTimes(work, made), random.Random(3), []
+    start = replace(usual_constants(ServeCosts(LLAMA_8B, H200)._machine), whole_tokens=1024)
+    launch = {"prompt_seconds": 0.02, "beside_seconds": 0.01, "whole_seconds": 0.015}
+    made = replace(start, flops_per_s=1.2 * start.flops_per_s, chunk_seconds=2e-4, **launch)
+    times, draw = StepTimes(work, made), random.Random(3)
     steps = [
         StepTime(decodes=count, positions=900 * count, seconds=times.seconds(count, 900 * count))
         for count in (1, 16, 128)
     ]
-    for tokens in (16, 256, 1024, 1536, 2048):
-        for decodes in (0, 64):
-            chunks = (Chunk(start=0, count=tokens),)
-            launches.append(draw.uniform(0.02, 0.04))
-            exposed = launches[-1] - (0.005 if decodes else 0.0)
-            seconds = soft_maximum(times.device_seconds(decodes, 300 * decodes, chunks), exposed)
-            shape = {"decodes": decodes, "positions": 300 * decodes, "chunks": chunks}
-            steps.append(StepTime(**shape, seconds=seconds, launch_seconds=launches[-1], exposed_seconds=exposed))
-    fit = fit_constants(work, start, steps)
-    assert fit.constants.prompt_seconds == pytest.approx(sum(launches) / len(launches))
-    fitted, unseen = StepTimes(work, fit.constants), [Chunk(start=0, count=1300)]
-    assert fitted.device_seconds(8, 8 * 900, unseen) == pytest.approx(
-        times.device_seconds(8, 8 * 900, unseen), rel=0.01
-    )
+    for tokens, decodes in product((16, 256, 1024, 1536, 2048), (0, 64)):
+        chunks = (Chunk(start=0, count=tokens),)
+        by_hand = 0.02 + (0.01 if decodes else 0.0) + (0.015 if tokens >= 1024 else 0.0)
+        assert times.launch_seconds(decodes, chunks) == pytest.approx(by_hand)
+        launched = by_hand * draw.uniform(1 - noise, 1 + noise)
+        exposed = launched - (0.005 if decodes else 0.0)
+        seconds = soft_maximum(times.device_seconds(decodes, 300 * decodes, chunks), exposed)
+        shape = {"decodes": decodes, "positions": 300 * decodes, "chunks": chunks}
+        steps.append(StepTime(**shape, seconds=seconds, launch_seconds=launched, exposed_seconds=exposed))
+    fit = fit_constants(work, start, steps).constants
+    found = {name: getattr(fit, name) for name in launch}
+    assert found == pytest.approx(launch, rel=1e-6 + 2 * noise)
+    assert sum(found.values()) == pytest.approx(sum(launch.values()), rel=1e-6 + noise / 2)
+    fitted, unseen = StepTimes(work, fit), (8, 8 * 900, [Chunk(start=0, count=1300)])
+    assert fitted.device_seconds(*unseen) == pytest.approx(times.device_seconds(*unseen), rel=0.01)
     # The factors of steps that ended with their launch are 1.
-    assert all(each.factor == pytest.approx(1, abs=0.01) for each in fit.constants.prompt_factors)
+    assert all(each.factor == pytest.approx(1, abs=0.01) for each in fit.prompt_factors)
+    assert times.launch_seconds(8, [Chunk(start=1024, count=1024)]) == pytest.approx(0.03)
 
 
 def test_an_instance_has_the_blocks_that_the_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:

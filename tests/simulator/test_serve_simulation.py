@@ -197,7 +197,7 @@ def _engine_times(
             computed = times.device_seconds(step.decodes, positions, step.parts[step.decodes :])
             begin = max(free, now)
             if len(step.parts) > step.decodes:
-                now += times.launch_seconds(step.parts[step.decodes :])
+                now += times.launch_seconds(step.decodes, step.parts[step.decodes :])
             ends[step.number] = free = begin + soft_maximum(computed, max(0.0, now - begin))
         return step
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.costs.serve_work import DeviceWork
-from meshwright.costs.step_times import StepTimes, soft_maximum
+from meshwright.costs.step_times import StepTimes, soft_maximum, whole_chunks
 from meshwright.spec.errors import BadInput
 from meshwright.spec.serve_profile import StepConstants, StepFactor, StepTime
 
@@ -41,8 +41,8 @@ class Fit(NamedTuple):
 def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> Fit:
     """The constants with which `StepTimes` gives the measured steps of one device best, by relative error.
 
-    Where launches were measured, `prompt_seconds` is their mean and not fitted: the host's speed varies from second to second, and each
-    step is compared with the model for the launch that it had. Raises BadInput without steps of both types, with and without a prompt.
+    Where launches were measured, their constants are fitted to them alone: the host's speed varies from second to second, so each step is
+    compared with the model for the launch that it had. Raises BadInput without steps of both types, with and without a prompt.
     """
     if not any(step.chunks for step in steps) or not any(not step.chunks for step in steps):
         raise BadInput("the fit needs measured steps with a prompt and without")
@@ -55,7 +55,6 @@ def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTi
 
 
 def _fitted(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> StepConstants:
-    launches = [step.launch_seconds for step in steps if step.chunks and step.launch_seconds]
     smooth = replace(start, decode_factors=(), prompt_factors=())
     first = np.log([max(getattr(smooth, name), LEAST_SECONDS) for name in FITTED])
 
@@ -63,8 +62,9 @@ def _fitted(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -
         return np.concatenate([_log_errors(work, _with(smooth, logs), steps), PRIOR_WEIGHT * (logs - first)])
 
     constants = _with(smooth, _least_squares(residuals, first))
-    if launches:
-        constants = replace(constants, prompt_seconds=float(np.mean(launches)))
+    if launched := [step for step in steps if step.chunks and step.launch_seconds]:
+        prompt, beside, whole = _launch_seconds(launched, start.whole_tokens)
+        constants = replace(constants, prompt_seconds=prompt, beside_seconds=beside, whole_seconds=whole)
     errors = _log_errors(work, constants, steps)
     without = [(step.decodes, error) for step, error in zip(steps, errors, strict=True) if not step.chunks]
     times = StepTimes(work, constants)
@@ -75,6 +75,13 @@ def _fitted(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -
         if step.chunks
     ]
     return replace(constants, decode_factors=_factors(without), prompt_factors=_factors(prompts))
+
+
+def _launch_seconds(steps: Sequence[StepTime], whole_tokens: int) -> list[float]:
+    """Least squares of the launches: a constant, what decodes add, and what each chunk adds that begins a long prompt."""
+    shapes = [[1.0, float(step.decodes > 0), whole_chunks(step.chunks, whole_tokens)] for step in steps]
+    seconds = [step.launch_seconds for step in steps]
+    return np.maximum(0.0, np.linalg.lstsq(np.array(shapes), np.array(seconds), rcond=None)[0]).tolist()
 
 
 def _with(constants: StepConstants, logs: np.ndarray) -> StepConstants:

@@ -42,12 +42,16 @@ class StepTimes:
         """Seconds of one of several such steps in turn, whose decodes attend to `positions` in all, with these chunks of prompts."""
         if not chunks:
             return self._decode_seconds(decodes, positions)
-        computed = soft_maximum(self._computed(decodes, positions, chunks), self.launch_seconds(chunks))
+        computed = soft_maximum(self._computed(decodes, positions, chunks), self.launch_seconds(decodes, chunks))
         return computed * self._factor(decodes, chunks)
 
-    def launch_seconds(self, chunks: Sequence[PromptPart]) -> float:
+    def launch_seconds(self, decodes: int, chunks: Sequence[PromptPart]) -> float:
         """Seconds in which the host launches a step."""
-        return self.constants.prompt_seconds if chunks else 0.0
+        if not chunks:
+            return 0.0
+        k = self.constants
+        seconds = k.prompt_seconds + (k.beside_seconds if decodes else 0.0)
+        return seconds + k.whole_seconds * whole_chunks(chunks, k.whole_tokens)
 
     def device_seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = ()) -> float:
         """Seconds in which the device computes a step that the host has launched."""
@@ -104,6 +108,11 @@ class StepTimes:
 
     def _attended(self, decodes: int, positions: int) -> int:
         return positions if self.work.window is None else min(positions, decodes * self.work.window)
+
+
+def whole_chunks(chunks: Sequence[PromptPart], tokens: int) -> int:
+    """How many chunks begin a prompt and have so many tokens or more; none for 0 tokens."""
+    return sum([chunk.start == 0 and chunk.count >= tokens for chunk in chunks]) if tokens else 0
 
 
 def soft_maximum(first: float, second: float) -> float:

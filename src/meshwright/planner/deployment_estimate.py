@@ -229,7 +229,7 @@ class _Instances:
         times = self._costs.times
         if not (self._costs.overlap and decodes):
             return times.seconds(decodes, positions, [chunk])
-        exposed = max(0.0, times.launch_seconds([chunk]) - self.decode_seconds(decodes))
+        exposed = max(0.0, times.launch_seconds(decodes, [chunk]) - self.decode_seconds(decodes))
         return soft_maximum(times.device_seconds(decodes, positions, [chunk]), exposed)
 
     def _bytes_per_token(self) -> float:

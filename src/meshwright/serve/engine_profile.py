@@ -40,8 +40,8 @@ BESIDE = (0, 16, 64)
 """Decodes beside a chunk of a prompt."""
 BESIDE_TOKENS = 256
 """Tokens of the texts of these decodes."""
-SHORT, LONG = 32, 2048
-"""Tokens of the texts that are decoded."""
+SHORT, LONG = 32, 1024
+"""Tokens of the texts that are decoded. Just above 2,048 a lone decode takes one more round of blocks than most texts do."""
 CACHE_SHARE = 0.8
 """Share of the cache that the texts of one measurement take at most."""
 REPEATS = 10
@@ -74,7 +74,7 @@ def measure_engine(
     work = device_work(
         spec, weights=options.weights, item=dtype.itemsize, cache_item=1 if options.kv_cache else dtype.itemsize
     )
-    start = usual_constants(_machine(cluster, options), options.weights)
+    start = replace(usual_constants(_machine(cluster, options), options.weights), whole_tokens=engine.whole_tokens)
     fit = fit_constants(work, start, steps)
     return EngineProfile(
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -164,7 +164,8 @@ class _Measurement:
 
     def _decode(self, count: int, length: int) -> list[StepTime]:
         """Steps of `count` decodes of texts with `length` tokens and more."""
-        self._submit(count, length, REPEATS + 4)
+        prompt_steps = -(-count * length // self._budget)  # those whose prompts come first decode meanwhile
+        self._submit(count, length, REPEATS + 3 + prompt_steps)
         return self._finish(lambda step: step.decodes == count and not step.chunks)
 
     def _prompt(self, size: int, beside: int) -> list[StepTime]:

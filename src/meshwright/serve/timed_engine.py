@@ -57,6 +57,11 @@ class TimedEngine(Engine):
         """Whether the device computes what the host has launched, and its own times are taken."""
         return self._origin is not None
 
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens of a prompt from which on a kernel without the cache attends in it; 0 for none, and on a CPU."""
+        return self._inputs.prompt_unit if self._on_device else 0
+
     def forget_steps(self) -> None:
         """Begin a new list of steps. The device's clock is compared with the timer, as both drift apart in minutes."""
         self.steps = []

@@ -129,7 +129,7 @@ class Instance:
         begin = planned.launched = now
         if self.costs.overlap:
             begin = max(now, self._device_free)
-            planned.launched += times.launch_seconds(planned.chunks)
+            planned.launched += times.launch_seconds(planned.step.decodes, planned.chunks)
             exposed = max(0.0, planned.launched - begin)
             planned.end = begin + soft_maximum(times.device_seconds(*shape), exposed)
         else:

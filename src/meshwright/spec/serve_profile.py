@@ -71,6 +71,12 @@ class StepConstants:
     """Fixed time of a step on the device."""
     prompt_seconds: NotNegativeSeconds
     """Time in which the host launches a step with chunks of prompts, while the device computes. It then takes in no tokens."""
+    beside_seconds: NotNegativeSeconds = 0.0
+    """What decodes beside the chunks add to this launch."""
+    whole_seconds: NotNegativeSeconds = 0.0
+    """What each chunk adds to it that begins a prompt and has `whole_tokens` tokens or more: another kernel attends in it."""
+    whole_tokens: NotNegative = 0
+    """0: there is no such kernel."""
     sequence_seconds: NotNegativeSeconds
     """Time of each decode beside its products and its attention: sampling, and the host."""
     chunk_seconds: NotNegativeSeconds
