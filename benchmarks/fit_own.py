@@ -2,7 +2,8 @@
 
 Each constant starts at a guess from separate measurements (see GUESSES). The fit minimises the sum of squared log errors of the
 simulator's step seconds, each run in units of its own deviation from step to step, plus the squared distance of every constant from its
-guess. No constant is specific to a run, a model or a layout. Solved by damped Gauss-Newton steps with numerical derivatives.
+guess. No constant is specific to a run, a model or a layout. Solved by damped Gauss-Newton steps with numerical derivatives. A second
+fit, of the constants of mixtures of experts, follows on runs of mixtures, with the other constants as fitted.
 
     python benchmarks/fit_own.py               # on the runs that own.yaml names
     python benchmarks/fit_own.py --all         # on all kept runs; runs since the last fit are then no independent test
@@ -13,20 +14,22 @@ Prints each run with its error under the fit and under a fit without its session
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import yaml
-from accuracy import KeptRun, kept_runs, kernels_of
+from accuracy import KeptRun, kept_runs, kernels_of, mixture_runs
 
 from meshwright.costs.constants import OWN_FILE
 from meshwright.costs.plan_costs import missing_features
 from meshwright.simulator.step_simulation import simulate_plan
 
 CHIP = "hopper"
-GUESSES: dict[str, tuple[str, float, float]] = {
+Guesses = Mapping[str, tuple[str, float, float]]
+"""Constant → (section of own.yaml, guess, standard deviation of its logarithm)."""
+GUESSES: Guesses = {
     "gemm": ("measured", 0.80, 0.04), "narrow": ("measured", 400.0, 0.4), "attention": ("measured", 0.632, 0.05),
     "tail_us": ("measured", 2.0, 0.5), "hbm": ("measured", 0.883, 0.02), "link": ("measured", 0.69, 0.05),
     "start_us": ("stack", 120.0, 0.3), "passes": ("stack", 54.0, 0.3), "overlap_tax": ("stack", 0.72, 0.2),
@@ -35,21 +38,28 @@ GUESSES: dict[str, tuple[str, float, float]] = {
     "slow": ("before", 1.04, 0.02), "ragged_vocab": ("before", 5.0, 0.5),
     "net": ("stack", 0.75, 0.1), "net_sum": ("stack", 1.33, 0.15), "net_yield": ("stack", 0.47, 0.4),
 }  # fmt: skip
-"""Constant → (section of own.yaml, guess, standard deviation of its logarithm).
+"""Constants of all models.
 
 Guesses come from benchmarks/data/h200x8-*.json: matrix products at 671–676 TFLOP/s sustained and slower when small, cuDNN attention at 500
 TFLOP/s forward and backward together, copies at 4.24 of 4.8 TB/s, gathers and scatters by size over 2, 4 and 8 ranks, and 2.1 of the 2.9 ms
 of a gather that runs under products. `passes` and `tail_us` are torchtitan's; `ragged_vocab` and `net*` come from phase times.
 `slow` of `before` is no constant of the cost model: it is the device time of the first kernels (`sides.KERNELS`) over that of today's (a
 configuration that ran on both took 0.580 and 0.560 s). `ragged_vocab` has no effect on today's heads either."""
+MIXTURE_GUESSES: Guesses = {"moe_passes": ("stack", 6.75, 0.3), "torch_moe_passes": ("before", 12.0, 0.3)}
+"""Constants of mixtures of experts.
+
+`moe_passes` counts a forward's bytes per copy of a token and hidden element for Qwen3-30B-A3B: token copies write a row and read an eighth
+of one, sums of copies the reverse, 2.25 each; the activation reads two and writes one row of 768 of 2,048 elements, 2.25. The
+guess for the kernels before, when torch moved copies, is the value set by hand then.
+"""
 BAND = 0.8
 """Share of runs that should lie inside the band: fitted runs predicted without their session, and similar runs outside the fit."""
 MACHINE_NOISE = 0.012
 """Relative deviation between sessions and machines, in addition to a run's deviation from step to step."""
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: constants on the GPU generations that it ran on.
 # Others use the generation's row of constants.yaml, except for costs.constants.unmeasured_chip_constants.
-# Set by hand, from runs named in docs/design/cost-model.md, and not changed by fits: host_us, moe_us, moe_passes, moe_back,
-# moe_spread, quantise, token_passes, net_ring, packing, product_sums. `before`: constants of the first kernels, which older runs used.
+# Set by hand, from runs named in docs/design/cost-model.md, and not changed by fits: host_us, moe_us, moe_back, moe_spread,
+# quantise, token_passes, net_ring, packing, product_sums, logit_bytes. `before`: constants of earlier kernels, which older runs used.
 """
 
 
@@ -60,6 +70,7 @@ class Fit:
     log_constants: np.ndarray
     residuals: np.ndarray
     slopes: np.ndarray
+    guesses: Guesses
 
 
 def main() -> None:
@@ -75,10 +86,14 @@ def main() -> None:
         for kept_run in kept_runs()
         if options.all or kept_run.name in own_values["fitted_on"].get(kept_run.file, ())
     ]
-    fit = fit_constants(runs, own_values, options.rounds)
+    fit = fit_constants(runs, own_values, options.rounds, GUESSES)
     left_out_residuals = without_session(runs, fit)
     print_fit(runs, fit, left_out_residuals)
-    constants = with_constants(own_values, fit.log_constants)
+    constants = with_constants(own_values, fit.log_constants, GUESSES)
+    mixtures = [run for run in mixture_runs() if run.name in own_values["mixtures_fitted_on"].get(run.file, ())]
+    mixture_fit = fit_constants(mixtures, constants, options.rounds, MIXTURE_GUESSES)
+    print_fit(mixtures, mixture_fit, without_session(mixtures, mixture_fit))
+    constants = with_constants(constants, mixture_fit.log_constants, MIXTURE_GUESSES)
     not_fitted = [
         kept_run
         for kept_run in kept_runs()
@@ -89,30 +104,32 @@ def main() -> None:
         file: [kept_run.name for kept_run in runs if kept_run.file == file]
         for file in dict.fromkeys(kept_run.file for kept_run in runs)
     }
+    constants["mixtures_fitted_on"] = own_values["mixtures_fitted_on"]
     OWN_FILE.write_text(
         HEADER + yaml.safe_dump(constants, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8"
     )
 
 
-def fit_constants(runs: Sequence[KeptRun], own_values: dict[str, Any], rounds: int) -> Fit:
-    """The constants with the least cost, starting from the guesses."""
-    guess = np.log([value for _, value, _ in GUESSES.values()])
-    log_constants, damping = guess.copy(), 1e-3
-    residuals = errors(runs, with_constants(own_values, log_constants))
-    slopes = derivatives(runs, own_values, log_constants, residuals)
+def fit_constants(runs: Sequence[KeptRun], own_values: dict[str, Any], rounds: int, guesses: Guesses) -> Fit:
+    """The constants of `guesses` with the least cost, starting there; the others are those of `own_values`."""
+    log_constants, damping = np.log([value for _, value, _ in guesses.values()]), 1e-3
+    residuals = errors(runs, with_constants(own_values, log_constants, guesses))
+    fit = Fit(log_constants, residuals, derivatives(runs, own_values, log_constants, residuals, guesses), guesses)
     for _ in range(rounds):
-        previous_cost = cost(runs, residuals, log_constants)
+        previous_cost = cost(runs, fit)
         for _ in range(5):
-            trial = log_constants - step(runs, Fit(log_constants, residuals, slopes), damping)
-            trial_errors = errors(runs, with_constants(own_values, trial))
-            if cost(runs, trial_errors, trial) < previous_cost:
-                log_constants, residuals, damping = trial, trial_errors, damping / 3
+            trial = fit.log_constants - step(runs, fit, damping)
+            trial_fit = replace(
+                fit, log_constants=trial, residuals=errors(runs, with_constants(own_values, trial, guesses))
+            )
+            if cost(runs, trial_fit) < previous_cost:
+                fit, damping = trial_fit, damping / 3
                 break
             damping *= 10
-        slopes = derivatives(runs, own_values, log_constants, residuals)
-        if previous_cost - cost(runs, residuals, log_constants) < 1e-3 * previous_cost:
+        fit = replace(fit, slopes=derivatives(runs, own_values, fit.log_constants, fit.residuals, guesses))
+        if previous_cost - cost(runs, fit) < 1e-3 * previous_cost:
             break
-    return Fit(log_constants, residuals, slopes)
+    return fit
 
 
 def errors(runs: Sequence[KeptRun], own_values: dict[str, Any]) -> np.ndarray:
@@ -127,20 +144,23 @@ def errors(runs: Sequence[KeptRun], own_values: dict[str, Any]) -> np.ndarray:
 
 
 def derivatives(
-    runs: Sequence[KeptRun], own_values: dict[str, Any], log_constants: np.ndarray, residuals: np.ndarray
+    runs: Sequence[KeptRun],
+    own_values: dict[str, Any],
+    log_constants: np.ndarray,
+    residuals: np.ndarray,
+    guesses: Guesses,
 ) -> np.ndarray:
     columns = []
     for index in range(len(log_constants)):
         shifted = log_constants.copy()
         shifted[index] += 0.01
-        columns.append((errors(runs, with_constants(own_values, shifted)) - residuals) / 0.01)
+        columns.append((errors(runs, with_constants(own_values, shifted, guesses)) - residuals) / 0.01)
     return np.array(columns).T
 
 
 def step(runs: Sequence[KeptRun], fit: Fit, damping: float, left_out: np.ndarray | None = None) -> np.ndarray:
     """The Gauss-Newton step of the fit; the runs that `left_out` marks do not count."""
-    log_deviation = np.array([log_deviation for _, _, log_deviation in GUESSES.values()])
-    guess = np.log([value for _, value, _ in GUESSES.values()])
+    guess, log_deviation = guesses_of(fit)
     weight = 1 / noise(runs) ** 2
     if left_out is not None:
         weight[left_out] = 0.0
@@ -149,10 +169,16 @@ def step(runs: Sequence[KeptRun], fit: Fit, damping: float, left_out: np.ndarray
     return np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
 
 
-def cost(runs: Sequence[KeptRun], residuals: np.ndarray, log_constants: np.ndarray) -> float:
-    log_deviation = np.array([log_deviation for _, _, log_deviation in GUESSES.values()])
-    guess = np.log([value for _, value, _ in GUESSES.values()])
-    return float(np.sum((residuals / noise(runs)) ** 2) + np.sum(((log_constants - guess) / log_deviation) ** 2))
+def cost(runs: Sequence[KeptRun], fit: Fit) -> float:
+    guess, log_deviation = guesses_of(fit)
+    distance = (fit.log_constants - guess) / log_deviation
+    return float(np.sum((fit.residuals / noise(runs)) ** 2) + np.sum(distance**2))
+
+
+def guesses_of(fit: Fit) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of the guesses of a fit's constants, and their standard deviations."""
+    values = fit.guesses.values()
+    return np.log([value for _, value, _ in values]), np.array([deviation for _, _, deviation in values])
 
 
 def noise(runs: Sequence[KeptRun]) -> np.ndarray:
@@ -167,10 +193,11 @@ def without_session(runs: Sequence[KeptRun], fit: Fit) -> np.ndarray:
     return np.array([fit.residuals[index] - fit.slopes[index] @ change for index, change in enumerate(steps)])
 
 
-def with_constants(own_values: dict[str, Any], log_constants: np.ndarray) -> dict[str, Any]:
-    """own.yaml's content with the constants at `x`."""
-    stack, measured, first_kernels = dict(own_values["stack"]), dict(own_values["measured"][CHIP]), {}
-    for (name, (section, _, _)), value in zip(GUESSES.items(), np.exp(log_constants), strict=True):
+def with_constants(own_values: dict[str, Any], log_constants: np.ndarray, guesses: Guesses) -> dict[str, Any]:
+    """own.yaml's content with the constants of `guesses` at `log_constants`."""
+    stack, measured = dict(own_values["stack"]), dict(own_values["measured"][CHIP])
+    first_kernels = dict(own_values["before"])
+    for (name, (section, _, _)), value in zip(guesses.items(), np.exp(log_constants), strict=True):
         {"stack": stack, "measured": measured, "before": first_kernels}[section][name] = float(f"{value:.5g}")
     return {
         "stack": stack,
@@ -188,7 +215,9 @@ def print_fit(runs: Sequence[KeptRun], fit: Fit, left_out_residuals: np.ndarray)
         print(f"{kept_run.label:38s} {kept_run.seconds:8.3f} {fit_error:+6.1%} {left_out_error:+8.1%}")
     for name, errors in (("fit", np.expm1(fit.residuals)), ("left out", np.expm1(left_out_residuals))):
         print(f"{name}: median {np.median(np.abs(errors)):.1%}, worst {np.max(np.abs(errors)):.1%}")
-    for (name, (_, value, log_deviation)), fitted_value in zip(GUESSES.items(), np.exp(fit.log_constants), strict=True):
+    for (name, (_, value, log_deviation)), fitted_value in zip(
+        fit.guesses.items(), np.exp(fit.log_constants), strict=True
+    ):
         print(
             f"  {name:13s} {value:8.4g} → {fitted_value:8.4g}  ({np.log(fitted_value / value) / log_deviation:+.1f} deviations)"
         )

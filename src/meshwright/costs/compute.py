@@ -33,6 +33,13 @@ ACTIVATION_BYTES_RATIO = 2 / 3
 """
 EXPERT_ROUNDING_BYTES = 3.0
 """Bytes per element that is rounded to fp8 with one scale per row: bf16 read, fp8 written (`kernels.grouped_fp8`)."""
+HEAD_ROUNDING_BYTES = 6.0
+"""Bytes per weight of the head to round its gradient from fp32 to bf16 (`kernels.loss`)."""
+HEAD_SUM_BYTES = 0.1 * 8.0
+"""Bytes per weight of the head and chunk of logits that its gradient's fp32 sum moves and its product does not hide.
+
+Of 8 bytes the product hides all but a tenth: 24 more chunks took 1.1 ms, not 12 (2026-11-23-levers-one-gpu-H200.jsonl).
+"""
 BIAS_BYTES = 20.0
 """Bytes per element to add a routed expert's bias, one expert after another, in other training stacks.
 
@@ -184,10 +191,9 @@ def layer_times(
     host = shape.layers * (k.host_us + tensor_us) * launches * 1e-6
     logits = wide_rate.forward_backward(tokens, shape.hidden, shape.vocab / tensor_ranks)
     loss_seconds = tokens * shape.vocab / tensor_ranks * k.logit_bytes / memory_rate
-    # The weight gradient of each chunk of logits is added to an fp32 sum (kernels.loss).
-    sum_seconds = (
-        np.ceil(tokens / layout.loss_chunk) * shape.table_params / tensor_ranks * 8 * k.own_engine / memory_rate
-    )
+    # The weight gradient of each chunk of logits is added to an fp32 sum, which is rounded at the end (kernels.loss).
+    gradient_bytes = HEAD_ROUNDING_BYTES + HEAD_SUM_BYTES * np.ceil(tokens / layout.loss_chunk)
+    sum_seconds = shape.table_params / tensor_ranks * gradient_bytes * k.own_engine / memory_rate
     embed = tokens * shape.hidden * 12 / memory_rate
     padded_vocab = np.where(np.mod(shape.vocab / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
     head = (logits.forward + logits.backward + loss_seconds) * padded_vocab + sum_seconds
