@@ -359,7 +359,7 @@ def _train_runs(file: Path) -> Iterator[KeptRun]:
         yield KeptRun(
             file=file.name, name=f"{line['model']}-{line['layers']}, {line['device']}{', ' * ('plan' in line)}{line.get('plan', '')}",
             run=run, plan=search(run).best.plan, seconds=seconds, steps=(seconds,), deviation=_step_deviation({}),
-            allocated_bytes=line["memory_gb"] * 1e9, phases={}, kernels=line["kernels"],
+            allocated_bytes=line["memory_gb"] * 1e9, phases={}, kernels=line.get("kernels", KERNELS),
         )  # fmt: skip
 
 
