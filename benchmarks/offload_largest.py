@@ -32,6 +32,8 @@ GPT = {
     "vocab_size": 50432, "positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "tied": True,
 }  # fmt: skip
 SMALLER, TRIES = 0.98, 5
+RATE = 2e-5
+"""Learning rate at the end of the warm-up, which is the whole run: models this wide diverge at a usual rate without a long one."""
 WARM_UP = 2
 """Steps before those that are timed."""
 
@@ -89,18 +91,21 @@ def first_that_trains(models: Iterator[list[str]], moments: str, options: argpar
     """The figures of the first model that trains, with how many did not."""
     failed: list[str] = []
     for model in models:
+        print(f"{moments} moments: {' '.join(model)}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             command = [
                 sys.executable, "-m", "meshwright", "train", "--runs", folder, "name=largest", *model, *BASE[1:], *options.words,
-                "data.mix=stdlib", f"train.steps={options.steps}", "train.warmup_steps=1", "train.learning_rate=1e-4",
+                "data.mix=stdlib", f"train.steps={options.steps}", f"train.warmup_steps={options.steps}", f"train.learning_rate={RATE}",
                 "train.clip_norm=1.0", "train.validate_every=0", "checkpoint.every=0", "checkpoint.at_end=false", "supervision.restarts=0",
                 "plan.offload=optimizer", f"plan.moments={moments}",
             ]  # fmt: skip
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            # Steps are printed as they end.
+            done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
             if done.returncode == 0:
                 lines = (Path(folder) / "largest" / "metrics.jsonl").read_text().splitlines()
                 return {"model": model, "failed": failed, **figures([json.loads(line) for line in lines])}
-        failed.append((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300])
+        failed.append(done.stderr.strip()[-1000:] or f"exit code {done.returncode}")
+        print(failed[-1], file=sys.stderr, flush=True)
     return {"model": None, "failed": failed}
 
 

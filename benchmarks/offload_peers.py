@@ -39,7 +39,7 @@ from meshwright.spec.run import RunSpec
 
 OURS = {"ours": (), "ours-bf16": ("plan.moments=bf16",)}
 PEERS = ("fsdp2", "torchao")
-WARM_UP = 3
+WARM_UP = 2
 """Steps before those that are timed: compilation, pinning of host memory."""
 RATE, CLIP = 1e-4, 1.0
 
@@ -48,7 +48,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="model and batch as in `meshwright train`")
     parser.add_argument("--only", default=",".join([*OURS, *PEERS]), help="methods, separated by commas")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a method is stopped")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -62,7 +63,13 @@ def main() -> None:
         return
     record: dict[str, Any] = {"benchmark": "offload_peers", "words": words, "environment": environment(), "results": []}
     for name in options.only.split(","):
-        record["results"].append(measure(name, words, options))
+        print(f"{name}: {options.steps} steps", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        try:
+            result = measure(name, words, options)
+        except subprocess.TimeoutExpired:
+            result = {"method": name, "error": f"stopped after {options.limit:g} seconds (--limit)"}
+        record["results"].append({**result, "seconds": time.perf_counter() - start})
         print(json.dumps(record["results"][-1]), flush=True)
         if options.out:  # after each method, so that a run that is stopped leaves the others
             options.out.write_text(json.dumps(record, indent=1) + "\n")
@@ -74,13 +81,14 @@ def measure(name: str, words: Sequence[str], options: argparse.Namespace) -> dic
         if name == "torchao" and importlib.util.find_spec("torchao") is None:
             return {"method": name, "error": "torchao is not installed"}
         given = [*options.words, "--steps", str(options.steps), "--peer", name]
-        done = subprocess.run([sys.executable, __file__, *given], capture_output=True, text=True, check=False)
+        command = [sys.executable, __file__, *given]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.limit)
         if done.returncode:
             return {"method": name, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
         return {"method": name, **json.loads(done.stdout.splitlines()[-1])}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "meshwright", "train", "--runs", folder, "name=ours", *words, *OURS[name]]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.limit)
         metrics = Path(folder) / "ours" / "metrics.jsonl"
         if done.returncode:
             return {"method": name, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
@@ -112,6 +120,9 @@ def train_peer(run: RunSpec, method: str) -> dict[str, Any]:
             world_size=1,
         )
         step = fsdp2_step(model, device) if method == "fsdp2" else torchao_step(model)
+        if device.type == "cuda":  # initial values in fp32 do not count
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         seconds, losses = train(run, model, step, device)
         dist.destroy_process_group()
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
@@ -119,10 +130,10 @@ def train_peer(run: RunSpec, method: str) -> dict[str, Any]:
 
 
 def build_model(run: RunSpec, device: torch.device) -> Decoder:
-    """The model with the initial values of a run, in fp32 on the host; its blocks recompute, and compile on a GPU."""
+    """The model with the initial values of a run, in fp32 on the device; its blocks recompute, and compile on a GPU."""
     with torch.device("meta"):
         model = Decoder(run.model, loss_chunk=run.train.loss_chunk)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     initialise_shards(model, run.seed)
     for name, block in model.layers.items():
         if device.type == "cuda":
@@ -140,6 +151,7 @@ def fsdp2_step(model: Decoder, device: torch.device) -> Callable[[], object]:
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
     }
+    model.cpu()
     for block in model.layers.values():
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -154,10 +166,10 @@ def fsdp2_step(model: Decoder, device: torch.device) -> Callable[[], object]:
 
 
 def torchao_step(model: nn.Module) -> Callable[[], object]:
-    """Move the model to the device in bf16; returns the update by CPUOffloadOptimizer."""
+    """Round the model to bf16; returns the update by CPUOffloadOptimizer."""
     from torchao.optim import CPUOffloadOptimizer  # pyrefly: ignore [missing-import]
 
-    model.to(torch.bfloat16).cuda()
+    model.to(torch.bfloat16)
     optimizer = adamw(model.parameters(), CPUOffloadOptimizer, optimizer_class=torch.optim.AdamW, fused=True)
 
     def update() -> None:
