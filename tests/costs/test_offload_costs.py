@@ -12,7 +12,7 @@ from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.offload_costs import HOST_SHARE, exposed_updates, host_share, rate_both_ways
+from meshwright.costs.offload_costs import HOST_SHARE, exposed_updates, host_optimizer, host_share, rate_both_ways
 from meshwright.costs.stack_footprint import MemoryConstants, footprint
 from meshwright.costs.step import step_cost
 from meshwright.simulator.update_timeline import StepWork, step_seconds
@@ -105,6 +105,20 @@ def test_exposed_updates_equal_the_timeline(copy: float, forward: float) -> None
     work = StepWork(units=12, chunks=10, copy=copy, update=1e-6, forward=forward, backward=20.0, buffers=6)
     exposed = step_seconds(work, "update_stream") - 12 * (forward + 20.0)
     assert exposed_updates([10 * copy] * 12, [forward] * 12) == pytest.approx(exposed + 5 * copy, abs=1e-4)
+
+
+def test_staging_leaves_the_update_fewer_copies_but_the_step_all() -> None:
+    rate = float(rate_both_ways(MACHINE))
+    arguments = MACHINE, 1e9, 10.0, 0.001, 0.0, 12.0
+
+    def exposed(staging: float, compute: float) -> float:
+        return float(host_optimizer(*arguments, staging=staging, compute=compute))
+
+    copies = 1e10 / rate
+    assert exposed(0.0, 10 * copies) == pytest.approx(copies) == float(host_optimizer(*arguments))
+    assert exposed(4e9, 10 * copies) == pytest.approx(0.6 * copies)
+    assert exposed(1e10, 10 * copies) == 0.001, "the sweep"
+    assert exposed(1e10, 0.7 * copies) == pytest.approx(0.3 * copies)
 
 
 def test_updates_of_unequal_units() -> None:

@@ -37,8 +37,11 @@ def random_tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize(("chunk", "fraction"), [(None, 1.0), (1 << 20, 1.0), (1 << 20, 0.5)])
-def test_same_bits_as_on_the_device(masters: bool, chunk: int | None, fraction: float) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "fraction", "staging"),
+    [(None, 1.0, 0), (1 << 20, 1.0, 0), (1 << 20, 0.5, 0), (1 << 20, 1.0, 11 * (10 << 20)), (1 << 20, 0.5, 1 << 30)],
+)
+def test_same_bits_as_on_the_device(masters: bool, chunk: int | None, fraction: float, staging: int) -> None:
     """Over many steps one behind another, none waited for, of which one is skipped."""
     truth, host_weights = random_tensors(0), random_tensors(0)
     weights = {name: weight.to(torch.bfloat16) for name, weight in host_weights.items()} if masters else host_weights
@@ -47,7 +50,7 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None, fraction: 
     release = {name: (lambda copy=copy: copy) for name, copy in weights.items()} if masters else {}
     optimizer = HostAdamW(
         host_weights, dict.fromkeys(host_weights, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON),
-        fraction=fraction,
+        fraction=fraction, staging=staging,
     )  # fmt: skip
     optimizer.deferred = True
     optimizer.release_master_weights()

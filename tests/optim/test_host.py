@@ -79,7 +79,7 @@ def gradients(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def offloaded_optimizer(
-    dtype: torch.dtype, chunk: int, masters: bool, moments: Moments = "fp32", fraction: float = 1.0
+    dtype: torch.dtype, chunk: int, masters: bool, moments: Moments = "fp32", fraction: float = 1.0, staging: int = 0
 ) -> tuple[HostAdamW, dict[str, torch.Tensor]]:
     """The optimizer, and the weights on the device by parameter: the part itself, or a rounded copy."""
     weights = initial_weights(dtype)
@@ -101,6 +101,7 @@ def offloaded_optimizer(
         coefficients=Coefficients(BETAS, EPSILON),
         moments=moments,
         fraction=fraction,
+        staging=staging,
         chunk=chunk,
     )
     optimizer.release_master_weights()
@@ -144,10 +145,14 @@ def test_same_bits_as_on_the_device(chunk: int, dtype: torch.dtype, masters: boo
 def test_a_chunk_that_is_not_copied_back_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, on_device = offloaded_optimizer(torch.float32, 4 * ALIGNED, True)
     send = HostAdamW._send
+
+    def lose(optimizer: HostAdamW) -> None:
+        optimizer._sent += 1
+
     monkeypatch.setattr(
         HostAdamW,
         "_send",
-        lambda self, number, *arguments: send(self, number, *arguments) if number else None,
+        lambda self, chunk: send(self, chunk) if chunk.number else lose(self),
     )
     run(optimizer, torch.float32)
     assert "exp_avg a" in state_with_differences(optimizer, on_device, torch.float32, None)
@@ -180,7 +185,11 @@ def test_host_bytes_cover_all_state(moments: Moments, per_moment: float) -> None
 
 
 UPDATES = 100
-FORMS: list[tuple[Moments, float]] = [("fp32", 1.0), ("fp32", 0.4), ("bf16", 1.0), ("int8", 0.4)]
+SOME, ALL = 8 * ALIGNED * 10, 1 << 20
+"""Bytes of staging for eight of ten chunks, and for each."""
+FORMS: list[tuple[Moments, float, int]] = [
+    ("fp32", 1.0, SOME), ("fp32", 1.0, ALL), ("fp32", 0.4, 0), ("bf16", 1.0, ALL), ("int8", 0.4, SOME), ("fp32", 0.6, ALL),
+]  # fmt: skip
 
 
 def noisy_gradients(step: int) -> tuple[dict[str, torch.Tensor], StepInputs]:
@@ -235,28 +244,32 @@ def round_state(
 
 
 def chunks_of(weights: dict[str, torch.Tensor], decays: dict[str, float]) -> list[Chunk]:
-    return plan_chunks(groups_in_order({name: weight.numel() for name, weight in weights.items()}, decays), 2 * ALIGNED)
+    return plan_chunks(groups_in_order({name: weight.numel() for name, weight in weights.items()}, decays), ALIGNED)
 
 
-@pytest.mark.parametrize(("moments", "fraction"), quick_first(1, [FORMS[0], FORMS[3], FORMS[1], FORMS[2]], unpack=True))
-def test_a_hundred_clipped_steps_with_a_restart(moments: Moments, fraction: float) -> None:
-    """Updates are completed by parameter. The restart carries fp32 values to another share of chunks on the device."""
+@pytest.mark.parametrize(("moments", "fraction", "staging"), quick_first(2, FORMS, unpack=True))
+def test_a_hundred_clipped_steps_with_a_restart(moments: Moments, fraction: float, staging: int) -> None:
+    """Updates are completed by parameter, and read now and then. The restart carries fp32 values to other places."""
     weights, truth = clipped_reference(moments)
-    optimizer, on_device = offloaded_optimizer(torch.float32, 2 * ALIGNED, True, moments, fraction)
+    optimizer, on_device = offloaded_optimizer(torch.float32, ALIGNED, True, moments, fraction, staging)
     clipped = 0
     for step in range(UPDATES):
         if step == 60:
             state = {(kind, name): optimizer.state(kind, name) for kind in (*MOMENTS, MASTER) for name in SHAPES}
-            optimizer, on_device = offloaded_optimizer(torch.float32, 2 * ALIGNED, True, moments, 1 - fraction)
+            optimizer, on_device = offloaded_optimizer(torch.float32, ALIGNED, True, moments, 1 - fraction)
             for key, values in state.items():
                 optimizer.write(optimizer.part(*key), values)
             optimizer.set_steps(sum(step % 7 != 3 for step in range(60)))
         optimizer.deferred = step % 3 != 0
         gradients, inputs = noisy_gradients(step)
         clipped += int(inputs.factor < 1)
+        for _ in range(step % 4):
+            optimizer.launch_copies()
         optimizer.step(gradients, inputs)
         for name in SHAPES if step % 2 else ():
             optimizer.complete_updates([name])
+            if step % 10 == 5:  # between two units' updates, which this completes
+                optimizer.write(optimizer.part(MOMENTS[0], "c"), optimizer.state(MOMENTS[0], "c"))
     assert clipped > UPDATES / 4
     for name, weight in weights.items():
         for moment in MOMENTS:

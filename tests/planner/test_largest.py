@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.slow import quick_first
 
 from meshwright.config.load import load_run
-from meshwright.planner.candidate import host_budget, memory_budget
+from meshwright.planner.candidate import fits, host_budget, memory_budget
 from meshwright.planner.largest import family, largest_models
+from meshwright.planner.search import search
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import parameter_count
+from meshwright.spec.run import ModelSection
 
 ALONE = [
     "cluster.gpu=H200", "cluster.gpus_per_node=1", "cluster.host_memory_gib=128", "train.global_batch=1", "train.seq_len=2048",
@@ -37,7 +41,8 @@ def test_a_family_has_the_proportions_of_its_model() -> None:
 )
 def test_the_largest_model_fills_device_and_host(moments: str, record: float) -> None:
     """The device has 4 bytes per parameter, both together the state; the remainder is activations, logits and framework."""
-    run = load_run(None, ["model=llama3-8b", *ALONE, "plan.offload=optimizer", f"plan.moments={moments}"])
+    words = ["model=llama3-8b", *ALONE, "plan.offload=optimizer", f"plan.moments={moments}"]
+    run = load_run(None, words)
     (entry,) = largest_models(run)
     assert entry.model is not None and entry.plan is not None and entry.plan.predicted is not None
     device, host = float(memory_budget(run) or 0), host_budget(run)
@@ -45,10 +50,16 @@ def test_the_largest_model_fills_device_and_host(moments: str, record: float) ->
     on_device = WORK * entry.parameters + record * entry.parameters - entry.host_bytes
     other = entry.plan.predicted.memory_peak_bytes - on_device
     assert 0 < other < 0.12 * device and entry.plan.predicted.memory_peak_bytes <= device
+    named = search(load_run(None, [*words, *model_words(entry.model), "data.mix=stdlib"])).best.plan
+    assert fits(replace(run, model=entry.model), named, memory_budget(run)), "the same words train it"
     larger = min(
         parameter_count(model) for model in family(run.model, 1e11) if parameter_count(model) > entry.parameters
     )
     assert (WORK + record) * larger - min(host, record * larger) + other > 0.995 * device
+
+
+def model_words(model: ModelSection) -> list[str]:
+    return [f"model.{name}={getattr(model, name)}" for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden")]
 
 
 def test_memory_must_be_known() -> None:

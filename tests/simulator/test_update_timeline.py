@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.simulator.update_timeline import Operation, StepWork, play, step_seconds
@@ -45,3 +47,21 @@ def test_tables_that_queue_behind_chunks_expose_part_of_the_forward() -> None:
     """A copy of addresses waits for a chunk's copy, so the compute stream never catches up with the link after a forward."""
     tables = StepWork(units=12, chunks=10, copy=2.0, update=0.6, forward=6.0, backward=18.0, buffers=6, tables=0.02)
     assert step_seconds(tables, "compute_stream") > step_seconds(WORK, "update_stream") + 12
+
+
+@pytest.mark.parametrize("buffers", [6, 60, 100])
+def test_chunks_with_staging_buffers_are_fetched_during_the_step(buffers: int) -> None:
+    """From the norm on the link fetches only the others; those in staging buffers leave them beside the next forward."""
+    staged = replace(WORK, buffers=buffers)
+    fetched_after = (120 - buffers + 1) * 2.0
+    exposed = max(fetched_after + 2 * 0.2 + 2 * 6.0, 20 * 0.2 + 12 * 6.0)
+    assert step_seconds(staged, "update_stream") == pytest.approx(12 * 18.0 + exposed)
+
+
+def test_with_a_buffer_for_each_chunk_only_the_updates_of_two_units_delay_a_step() -> None:
+    assert step_seconds(replace(WORK, buffers=120), "update_stream") == pytest.approx(COMPUTE + 20 * 0.2)
+
+
+def test_a_step_is_no_shorter_than_its_copies() -> None:
+    short = replace(WORK, buffers=120, forward=2.0, backward=4.0)
+    assert step_seconds(short, "update_stream", steps=8) == pytest.approx(120 * 2.0, rel=0.02)

@@ -18,7 +18,7 @@ HIDDEN, FFN, VOCAB, LAYERS = 1024, 4096, 32768, 8
 MODEL = ModelSpec(
     family="llama", layers=LAYERS, hidden=HIDDEN, heads=16, kv_heads=8, head_dim=64, ffn_hidden=FFN, vocab_size=VOCAB
 )
-TRAIN = TrainSpec(steps=1, global_batch=32, seq_len=2048, loss_chunk=1024)
+TRAIN = TrainSpec(steps=1, global_batch=32, seq_len=2048, loss_chunk=3072)
 TOKENS, MICRO_BATCHES = 2 * 2048, 4
 BLOCK = HIDDEN * (1024 + 1024) + 1024 * HIDDEN + 3 * HIDDEN * FFN + 2 * HIDDEN
 """qkv, out, gate-up and down, two norms."""
@@ -33,8 +33,8 @@ attention's output, and the MLP.
 BACKWARD_TEMPORARIES = TOKENS * 2 * (2 * FFN + HIDDEN)
 """Bytes of temporary gradients in a block's backward: of gate and up, and of the residual stream."""
 SCRATCH = Formats.workspace
-HEAD = 1024 * VOCAB * 2 + 2 * 4 * TABLE + 2 * TOKENS * HIDDEN * 2
-"""Bytes in the head: a chunk's logits, its fp32 gradient and the product added to it, hidden states and their gradient."""
+HEAD = 3072 * VOCAB * 2 + 4 * TABLE + 2 * TOKENS * HIDDEN * 2
+"""Bytes in the head: a chunk's logits, the head's fp32 gradient, hidden states and their gradient."""
 STREAM = TOKENS * HIDDEN * 2
 """One micro-batch's residual stream in bf16."""
 RECOMPUTED = TOKENS * SAVED - STREAM
@@ -233,6 +233,10 @@ def test_an_offloaded_optimizer_leaves_bf16_shards_and_gradient_sums() -> None:
     assert fullest_memory(half)["optimizer"] == pytest.approx(on_device["optimizer"] * (1 - offloaded_share) + chunks)
     kept = replace(plan({"shard": 4}, offload="optimizer"), offload_fraction=0.25)
     assert fullest_memory(kept)["optimizer"] == pytest.approx(chunks + 0.75 * 10 * parameter_count(MODEL) / 4)
+    records = 10 * parameter_count(MODEL)
+    for staging, expected in ((0.1, chunks), (0.6, 0.6e9), (50.0, max(chunks, records))):
+        staged = replace(plan({"shard": 1}, offload="optimizer"), offload_staging=staging)
+        assert fullest_memory(staged)["optimizer"] == pytest.approx(expected), staging
 
 
 def test_an_offloaded_optimizer_leaves_master_weights_if_they_are_gathered() -> None:

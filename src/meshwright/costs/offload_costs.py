@@ -105,16 +105,25 @@ def exposed_sum_copies(copied: Array, backward: Array, micro_batches: Array) -> 
 
 
 def host_optimizer(
-    machine: Machine, owned: Array, state_bytes: Array, sweep: Array, forward: Array, units: Array
+    machine: Machine,
+    owned: Array,
+    state_bytes: Array,
+    sweep: Array,
+    forward: Array,
+    units: Array,
+    staging: Array = 0.0,
+    compute: Array = np.inf,
 ) -> Array:
     """Seconds by which an optimizer with the state of `owned` parameters in host memory makes a step longer.
 
     The device copies `state_bytes` per parameter in and out, in both directions at once, beside the `forward` seconds of the rank's
-    `units`: equal ones, in their order. All updates take `sweep` seconds of compute.
+    `units`: equal ones, in their order. All updates take `sweep` seconds of compute. `staging` bytes are fetched before the update; these
+    copies and those to the host have the whole step, of `compute` seconds.
     """
-    copies = owned * state_bytes / rate_both_ways(machine)
+    copies, fetched_before = owned * state_bytes / rate_both_ways(machine), staging / rate_both_ways(machine)
     hidden = forward * (1 - np.minimum(UNITS_GATHERED, units) / units)
-    return np.maximum(copies - hidden, sweep)
+    exposed = np.maximum(copies - fetched_before - hidden, copies - compute)
+    return np.maximum(exposed, sweep)
 
 
 def exposed_updates(updates: Sequence[float], forwards: Sequence[float]) -> float:

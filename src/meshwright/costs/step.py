@@ -373,7 +373,10 @@ def _optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Const
     # Activations of the first forward use the link too.
     beside = beside * np.maximum(0.0, forward - activation_copies(shape, machine, layout))
     units = shape.layers / layout.pipeline + 1
-    offloaded = host_optimizer(machine, owned, layout.state_bytes, seconds, beside, units)
+    compute = 3 * forward * layout.micro_batches / layout.pipeline
+    offloaded = host_optimizer(
+        machine, owned, layout.state_bytes, seconds, beside, units, layout.staging, np.maximum(beside, compute)
+    )
     seconds = np.where(layout.offload > 0, offloaded, seconds)
     seconds = seconds + matrix_seconds(layout, machine, k, shape.layers / layout.pipeline)
     return seconds + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline

@@ -13,11 +13,19 @@ link would idle.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
+
+QUEUED_COPIES = 128
+"""Copies that may be queued in both directions together before further ones are only launched when they are needed.
+
+A stream's launch queue holds about a thousand operations, a copy takes three to five of them, and the host waits where a queue is full.
+With 128 copies of a chunk, half of them each way, the link is busy for more than 0.1 s.
+"""
 
 
 class CopyStreams:
@@ -31,6 +39,8 @@ class CopyStreams:
         self._runtime = torch.cuda if runtime is None and device.type == "cuda" else runtime
         self._in_events: list[Any] = [None] * buffers
         self._out_events: list[Any] = [None] * buffers
+        self._queued: deque[Any] = deque()
+        """Ends of copies that had not ended when `crowded` looked last, in the order of their launch."""
         self._latest_update: Any = None
         if self._runtime is not None:
             self._in, self._update, self._out = (self._runtime.Stream(device) for _ in range(3))
@@ -51,12 +61,20 @@ class CopyStreams:
             self._in.wait_event(self._out_events[buffer])
         return self._on(self._in, span, self._in_events, buffer)
 
-    def copy_out(self, buffer: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
-        """Context of the copies from a staging buffer to the host, after the update that was launched last."""
+    def copy_out(
+        self, buffer: int, update: Any, span: AbstractContextManager[None] | None
+    ) -> AbstractContextManager[Any]:
+        """Context of the copies from a staging buffer to the host, after the event `update`, see `latest_update`."""
         if self._runtime is None:
             return _in_span(span)
-        self._out.wait_event(self._latest_update)
+        self._out.wait_event(update)
         return self._on(self._out, span, self._out_events, buffer)
+
+    def crowded(self) -> bool:
+        """Whether `QUEUED_COPIES` copies or more have not ended. On a CPU they have."""
+        while self._queued and self._queued[0].query():
+            self._queued.popleft()
+        return len(self._queued) >= QUEUED_COPIES
 
     def begin_updates(self) -> None:
         """Make the update stream wait for the work queued on the compute stream so far: gradients and their factor."""
@@ -112,6 +130,7 @@ class CopyStreams:
         if self._runtime is not None:
             self._in.synchronize()
             self._out.synchronize()
+            self._queued.clear()
 
     def _on(
         self, stream: Any, span: AbstractContextManager[None] | None, events: list[Any], buffer: int
@@ -122,6 +141,7 @@ class CopyStreams:
 
         def record_event() -> None:
             events[buffer] = stream.record_event()
+            self._queued.append(events[buffer])
 
         stack.callback(record_event)
         if span is not None:

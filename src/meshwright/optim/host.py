@@ -4,10 +4,11 @@
 the device: moments, and a remainder of the master weights where weights are gathered in bf16. While the device updates one chunk, one
 stream copies later chunks to the device and another copies earlier ones to the host, so both directions of the link are busy.
 
-The first chunks are fetched as soon as their staging buffers are free, so beside the next forward and backward. An update begins when the
-gradients' factor is known. On a GPU the host launches chunks ahead of their use; `complete_updates` makes the compute stream wait for the
-chunks of the unit that is gathered next, while later ones are copied and updated beside the forward. With `fraction` below 1 the
-records of the first chunks stay on the device.
+Staging buffers form a ring: chunks take them in order, step after step. A chunk is fetched as soon as its buffer is free, so the first
+ones beside the forward and backward before their update: as many as there are buffers (`staging`). An update begins when the gradients'
+factor is known. On a GPU the host launches chunks ahead of their use; `complete_updates` makes the compute stream wait for the
+chunks of the unit that is gathered next, while later ones are copied and updated beside the forward. `launch_copies` is called throughout
+the step: few copies are queued at a time. With `fraction` below 1 the records of the first chunks stay on the device.
 
 The update uses the arithmetic of the optimizer on the device, so both give the same bits. It has a stream of its own, which no forward
 delays; before a unit is gathered, the compute stream waits for the unit's updates (`copy_streams`). The host waits only when a checkpoint
@@ -20,9 +21,11 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -71,13 +74,25 @@ class _PendingUpdate:
     """Chunks that the compute stream waits for."""
 
 
+@dataclass(frozen=True)
+class _UpdatedChunk:
+    """A chunk whose update was launched, to be copied from its staging buffer to `target`, the records of all chunks."""
+
+    number: int
+    buffer: int
+    update: Any
+    """The event at the end of its update."""
+    target: Tensor
+    span: SpanFactory | None
+
+
 class HostAdamW:
     """AdamW of the `parts` of one rank, of one dtype and device, in the order of the forward, with state in host memory.
 
     `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none.
-    `fraction` of the elements have their record in host memory, the first ones on the device. `ahead` chunks are launched before they are
-    needed: by default `LAUNCHED_AHEAD` on a GPU, none on a CPU, which does not run them beside the forward. Raises OutOfResources when
-    host memory cannot be pinned.
+    `fraction` of the elements have their record in host memory, the first ones on the device. `staging` bytes on the device are for staging
+    buffers; at least a few are allocated. `ahead` chunks are launched before they are needed: by default `LAUNCHED_AHEAD` on a GPU,
+    none on a CPU, which does not run them beside the forward. Raises OutOfResources when host memory cannot be pinned.
     """
 
     def __init__(
@@ -89,6 +104,7 @@ class HostAdamW:
         coefficients: Coefficients,
         moments: Moments = "fp32",
         fraction: float = 1.0,
+        staging: int = 0,
         chunk: int | None = None,
         ahead: int | None = None,
     ) -> None:
@@ -112,21 +128,29 @@ class HostAdamW:
         self._counts = {name: new_count(self._device) for name in parts}
         self._resident: dict[str, Tensor] = {}
         self._pending: _PendingUpdate | None = None
+        self._span: SpanFactory | None = None
         self._snapshot_copied = False
         self._lock = threading.RLock()
-        self._allocate_staging()
+        self._allocate_staging(staging)
+        self._unsent: deque[_UpdatedChunk] = deque()
+        self._updates = 0
+        """Steps whose updates were all launched."""
+        self._updated = self._sent = self._fetched = 0
+        """Streamed chunks whose update, copy to the host and fetch were launched, counted over all steps."""
         self.deferred = False
         """Whether later compute waits for updates only at `complete_updates`."""
 
-    def _allocate_staging(self) -> None:
-        widest = max((entry.size for entry in self._chunks), default=0)
-        streamed = len(self._chunks) - self._memory.on_device
-        self._staging = torch.zeros(
-            min(STAGING_BUFFERS, streamed), self._packing.bytes(widest), dtype=torch.uint8, device=self._device
-        )
-        self._copy_streams = CopyStreams(self._device, len(self._staging))
-        self._fetched = 0
-        """Streamed chunks that were fetched for the next update, at most as many as there are staging buffers."""
+    def _allocate_staging(self, size: int) -> None:
+        streamed = [entry.stop - entry.start for entry in self._memory.slices[self._memory.on_device :]]
+        if size >= sum(streamed):  # one buffer for each chunk, as long as its record
+            sizes = streamed
+        else:
+            widest = max(streamed)
+            sizes = [widest] * min(max(STAGING_BUFFERS, size // widest), len(streamed))
+        ends = list(accumulate(sizes))
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
+        self._staging = [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        self._copy_streams = CopyStreams(self._device, len(sizes))
 
     @property
     def host_bytes(self) -> int:
@@ -165,7 +189,8 @@ class HostAdamW:
             table = StepTable.of(counts, self._coefficients, inputs)
         self._pending = _PendingUpdate(dict(gradients), table, concurrent_span, copies, results)
         self._copy_streams.begin_updates()
-        self._fetch_first(concurrent_span)
+        self._span = concurrent_span
+        self.launch_copies()
         self._launch(self._pending, 0)
         if not self.deferred:
             self.complete_updates()
@@ -208,8 +233,9 @@ class HostAdamW:
             torch._foreach_sub_(counts, [pending.table.inputs.skip] * len(counts))
         if self._second is not None and pending.results is self._second.records:
             self._memory.host_records, self._second.records = pending.results, self._memory.host_records
-        self._pending, self._fetched = None, 0
-        self._fetch_first(pending.span)
+        self._pending = None
+        self._updates += 1
+        self.launch_copies()
 
     def state(self, state_name: str, name: str) -> Tensor:
         """The values of a moment or master weight of a parameter, a copy in host memory; waits for the last update."""
@@ -223,8 +249,7 @@ class HostAdamW:
 
     def read(self, part: Tensor) -> Tensor:
         """See `state.parts.EncodedState`. Waits for the last update."""
-        self.complete_updates()
-        self._copy_streams.finish()
+        self._finish()
         state, start = self._memory.locate(int(part.storage_offset()))
         values = self._memory.read(state, start, part.numel(), self._memory.record, self._rounded_range)
         return values.to(part.dtype).view(part.shape)
@@ -235,9 +260,8 @@ class HostAdamW:
         if not part.numel():
             return
         with self._lock:
-            self.complete_updates()
-            self._copy_streams.finish()
-            self._fetched = 0
+            self._finish()
+            self._fetched = self._updated
             if not part.is_contiguous():
                 part, values = self._with_gaps(part, values)
             state, start = self._memory.locate(int(part.storage_offset()))
@@ -269,6 +293,7 @@ class HostAdamW:
     def host_state(self) -> HostBuffers:
         """The state as the updates given to the device so far leave it, for a snapshot."""
         self.complete_updates()
+        self._send_all()
         copied = None
         if self._second is not None:
             copied = self._second.on_device
@@ -306,38 +331,72 @@ class HostAdamW:
         first, name = self._names_by_start[bisect_right(self._names_by_start, (start, chr(0x10FFFF))) - 1]
         return self._resident[name][start - first : start - first + count]
 
-    def _fetch_first(self, span: SpanFactory | None) -> None:
-        """Fetch the first streamed chunks, as far as that was not done."""
-        while self._fetched < len(self._staging):
-            self._fetch(self._memory.on_device + self._fetched, span)
-            self._fetched += 1
+    def _finish(self) -> None:
+        """Complete the last update, and wait until the records in host memory have its results."""
+        self.complete_updates()
+        self._send_all()
+        self._copy_streams.finish()
 
-    def _buffer_of(self, number: int) -> int:
-        return (number - self._memory.on_device) % len(self._staging)
+    def _send_all(self) -> None:
+        while self._unsent:
+            self._send(self._unsent.popleft())
+
+    @property
+    def fetched_ahead(self) -> int:
+        """Chunks that are, or are being, fetched for updates that were not launched."""
+        return self._fetched - self._updated
+
+    def launch_copies(self) -> None:
+        """Launch copies in both directions unless many are queued. To be called often during a step."""
+        self._launch_copies(0)
+
+    def _launch_copies(self, fetched: int) -> None:
+        """Launch copies until `fetched` chunks were fetched over all steps, or nothing is left; more while few are queued."""
+        while self._fetched < fetched or not self._copy_streams.crowded():
+            if self._fetched < self._sent + len(self._staging):
+                self._fetch()
+            elif self._unsent:
+                self._send(self._unsent.popleft())
+            else:
+                return
 
     def _staged(self, number: int) -> Tensor:
-        """The record of a chunk on the device."""
+        """The record on the device of the chunk that is updated next."""
         if number < self._memory.on_device:
             return self._memory.record(number)
-        return self._staging[self._buffer_of(number), : self._packing.bytes(self._chunks[number].size)]
+        return self._buffer(number, self._updated % len(self._staging))
 
-    def _fetch(self, number: int, span: SpanFactory | None) -> None:
-        where, staged = self._memory.slices[number], self._staged(number)
-        source = self._memory.host_records[where]
-        with self._copy_streams.copy_in(self._buffer_of(number), _span(span, number, "fetch")):
+    def _buffer(self, number: int, buffer: int) -> Tensor:
+        return self._staging[buffer][: self._packing.bytes(self._chunks[number].size)]
+
+    def _fetch(self) -> None:
+        """Fetch the next chunk. Its buffer was sent before, and so were its results of the last update."""
+        streamed = len(self._chunks) - self._memory.on_device
+        step, index = divmod(self._fetched, streamed)
+        number, buffer = self._memory.on_device + index, self._fetched % len(self._staging)
+        follows = self._pending is not None and step > self._updates
+        records = self._pending.results if self._pending is not None and follows else self._memory.host_records
+        where, staged = self._memory.slices[number], self._buffer(number, buffer)
+        source = records[where]
+        with self._copy_streams.copy_in(buffer, _span(self._span, number, "fetch")):
             for piece in slices_within_parts(where.start, len(staged)):
                 staged[piece].copy_(source[piece], non_blocking=True)
+        self._fetched += 1
 
-    def _send(self, number: int, pending: _PendingUpdate) -> None:
-        where, staged = self._memory.slices[number], self._staged(number)
-        target = pending.results[where]
-        with self._copy_streams.copy_out(self._buffer_of(number), _span(pending.span, number, "offload")):
+    def _send(self, chunk: _UpdatedChunk) -> None:
+        where, staged = self._memory.slices[chunk.number], self._buffer(chunk.number, chunk.buffer)
+        target = chunk.target[where]
+        with self._copy_streams.copy_out(chunk.buffer, chunk.update, _span(chunk.span, chunk.number, "offload")):
             for piece in slices_within_parts(where.start, len(staged)):
                 target[piece].copy_(staged[piece], non_blocking=True)
+        self._sent += 1
 
     def _run(self, number: int, pending: _PendingUpdate) -> None:
-        """Update a chunk, and copy it to the host and a later one to the device if it is streamed."""
+        """Update a chunk; if it is streamed, after its fetch, and before its copy to the host."""
         chunk, streamed = self._chunks[number], number >= self._memory.on_device
+        if streamed:
+            self._launch_copies(self._updated + 1)
+        buffer = self._updated % max(1, len(self._staging))
         with self._copy_streams.update():
             if pending.copies is not None:
                 names = (segment.name for segment in chunk.segments)
@@ -346,13 +405,13 @@ class HostAdamW:
                 self._copy_streams.wait_for_copies_out()  # of what the update overwrites on the device
                 self._snapshot_copied = False
             if streamed:
-                self._copy_streams.wait_for_copy_in(self._buffer_of(number))
+                self._copy_streams.wait_for_copy_in(buffer)
             self._update(number, pending)
         if streamed:
-            self._send(number, pending)
-            following = number + len(self._staging)
-            if following < len(self._chunks):
-                self._fetch(following, pending.span)
+            event = self._copy_streams.latest_update
+            self._unsent.append(_UpdatedChunk(number, buffer, event, pending.results, pending.span))
+            self._updated += 1
+            self.launch_copies()
 
     def _update(self, number: int, pending: _PendingUpdate) -> None:
         chunk, record = self._chunks[number], self._staged(number)

@@ -46,7 +46,7 @@ class Optimizer:
     `host_offloaded` maps each parameter whose state is in host memory to the function that releases its master weight from the device, or
     to None if the master weight remains on the device; only AdamW takes any. Call `release_master_weights` once the weights have their
     values. `weights` has this rank's pieces of each parameter. `ranks` share them, for a rule that updates whole matrices; None: this
-    rank has them whole. `moments` and `offload_fraction` are the plan's.
+    rank has them whole. `moments` and `offload_fraction` are the plan's; `offload_staging` is in bytes.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Optimizer:
         *,
         moments: Moments = "fp32",
         offload_fraction: float = 1.0,
+        offload_staging: int = 0,
     ) -> None:
         self._parameters = dict(model.named_parameters())
         self._weights = dict(weights)
@@ -84,12 +85,12 @@ class Optimizer:
         self._host: HostAdamW | None = None
         if host_offloaded:
             assert isinstance(train.optimizer, AdamWSpec), "config and planner offload the state of AdamW only"
-            parts = {name: self._parts[name] for name in host_offloaded}
+            parts = {name: self._parts[name] for name in in_order_of_gathers(host_offloaded, spec)}
             release = {name: function for name, function in host_offloaded.items() if function is not None}
             betas = train.optimizer.beta1, train.optimizer.beta2
             self._host = HostAdamW(
                 parts, self._decays, release, coefficients=Coefficients(betas, train.optimizer.epsilon), moments=moments,
-                fraction=offload_fraction,
+                fraction=offload_fraction, staging=offload_staging,
             )  # fmt: skip
 
     def release_master_weights(self) -> None:
@@ -105,6 +106,11 @@ class Optimizer:
     def complete_updates(self, names: Iterable[str] | None = None) -> bool:
         """Launch the rest of the last update up to the parameters `names`, by default all; returns whether there was one."""
         return self._host is not None and self._host.complete_updates(names)
+
+    def launch_copies(self) -> None:
+        """Launch copies of state in host memory, beside compute; executors call it before each action."""
+        if self._host is not None:
+            self._host.launch_copies()
 
     def step(
         self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: SpanFactory | None = None
@@ -238,6 +244,19 @@ class Optimizer:
             self._host.set_steps(steps)
         for count in self._counts.values():
             count.fill_(float(steps))
+
+
+def in_order_of_gathers(names: Iterable[str], spec: ModelSpec) -> list[str]:
+    """The parameters `names` of one rank in the order in which the forward gathers their units.
+
+    They are given in the model's order. A rank with the embedding and a head that uses it gathers both at once: before the blocks if it has
+    the first stage, else after them.
+    """
+    names = list(names)
+    if not spec.embedding_at_both_ends or "embed.weight" not in names:
+        return names
+    has_first_stage = any(name.startswith("layers.0.") for name in names)
+    return sorted(names, key=lambda name: name.startswith("layers.") is has_first_stage)
 
 
 def _undecayed(name: str, part: torch.Tensor) -> ParameterSpec:

@@ -68,7 +68,7 @@ class Engine:
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
     plan has no separate master weights. `present_experts` has by layer the experts that are present beside their owners; empty if the plan
-    copies none. `moments` and `offload_fraction` are the plan's.
+    copies none. `moments` and `offload_fraction` are the plan's; `offload_staging` is in bytes.
     """
 
     model: Decoder
@@ -82,6 +82,7 @@ class Engine:
     present_experts: Mapping[int, PresentExperts]
     moments: Moments = "fp32"
     offload_fraction: float = 1.0
+    offload_staging: int = 0
 
     @property
     def holds_loss(self) -> bool:
@@ -190,8 +191,7 @@ def build_engine(
         _duplicate_rows(boxes_by_parameter, tied),
         _host_offloaded(model, plan, sharded),
         presents,
-        plan.precision.moments,
-        plan.offload_fraction,
+        *(plan.precision.moments, plan.offload_fraction, round(plan.offload_staging * 1e9)),
     )
 
 

@@ -67,6 +67,8 @@ class Executor:
         """Called with the index of each action, before it runs."""
         self.before_gather: Callable[[ShardedUnit | None], bool] = _nothing_left
         """Called with a unit before its weights are read, or None for all: launches what is left of their update, if anything."""
+        self.launch_copies: Callable[[], None] = lambda: None
+        """Called before each action: launches copies of optimizer state in host memory."""
         self.z_loss = torch.zeros((), dtype=torch.float64, device=rank_model.device)
         """This rank's share of the z-loss of the latest training step, before its weight; 0 if it has none."""
         self._has_trained = False
@@ -182,9 +184,9 @@ class _Step:
         if self.recorder.detail and self.executor.channels is not None:
             self.executor.channels.time_messages()
         reduced_next = self.reduced_next()
-        on_action = self.executor.on_action
         for index, action in enumerate(self.rank_actions):
-            on_action(index)
+            self.executor.on_action(index)
+            self.executor.launch_copies()
             self.index = index
             if index in self.visits_at:
                 self.offload.begin_compute()

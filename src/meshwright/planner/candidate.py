@@ -15,6 +15,7 @@ from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.layout import Layout
+from meshwright.spec.model import parameter_count
 from meshwright.spec.nodes import memory_limits
 from meshwright.spec.paired import plan_conflict
 from meshwright.spec.plan import (
@@ -33,6 +34,7 @@ from meshwright.spec.plan import (
     SlotOffload,
 )
 from meshwright.spec.run import RunSpec
+from meshwright.workload.dtypes import state_bytes
 from meshwright.workload.groups import shard_size
 
 HEADROOM = 0.91
@@ -44,6 +46,8 @@ The remainder is for fragmentation, as an allocator at its limit frees and alloc
 
 HOST_HEADROOM = 0.8
 """Share of a host's memory that a plan may fill; the ranks' processes need the other part."""
+SHARES = 1000
+"""Parts of an offloaded optimizer's state of which the planner leaves some on the device."""
 HOST_GIB_PER_DEVICE = 256.0
 """Host memory per device where the cluster does not state it: a guess (DGX A100 to B200 have 1 to 4 TB for 8 devices)."""
 COPY_GENERATIONS = ("hopper",)
@@ -157,6 +161,8 @@ def idle_fields(plan: Plan) -> Iterator[str]:
             yield f"plan.{key} = {value} has no effect: the mesh has one {rank_name}"
     if plan.accumulation != "device" and not any(map(plan.sums_shards, plan.layers)):
         yield f"plan.accumulation = {plan.accumulation} has no effect: each gradient is reduced once a step"
+    if plan.offload_staging and not any(layer.optimizer_offloaded for layer in plan.layers):
+        yield f"plan.offload_staging = {plan.offload_staging:g} has no effect: no layer has offload optimizer or both"
     if plan.mlp_tile and not any(layer.recompute in RECOMPUTES_PRODUCTS for layer in plan.layers):
         yield f"plan.mlp_tile = {plan.mlp_tile} has no effect: no layer has recompute all_but_attention or full"
 
@@ -323,9 +329,20 @@ def mlp_tile_of(run: RunSpec) -> int:
 
 
 def offload_fraction_of(run: RunSpec) -> float:
-    """The pinned share of the offloaded optimizer state in host memory, else all of it."""
+    """The pinned share of the offloaded optimizer state in host memory, else what the hosts have memory for, in thousandths.
+
+    Other state in host memory may leave less; replicas need more.
+    """
     pinned = pins_of(run).offload_fraction
-    return 1.0 if pinned is None else pinned
+    if pinned is not None:
+        return pinned
+    usable, state = run.cluster.nodes * host_budget(run), parameter_count(run.model) * state_bytes(precision_of(run))
+    return max(1, int(SHARES * min(1.0, usable / state))) / SHARES
+
+
+def offload_staging_of(run: RunSpec) -> float:
+    """The pinned gigabytes for optimizer state that is fetched ahead of its update, else the least."""
+    return pins_of(run).offload_staging or 0.0
 
 
 def accumulation_of(run: RunSpec) -> Accumulation:

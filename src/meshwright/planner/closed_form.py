@@ -15,7 +15,14 @@ import numpy as np
 from meshwright.costs.layer_costs import LayerCosts, layer_costs
 from meshwright.costs.plan_costs import Pricing
 from meshwright.costs.step import step_cost
-from meshwright.planner.candidate import accumulation_of, mlp_tile_of, offload_fraction_of, pins_of, precision_of
+from meshwright.planner.candidate import (
+    accumulation_of,
+    mlp_tile_of,
+    offload_fraction_of,
+    offload_staging_of,
+    pins_of,
+    precision_of,
+)
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.strategies import lowest_memory_end, strategy_set_of
@@ -142,7 +149,8 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
         virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
         layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, v_placement),
         weights_by_copy_engine=points.column("copied"), tokens_by_copy_engine=points.column("tokens copied"),
-        offload_fraction=offload_fraction_of(run), sums_on_host=float(accumulation_of(run) == "host"),
+        offload_fraction=offload_fraction_of(run), offload_staging=offload_staging_of(run),
+        sums_on_host=float(accumulation_of(run) == "host"),
         slowest_rank_ratio=points.column("pace"), port=points.column("port"),
         **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
     )  # fmt: skip
@@ -175,7 +183,8 @@ def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
     byte_widths = formats(
         run.train, precision_of(run), cpu=run.cluster.is_cpu, model=run.model,
-        offload_fraction=offload_fraction_of(run), accumulation=accumulation_of(run), mlp_tile=mlp_tile_of(run),
+        offload_fraction=offload_fraction_of(run), offload_staging=offload_staging_of(run),
+        accumulation=accumulation_of(run), mlp_tile=mlp_tile_of(run),
     )  # fmt: skip
     pins = pins_of(run)
     room = received_room(pins.expert_exchange, pins.expert_receive_bound, layout.expert)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from math import inf
 
@@ -16,12 +17,14 @@ import numpy as np
 
 from meshwright.planner.accumulation_choice import plans_with_sums_on_host
 from meshwright.planner.candidate import (
+    SHARES,
     Candidate,
     accumulation_of,
     compiles,
     fits,
     mlp_tile_of,
     offload_fraction_of,
+    offload_staging_of,
     overfull_ranks,
     peak_bytes,
     pins_of,
@@ -31,6 +34,7 @@ from meshwright.planner.reprice import reprice
 from meshwright.planner.sample_plan import sample_plan
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
+from meshwright.planner.staging_choice import plans_with_staging, with_more_recompute
 from meshwright.planner.step_estimate import most_played
 from meshwright.planner.strategies import Strategy
 from meshwright.simulator.step_simulation import timing_of
@@ -96,13 +100,21 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         precision=precision,
         **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
         offload_fraction=offload_fraction_of(run),
+        offload_staging=offload_staging_of(run),
         accumulation=accumulation_of(run),
         mlp_tile=mlp_tile_of(run),
         compile=compiles(run),
     )
+    if pins.offload_fraction is None and not _may_offload_optimizer(plan, strategy):
+        plan = replace(plan, offload_fraction=1.0)
     if pins.layers or strategy.high_memory == strategy.low_memory:
         return plan
     return _with_fewest_low_memory_layers(run, plan, strategy, budget)
+
+
+def _may_offload_optimizer(plan: Plan, strategy: Strategy) -> bool:
+    ends = [strategy.layer(end) for end in (strategy.high_memory, strategy.low_memory)]
+    return any(layer.optimizer_offloaded for layer in (*plan.layers, *ends))
 
 
 def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> ExpertPlan | None:
@@ -239,7 +251,8 @@ def add_better_neighbours(run: RunSpec, candidates: Sequence[Candidate], budget:
     """The candidates and faster neighbours of the leading ones, the fastest first.
 
     Neighbours differ in what the closed form predicts worst: whether gradients and gathered weights stay whole between micro-batches. Of
-    an offloaded optimizer, as much state as fits stays on the device. Sums of gradients in host memory leave room for activations.
+    an offloaded optimizer, as much state as fits stays on the device, or is fetched before its update. Sums of gradients in host memory
+    leave room for activations.
     """
     leading = 1 if _simulation_work(candidates[0].plan, run.model.layers) > MAX_WORK else MAX_IMPROVED
     better, simulated_plans = [], [candidate.plan for candidate in candidates if candidate.simulated]
@@ -257,6 +270,7 @@ def add_better_neighbours(run: RunSpec, candidates: Sequence[Candidate], budget:
             simulated_plans.append(plan)
             if fits(run, plan, budget) and _promising(run, plan, candidate):
                 better.append(replace(candidate, plan=reprice(run, plan), estimated=None))
+    better += [Candidate(reprice(run, plan)) for plan in plans_with_staging(run, candidates, budget)]
     better = [
         candidate for candidate in better if candidate.seconds < candidates[0].seconds * (1 + SAME_TIME_TOLERANCE)
     ]
@@ -320,7 +334,7 @@ def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 
 
 def _with_state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan, also with more recomputation, with the least offloaded optimizer state that fits, in hundredths of all.
+    """The plan, also with more recomputation, with the least offloaded optimizer state that fits, in thousandths of all.
 
     State that stays on the device is not copied, so recomputing activations may pay for it.
     """
@@ -329,14 +343,18 @@ def _with_state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Itera
         return
     if not any(layer.optimizer_offloaded for layer in plan.layers):
         return
-    free = pins.recompute is None and pins.layers is None
-    uniform = replace(plan.layers[-1], range="all")
-    modes = ("selective", "full") if not plan.paired else ("selective",)
-    more = [(replace(uniform, recompute=mode),) for mode in modes] if free else []
-    for layers in dict.fromkeys((plan.layers, *more)):
-        plans = [replace(plan, layers=layers, offload_fraction=share / 100) for share in range(1, 100)]
-        first = bisect_left(plans, True, key=lambda smaller: fits(run, smaller, budget))
-        yield from plans[first : first + 1]
+    for layers in with_more_recompute(run, plan):
+        shared = partial(_with_share, plan, layers)
+        share = bisect_left(
+            range(1, SHARES), True, key=lambda share: not any(overfull_ranks(run, shared(share), budget))
+        )
+        if share + 1 < SHARES:
+            yield shared(share + 1)
+
+
+def _with_share(plan: Plan, layers: tuple[LayerStrategy, ...], share: int) -> Plan:
+    """The plan with other layers and `share` thousandths of the offloaded optimizer state in host memory."""
+    return replace(plan, layers=layers, offload_fraction=share / SHARES)
 
 
 def simplest(
@@ -380,8 +398,9 @@ def _seconds_of(candidate: Candidate) -> float:
 def complexity(plan: Plan) -> int:
     """Number of features that a reader of the plan must understand: axes, layer strategies, recompute, offload, engines."""
     axes = sum(axis.size > 1 for axis in plan.mesh)
+    offload_parts = {"none": 0, "activations": 2, "optimizer": 2, "both": 3}
     layer_features = sum(
-        (layer.recompute != "none") + 2 * (layer.offload != "none") + (layer.gradients == "whole")
+        (layer.recompute != "none") + offload_parts[layer.offload] + (layer.gradients == "whole")
         for layer in plan.layers
     )
     copy_engines = len(copied_options(plan))
@@ -391,6 +410,7 @@ def complexity(plan: Plan) -> int:
         + layer_features
         + plan.layered
         + (plan.accumulation == "host")
+        + (plan.offload_staging > 0)
         + copy_engines
         + copies_experts(plan)
         + balances_owners(plan)

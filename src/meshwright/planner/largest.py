@@ -13,7 +13,7 @@ from itertools import count
 from math import ceil, floor
 from typing import get_args
 
-from meshwright.planner.candidate import host_budget, memory_budget, pins_of, precision_of
+from meshwright.planner.candidate import memory_budget, pins_of, precision_of
 from meshwright.planner.search import search
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.errors import BadInput, OutOfResources
@@ -21,7 +21,7 @@ from meshwright.spec.model import parameter_count
 from meshwright.spec.optimizers import AdamWSpec
 from meshwright.spec.plan import Moments, Offload, Plan
 from meshwright.spec.run import ModelSection, RunSpec
-from meshwright.workload.dtypes import bytes_of, state_bytes
+from meshwright.workload.dtypes import bytes_of
 
 MOST_DEVIATION = 0.25
 """Of layers per width from those of the given model."""
@@ -118,17 +118,8 @@ def _largest(run: RunSpec, offload: Offload, moments: Moments) -> Largest:
 
 
 def _plan_of(run: RunSpec) -> Plan | None:
-    """The best plan of a run, or None if none fits; an offloaded optimizer is in host memory as far as that allows."""
-    pins = pins_of(run)
-    if pins.offload in ("optimizer", "both") and pins.offload_fraction is None:
-        run = replace(run, plan=replace(pins, offload_fraction=_most_on_host(run)))
+    """The best plan of a run, or None if none fits."""
     try:
         return search(run).best.plan
     except (BadInput, OutOfResources):
         return None
-
-
-def _most_on_host(run: RunSpec) -> float:
-    """The largest share of the optimizer's state that the hosts have memory for, in hundredths: most is left of the devices."""
-    state = parameter_count(run.model) * state_bytes(precision_of(run))
-    return max(0.01, min(100, int(100 * run.cluster.nodes * host_budget(run) / state)) / 100)

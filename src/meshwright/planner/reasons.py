@@ -203,6 +203,11 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
             f"offload_fraction {plan.offload_fraction:g}: {1 - plan.offload_fraction:.0%} of the optimizer's state "
             "fits on the devices and is not copied"
         )
+    if plan.offload_staging and pins.offload_staging is None:
+        sentences.append(
+            f"offload_staging {plan.offload_staging:g}: so many gigabytes of the optimizer's state are fetched before the update, "
+            "beside the step; more would not make it faster, or does not fit"
+        )
     if plan.accumulation == "host" and pins.accumulation is None:
         on_device = replace(plan, accumulation="device")
         need = "a step is no faster" if fits(on_device) else shortfall(run, on_device)

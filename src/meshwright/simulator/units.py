@@ -242,19 +242,27 @@ class UnitCosts:
     def _exposed_updates(self, units: Sequence[Unit], on_host: float) -> float:
         """Seconds by which copies of the `on_host` parameters' state delay the first forward of `units`."""
         precision = self.plan.precision
+        width = state_bytes(precision)
+        # Records on the device and, for the update, those fetched before it.
         on_device = (1 - self.plan.offload_fraction) * on_host
-        seconds_per_parameter = state_bytes(precision) / number(rate_both_ways(self.cost_inputs.machine))
+        staged = min(self.plan.offload_staging * 1e9 / width, on_host - on_device)
+        seconds_per_parameter = width / number(rate_both_ways(self.cost_inputs.machine))
+        all_copies = (on_host - on_device) * seconds_per_parameter
+        on_device += staged
         passes = self.plan.batch.accumulate if self.plan.layered else 1
-        copies, forwards = [], []
+        copies, forwards, compute = [], [], 0.0
         for unit in units:
             streamed = self.parameters(unit).shard * self._strategy(unit).optimizer_offloaded
             kept = min(on_device, streamed)
             on_device -= kept
             copies.append((streamed - kept) * seconds_per_parameter)
-            forwards.append(passes * max(0.0, self.compute(unit).forward - self._activation_copy_seconds(unit)))
-        if precision.gather == "fp8":  # scales are computed from all weights, before the first gather
-            return sum(copies)
-        return exposed_updates(copies, forwards)
+            seconds = self.compute(unit)
+            forwards.append(passes * max(0.0, seconds.forward - self._activation_copy_seconds(unit)))
+            compute += seconds.forward + seconds.backward_input + seconds.backward_weight
+        # Scales in fp8 are computed from all weights, before the first gather.
+        exposed = sum(copies) if precision.gather == "fp8" else exposed_updates(copies, forwards)
+        # Staged records are copied beside the whole step, one way after the other for the chunks of a buffer.
+        return max(exposed, all_copies - self.plan.batch.accumulate * compute if staged else 0.0)
 
     def _activation_copy_seconds(self, unit: Unit) -> float:
         """Seconds of the link for the activations of one micro-batch in the unit, in one direction."""

@@ -84,6 +84,8 @@ class _Builder:
     operations: list[Operation] = field(default_factory=list)
     fetched: dict[int, int] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
+    updated: int = 0
+    """Chunks that were updated in all steps; in the present order buffers form a ring over all steps."""
 
     def add(
         self, stream: str, seconds: float, after: Sequence[int] = (), engine: str | None = None, name: str = ""
@@ -95,8 +97,8 @@ class _Builder:
     def total(self) -> int:
         return self.work.units * self.work.chunks
 
-    def fetch(self, number: int) -> None:
-        buffer = number % self.work.buffers
+    def fetch(self, turn: int) -> None:
+        buffer, number = turn % self.work.buffers, turn % self.total
         after = [self.sent[buffer]] if buffer in self.sent else []
         self.fetched[number] = self.add("in", self.work.copy, after, "to device", f"fetch {number}")
 
@@ -112,9 +114,11 @@ class _Builder:
         if self.work.tables:
             self.add(stream, self.work.tables, engine="to device")
             last = self.add(stream, self.work.update / parts, name=f"update {number}")
-        self.sent[number % self.work.buffers] = self.add("out", self.work.copy, [last], "to host", f"offload {number}")
-        if number + self.work.buffers < self.total:
-            self.fetch(number + self.work.buffers)
+        turn = self.updated if self.order == "update_stream" else number
+        self.sent[turn % self.work.buffers] = self.add("out", self.work.copy, [last], "to host", f"offload {number}")
+        if turn + self.work.buffers < self.total or self.order == "update_stream":
+            self.fetch(turn + self.work.buffers)
+        self.updated += 1
         return last
 
 
@@ -134,7 +138,7 @@ def step_operations(work: StepWork, order: Order, steps: int) -> tuple[list[Oper
                     updates |= {number: builder.update(number, ends[-1]) for number in numbers if number not in updates}
                 if order != "after_backward":
                     after.append(updates[numbers[-1]])
-            if step and unit == max(0, work.units - 2) and order != "after_backward":
+            if step and unit == max(0, work.units - 2) and order == "compute_stream":
                 builder.fetch_first()
             builder.add("compute", work.forward, after, name=f"forward {unit}")
         last = [builder.add("compute", work.backward, name=f"backward {unit}") for unit in reversed(range(work.units))][

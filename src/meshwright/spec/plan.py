@@ -32,6 +32,7 @@ Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Moments = Literal["fp32", "bf16", "int8"]
 Accumulation = Literal["device", "bf16", "host"]
 OffloadShare = Annotated[float, Bound(at_least=0, at_most=1)]
+Gigabytes = Annotated[float, Bound(at_least=0, at_most=1e6)]
 Engine = Literal["kernel", "copy"]
 ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
 ExpertOwners = Literal["even", "heterogeneous"]
@@ -86,8 +87,7 @@ class SchedulePlan:
     the next layer (layered accumulation), paired runs two of them through a layer together, so that one's exchange of
     tokens with expert ranks overlaps the other's compute, and the others have no advantage over 1f1b."""
     stages: tuple[tuple[str, ...], ...] = ()
-    """By pipeline rank, the layer ranges of its virtual stages in the order a micro-batch visits them.
-    Left out, stages are even."""
+    """By pipeline rank, the layer ranges of its virtual stages in the order of visits; left out, stages are even."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,18 +100,15 @@ class LayerStrategy:
     """Free gathered parameters after each use and gather them again (ZeRO-3); false keeps them for the step (ZeRO-2)."""
     gradients: Gradients = "shard"
     """Gradients between micro-batches.
-    shard: reduce-scatter after each micro-batch and keep the sum sharded. whole: keep the rank's own sum and
-    reduce-scatter once a step."""
+    shard: reduce-scatter after each micro-batch and sum the shards. whole: sum first, reduce-scatter once a step."""
     recompute: Recompute = "none"
     """Activations computed again in backward.
-    selective: all but matrix products and attention. all_but_attention: also matrix products, for long sequences. full:
-    the whole block."""
+    selective: all but matrix products and attention. all_but_attention: also the products. full: the whole block."""
     offload: Offload = "none"
     """What is offloaded to host memory.
     activations: from a block's forward until its backward. optimizer: the optimizer and its state. both: all of these."""
     linear: Linear | None = None
-    """Number format of these layers' matrix products; none takes `precision.linear`.
-    `compute` keeps sensitive layers out of fp8."""
+    """Number format of these layers' matrix products; `compute` keeps them out of fp8, none takes `precision.linear`."""
 
     @property
     def activations_offloaded(self) -> bool:
@@ -129,8 +126,7 @@ class Precision:
     """Number formats of the run; master weights and moments on the device are fp32 (fp64 when computing in fp64)."""
 
     compute: Compute = "bf16"
-    """Weights and activations of forward and backward.
-    fp16 can be planned but not trained: there is no loss scaling."""
+    """Weights and activations of forward and backward; fp16, without loss scaling, can be planned but not trained."""
     linear: Linear = "compute"
     """Matrix products of the blocks' linear layers: the format of `compute`, or fp8 with one scale per tensor or row.
     See docs/design/fp8.md. Embedding, norms, attention and head are never in fp8."""
@@ -303,6 +299,8 @@ class Plan:
     the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     offload_fraction: OffloadShare = 1.0
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device in the same format."""
+    offload_staging: Gigabytes = 0.0
+    """Gigabytes of device memory into which optimizer state is fetched ahead of its update; 0 is the least, six chunks."""
     accumulation: Accumulation = "device"
     """Sums of a rank's gradient shards between micro-batches, of layers with gradients `shard`.
     device: on the device, in the stored format. bf16: on the device, rounded to bf16 after each micro-batch. host: in host
@@ -462,7 +460,9 @@ class PlanPins:
     moments: Moments | None = None
     """Number format of AdamW's moments in host memory; left out, fp32."""
     offload_fraction: OffloadShare | None = None
-    """Share of the offloaded optimizer state that is in host memory; the rest stays on the device. Left out, 1."""
+    """Share of the offloaded optimizer state in host memory, the rest on the device; left out, the least that fits."""
+    offload_staging: Gigabytes | None = None
+    """Gigabytes of device memory for optimizer state that is fetched ahead of its update; left out, what helps and fits."""
     accumulation: Accumulation | None = None
     """Sums of gradient shards between micro-batches: on the device, there in bf16, or in host memory.
     Left out, on the device, or in host memory where that is faster or nothing fits otherwise."""

@@ -236,7 +236,7 @@ def open_optimizer(engine: Engine, model: ModelSpec, train: TrainSpec, mesh: Mes
     ranks = ranks_of_stage(mesh, model) if isinstance(train.optimizer, (LambSpec, MuonSpec)) else None
     optimizer = Optimizer(
         engine.model, model, train, engine.weights, engine.host_offloaded, ranks,
-        moments=engine.moments, offload_fraction=engine.offload_fraction,
+        moments=engine.moments, offload_fraction=engine.offload_fraction, offload_staging=engine.offload_staging,
     )  # fmt: skip
     if engine.host_offloaded:
         _defer_updates(engine, optimizer)
@@ -254,6 +254,7 @@ def _defer_updates(engine: Engine, optimizer: Optimizer) -> None:
         return optimizer.complete_updates([names[id(shard)] for shard in shards])
 
     engine.executor.before_gather = complete
+    engine.executor.launch_copies = optimizer.launch_copies
     optimizer.defer_updates()
 
 

@@ -73,6 +73,8 @@ class Layouts:
     """1 when the optimizer's state is in host memory."""
     state_bytes: Array = 12.0
     """Bytes of a parameter's state in host memory on average (`workload.dtypes.state_bytes` x plan.offload_fraction)."""
+    staging: Array = 0.0
+    """Bytes on a device into which state in host memory is fetched ahead of its update."""
     sums_on_host: Array = 0.0
     """1 when sums of gradient shards over micro-batches are in host memory between the backwards of their unit."""
     update_bytes: Array = ADAMW_BYTES
@@ -206,7 +208,7 @@ def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         model, train, plan.precision, size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
         virtual=len(table[0]) if len(table) > 1 else 1, micro_batch=plan.batch.micro_batch, accumulate=plan.batch.accumulate,
         layers=table_layers(table), weights_by_copy_engine=plan.gather_engine == "copy",
-        tokens_by_copy_engine=plan.tensor_engine == "copy", offload_fraction=plan.offload_fraction,
+        tokens_by_copy_engine=plan.tensor_engine == "copy", offload_fraction=plan.offload_fraction, offload_staging=plan.offload_staging,
         sums_on_host=plan.accumulation == "host" and plan.sums_shards(plan.layers[0]),
         **_strides(plan), **strategy_columns(plan.layers[0]),
     )  # fmt: skip
@@ -226,6 +228,7 @@ def layouts_of(
     accumulate: Array,
     layers: tuple[Array, Array],
     offload_fraction: float = 1.0,
+    offload_staging: float = 0.0,
     **columns: Array,
 ) -> Layouts:
     """The columns of plans whose axes have `size` ranks: what follows from the arguments, and `columns` as they are given.
@@ -248,6 +251,7 @@ def layouts_of(
         fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*schedule_arguments),
         in_flight_last=in_flight(*schedule_arguments, pipeline - 1), fill=relative_idle_time(schedule, pipeline, accumulate),
         loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=offload_fraction * state_bytes(precision),
+        staging=1e9 * offload_staging,
         replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
         **optimizer_columns(model, train.optimizer), **columns,
     )  # fmt: skip

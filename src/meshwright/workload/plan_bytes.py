@@ -48,6 +48,8 @@ from meshwright.workload.unit_parameters import block_unit
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
 
+GB = 1e9
+
 
 def formats(
     train: TrainSpec,
@@ -59,12 +61,13 @@ def formats(
     tensor_engine: Engine = "kernel",
     model: ModelSpec | None = None,
     offload_fraction: float = 1.0,
+    offload_staging: float = 0.0,
     accumulation: Accumulation = "device",
     mlp_tile: int = 0,
 ) -> Formats:
     """Bytes of a run's numbers; replicas sum gradients over `replicas` ranks. Engines are the plan's.
 
-    The optimizer is that of `train` on `model`; AdamW without a model.
+    The optimizer is that of `train` on `model`; AdamW without a model. `offload_staging` is in gigabytes.
     """
     work = OptimizerWork() if model is None else optimizer_work(model, train.optimizer)
     replica_dtype, compute_bytes = precision.reduce_replicas, bytes_of(precision.compute)
@@ -77,7 +80,7 @@ def formats(
         token_window=tensor_engine == "copy" and not cpu, block_states=work.block_states, end_states=work.end_states,
         widens=train.optimizer.name in ("sgd", "lamb"), largest_matrix=work.largest, matrix_elements=work.exchanged,
         matrices=work.matrices, average=train.ema_decay is not None, record=state_bytes(precision),
-        offload_fraction=offload_fraction, mlp_tile=mlp_tile, summed=summed_bytes(precision, accumulation),
+        offload_fraction=offload_fraction, staging=GB * offload_staging, mlp_tile=mlp_tile, summed=summed_bytes(precision, accumulation),
         sums_on_host=accumulation == "host",
     )  # fmt: skip
 
@@ -138,7 +141,8 @@ def _memory_by_rank(
     sums_shards = any(map(plan.sums_shards, plan.layers))
     number_formats = formats(
         train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
-        model=model, offload_fraction=plan.offload_fraction, accumulation=plan.accumulation if sums_shards else "device",
+        model=model, offload_fraction=plan.offload_fraction, offload_staging=plan.offload_staging,
+        accumulation=plan.accumulation if sums_shards else "device",
     )  # fmt: skip
     number_formats = replace(number_formats, exchange_room=model.experts_per_token * exchange_room(model, plan))
     busiest, tokens = busiest_rows(model, train, plan), tokens_of(train, plan)

@@ -42,6 +42,8 @@ class Formats:
     """Of a parameter's state that is copied between host and device."""
     offload_fraction: Array = 1.0
     """Share of the records that are in host memory."""
+    staging: Array = 0.0
+    """Bytes into which records in host memory are fetched ahead of their update; at least `STAGING_BUFFERS` chunks."""
     summed: Array = 4
     """Of a gradient shard that is summed over micro-batches."""
     sums_on_host: Array = 0
@@ -178,8 +180,10 @@ def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     stream = rank.tokens * rank.hidden * formats.compute
     on_device = 1 - rank.offloaded_share
     chunk_elements = np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
-    staged = STAGING_BUFFERS * formats.record * chunk_elements
-    kept = rank.owned * rank.offloaded_share * (1 - np.asarray(formats.offload_fraction)) * formats.record
+    records = rank.owned * rank.offloaded_share * formats.record
+    staged = np.minimum(formats.staging, records * formats.offload_fraction)
+    staged = np.maximum(staged, STAGING_BUFFERS * formats.record * chunk_elements)
+    kept = records * (1 - np.asarray(formats.offload_fraction))
     return {
         "weights": rank.owned * (formats.stored * on_device + formats.resident * rank.offloaded_share),
         "optimizer": _states(rank, formats) * on_device * formats.stored + staged + kept,
@@ -219,13 +223,14 @@ def _head_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: A
     # The head computes the tokens of all tensor ranks for its own part of the vocabulary.
     logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.vocab / rank.width * formats.logit
     table_parameters = rank.vocab * rank.hidden / rank.width
-    # A chunk's weight gradient and its accumulator exist at once: measured on H200s for models of three sizes.
-    # Each use of the head keeps its weight gradient until the backward of the loss.
-    gradients = (2 + np.asarray(rank.predictions)) * table_parameters
+    # A chunk's product is added to the weight gradient inside the matrix product. Each use of the head keeps its weight gradient until
+    # the backward of the loss, which scales one into the compute dtype when the logits are freed. Measured on an H200 for 3B and 8B.
+    scaled = table_parameters * formats.compute
+    gradients = (1 + np.asarray(rank.predictions)) * table_parameters
     table_gradients = gradients * np.maximum(LOSS_BYTES, formats.compute) + np.where(
         rank.pending > 0, table_parameters * formats.reduce, 0.0
     )
-    head_bytes = logit_bytes + table_gradients + stream * (1 + np.maximum(1.0, rank.pending_head))
+    head_bytes = np.maximum(logit_bytes, scaled) + table_gradients + stream * (1 + np.maximum(1.0, rank.pending_head))
     return {
         "gradients": rank.sums,
         "gathered": gathered,
