@@ -233,8 +233,26 @@ def test_a_deployment_that_cannot_serve_is_refused(tmp_path: Path, instances: st
     assert (mistake.line, mistake.key) == (1, key) and expected in mistake.expected
 
 
+@pytest.mark.parametrize(
+    ("switch", "expected"),
+    [
+        ("expert_dispatch: int8", "none, as no instance has expert above 1"),
+        ("expert_micro_batches: 2", "1, as no instance has expert above 1"),
+        ("expert_dispatch: fp8", "int8"),
+        ("expert_micro_batch: 2", "a key of engine"),
+        ("absorb: maybe", "true | false"),
+    ],
+)
+def test_a_wrong_switch_is_refused(tmp_path: Path, switch: str, expected: str) -> None:
+    (tmp_path / "d.yaml").write_text(f"instances: [{{}}]\nengine:\n  {switch}\n")
+    with pytest.raises(BadConfig) as caught:
+        load_deployment(tmp_path / "d.yaml")
+    (mistake,) = caught.value.mistakes
+    assert (mistake.line, mistake.key) == (3, f"engine.{switch.partition(':')[0]}") and expected in mistake.expected
+
+
 @settings(max_examples=examples(25, 300), deadline=None)
-@given(st.dictionaries(st.sampled_from(["instances", "quantisation", "predicted", "why"]), ANY, min_size=1))
+@given(st.dictionaries(st.sampled_from(["instances", "quantisation", "engine", "predicted", "why"]), ANY, min_size=1))
 def test_any_deployment_loads_or_has_placed_mistakes(
     tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]
 ) -> None:

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import pytest
 
+from meshwright.cli.serve import serve
 from meshwright.config.deployment_file import deployment_yaml
 from meshwright.server import run
 from meshwright.server.addresses import listening_socket
@@ -29,6 +30,7 @@ from meshwright.server.engine_process import load_engine
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
 from meshwright.server.metrics import ServerMetrics
 from meshwright.spec.deployment import Deployment, InstanceSpec
+from meshwright.spec.engine import ExpertRanks
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.serve import MTP, ServeSpec
@@ -274,16 +276,41 @@ def test_ranks_exclude_what_is_for_one_device(given: dict[str, Any]) -> None:
         ServeSpec(tensor=2, **given)
 
 
+def test_switches_of_a_deployment_reach_the_engine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setups: list[EngineSetup] = []
+
+    def start(setup: EngineSetup) -> None:
+        setups.append(from_plain(EngineSetup, json.loads(json.dumps(to_plain(setup)))))
+        raise BadInput("not started")
+
+    monkeypatch.setattr(run, "EngineProcess", start)
+    model = write_folder(tmp_path / "experts", QWEN3_MOE)
+    (tmp_path / "shared.yaml").write_text(
+        "instances: [{expert: 2}]\nengine: {expert_dispatch: int8, expert_micro_batches: 3}\n"
+    )
+    (tmp_path / "expanded.yaml").write_text("instances: [{}]\nengine: {absorb: false}\n")
+    for served_model, plan in ((model, "shared.yaml"), (folder, "expanded.yaml")):
+        with pytest.raises(BadInput, match="not started"):
+            serve(served_model, plan=tmp_path / plan)
+    assert setups[0].experts == ExpertRanks(count=2, dispatch="int8", micro_batches=3)
+    with pytest.raises(BadInput, match="absorb: only latent attention"):  # the model has none
+        load_engine(setups[1])
+
+
 @pytest.mark.slow
 def test_expert_ranks_serve_requests_of_their_own(tmp_path: Path) -> None:
     """The choices of a prompt are on one rank, other prompts on the other one."""
     folder, texts, plan = write_folder(tmp_path / "experts", QWEN3_MOE), [], tmp_path / "plan.yaml"
     deployment = Deployment(instances=(InstanceSpec(expert=2, token_budget=64),))
     plan.write_text(deployment_yaml(deployment), encoding="utf-8")
-    for options in ((), ("--plan", str(plan))):
+    rounded = tmp_path / "rounded.yaml"
+    rounded.write_text("instances: [{expert: 2}]\nengine: {expert_dispatch: int8, expert_micro_batches: 2}\n")
+    for options in ((), ("--plan", str(plan)), ("--plan", str(rounded))):
         with served(folder, *options) as (process, url):
             with ask(url, prompt=["def", "class", "import"], n=2, max_tokens=20, temperature=0.5, seed=1) as answer:
                 texts.append([choice["text"] for choice in json.load(answer)["choices"]])
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == EXIT_DONE
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] and len(texts[2]) == len(texts[0])

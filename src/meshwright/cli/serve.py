@@ -12,6 +12,7 @@ from meshwright.cli.evaluate import Model
 from meshwright.cli.options import model_folder, print_now
 from meshwright.cli.setting_options import add_options
 from meshwright.cli.spread import check_experts, check_split, cluster_here, model_in
+from meshwright.spec.deployment import EngineSwitches
 from meshwright.spec.engine import ExpertRanks
 from meshwright.spec.errors import BadInput
 from meshwright.spec.serve import MTP, ServeSpec
@@ -28,8 +29,8 @@ def serve(
         typer.Option(
             "--plan",
             metavar="DEPLOYMENT.yaml",
-            help="Deployment of which this server is an instance: role, tensor, step_tokens and formats are those of the file that "
-            "`meshwright plan serve.yaml --out` wrote; --role selects among several.",
+            help="Deployment of which this server is an instance: role, tensor, expert, step_tokens, formats and engine switches are "
+            "those of the file that `meshwright plan serve.yaml --out` wrote; --role selects among several.",
         ),
     ] = None,
     **options: Any,
@@ -48,9 +49,13 @@ def serve(
     from meshwright.config.serve_file import load_settings
     from meshwright.server.run import run_server
 
-    planned = {} if plan is None else server_settings(load_deployment(plan), options.get("role"), str(plan))
+    deployment = None if plan is None else load_deployment(plan)
+    planned = {} if deployment is None else server_settings(deployment, options.get("role"), str(plan))
     given = planned | {key: value for key, value in options.items() if value is not None}
-    experts = ExpertRanks(count=given.pop("expert", 1))
+    switches = EngineSwitches() if deployment is None else deployment.engine
+    experts = ExpertRanks(
+        count=given.pop("expert", 1), dispatch=switches.expert_dispatch, micro_batches=switches.expert_micro_batches
+    )
     spec, folder = load_settings(ServeSpec, config, given), model_folder(model)
     if experts.count > 1 and (spec.invariant or spec.speculate or spec.draft_model or spec.exchanges):
         raise BadInput(
@@ -66,7 +71,7 @@ def serve(
     elif experts.count > 1:
         check_experts(model_in(folder)[0], experts.count, f"{plan}: expert")
         cluster = cluster_here(experts.count, f"{plan}: expert", "expected at most that many")
-    run_server(folder, spec, print_now, cluster, experts)
+    run_server(folder, spec, print_now, cluster, experts, absorb=switches.absorb)
 
 
 add_options(serve, ServeSpec)

@@ -78,9 +78,21 @@ def load_deployment(path: Path) -> Deployment:
         roles = [instance.get("role", "both") for instance in document.data["instances"]]
         if (expected := role_error(roles)) is not None:
             mistakes.append(document.mistake(("instances",), expected, ", ".join(roles) or "an empty list"))
+        mistakes += _switch_mistakes(document)
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
     return from_plain(Deployment, values)
+
+
+def _switch_mistakes(document: Document) -> Iterator[Mistake]:
+    """Tokens travel to experts only where several devices share these."""
+    if any(instance.get("expert", 1) > 1 for instance in document.data["instances"]):
+        return
+    for key, default in (("expert_dispatch", "none"), ("expert_micro_batches", 1)):
+        value = document.get(("engine", key))
+        if value not in (None, "none", default):
+            expected = f"{default}, as no instance has expert above 1: tokens travel between several devices only"
+            yield document.mistake(("engine", key), expected, format_value(value))
 
 
 def deployment_yaml(deployment: Deployment) -> str:

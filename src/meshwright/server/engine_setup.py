@@ -43,7 +43,7 @@ class EngineSetup:
     folder: str
     tokenizer: str | None
     options: dict[str, Any]
-    """Fields of `EngineSettings`."""
+    """Fields of `EngineSettings`, and `absorb`."""
     speculate: int = 0
     draft_model: str | None = None
     """Folder of the draft model, or `spec.serve.MTP`."""

@@ -43,10 +43,13 @@ def run_server(
     say: Callable[[str], None],
     cluster: ClusterSpec | None = None,
     experts: ExpertRanks = ONE_RANK,
+    *,
+    absorb: bool = True,
 ) -> None:
     """Serve the model in `folder` until SIGTERM or Ctrl-C; `say` receives the address once requests are taken.
 
-    `cluster` is this host, with as many devices as `spec.tensor` or `experts`; None: the engine runs on one device.
+    `cluster` is this host, with as many devices as `spec.tensor` or `experts`; None: the engine runs on one device. `absorb`
+    is that of `EngineOptions`.
 
     Raises BadInput for wrong settings, and the engine's error if it cannot continue.
     """
@@ -57,7 +60,7 @@ def run_server(
     setup = EngineSetup(
         folder=str(served.absolute()),
         tokenizer=None if (file := tokenizer_file(served)) is None else str(file),
-        options=spec.engine,
+        options={**spec.engine, "absorb": absorb},
         speculate=spec.speculate,
         draft_model=spec.draft_model,
         cluster=cluster,

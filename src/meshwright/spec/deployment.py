@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.engine import Fp8, WeightFormat
+from meshwright.spec.engine import Dispatch, Fp8, WeightFormat
 from meshwright.spec.fields import Bound, Positive
 from meshwright.spec.run import ModelSection
 
@@ -59,6 +59,18 @@ class InstanceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineSwitches:
+    """Switches of the engines of all instances. The planner does not choose them."""
+
+    expert_dispatch: Dispatch | None = None
+    """Format of tokens on their way to experts of other devices; none is the model's dtype."""
+    expert_micro_batches: Positive = 1
+    """Parts of a step's decodes; the tokens of one travel between devices with experts while another is computed."""
+    absorb: bool = True
+    """Whether decodes of latent attention attend to latents; if not, each expands its context's keys and values."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeploymentPrediction:
     """What the planner predicts of a deployment."""
 
@@ -80,6 +92,8 @@ class Deployment:
     """Instances by role and size. Those that only compute prompts need others that decode, and the reverse."""
     quantisation: Quantisation = field(default_factory=Quantisation)
     """Number formats of all instances."""
+    engine: EngineSwitches = field(default_factory=EngineSwitches)
+    """Switches of the engines of all instances."""
     predicted: DeploymentPrediction | None = None
     """What the planner predicts; binds nothing."""
     why: tuple[str, ...] = ()
