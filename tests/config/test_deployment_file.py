@@ -96,6 +96,14 @@ def test_equal_requests_arrive_at_their_rate_and_share_whole_blocks() -> None:
         ("model: llama3-8b", "model: llama3-9b", 1, "model.preset", "a preset", "llama3-8b"),
         ("H200,", "MI300,", 2, "cluster.gpu", "MI300X", "MI300X"),
         ("serve:", "train: {steps: 3}\nserve:", 3, "train", "a top-level key", None),
+        (
+            "input_tokens: ",
+            "input_tokens: 20",
+            4,
+            "serve.workload.input_tokens",
+            "at most 131071, as model.max_se",
+            None,
+        ),
     ],
 )
 def test_a_mistake_is_reported_at_its_token(
@@ -115,6 +123,16 @@ def test_sizes_beside_a_trace_and_a_missing_trace_are_reported(tmp_path: Path) -
     (mistake,) = mistakes_of(tmp_path / "q.yaml", QUESTION, f"serve.workload.trace={tmp_path}/chatt.csv")
     assert (mistake.file, mistake.key) == ("command line", "serve.workload.trace")
     assert mistake.nearest == "chat.csv" and "no such file" in mistake.got
+
+
+def test_a_few_prompts_of_a_trace_may_be_longer_than_the_context(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("arrival_seconds,input_tokens,output_tokens\n" + "1,10,2\n" * 9 + "1,200000,2\n")
+    text = QUESTION.replace("rate: 3, input_tokens: 1200, output_tokens: 200, prefix_sharing: 0.5", "trace: t.csv")
+    (tmp_path / "q.yaml").write_text(text)
+    assert load_deployment_spec(tmp_path / "q.yaml", ["serve.limits.attainment=0.9"]).serve.workload.trace is not None
+    (mistake,) = mistakes_of(tmp_path / "q.yaml", text, "serve.limits.attainment=0.95")
+    assert (mistake.line, mistake.key) == (4, "serve.workload.trace")
+    assert mistake.got == "1 of 10 longer, the longest 200000" and "at most 131071 tokens" in mistake.expected
 
 
 @pytest.mark.parametrize(

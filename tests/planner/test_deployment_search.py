@@ -21,7 +21,7 @@ from meshwright.planner.deployment_search import FINALISTS, plan_deployment
 from meshwright.planner.deployment_space import deployment_space
 from meshwright.simulator.serve_simulation import simulate
 from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, Role, ServeLimits, Workload
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, OutOfResources
 
 RUN = load_run(None, ["model=llama3-8b", "cluster.gpu=H200", "cluster.gpus_per_node=2"])
 
@@ -57,6 +57,39 @@ def test_finalists_are_the_best_of_each_kind_and_of_each_tensor_degree() -> None
     finalists = deployment_search._finalists(estimates)
     assert wide in finalists and slow not in finalists and len(finalists) == FINALISTS
     assert [d for d in finalists if not d.colocated] == pairs[:1:-1]
+
+
+def test_equal_estimates_leave_a_place_for_other_budgets() -> None:
+    def budget(tokens: int) -> Deployment:
+        return Deployment(instances=(InstanceSpec(token_budget=tokens),))
+
+    estimates = {budget(1024): 16.0, budget(512): 14.2} | {budget(tokens): 14.7 for tokens in (2048, 4096, 8192)}
+    assert set(deployment_search._finalists(estimates)) == {budget(tokens) for tokens in (512, 1024, 2048, 8192)}
+    # A small budget of a kind may be far from its estimate, and a large one not.
+    rates = {budget(256): 2.0, budget(8192): 9.0, PAIR: 10.0}
+    search = SimpleNamespace(goodput=lambda deployment, *_, **__: goodput(rates[deployment]))
+    equal = dict.fromkeys(rates, 10.0)
+    compared = deployment_search._compare(cast(GoodputSearch, search), list(rates), equal, lambda text: None)
+    assert {deployment: found.rate for deployment, found in compared.items()} == rates
+
+
+def test_devices_that_no_instance_fits_are_refused_with_how_many_would() -> None:
+    def fit(least: int, devices: int) -> set[int]:
+        def check(instance: InstanceSpec) -> None:
+            if instance.tensor < least:
+                raise OutOfResources("too little memory")
+
+        run = load_run(None, ["model=llama3-70b", "cluster.gpu=H200", f"cluster.gpus_per_node={devices}"])
+        space = deployment_space(run.model, run.cluster, Quantisation(), check)
+        return {instance.tensor for deployment in space.deployments for instance in deployment.instances}
+
+    assert fit(2, 3) == {2}, "one device stays idle"
+    for least, devices, expected in (
+        (8, 3, "at least 8, or a smaller model, got 3"),
+        (128, 1, "a smaller model, got 1"),
+    ):
+        with pytest.raises(OutOfResources, match=f"gpus_per_node: expected {expected}: too little memory"):
+            fit(least, devices)
 
 
 def grouped(expert: int, budget: int = 2048) -> Deployment:
@@ -110,6 +143,17 @@ def test_the_band_spans_samples_that_are_harder_and_easier() -> None:
     rates = sorted(10.0 / factor for factor in harder.values())
     low, high = rates[0] + 0.4 * (rates[1] - rates[0]), rates[3] + 0.6 * (rates[4] - rates[3])
     assert deployment_search._band(search, PAIR, chosen) == pytest.approx((low, high))
+
+
+def test_the_band_of_a_cliff_ends_at_the_rate_that_fails() -> None:
+    class Cliff(GoodputSearch):
+        def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
+            share = float(rate <= 10.0)
+            return RatePoint(rate, share, share, 1.0)
+
+    search = Cliff(lambda deployment, requests: pytest.fail("no simulation"), LIMITS, [])
+    chosen = Goodput(10.0, "ttft", tuple(search.point(PAIR, rate, 1) for rate in (9.0, 10.0, 10.15, 10.5)))
+    assert deployment_search._band(search, PAIR, chosen) == (10.0, 10.15)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from meshwright.config.reading import in_reading_order
 from meshwright.config.trace_file import read_trace
 from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
 from meshwright.config.yaml_positions import Document, KeyPath, dump_yaml, format_value, read_yaml
-from meshwright.spec.deployment import Deployment, DeploymentSpec, release_error, role_error
+from meshwright.spec.deployment import Deployment, DeploymentSpec, ServeLimits, release_error, role_error
 from meshwright.spec.errors import BadConfig, BadInput, Mistake
 from meshwright.spec.fields import from_plain, hints_of, to_plain
 
@@ -148,6 +148,27 @@ def _workload_rules(document: Document) -> Iterator[Mistake]:
     elif missing := [key for key in _SYNTHETIC[:3] if key not in workload]:
         expected = f"a trace, or all of {', '.join(_SYNTHETIC[:3])}"
         yield document.mistake(_WORKLOAD, expected, "none of them" if len(missing) == 3 else f"no {', '.join(missing)}")
+    elif (context := _context(document)) is not None and workload["input_tokens"] >= context:
+        expected = f"at most {context - 1}, as model.max_seq_len is {context}"
+        yield document.mistake((*_WORKLOAD, "input_tokens"), expected, str(workload["input_tokens"]))
+
+
+def _context(document: Document) -> int | None:
+    """Tokens that the model's context holds, if the file says so; a server refuses a prompt without room for one more."""
+    context = document.get(("model", "max_seq_len"))
+    return context if isinstance(context, int) else None
+
+
+def _long_prompts(document: Document, path: KeyPath, lengths: Sequence[int]) -> Iterator[Mistake]:
+    """More prompts of a trace than may miss the limits are too long for the model."""
+    context, attainment = _context(document), document.get(("serve", "limits", "attainment"))
+    share = attainment if isinstance(attainment, int | float) else ServeLimits.attainment
+    short = len(lengths) if context is None else sum(length < context for length in lengths)
+    if context is not None and short < share * len(lengths):
+        expected = f"prompts of at most {context - 1} tokens, as model.max_seq_len is {context}"
+        yield document.mistake(
+            path, expected, f"{len(lengths) - short} of {len(lengths)} longer, the longest {max(lengths)}"
+        )
 
 
 def _trace_mistakes(document: Document) -> list[Mistake]:
@@ -157,10 +178,10 @@ def _trace_mistakes(document: Document) -> list[Mistake]:
     if not isinstance(name, str) or name == "none":
         return []
     try:
-        read_trace(Path(name), os.path.relpath(name))
+        requests = read_trace(Path(name), os.path.relpath(name))
     except BadConfig as error:
         (wrong,) = error.mistakes
         if wrong.line is not None:
             return [wrong]
         return [document.mistake(path, wrong.expected, f"{wrong.file}: {wrong.got}", wrong.nearest)]
-    return []
+    return list(_long_prompts(document, path, [request.input_tokens for request in requests]))

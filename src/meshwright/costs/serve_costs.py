@@ -154,8 +154,8 @@ class ServeCosts:
         """Blocks of one group's cache, by the engine's formula."""
         settings = self.settings
         if self.cluster.is_cpu:
-            memory = self.cluster.memory_bytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            available = HOST_SHARE * memory
+            total = self.cluster.memory_bytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            available = HOST_SHARE * total
         else:
             total = number(self._machine.memory)
             other = self.profile.other_bytes if self.profile is not None else OTHER_BYTES
@@ -166,6 +166,9 @@ class ServeCosts:
         blocks = blocks_within(available, block_bytes, context=self.context, **sizes)
         needed = most_blocks(self.context, 1, settings.tokens_per_block)
         if blocks < needed:
+            if available <= 0:
+                weights, memory = work.stored_bytes / 2**30, total / 2**30
+                raise OutOfResources(f"the weights take {weights:.1f} GiB of a device, which has {memory:.1f} GiB")
             raise OutOfResources(
                 f"the cache of one request of {self.context} tokens takes {needed * block_bytes / 2**30:.2f} GiB of a device, and "
                 f"{max(available, 0) / 2**30:.2f} GiB are free beside the weights"

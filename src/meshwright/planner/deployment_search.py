@@ -174,7 +174,7 @@ def _placement(deployment: Deployment) -> Placement:
 def _finalists(estimates: Mapping[Deployment, float]) -> list[Deployment]:
     """The best estimates of each kind, as estimates of one kind err alike.
 
-    The best of each tensor degree comes first.
+    The best of each tensor degree comes first, then of equal estimates the first and the last.
     """
     chosen: list[Deployment] = []
     for kind, most in (("colocated", COLOCATED_FINALISTS), ("experts", EXPERT_FINALISTS), ("roles", FINALISTS)):
@@ -182,7 +182,11 @@ def _finalists(estimates: Mapping[Deployment, float]) -> list[Deployment]:
         near = [deployment for deployment in alike if estimates[deployment] >= FINALIST_SHARE * estimates[alike[0]]]
         first = {deployment.instances[0].tensor: deployment for deployment in reversed(near)}
         leaders = [deployment for deployment in near if deployment in first.values()]
-        chosen += list(dict.fromkeys([*leaders, *near]))[: min(most, FINALISTS - len(chosen))]
+        # Budgets above the longest prompt have equal estimates: all of them would leave no place for smaller ones.
+        keys = {deployment: (deployment.instances[0].tensor, estimates[deployment]) for deployment in near}
+        ends = {keys[d]: d for d in reversed(near)} | {(*keys[d], "last"): d for d in near}
+        others = [deployment for deployment in near if deployment in ends.values()]
+        chosen += list(dict.fromkeys([*leaders, *others, *near]))[: min(most, FINALISTS - len(chosen))]
     return chosen
 
 
@@ -192,16 +196,19 @@ def _compare(
     estimates: dict[Deployment, float],
     note: Callable[[str], None],
 ) -> dict[Deployment, Goodput]:
-    """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind."""
+    """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind.
+
+    Two of each kind are simulated before it is given up, as the error may be one of the token budget.
+    """
     compared: dict[Deployment, Goodput] = {}
     ratios = dict.fromkeys(PLACEMENTS, 1.0)
     fastest = 0.0
-    # The first of each kind comes first, so that the others of a much slower kind need no simulation.
+    # The first of each kind come first, so that the others of a much slower kind need no simulation.
     kinds = [[d for d in finalists if _placement(d) == kind] for kind in PLACEMENTS]
     for deployment in [d for firsts in zip_longest(*kinds) for d in firsts if d is not None]:
         kind = _placement(deployment)
         start = ratios[kind] * estimates[deployment]
-        if start < FINALIST_SHARE * fastest and any(_placement(d) == kind for d in compared):
+        if start < FINALIST_SHARE * fastest and sum(_placement(d) == kind for d in compared) > 1:
             continue
         compared[deployment] = found = search.goodput(deployment, start, COARSE_REQUESTS, tolerance=COARSE)
         if deployment.runnable:
@@ -235,17 +242,19 @@ def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
 
 
 def _band(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> tuple[float, float]:
-    """The band of goodputs over samples of the requests; it contains the goodput itself.
+    """The band of goodputs over samples of the requests; it contains the goodput, and ends where a higher rate fails.
 
     A sample is simulated at the goodput alone. The rate at which the first sample has the same attainment says by which
-    factor the new one is harder.
+    factor the new one is harder. Where all requests meet the limits up to a rate and few do above it, all factors are 1,
+    and the goodput is known as exactly as the bisection is.
     """
     beside = [search.point(chosen, factor * goodput.rate, FINE_REQUESTS) for factor in BAND_RATES]
     curve = replace(goodput, points=tuple(sorted((*goodput.points, *beside), key=lambda point: point.rate)))
     attained = [search.point(chosen, goodput.rate, FINE_REQUESTS, seed).attainment for seed in range(1, RESAMPLES + 1)]
     rates = sorted([goodput.rate, *(goodput.rate**2 / curve.rate_at(attainment) for attainment in attained)])
     tail = (1 - BAND) / 2
-    return min(goodput.rate, _quantile(rates, tail)), max(goodput.rate, _quantile(rates, 1 - tail))
+    failing = min((point.rate for point in goodput.points if point.rate > goodput.rate), default=goodput.rate)
+    return min(goodput.rate, _quantile(rates, tail)), max(failing, _quantile(rates, 1 - tail))
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:

@@ -9,7 +9,7 @@ unit, and the simulation of a unit takes as long as that of a small cluster. A r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -67,10 +67,29 @@ def deployment_space(
 def _fitting_budgets(
     model: ModelSpec, cluster: ClusterSpec, check: Callable[[InstanceSpec], object]
 ) -> dict[int, list[int]]:
-    """By tensor degree, the token budgets with which an instance fits."""
+    """By tensor degree, the token budgets with which an instance fits.
+
+    Degrees divide the devices of a node; in a single node that none of these fits, others leave devices idle.
+    """
+    per_node = cluster.ranks_per_node
+    budgets, reason = _budgets_of(model, divisors(per_node), check)
+    if not budgets and cluster.ranks == per_node:
+        budgets, _ = _budgets_of(model, [tensor for tensor in range(2, per_node) if per_node % tensor], check)
+    if not budgets:
+        larger = [degree for degree in (2, 4, 8, 16, 32, 64) if degree > per_node]
+        fitting = min(_budgets_of(model, larger, check)[0], default=None)
+        expected = "a smaller model" if fitting is None else f"at least {fitting}, or a smaller model"
+        raise OutOfResources(f"cluster.gpus_per_node: expected {expected}, got {per_node}: {reason}")
+    return budgets
+
+
+def _budgets_of(
+    model: ModelSpec, degrees: Iterable[int], check: Callable[[InstanceSpec], object]
+) -> tuple[dict[int, list[int]], OutOfResources]:
+    """By tensor degree, the token budgets with which an instance fits; and why the last does not that does not."""
     budgets: dict[int, list[int]] = {}
     reason = OutOfResources("no tensor degree divides the model")
-    for tensor in divisors(cluster.ranks_per_node):
+    for tensor in degrees:
         if split_error(model, tensor) is not None:
             continue
         for budget in TOKEN_BUDGETS:
@@ -80,11 +99,7 @@ def _fitting_budgets(
                 reason = error
                 break
             budgets.setdefault(tensor, []).append(budget)
-    if not budgets:
-        raise OutOfResources(
-            f"model: an instance fits no part of a node with {cluster.ranks_per_node} devices: {reason}"
-        )
-    return budgets
+    return budgets, reason
 
 
 def _colocated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
