@@ -19,6 +19,7 @@ from meshwright.policies.job_end import STOP_EXIT_CODES
 from meshwright.policies.skipped_samples import SampleRange
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
+from meshwright.spec.run import RunSpec
 
 SPARE_SECONDS = 3.0
 """Seconds of training after which an attempt gets spares: a short run needs none, and a start needs the processor."""
@@ -28,6 +29,14 @@ EVIDENCE_SECONDS = 5.0
 
 DEAD_SPARES = 2
 """Sets of spares that may end before they are used; the next set begins in any case."""
+
+
+def starts_spares(run: RunSpec) -> bool:
+    """Whether spares start while ranks train.
+
+    They do not beside CPU ranks that keep all cores: work at idle priority, too, can delay the ranks' messages.
+    """
+    return run.supervision.restarts > 0 and not (run.cluster.is_cpu and run.train.keep_cores)
 
 
 class _RunningTest:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
 from meshwright.events.terminal import write_line
-from meshwright.launch.agent import Agent
+from meshwright.launch.agent import Agent, starts_spares
 from meshwright.launch.control import (
     ControlClient,
     ControlServer,
@@ -198,7 +198,7 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
         start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
         machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
         host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
-        agent = Agent(host, start, address=own_address, spares=run.supervision.restarts > 0)
+        agent = Agent(host, start, address=own_address, spares=starts_spares(run))
         client = ControlClient(address, token)
         with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
             revive = server.revive if server else lambda: None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meshwright.checkpoint.verify import describe_continuation
 from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
-from meshwright.launch.agent import Agent
+from meshwright.launch.agent import Agent, starts_spares
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.local import POLL_SECONDS, Listener, forward_signals, rank_starter
@@ -64,7 +64,7 @@ def run_job(
     with (
         folder_lock(folder),
         metrics_endpoint(run.observe.prometheus, folder) as endpoint,
-        closing(Agent(HOST, start, listener=guard, spares=run.supervision.restarts > 0)) as agent,
+        closing(Agent(HOST, start, listener=guard, spares=starts_spares(run))) as agent,
     ):
         guard.agent = agent
         end_orphans(folder)

@@ -103,7 +103,8 @@ class TrainSpec:
     gc_every: NotNegative = 100
     """Steps between Python garbage collections, on all ranks at once; 0 leaves Python's own timing."""
     keep_cores: bool = False
-    """Pin each rank to processor cores of its own, near its GPU on a host with several NUMA nodes."""
+    """Pin each rank to processor cores of its own, near its GPU on a host with several NUMA nodes.
+    On CPUs no spare then imports beside them: a restart imports anew."""
     timeout_seconds: Positive = 300
     """A collective that takes longer ends the run with exit code 5."""
 
