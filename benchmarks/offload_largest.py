@@ -95,7 +95,7 @@ def first_that_trains(models: Iterator[list[str]], moments: str, options: argpar
         with tempfile.TemporaryDirectory() as folder:
             command = [
                 sys.executable, "-m", "meshwright", "train", "--runs", folder, "name=largest", *model, *BASE[1:], *options.words,
-                "data.mix=stdlib", f"train.steps={options.steps}", f"train.warmup_steps={options.steps}", f"train.learning_rate={RATE}",
+                "data.mix=stdlib", f"train.steps={options.steps}", f"train.warmup_steps={options.steps - 1}", f"train.learning_rate={RATE}",
                 "train.clip_norm=1.0", "train.validate_every=0", "checkpoint.every=0", "checkpoint.at_end=false", "supervision.restarts=0",
                 "plan.offload=optimizer", f"plan.moments={moments}",
             ]  # fmt: skip
