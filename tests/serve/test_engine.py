@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from meshwright.serve.engine import Engine
 from meshwright.serve.generation import Generation
+from meshwright.serve.readback import LaunchedStep
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import BadInput
-from tests.models.tiny import ALL, LLAMA
+from tests.models.tiny import ALL, LLAMA, built
 from tests.serve.helpers import (
     PROMPTS,
     TOKENS,
@@ -216,3 +219,18 @@ def test_a_wrong_request_is_refused(prompt: Any, request_options: dict[str, Any]
 def test_sizes_of_an_engine_are_at_least_one(size: str) -> None:
     with pytest.raises(BadInput, match=f"{size}: expected at least 1, got 0"):
         EngineOptions(**{size: 0})
+
+
+def test_tokens_that_have_come_do_not_wait_for_the_launch_of_a_prompt() -> None:
+    sizes = EngineOptions(step_tokens=8, sequences=4, tokens_per_block=4, cache_blocks=50, overlap=True, texts=False)
+    engine = Engine(built(LLAMA, dtype=torch.float32), options=sizes)
+    with patch.object(LaunchedStep, "has_come", lambda launched: True):
+        first = engine.submit([1] * 8, new_tokens=3)
+        assert engine.step() == []  # launched
+        second = engine.submit([2] * 8, new_tokens=2)
+        with patch.object(engine, "_launch", side_effect=AssertionError):
+            assert [(update.number, len(update.tokens)) for update in engine.step()] == [(first, 1)]
+        assert engine.step() == []
+        # Without a prompt a step is launched before the tokens of the last one are read.
+        assert {update.number for update in engine.step()} == {first, second} and engine._in_flight is not None
+        assert [update.reason for update in engine.run() if update.reason] == ["length", "length"]

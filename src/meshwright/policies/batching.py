@@ -56,6 +56,11 @@ class BatchPolicy:
         return self._batch.current_decodes()
 
     @property
+    def prompts_wait(self) -> bool:
+        """Whether there are tokens of prompts to compute."""
+        return bool(self._batch.prefills) or self._batch.next_head() is not None
+
+    @property
     def preemptions(self) -> int:
         """Times that a request lost its blocks."""
         return self._batch.preemptions

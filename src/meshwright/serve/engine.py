@@ -266,8 +266,8 @@ class Engine:
     def step(self) -> list[Update]:
         """Compute one step; the updates of requests that got tokens or have ended.
 
-        With overlap these are the tokens of the step that the call before has launched. If a step raises, its requests end with
-        the reason "failed".
+        With overlap these are the tokens of the step that the call before has launched; if a prompt waits and they have come already,
+        the call only reads them. If a step raises, its requests end with the reason "failed".
         """
         if not self._weights_whole:
             raise RuntimeError("the weights were replaced in part only; load weights again")
@@ -277,6 +277,10 @@ class Engine:
         overlap = self._overlap and not self._grammar_requests and not drafting
         if not overlap:
             self._complete_in_flight(updates)
+        elif self._policy.prompts_wait and self._tokens_have_come():
+            # The launch of a prompt takes longer than most steps: these tokens do not wait for it.
+            self._complete_in_flight(updates)
+            return updates
         launched = self._launch(updates, drafting)
         self._report_ended(updates)
         if overlap:
@@ -333,6 +337,10 @@ class Engine:
             self._sampler.assign(row, self._generations[number].sampling, part.tokens, len(part.request.prompt))
             if index < step.decodes:
                 self._inputs.newest[row] = part.tokens[part.start]
+
+    def _tokens_have_come(self) -> bool:
+        """Whether the tokens of the step in flight can be read without waiting."""
+        return self._in_flight is not None and self._in_flight.has_come()
 
     def _complete_in_flight(self, updates: list[Update]) -> None:
         launched, self._in_flight = self._in_flight, None

@@ -33,6 +33,10 @@ class LaunchedStep:
     draft_counts: Sequence[int] = ()
     """Tokens of each part with drafts. These parts are the first; `tokens` ends with their numbers of accepted drafts."""
 
+    def has_come(self) -> bool:
+        """Whether a device has computed the tokens while the host did something else; never on a CPU."""
+        return self.copied is not None and self.copied.query()
+
     def read(self) -> list[int]:
         """The tokens; waits until the device has computed them."""
         if self.copied is not None:
