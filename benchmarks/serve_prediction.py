@@ -214,7 +214,7 @@ def summary(served: ServedDeployment) -> dict[str, float]:
 def step_figures(step: TimedStep, times: StepTimes) -> dict[str, Any]:
     """A step with the seconds that it took on the device and those of the cost model."""
     seconds = step.device_end - step.device_begin
-    modelled = times.seconds(step.decodes, step.positions, step.chunks)
+    modelled = times.seconds(step.decodes, step.positions, step.chunks, step.longest)
     return to_plain(step) | {"seconds": seconds, "modelled": modelled}
 
 

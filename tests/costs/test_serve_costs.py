@@ -20,6 +20,7 @@ from meshwright.costs.serve_fit import FITTED, fit_constants
 from meshwright.costs.serve_work import device_work
 from meshwright.costs.step_times import StepTimes, interpolated_factor, soft_maximum
 from meshwright.serve.engine import blocks_that_fit
+from meshwright.serve.engine_profile import even_lengths, exponential_lengths
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec, Quantisation
 from meshwright.spec.engine import EngineOptions, EngineSettings
@@ -94,6 +95,9 @@ def test_pairs_of_queries_and_positions(window: int | None, start: int, count: i
     assert work.pairs([Chunk(start=start, count=count)]) == expected
 
 
+CHUNK = Chunk(start=0, count=1024)
+
+
 def test_a_step_is_the_slower_of_bytes_and_flops_and_attention_is_added() -> None:
     work = device_work(LLAMA_8B)
     bytes_only = StepTimes(work, replace(NOTHING, weight_bytes_per_s=1e12))
@@ -108,8 +112,40 @@ def test_a_step_is_the_slower_of_bytes_and_flops_and_attention_is_added() -> Non
     assert attention_only.seconds(2, 50, [Chunk(start=3, count=2)]) == pytest.approx(
         (4 + 5) * work.attention_flops / 1e9
     )
-    fixed, each = cache_only.decode_line(2)
-    assert fixed + 50 * each == pytest.approx(cache_only.seconds(2, 50))
+    fixed, each, of_longest = cache_only.decode_line(2)
+    assert of_longest == 0 and fixed + 50 * each == pytest.approx(cache_only.seconds(2, 50))
+
+
+def test_the_longest_text_is_read_by_few_programs() -> None:
+    work = device_work(LLAMA_8B)
+    head_bytes = work.cache_bytes / 8
+    times = StepTimes(work, replace(NOTHING, text_bytes_per_s=1e9, decode_programs=528))
+    # 528 programs of 8 heads: 66 for one text of a head, at most 32; graphs of 8 decodes leave 9, of 40 two, and of more than 66 one.
+    for decodes, parts in ((1, 32), (2, 32), (5, 9), (8, 9), (33, 2), (64, 2), (80, 1), (256, 1)):
+        seconds = times.seconds(decodes, 100 * decodes, (), 900)
+        assert seconds == pytest.approx(900 * head_bytes / parts / 1e9), decodes
+        assert seconds == pytest.approx(times.device_seconds(decodes, 100 * decodes, [Chunk(start=0, count=4)], 900))
+    assert times.seconds(8, 800) == pytest.approx(times.seconds(8, 800, (), 100))
+    window = StepTimes(replace(work, window=50), times.constants)
+    assert window.seconds(8, 800, (), 900) == pytest.approx(times.seconds(8, 400, (), 50))
+
+
+def test_the_price_of_the_longest_text_is_found_in_two_distributions() -> None:
+    work = device_work(LLAMA_8B)
+    start = replace(usual_constants(ServeCosts(LLAMA_8B, H200)._machine), decode_programs=528)
+    made = replace(start, text_bytes_per_s=2e10, cache_bytes_per_s=3.5e12)
+    times, steps = StepTimes(work, made), []
+    for count in (1, 4, 16, 32, 64, 128):
+        for lengths in ([40] * count, exponential_lengths(count, 1024), even_lengths(count, 1024)):
+            shape = {"decodes": count, "positions": sum(lengths), "longest": max(lengths)}
+            steps.append(StepTime(**shape, seconds=times.seconds(count, sum(lengths), (), max(lengths))))
+    steps.append(StepTime(decodes=0, positions=0, chunks=(CHUNK,), seconds=times.seconds(0, 0, [CHUNK])))
+    fitted = fit_constants(work, start, steps).constants
+    assert fitted.text_bytes_per_s == pytest.approx(2e10, rel=0.1)
+    assert fitted.cache_bytes_per_s == pytest.approx(3.5e12, rel=0.1)
+    assert StepTimes(work, fitted).seconds(48, 50_000, (), 3000) == pytest.approx(
+        times.seconds(48, 50_000, (), 3000), rel=0.01
+    )
 
 
 def test_factors_are_interpolated_in_the_logarithm_of_tokens() -> None:

@@ -93,12 +93,12 @@ class QueueTimes(StepTimes):
     def __init__(self) -> None:
         """No work of a model stands behind them."""
 
-    def seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = ()) -> float:
+    def seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = (), longest: int = 0) -> float:
         whole = sum(chunk.start == 0 for chunk in chunks)
         return SERVICE * whole + (0.001 + 1e-4 * decodes if decodes else 0.0)
 
-    def decode_line(self, decodes: int) -> tuple[float, float]:
-        return 0.001 + 1e-4 * decodes, 0.0
+    def decode_line(self, decodes: int) -> tuple[float, float, float]:
+        return 0.001 + 1e-4 * decodes, 0.0, 0.0
 
 
 def stub_costs(instance: InstanceSpec) -> InstanceCosts:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from meshwright.costs.serve_costs import ServeCosts
-from meshwright.serve.engine_profile import measure_engine
+from meshwright.serve.engine_profile import even_lengths, exponential_lengths, measure_engine
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec
 from meshwright.spec.engine import EngineOptions, EngineSettings
@@ -13,16 +15,21 @@ from meshwright.spec.serve_profile import Chunk
 from tests.models.tiny import LLAMA
 
 SPEC = replace(LLAMA, max_seq_len=64)
+BOTH = exponential_lengths, even_lengths
 
 
 def test_shapes_are_those_asked_for_and_their_steps_price_an_instance() -> None:
     options = EngineOptions(step_tokens=32, sequences=4, tokens_per_block=4, cache_blocks=200)
     measured = measure_engine(SPEC, options, ClusterSpec(), seconds=60.0)
-    alone = [(step.decodes, step.positions) for step in measured.steps if not step.chunks]
-    # Texts of 16 and 32 tokens; of the decodes after them, the two first are left out. Where 32 tokens of a step are not all prompts,
-    # the first texts have decoded before the last.
-    steps = {(count, mean): max(1, count * (mean - 8) // 32) for count in (1, 2, 4) for mean in (24, 40)}
-    assert alone == [(count, count * mean + count * (steps[count, mean] - 1) // 2) for count, mean in steps]
+    alone = [(step.decodes, step.positions, step.longest) for step in measured.steps if not step.chunks]
+    texts = [[16] * count for count in (1, 2, 4)] + [make(count, 8) for make in BOTH for count in (1, 2, 4)]
+    texts.sort(key=lambda lengths: sum(lengths) + 20 * len(lengths))
+    # Of the decodes after the prompts, the two first are left out; texts whose prompts came first have a few more.
+    assert [decodes for decodes, _, _ in alone] == [len(lengths) for lengths in texts]
+    for (_, positions, longest), lengths in zip(alone, texts, strict=True):
+        least, more = sum(lengths) + 8 * len(lengths), sum(lengths) > 32
+        assert least <= positions <= least + 2 * more * len(lengths)
+        assert max(lengths) + 8 <= longest <= max(lengths) + 8 + 2 * more
     prompts = [step.chunks for step in measured.steps if step.chunks]
     assert prompts == [(Chunk(start=0, count=count),) for count in (16, 32)] + [(Chunk(start=0, count=8),) * 4]
     assert all(step.seconds > 0 for step in measured.steps) and measured.item_bytes == 4
@@ -30,3 +37,11 @@ def test_shapes_are_those_asked_for_and_their_steps_price_an_instance() -> None:
     assert costs.of(InstanceSpec()).times.constants is measured.constants
     factors = {factor.tokens: factor.factor for factor in measured.constants.decode_factors}
     assert not costs.overlap and set(factors) == {1, 2, 4}
+
+
+def test_texts_of_different_lengths_have_their_mean_and_a_longest() -> None:
+    for make, longest in ((exponential_lengths, 4.852), (even_lengths, 127 / 64)):
+        lengths = make(64, 1000)
+        assert lengths == sorted(lengths) and len(lengths) == 64
+        assert sum(lengths) / 64 == pytest.approx(1000, rel=0.01)
+        assert lengths[-1] == pytest.approx(1000 * longest, rel=0.001)

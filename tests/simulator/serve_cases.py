@@ -17,18 +17,22 @@ BLOCK = 4
 BLOCK_BYTES = 100.0
 
 
-def simple_times(step: float = 0.5, token: float = 0.0, position: float = 0.0, launch: float = 0.0) -> StepTimes:
-    """Each step takes `step` seconds, and so many for each token and each position that a decode attends to.
+def simple_times(
+    step: float = 0.5, token: float = 0.0, position: float = 0.0, launch: float = 0.0, longest: float = 0.0
+) -> StepTimes:
+    """Each step takes `step` seconds, and so many for each token, each position that a decode attends to and each of the longest text.
 
     The host launches a step with a prompt in `launch` seconds.
     """
     work = DeviceWork(
         stored_bytes=0.0, dense_bytes=0.0, dense_flops=token, head_bytes=0.0, head_flops=0.0, expert_bytes=0.0,
-        expert_flops=0.0, expert_slots=0.0, chosen_share=0.0, cache_bytes=position, attention_flops=0.0, window=None,
+        expert_flops=0.0, expert_slots=0.0, chosen_share=0.0, cache_bytes=position, kv_heads=1, attention_flops=0.0,
+        window=None,
     )  # fmt: skip
     constants = StepConstants(
         weight_bytes_per_s=1.0, flops_per_s=1.0, cache_bytes_per_s=1.0, attention_flops_per_s=1.0, decode_seconds=step,
         prompt_seconds=launch, sequence_seconds=0.0, chunk_seconds=0.0,
+        text_bytes_per_s=position / longest if longest else 0.0, decode_programs=1,
     )  # fmt: skip
     return StepTimes(work, constants)
 

@@ -18,6 +18,7 @@ from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, 
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.batching_player import play
 from meshwright.serve.engine import Engine
+from meshwright.serve.readback import LaunchedStep
 from meshwright.simulator import serve_simulation
 from meshwright.simulator.serve_simulation import simulate
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, TimedRequest
@@ -170,7 +171,7 @@ def test_refuses_what_it_cannot_play() -> None:
 )
 def test_times_are_those_of_the_engine_itself(overlap: bool, launch: float, seed: int) -> None:
     requests = random_requests(20, seed, every=0.6, longest=24)
-    times = simple_times(0.2, token=0.01, position=0.001, launch=launch)
+    times = simple_times(0.2, token=0.01, position=0.001, launch=launch, longest=0.002)
     served = simulate(COLOCATED, requests, costs_of(times, overlap=overlap), LIMITS)
     first, end = _engine_times(requests, times, overlap=overlap)
     np.testing.assert_allclose([each.first_token for each in served.requests], first)
@@ -183,6 +184,7 @@ def _engine_times(
     """First and last tokens of the engine's loop, on a clock that the modelled times of steps and launches move on."""
     now, free = 0.0, 0.0
     ends: dict[int, float] = {}
+    launched_slowly: set[int] = set()
     sizes = EngineOptions(
         step_tokens=8, sequences=8, tokens_per_block=BLOCK, cache_blocks=1000, context=64, overlap=overlap, texts=False
     )
@@ -193,11 +195,14 @@ def _engine_times(
         nonlocal free, now
         if (step := plan(*arguments)) is not None:
             decodes = step.parts[: step.decodes]
-            positions = sum(part.start + 1 for part in decodes)
-            computed = times.device_seconds(step.decodes, positions, step.parts[step.decodes :])
+            attended = [part.start + 1 for part in decodes]
+            chunks, longest = step.parts[step.decodes :], max(attended, default=0)
+            computed = times.device_seconds(step.decodes, sum(attended), chunks, longest)
             begin = max(free, now)
-            if len(step.parts) > step.decodes:
-                now += times.launch_seconds(step.decodes, step.parts[step.decodes :])
+            if chunks:
+                now += times.launch_seconds(step.decodes, chunks)
+            if computed < now - begin:
+                launched_slowly.add(step.number)
             ends[step.number] = free = begin + soft_maximum(computed, max(0.0, now - begin))
         return step
 
@@ -209,7 +214,11 @@ def _engine_times(
     tokens: dict[int, list[float]] = {}
     index_of: dict[int, int] = {}
     sent = 0
-    with patch.object(engine._policy, "next_step", next_step), patch.object(engine, "_complete", wait):
+    with (
+        patch.object(engine._policy, "next_step", next_step),
+        patch.object(engine, "_complete", wait),
+        patch.object(LaunchedStep, "has_come", lambda launched: launched.step.number in launched_slowly),
+    ):
         while sent < len(requests) or engine.unfinished:
             while sent < len(requests) and requests[sent].arrival_seconds <= now:
                 index_of[

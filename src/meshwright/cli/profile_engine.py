@@ -124,7 +124,7 @@ def _table(measured: EngineProfile) -> list[str]:
     lines = ["decodes  positions  prompt tokens  measured ms  modelled ms"]
     for step in measured.steps:
         prompt = sum(chunk.count for chunk in step.chunks)
-        modelled = times.seconds(step.decodes, step.positions, step.chunks)
+        modelled = times.seconds(step.decodes, step.positions, step.chunks, step.longest)
         lines.append(
             f"{step.decodes:>7}  {step.positions:>9,}  {prompt:>13,}  {1e3 * step.seconds:>11.3f}  {1e3 * modelled:>11.3f}"
         )

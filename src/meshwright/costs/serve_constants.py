@@ -17,6 +17,8 @@ PRODUCTS_SHARES: dict[WeightFormat | None, float] = {None: 0.63, "fp8": 0.55, "i
 """Share of the peak that products with weights reach; int8's is taken to be that of fp8."""
 CACHE_SHARE, ATTENTION_SHARE = 0.95, 0.55
 """Shares of the memory bandwidth that decodes reach with keys and values, and of the peak in the attention of prompts."""
+TEXT_BYTES_PER_S = 3e10
+"""Rate at which one program of a decode reads keys and values, where a profile says how many there are."""
 DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.3e-3, 12.7e-3, 7e-6, 50e-6
 
 
@@ -27,6 +29,7 @@ def usual_constants(machine: Machine, weights: WeightFormat | None = None) -> St
         weight_bytes_per_s=WEIGHTS_SHARES[weights] * memory,
         flops_per_s=PRODUCTS_SHARES[weights] * peak,
         cache_bytes_per_s=CACHE_SHARE * memory,
+        text_bytes_per_s=TEXT_BYTES_PER_S,
         attention_flops_per_s=ATTENTION_SHARE * number(machine.half_peak),
         decode_seconds=DECODE_SECONDS,
         prompt_seconds=PROMPT_SECONDS,

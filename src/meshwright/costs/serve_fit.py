@@ -24,6 +24,8 @@ FITTED = (
     "sequence_seconds",
     "chunk_seconds",
 )
+FITTED_WITH_PROGRAMS = (*FITTED, "text_bytes_per_s")
+"""Those that are fitted where the programs of decodes are known."""
 LEAST_SECONDS = 1e-9
 """A fixed time of a fit is at least this, as its logarithm is fitted."""
 PRIOR_WEIGHT = 0.02
@@ -56,7 +58,7 @@ def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTi
 
 def _fitted(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> StepConstants:
     smooth = replace(start, decode_factors=(), prompt_factors=())
-    first = np.log([max(getattr(smooth, name), LEAST_SECONDS) for name in FITTED])
+    first = np.log([max(getattr(smooth, name), LEAST_SECONDS) for name in _fitted_names(smooth)])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         return np.concatenate([_log_errors(work, _with(smooth, logs), steps), PRIOR_WEIGHT * (logs - first)])
@@ -84,8 +86,12 @@ def _launch_seconds(steps: Sequence[StepTime], whole_tokens: int) -> list[float]
     return np.maximum(0.0, np.linalg.lstsq(np.array(shapes), np.array(seconds), rcond=None)[0]).tolist()
 
 
+def _fitted_names(constants: StepConstants) -> tuple[str, ...]:
+    return FITTED_WITH_PROGRAMS if constants.decode_programs else FITTED
+
+
 def _with(constants: StepConstants, logs: np.ndarray) -> StepConstants:
-    return replace(constants, **dict(zip(FITTED, np.exp(logs).tolist(), strict=True)))
+    return replace(constants, **dict(zip(_fitted_names(constants), np.exp(logs).tolist(), strict=True)))
 
 
 def _log_errors(work: DeviceWork, constants: StepConstants, steps: Sequence[StepTime]) -> np.ndarray:
@@ -98,11 +104,11 @@ def _modelled_seconds(times: StepTimes, step: StepTime) -> float:
     """The model's seconds of a measured step, for the launch that it had if that was measured."""
     if step.launch_seconds:
         return soft_maximum(_device_seconds(times, step), step.exposed_seconds)
-    return times.seconds(step.decodes, step.positions, step.chunks)
+    return times.seconds(step.decodes, step.positions, step.chunks, step.longest)
 
 
 def _device_seconds(times: StepTimes, step: StepTime) -> float:
-    return times.device_seconds(step.decodes, step.positions, step.chunks)
+    return times.device_seconds(step.decodes, step.positions, step.chunks, step.longest)
 
 
 def _factors(errors: Sequence[tuple[int, float]]) -> tuple[StepFactor, ...]:

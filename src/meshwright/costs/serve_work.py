@@ -58,6 +58,8 @@ class DeviceWork:
     """Share of a layer's experts that a token is sent to."""
     cache_bytes: float
     """Keys and values of one position."""
+    kv_heads: int
+    """Heads of keys and values; 1 for latents."""
     attention_flops: float
     """FLOPs of one query and one position that it attends to."""
     window: int | None
@@ -126,6 +128,7 @@ def device_work(
         expert_slots=slots,
         chosen_share=spec.experts_per_token / spec.experts if spec.experts else 0.0,
         cache_bytes=float(cache_bytes_per_block(rank, 1, cache_item)),
+        kv_heads=1 if rank.kv_rank else rank.kv_heads,
         attention_flops=_attention_flops(rank),
         window=layer_groups(spec)[0].window,
     )

@@ -1,7 +1,8 @@
 """Seconds of one step of the inference engine, by its shape.
 
 A step reads the weights once and multiplies them with all its tokens; the slower of both determines its time, with a soft maximum for
-the region between. Decodes read their keys and values, chunks of prompts compute attention. The host launches a step with a prompt in
+the region between. Decodes read their keys and values; the longest text takes longer than its share, as few programs read it.
+Chunks of prompts compute attention. The host launches a step with a prompt in
 `prompt_seconds`, while the device computes; one without is launched as a graph, in no time. Fixed times and rates are `StepConstants`.
 """
 
@@ -17,6 +18,8 @@ from meshwright.spec.serve_profile import StepConstants, StepFactor
 
 SOFTNESS = 4.0
 """Exponent of the soft maximum: two equal times give 1.19 times one of them."""
+PADDED_DECODES, MOST_PARTS = 8, 32
+"""Graphs have a multiple of so many decodes, and a text is divided among at most so many programs (`kernels.paged_attention`)."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,19 @@ class StepTimes:
     ) -> None:
         self.work, self.constants, self.groups = work, constants, groups
         self._exchange = exchange or Exchange()
-        self._lines: dict[int, tuple[float, float]] = {}
+        self._lines: dict[int, tuple[float, float, float]] = {}
         self._products: dict[tuple[int, int], float] = {}
 
-    def seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = ()) -> float:
-        """Seconds of one of several such steps in turn, whose decodes attend to `positions` in all, with these chunks of prompts."""
+    def seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = (), longest: int = 0) -> float:
+        """Seconds of one of several such steps in turn, whose decodes attend to `positions` in all and one of them to `longest`.
+
+        A `longest` of 0 stands for equal texts.
+        """
         if not chunks:
-            return self._decode_seconds(decodes, positions)
-        computed = soft_maximum(self._computed(decodes, positions, chunks), self.launch_seconds(decodes, chunks))
+            return self._decode_seconds(decodes, positions, longest)
+        computed = soft_maximum(
+            self._computed(decodes, positions, chunks, longest), self.launch_seconds(decodes, chunks)
+        )
         return computed * self._factor(decodes, chunks)
 
     def launch_seconds(self, decodes: int, chunks: Sequence[PromptPart]) -> float:
@@ -53,32 +61,36 @@ class StepTimes:
         seconds = k.prompt_seconds + (k.beside_seconds if decodes else 0.0)
         return seconds + k.whole_seconds * whole_chunks(chunks, k.whole_tokens)
 
-    def device_seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = ()) -> float:
+    def device_seconds(
+        self, decodes: int, positions: int, chunks: Sequence[PromptPart] = (), longest: int = 0
+    ) -> float:
         """Seconds in which the device computes a step that the host has launched."""
         if not chunks:
-            return self._decode_seconds(decodes, positions)
-        return self._computed(decodes, positions, chunks) * self._factor(decodes, chunks)
+            return self._decode_seconds(decodes, positions, longest)
+        return self._computed(decodes, positions, chunks, longest) * self._factor(decodes, chunks)
 
-    def _decode_seconds(self, decodes: int, positions: int) -> float:
-        fixed, each = self.decode_line(decodes)
-        return fixed + each * positions
+    def _decode_seconds(self, decodes: int, positions: int, longest: int) -> float:
+        fixed, each, of_longest = self.decode_line(decodes)
+        return fixed + each * positions + of_longest * (longest or positions / max(1, decodes))
 
-    def _computed(self, decodes: int, positions: int, chunks: Sequence[PromptPart]) -> float:
+    def _computed(self, decodes: int, positions: int, chunks: Sequence[PromptPart], longest: int) -> float:
         """`device_seconds` of a step with chunks, without its factor."""
         k, work, groups = self.constants, self.work, self.groups
         tokens = decodes + sum([chunk.count for chunk in chunks])
         total = k.decode_seconds + self.product_seconds(tokens, decodes + len(chunks))
         total += self._attended(decodes, positions) * work.cache_bytes / (k.cache_bytes_per_s * groups)
+        if decodes:
+            total += self._longest_seconds(decodes) * self._attended(1, longest or positions // decodes)
         total += work.pairs(chunks) * work.attention_flops / (k.attention_flops_per_s * groups)
         return total + (decodes * k.sequence_seconds + len(chunks) * k.chunk_seconds) / groups
 
     def _factor(self, decodes: int, chunks: Sequence[PromptPart]) -> float:
         return interpolated_factor(self.constants.prompt_factors, decodes + sum([chunk.count for chunk in chunks]))
 
-    def decode_line(self, decodes: int) -> tuple[float, float]:
-        """Seconds of a step of `decodes` decodes without their positions, and seconds of each position that they attend to.
+    def decode_line(self, decodes: int) -> tuple[float, float, float]:
+        """Seconds of a step of `decodes` decodes without their positions, of each position, and of each of the longest text beside these.
 
-        With a window the second is 0: each decode attends to as many positions as the window has.
+        With a window the last two are 0: each decode attends to as many positions as the window has.
         """
         line = self._lines.get(decodes)
         if line is None:
@@ -88,10 +100,22 @@ class StepTimes:
                 k.decode_seconds + self.product_seconds(decodes, decodes) + decodes * k.sequence_seconds / self.groups
             )
             each = self.work.cache_bytes / (k.cache_bytes_per_s * self.groups)
+            of_longest = self._longest_seconds(decodes)
             if self.work.window is not None:
-                fixed, each = fixed + each * decodes * self.work.window, 0.0
-            line = self._lines[decodes] = (fixed * factor, each * factor)
+                fixed += (each * decodes + of_longest) * self.work.window
+                each = of_longest = 0.0
+            line = self._lines[decodes] = (fixed * factor, each * factor, of_longest * factor)
         return line
+
+    def _longest_seconds(self, decodes: int) -> float:
+        """Seconds of each position of the longest of `decodes` texts: the others have ended while its programs take them in turn."""
+        k, work = self.constants, self.work
+        if not (k.text_bytes_per_s and k.decode_programs):
+            return 0.0
+        local = max(1, round(decodes / self.groups))
+        padded = local if local < PADDED_DECODES // 2 else -(-local // PADDED_DECODES) * PADDED_DECODES
+        parts = max(1, min(MOST_PARTS, -(-k.decode_programs // (padded * work.kv_heads))))
+        return work.cache_bytes / work.kv_heads / (parts * k.text_bytes_per_s)
 
     def product_seconds(self, tokens: int, samples: int) -> float:
         """Seconds of the products with weights and of communication, for `tokens` of which `samples` give logits."""

@@ -69,6 +69,14 @@ class SizeSample:
         total = sum(new * (prompt + new / 2) for prompt, _, new in self.sizes)
         return total / sum(new for _, _, new in self.sizes)
 
+    def longest(self, decodes: int) -> int:
+        """Positions of the longest of so many decodes: the quantile that one of them is likely to exceed."""
+        ascending = sorted((prompt + new // 2, new) for prompt, _, new in self.sizes)
+        left = self.new_tokens * len(ascending) / (decodes + 1)
+        while len(ascending) > 1 and left >= ascending[-1][1]:
+            left -= ascending.pop()[1]
+        return ascending[-1][0]
+
 
 def estimate_goodput(
     deployment: Deployment, sample: SizeSample, cost_of: Callable[[InstanceSpec], InstanceCosts], limits: ServeLimits
@@ -203,8 +211,8 @@ class _Instances:
     def decode_seconds(self, batch: float) -> float:
         """Seconds of a step of so many decodes."""
         decodes = max(1, round(batch))
-        fixed, each = self._costs.times.decode_line(decodes)
-        return fixed + each * decodes * self._sample.context
+        fixed, each, of_longest = self._costs.times.decode_line(decodes)
+        return fixed + each * decodes * self._sample.context + of_longest * self._sample.longest(decodes)
 
     def services(self, decodes: int) -> list[float]:
         """Seconds of the steps that compute each sampled prompt beside so many decodes."""

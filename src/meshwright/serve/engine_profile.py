@@ -6,6 +6,7 @@ one before it, or from its own launch if that was later. On a GPU it is taken by
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -40,8 +41,10 @@ BESIDE = (0, 16, 64)
 """Decodes beside a chunk of a prompt."""
 BESIDE_TOKENS = 256
 """Tokens of the texts of these decodes."""
-SHORT, LONG = 32, 1024
-"""Tokens of the texts that are decoded. Just above 2,048 a lone decode takes one more round of blocks than most texts do."""
+SHORT, MEAN = 32, 1024
+"""Tokens of the texts that are decoded: equal ones, and means of different ones."""
+MOST_EVEN = 64
+"""Decodes of the largest batch with a second distribution of lengths: these tell the price of the longest text from that of all."""
 CACHE_SHARE = 0.8
 """Share of the cache that the texts of one measurement take at most."""
 REPEATS = 10
@@ -74,7 +77,11 @@ def measure_engine(
     work = device_work(
         spec, weights=options.weights, item=dtype.itemsize, cache_item=1 if options.kv_cache else dtype.itemsize
     )
-    start = replace(usual_constants(_machine(cluster, options), options.weights), whole_tokens=engine.whole_tokens)
+    start = replace(
+        usual_constants(_machine(cluster, options), options.weights),
+        whole_tokens=engine.whole_tokens,
+        decode_programs=engine.decode_programs,
+    )
     fit = fit_constants(work, start, steps)
     return EngineProfile(
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -114,6 +121,16 @@ def _machine(cluster: ClusterSpec, options: EngineOptions) -> Machine:
     return machine_of(cluster, "bf16" if cluster.is_cpu else options.weights or "bf16")
 
 
+def exponential_lengths(count: int, mean: int) -> list[int]:
+    """Lengths of `count` texts at equal quantiles of an exponential distribution: as in most loads, a few are several times the mean."""
+    return [max(1, round(-mean * math.log(1 - (index + 0.5) / count))) for index in range(count)]
+
+
+def even_lengths(count: int, mean: int) -> list[int]:
+    """Lengths of `count` texts at equal steps up to twice the mean."""
+    return [max(1, round(mean * (2 * index + 1) / count)) for index in range(count)]
+
+
 class _Measurement:
     """Runs requests until each wanted shape was seen."""
 
@@ -140,14 +157,12 @@ class _Measurement:
         """Measurements, those with the fewest tokens first: a slow machine leaves out the largest shapes."""
         most, context = self._engine.options.sequences, self._engine.context
         counts = [*(count for count in DECODES if count < most), most]
-        lengths = min(SHORT, context // 4), min(LONG, context // 2)
+        short, mean = min(SHORT, context // 4), min(MEAN, context // 8)
         sizes = [*(size for size in PROMPTS if size < self._budget), self._budget]
-        planned = [
-            (count * (length + 2 * REPEATS), partial(self._decode, count, length))
-            for count in counts
-            for length in lengths
-            if count * (length + 2 * REPEATS) <= self._room
-        ]
+        texts = [[short] * count for count in counts] + [exponential_lengths(count, mean) for count in counts]
+        texts += [even_lengths(count, mean) for count in counts if count <= MOST_EVEN]
+        planned = [(sum(lengths) + 2 * REPEATS * len(lengths), partial(self._decode, lengths)) for lengths in texts]
+        planned = [(tokens, measure) for tokens, measure in planned if tokens <= self._room]
         planned += [
             (size * REPEATS + beside * BESIDE_TOKENS, partial(self._prompt, size, beside))
             for size in sizes
@@ -159,26 +174,27 @@ class _Measurement:
 
     def _warm(self) -> None:
         """Run every type of step once, untimed."""
-        self._decode(min(4, self._engine.options.sequences), SHORT)
+        self._decode([SHORT] * min(4, self._engine.options.sequences))
         self._prompt(self._budget // 8, 0)
 
-    def _decode(self, count: int, length: int) -> list[StepTime]:
-        """Steps of `count` decodes of texts with `length` tokens and more."""
-        prompt_steps = -(-count * length // self._budget)  # those whose prompts come first decode meanwhile
-        self._submit(count, length, REPEATS + 3 + prompt_steps)
+    def _decode(self, lengths: Sequence[int]) -> list[StepTime]:
+        """Steps of decodes of texts with so many tokens and more."""
+        count = len(lengths)
+        prompt_steps = -(-sum(lengths) // self._budget)  # those whose prompts come first decode meanwhile
+        self._submit(lengths, REPEATS + 3 + prompt_steps)
         return self._finish(lambda step: step.decodes == count and not step.chunks)
 
     def _prompt(self, size: int, beside: int) -> list[StepTime]:
         """Steps with a whole prompt of `size` tokens beside so many decodes, which go on alone in between as in most loads."""
         engine = self._engine
         length = min(BESIDE_TOKENS, engine.context // 4)
-        numbers = self._submit(beside, length, engine.context - length - 1) if beside else []
+        numbers = self._submit([length] * beside, engine.context - length - 1) if beside else []
         while engine.unfinished and not any(step.decodes == beside for step in engine.steps[-1:]):
             engine.step()
         for _ in range(REPEATS + 2):
-            self._submit(1, size, 1)
+            self._submit([size], 1)
             for _ in range(1 + 2 * bool(beside)):
-                engine.step()
+                self._step()
         for number in numbers:
             engine.abort(number)
         return self._finish(lambda step: step.decodes == beside and [chunk.count for chunk in step.chunks] == [size])
@@ -187,11 +203,17 @@ class _Measurement:
         """Steps with several prompts that share the budget."""
         size = self._budget // count
         for _ in range(LEAST_REPEATS + 2):
-            self._submit(count, size, 1)
-            self._engine.step()
+            self._submit([size] * count, 1)
+            self._step()
         return self._finish(lambda step: [chunk.count for chunk in step.chunks] == [size] * count and not step.decodes)
 
-    def _submit(self, count: int, length: int, new_tokens: int) -> list[int]:
+    def _step(self) -> None:
+        """Launch a step; a call of the engine's may only read tokens."""
+        launched = self._engine.launched
+        while self._engine.unfinished and self._engine.launched == launched:
+            self._engine.step()
+
+    def _submit(self, lengths: Sequence[int], new_tokens: int) -> list[int]:
         vocab = self._engine.spec.vocab_size
         return [
             self._engine.submit(
@@ -199,7 +221,7 @@ class _Measurement:
                 new_tokens=new_tokens,
                 sampling=SamplingOptions(temperature=0.6, seed=index),
             )
-            for index in range(count)
+            for index, length in enumerate(lengths)
         ]
 
     def _finish(self, wanted: Callable[[TimedStep], bool]) -> list[StepTime]:
@@ -225,6 +247,7 @@ def _medians(steps: Sequence[TimedStep], launches: bool) -> list[StepTime]:
         StepTime(
             decodes=decodes,
             positions=round(statistics.mean(step.positions for step in group)),
+            longest=round(statistics.mean(step.longest for step in group)),
             chunks=chunks,
             seconds=statistics.median(step.device_end - step.device_begin for step in group),
             launch_seconds=launches * statistics.median(step.launch_end - step.launch_begin for step in group),

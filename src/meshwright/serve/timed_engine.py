@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.kernels.paged_attention import PROGRAMS_PER_PROCESSOR
 from meshwright.models.decoder import Decoder
 from meshwright.serve.engine import Engine
 from meshwright.serve.generation import Update
@@ -22,6 +23,8 @@ class TimedStep:
     decodes: int
     positions: int
     """Positions that the decodes attend to in all, their own included."""
+    longest: int
+    """The most positions of one decode."""
     chunks: tuple[Chunk, ...]
     launch_begin: float
     """When the host began to plan and launch it."""
@@ -39,6 +42,8 @@ class TimedEngine(Engine):
     def __init__(self, model: Decoder, options: EngineOptions, timer: Callable[[], float]) -> None:
         self.steps: list[TimedStep] = []
         self._timer = timer
+        self.launched = 0
+        """Steps that were launched."""
         self._launches: dict[int, Callable[[], TimedStep]] = {}
         self._last_end = 0.0
         super().__init__(model, options=options)
@@ -62,6 +67,13 @@ class TimedEngine(Engine):
         """Tokens of a prompt from which on a kernel without the cache attends in it; 0 for none, and on a CPU."""
         return self._inputs.prompt_unit if self._on_device else 0
 
+    @property
+    def decode_programs(self) -> int:
+        """Programs into which the kernel of a device divides the attention of decodes; 0 on a CPU."""
+        if not self._on_device:
+            return 0
+        return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(self._inputs.device).multi_processor_count
+
     def forget_steps(self) -> None:
         """Begin a new list of steps. The device's clock is compared with the timer, as both drift apart in minutes."""
         self.steps = []
@@ -76,7 +88,8 @@ class TimedEngine(Engine):
         if launched is None:
             return None
         launch_end, device_end, step = self._timer(), self._mark(), launched.step
-        positions = sum(part.start + 1 for part in step.parts[: step.decodes])
+        attended = [part.start + 1 for part in step.parts[: step.decodes]]
+        positions, longest = sum(attended), max(attended, default=0)
         chunks = tuple(Chunk(start=part.start, count=part.count) for part in step.parts[step.decodes :])
 
         def completed() -> TimedStep:
@@ -84,8 +97,9 @@ class TimedEngine(Engine):
             first, last = self._time_of(device_begin), self._time_of(device_end)
             if first is None or last is None:
                 first, last = max(begin, self._last_end), end
-            return TimedStep(step.decodes, positions, chunks, begin, launch_end, first, last, end)
+            return TimedStep(step.decodes, positions, longest, chunks, begin, launch_end, first, last, end)
 
+        self.launched += 1
         self._launches[step.number] = completed
         return launched
 

@@ -1,9 +1,9 @@
 """One instance of a deployment in simulated time: the engine's batching policy, and steps that take modelled seconds.
 
 An instance with overlap plans step n + 1 when the host has the tokens of step n - 1, as the engine does on a GPU; without, when step n
-ends. The host then launches it, and a step with a prompt takes it long: only behind the launch can it take in tokens of step n and
-requests that have come. Identical steps of decodes are one event: they end early if something arrives (`BatchPolicy.extend`), so the
-times are those of single steps.
+ends. The host then launches it, and a step with a prompt takes it long: only behind the launch can it take in requests that have come,
+and tokens of step n unless the device computed them as fast as the host launched them. Identical steps of decodes are one event: they
+end early if something arrives (`BatchPolicy.extend`), so the times are those of single steps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ Action = Callable[[float], None]
 class _Planned:
     """A planned step with what its cost depends on, which the policy changes when it plans the next one."""
 
-    __slots__ = ("chunks", "end", "launched", "positions", "step")
+    __slots__ = ("chunks", "end", "ends_with_launch", "launched", "longest", "positions", "step")
 
-    def __init__(self, step: Step, positions: int, chunks: Sequence[Part]) -> None:
-        self.step, self.positions, self.chunks = step, positions, chunks
+    def __init__(self, step: Step, positions: int, longest: int, chunks: Sequence[Part]) -> None:
+        self.step, self.positions, self.longest, self.chunks = step, positions, longest, chunks
         self.launched = self.end = 0.0
         """When the host has launched it, and when the device ends it."""
+        self.ends_with_launch = False
+        """Whether the device computes as fast as the host launches it."""
 
 
 class Instance:
@@ -61,10 +63,10 @@ class Instance:
         self._ahead: _Planned | None = None
         self._device_free = 0.0
         """When the device ends the last step that was launched."""
-        self._context = 0
+        self._context = self._longest = 0
         self._run_begin, self._run_steps = 0.0, 0
         """Begin of the run of identical steps in flight, and their number; 0 steps: none."""
-        self._line = 0.0, 0.0
+        self._line = 0.0, 0.0, 0.0
         """`StepTimes.decode_line` of the run."""
         self._one_more_step = False
         """Whether one step follows the end of a cut run: with overlap it was planned before the cut."""
@@ -107,8 +109,14 @@ class Instance:
         self.between_steps(now)
         if self._running is None and (after_run or not self.costs.overlap):
             self._running = self._launch(now)
-        if self._running is None or not self._begin_run(now):
+        if self._running is not None and self._reads_first(self._running):
+            self.wake = max(self._running.end, now)
+        elif self._running is None or not self._begin_run(now):
             self._begin_step(now)
+
+    def _reads_first(self, running: _Planned) -> bool:
+        """Whether the host takes in the step that runs before it launches a prompt, as the device has ended it by then."""
+        return self.costs.overlap and running.ends_with_launch and self.policy.prompts_wait
 
     def _begin_step(self, now: float) -> None:
         """Launch the next step ahead, if that is done, and wait for the one that runs."""
@@ -125,13 +133,15 @@ class Instance:
         planned = self._plan(now)
         if planned is None:
             return None
-        times, shape = self.costs.times, (planned.step.decodes, planned.positions, planned.chunks)
+        times, decodes = self.costs.times, planned.step.decodes
+        shape = decodes, planned.positions, planned.chunks, planned.longest
         begin = planned.launched = now
         if self.costs.overlap:
             begin = max(now, self._device_free)
-            planned.launched += times.launch_seconds(planned.step.decodes, planned.chunks)
-            exposed = max(0.0, planned.launched - begin)
-            planned.end = begin + soft_maximum(times.device_seconds(*shape), exposed)
+            planned.launched += times.launch_seconds(decodes, planned.chunks)
+            exposed, computed = max(0.0, planned.launched - begin), times.device_seconds(*shape)
+            planned.end = begin + soft_maximum(computed, exposed)
+            planned.ends_with_launch = computed < exposed
         else:
             planned.end = now + times.seconds(*shape)
         self._busy += planned.end - begin
@@ -158,11 +168,13 @@ class Instance:
         decodes = step.decodes
         if step.unchanged:
             self._context += decodes
+            self._longest += 1
         elif decodes:
-            self._context = sum([part.start for part in step.parts[:decodes]]) + decodes
+            starts = [part.start for part in step.parts[:decodes]]
+            self._context, self._longest = sum(starts) + decodes, max(starts) + 1
         else:
-            self._context = 0
-        return _Planned(step, self._context, step.parts[decodes:] if decodes < len(step.parts) else ())
+            self._context = self._longest = 0
+        return _Planned(step, self._context, self._longest, step.parts[decodes:] if decodes < len(step.parts) else ())
 
     def _complete(self, planned: _Planned, now: float) -> None:
         self.policy.complete(planned.step, None)
@@ -195,9 +207,10 @@ class Instance:
         """When the first `steps` steps of the run have ended."""
         planned = self._running
         assert planned is not None
-        decodes, (fixed, each) = planned.step.decodes, self._line
-        positions = planned.positions * steps + decodes * (steps * (steps - 1) // 2)
-        return self._run_begin + steps * fixed + each * positions
+        fixed, each, of_longest = self._line
+        more = steps * (steps - 1) // 2
+        positions, longest = planned.positions * steps + planned.step.decodes * more, planned.longest * steps + more
+        return self._run_begin + steps * fixed + each * positions + of_longest * longest
 
     def _cut_run(self, now: float) -> None:
         """End the run with the step in flight, and plan the next one if that is done ahead."""
@@ -212,10 +225,10 @@ class Instance:
         """The number of the step of the run that is in flight: the first that ends at `now` or later, else the last."""
         planned = self._running
         assert planned is not None
-        decodes, (fixed, each) = planned.step.decodes, self._line
+        fixed, each, of_longest = self._line
         # The inverse of `_run_end`, a polynomial of second degree, may be off by the rounding.
-        growth, seconds = each * decodes / 2, now - self._run_begin
-        first = fixed + each * planned.positions - growth
+        growth, seconds = (each * planned.step.decodes + of_longest) / 2, now - self._run_begin
+        first = fixed + each * planned.positions + of_longest * planned.longest - growth
         steps = min(max(1, int(2 * seconds / (first + sqrt(first * first + 4 * growth * seconds)))), self._run_steps)
         while steps < self._run_steps and self._run_end(steps) < now:
             steps += 1
@@ -234,6 +247,7 @@ class Instance:
         if steps > 1 and self.policy.extend(planned.step, steps) != steps:
             raise AssertionError("a run of decodes was planned without blocks for it")
         self._context = planned.positions = planned.positions + planned.step.decodes * (steps - 1)
+        self._longest = planned.longest = planned.longest + steps - 1
         self._run_steps = 0
 
     def _note_usage(self, now: float) -> None:

@@ -32,6 +32,8 @@ class StepTime:
     """Requests with one new token each."""
     positions: NotNegative
     """Positions that these attend to in all, their own included."""
+    longest: NotNegative = 0
+    """The most positions of one of them; 0 if all attend to equally many."""
     chunks: tuple[Chunk, ...] = ()
     """Chunks of prompts."""
     seconds: Seconds
@@ -65,6 +67,10 @@ class StepConstants:
     """Rate of the matrix products with weights."""
     cache_bytes_per_s: Rate
     """Rate at which decodes read keys and values."""
+    text_bytes_per_s: NotNegativeSeconds = 0.0
+    """Rate at which one program of a decode reads keys and values; 0: the longest text costs no more than its bytes."""
+    decode_programs: NotNegative = 0
+    """Programs into which the device divides the decodes of a step, so that few texts have several each; 0: not known."""
     attention_flops_per_s: Rate
     """Rate of the attention of prompts."""
     decode_seconds: NotNegativeSeconds
