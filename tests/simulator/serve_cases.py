@@ -20,7 +20,7 @@ BLOCK_BYTES = 100.0
 def simple_times(
     step: float = 0.5, token: float = 0.0, position: float = 0.0, launch: float = 0.0, longest: float = 0.0
 ) -> StepTimes:
-    """Each step takes `step` seconds, and so many for each token, each position that a decode attends to and each of the longest text.
+    """Each step takes `step` seconds, and so many for each token, each position of a decode and each of the longest text.
 
     The host launches a step with a prompt in `launch` seconds.
     """

@@ -19,7 +19,7 @@ from meshwright.spec.serve_profile import StepConstants, StepFactor
 SOFTNESS = 4.0
 """Exponent of the soft maximum: two equal times give 1.19 times one of them."""
 PADDED_DECODES, MOST_PARTS = 8, 32
-"""Graphs have a multiple of so many decodes, and a text is divided among at most so many programs (`kernels.paged_attention`)."""
+"""Graphs have a multiple of so many decodes; at most so many programs share a text (`kernels.paged_attention`)."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StepTimes:
         return interpolated_factor(self.constants.prompt_factors, decodes + sum([chunk.count for chunk in chunks]))
 
     def decode_line(self, decodes: int) -> tuple[float, float, float]:
-        """Seconds of a step of `decodes` decodes without their positions, of each position, and of each of the longest text beside these.
+        """Seconds of a step of so many decodes without positions, of each position, and of each of the longest text.
 
         With a window the last two are 0: each decode attends to as many positions as the window has.
         """

@@ -44,7 +44,7 @@ BESIDE_TOKENS = 256
 SHORT, MEAN = 32, 1024
 """Tokens of the texts that are decoded: equal ones, and means of different ones."""
 MOST_EVEN = 64
-"""Decodes of the largest batch with a second distribution of lengths: these tell the price of the longest text from that of all."""
+"""Decodes of the largest batch with two distributions of lengths, which tell the longest text's price from that of all."""
 CACHE_SHARE = 0.8
 """Share of the cache that the texts of one measurement take at most."""
 REPEATS = 10
@@ -122,7 +122,7 @@ def _machine(cluster: ClusterSpec, options: EngineOptions) -> Machine:
 
 
 def exponential_lengths(count: int, mean: int) -> list[int]:
-    """Lengths of `count` texts at equal quantiles of an exponential distribution: as in most loads, a few are several times the mean."""
+    """Lengths of `count` texts at equal quantiles of an exponential distribution: a few are several times the mean."""
     return [max(1, round(-mean * math.log(1 - (index + 0.5) / count))) for index in range(count)]
 
 
