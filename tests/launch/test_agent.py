@@ -96,3 +96,31 @@ def test_evidence_of_ranks_that_have_ended_is_collected_before_the_next_attempt(
 def test_an_excluded_host_has_no_processes(light_agent: Agent) -> None:
     light_agent.obey(Directive("idle", 2))
     assert light_agent.report().port == 0 and light_agent._waiting is None
+
+
+@pytest.mark.parametrize("spares", [False, True])
+def test_processes_start_beside_ranks_that_end_only_if_these_have_spares(light_agent: Agent, spares: bool) -> None:
+    light_agent._spares = spares
+    light_agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1))
+    assert light_agent._running is not None
+    light_agent.obey(Directive("end", 1, grace=60))
+    assert not light_agent._running.ended and (light_agent._waiting is not None) == spares
+    light_agent._running.kill()
+    while not light_agent.report().ended:
+        light_agent.poll(0.01)
+    light_agent.obey(Directive("end", 1, grace=60))
+    assert light_agent._waiting is not None
+
+
+@pytest.mark.parametrize("spares", [False, True])
+def test_no_processes_start_when_ranks_end_after_a_stop_signal(light_agent: Agent, spares: bool) -> None:
+    light_agent._spares = spares
+    light_agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1))
+    assert light_agent._running is not None
+    light_agent.stop(signal.SIGTERM)
+    light_agent.obey(Directive("end", 1, grace=60))
+    light_agent._running.kill()
+    while not light_agent.report().ended:
+        light_agent.poll(0.01)
+    light_agent.obey(Directive("end", 1, grace=60))
+    assert light_agent._waiting is None

@@ -22,13 +22,19 @@ from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
 from meshwright.spec.run import RunSpec
 
 SPARE_SECONDS = 3.0
-"""Seconds of training after which an attempt gets spares: a short run needs none, and a start needs the processor."""
+"""Seconds of training after which spares start.
+
+A short run needs none. Starting processes takes processor time from the ranks.
+"""
 
 EVIDENCE_SECONDS = 5.0
 """Longest time that the end of a job waits for the files of the last evidence."""
 
 DEAD_SPARES = 2
-"""Sets of spares that may end before they are used; the next set begins in any case."""
+"""Sets of spares in a row that the agent replaces because they ended while they waited.
+
+It keeps the next set even if that ends too: as ranks of the next attempt these processes report why they ended.
+"""
 
 
 def starts_spares(run: RunSpec) -> bool:
@@ -82,7 +88,7 @@ class Agent:
     ) -> None:
         """`start(spare)` starts processes that wait; those that are no spares open the device at once.
 
-        Without `spares` no processes are started while others run.
+        Without `spares` the processes for a restart start when all ranks have ended. After a stop signal none start.
         """
         self._host, self._address, self._start, self._spares = host, address, start, spares
         self._listener, self._clock = listener, clock
@@ -109,6 +115,8 @@ class Agent:
             time.sleep(seconds)
             return
         self._running.poll(self._listen, seconds)
+        if self._trained_at is None and all(state.last_step for state in self._running.states):
+            self._trained_at = self._clock()
         if self._kill_at is not None and self._clock() > self._kill_at:
             self._running.kill()
             self._running.poll(self._listen)
@@ -149,7 +157,7 @@ class Agent:
             self._end(directive)
         if directive.order == "idle":
             self._discard_waiting()
-        elif directive.order in ("wait", "end") or self._wants_spares():
+        elif directive.order == "wait" or (directive.order == "end" and self._may_restart()) or self._wants_spares():
             self._waiting = self._waiting or self._start(True)
 
     def stop(self, number: int) -> None:
@@ -246,12 +254,15 @@ class Agent:
             self._collected, folder = evidence, Path(evidence.folder)
             self._evidence = self._running.collect_evidence(folder, folder.parents[1] / "logs", hang=evidence.hang)
 
+    def _may_restart(self) -> bool:
+        """Whether processes start when an attempt ends: not after a stop signal, nor beside ranks that have no spares."""
+        ended = self._running is None or self._running.ended
+        return not self._stop and (self._spares or ended)
+
     def _wants_spares(self) -> bool:
         """Whether the attempt has trained for long enough to get spares."""
         if self._running is None or self._running.ended or not self._spares:
             return False
-        if self._trained_at is None and all(state.last_step for state in self._running.states):
-            self._trained_at = self._clock()
         return self._trained_at is not None and self._clock() - self._trained_at > SPARE_SECONDS
 
     def _listen(self, rank: int, message: Message) -> None:
