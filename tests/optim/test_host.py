@@ -14,7 +14,7 @@ from tests.slow import quick_first
 
 from meshwright.optim.chunks import ALIGNED, Chunk, groups_in_order, plan_chunks
 from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs
-from meshwright.optim.host import HostAdamW
+from meshwright.optim.host import HostAdamW, _chunks_on_device
 from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
 from meshwright.spec.plan import Moments
 
@@ -245,6 +245,12 @@ def round_state(
 
 def chunks_of(weights: dict[str, torch.Tensor], decays: dict[str, float]) -> list[Chunk]:
     return plan_chunks(groups_in_order({name: weight.numel() for name, weight in weights.items()}, decays), ALIGNED)
+
+
+@pytest.mark.parametrize("tenths", range(11))
+def test_the_share_in_device_memory_loses_no_chunk_to_rounding(tenths: int) -> None:
+    chunks = [Chunk(start, 10, 0.0, ()) for start in range(0, 100, 10)]
+    assert _chunks_on_device(chunks, tenths / 10) == 10 - tenths
 
 
 @pytest.mark.parametrize(("moments", "fraction", "staging"), quick_first(2, FORMS, unpack=True))

@@ -1,20 +1,28 @@
 """AdamW with its state in host memory: packed chunks are copied to the device, updated there, and copied back.
 
-`packing` has the formats, `chunks` the order: that of the next forward. A chunk has a record with the parts of its state that are not on
-the device: moments, and a remainder of the master weights where weights are gathered in bf16. While the device updates one chunk, one
-stream copies later chunks to the device and another copies earlier ones to the host, so both directions of the link are busy.
+A *chunk* is a range of at most a fixed number of elements of the parameters, in the order of the next forward (`chunks`). Its *record* has
+the packed state that is not in the device's parameters: moments, and a remainder of the master weights where weights are gathered in bf16
+(`packing`). With `fraction` below 1 the records of the first chunks stay on the device; the other chunks are streamed. In each step a
+streamed chunk passes through:
 
-Staging buffers form a ring: chunks take them in order, step after step. A chunk is fetched as soon as its buffer is free, so the first
-ones beside the forward and backward before their update: as many as there are buffers (`staging`). An update begins when the gradients'
-factor is known. On a GPU the host launches chunks ahead of their use; `complete_updates` makes the compute stream wait for the
-chunks of the unit that is gathered next, while later ones are copied and updated beside the forward. `launch_copies` is called throughout
-the step: few copies are queued at a time. With `fraction` below 1 the records of the first chunks stay on the device.
+1. Fetch: its record is copied from host memory to the next staging buffer of a ring.
+2. Update: a kernel updates the record in its buffer, and the weights, once the gradients' factor is known.
+3. Send: the record is copied from its buffer to host memory; the buffer is free again.
 
-The update uses the arithmetic of the optimizer on the device, so both give the same bits. It has a stream of its own, which no forward
-delays; before a unit is gathered, the compute stream waits for the unit's updates (`copy_streams`). The host waits only when a checkpoint
-reads the state. A step beside the copies of a snapshot writes to a second set of buffers, if there is one, and leaves the first to the
-snapshot; otherwise it waits for the copies, chunk by chunk. Method: Ren et al. 2021 (ZeRO-Offload) for the location of the state; Maurya et
-al. 2024 (Deep Optimizer States) for the update on the device.
+Streams of their own fetch, update and send, so both directions of the link are busy and no forward delays an update (`copy_streams`). A
+chunk is fetched as soon as its buffer is free: the first chunks of a step, as many as there are buffers, during the forward and backward
+before their update. Copies are launched throughout the step by `launch_copies`, a few at a time.
+
+Over all steps, sent <= updated <= fetched <= sent + buffers. As there are at most as many buffers as streamed chunks, a chunk's result of
+one step is on its way to the host before the chunk is fetched for the next step.
+
+`complete_updates` makes the compute stream wait for the updates of the unit that is gathered next; later chunks are copied and updated
+beside the forward. On a GPU the host launches chunks ahead of their use. It waits for copies in two cases: when the state is read, as for a
+checkpoint, and in a step beside the copies of a snapshot without second buffers, chunk by chunk. With second buffers such a step sends its
+results to these and leaves the first to the snapshot.
+
+The update uses the arithmetic of the optimizer on the device, so both give the same bits. Method: Ren et al. 2021 (ZeRO-Offload) for the
+location of the state; Maurya et al. 2024 (Deep Optimizer States) for the update on the device.
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
@@ -90,9 +99,10 @@ class HostAdamW:
     """AdamW of the `parts` of one rank, of one dtype and device, in the order of the forward, with state in host memory.
 
     `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none.
-    `fraction` of the elements have their record in host memory, the first ones on the device. `staging` bytes on the device are for staging
-    buffers; at least a few are allocated. `ahead` chunks are launched before they are needed: by default `LAUNCHED_AHEAD` on a GPU,
-    none on a CPU, which does not run them beside the forward. Raises OutOfResources when host memory cannot be pinned.
+    `fraction` of the elements have their record in host memory, the first ones on the device. `staging` is the size of the staging buffers
+    in bytes; at least `STAGING_BUFFERS` of them are allocated, or one for each streamed chunk. `chunk` is the most elements of a chunk: by
+    default `STAGED_ELEMENTS` on a GPU. `ahead` chunks are launched before they are needed: by default `LAUNCHED_AHEAD` on a GPU, none on a
+    CPU, which does not run them beside the forward. Raises OutOfResources when host memory cannot be pinned.
     """
 
     def __init__(
@@ -133,14 +143,18 @@ class HostAdamW:
         self._lock = threading.RLock()
         self._allocate_staging(staging)
         self._unsent: deque[_UpdatedChunk] = deque()
-        self._updates = 0
-        """Steps whose updates were all launched."""
-        self._updated = self._sent = self._fetched = 0
-        """Streamed chunks whose update, copy to the host and fetch were launched, counted over all steps."""
+        self._steps_ended = 0
+        """Steps of which all updates were launched."""
+        self._fetched = self._updated = self._sent = 0
+        """Streamed chunks whose fetch, update and send were launched, counted over all steps; a chunk counts once a step.
+
+        sent <= updated <= fetched <= sent + buffers, and there are at most as many buffers as streamed chunks.
+        """
         self.deferred = False
         """Whether later compute waits for updates only at `complete_updates`."""
 
     def _allocate_staging(self, size: int) -> None:
+        """Allocate staging buffers of `size` bytes in all, but at least `STAGING_BUFFERS` where there are as many streamed chunks."""
         streamed = [entry.stop - entry.start for entry in self._memory.slices[self._memory.on_device :]]
         if size >= sum(streamed):  # one buffer for each chunk, as long as its record
             sizes = streamed
@@ -197,7 +211,10 @@ class HostAdamW:
 
     @torch.no_grad()
     def complete_updates(self, names: Iterable[str] | None = None) -> bool:
-        """Complete the update of the parameters `names`, or all, before later compute; returns whether something was left."""
+        """Make the compute stream wait for the updates of `names` (default: all) and of every earlier chunk.
+
+        Launches those that were not launched yet. Returns whether it waited for a further chunk.
+        """
         pending = self._pending
         if pending is None:
             return False
@@ -234,7 +251,7 @@ class HostAdamW:
         if self._second is not None and pending.results is self._second.records:
             self._memory.host_records, self._second.records = pending.results, self._memory.host_records
         self._pending = None
-        self._updates += 1
+        self._steps_ended += 1
         self.launch_copies()
 
     def state(self, state_name: str, name: str) -> Tensor:
@@ -370,11 +387,12 @@ class HostAdamW:
         return self._staging[buffer][: self._packing.bytes(self._chunks[number].size)]
 
     def _fetch(self) -> None:
-        """Fetch the next chunk. Its buffer was sent before, and so were its results of the last update."""
+        """Fetch the next chunk. The send of its buffer, and of its result of the step before, was launched earlier."""
         streamed = len(self._chunks) - self._memory.on_device
         step, index = divmod(self._fetched, streamed)
         number, buffer = self._memory.on_device + index, self._fetched % len(self._staging)
-        follows = self._pending is not None and step > self._updates
+        # A chunk of the step after the pending update has its result of that update where the update sends it.
+        follows = self._pending is not None and step > self._steps_ended
         records = self._pending.results if self._pending is not None and follows else self._memory.host_records
         where, staged = self._memory.slices[number], self._buffer(number, buffer)
         source = records[where]
@@ -436,7 +454,8 @@ class HostAdamW:
 
 def _chunks_on_device(chunks: Sequence[Chunk], fraction: float) -> int:
     """The most first chunks that together have at most `1 - fraction` of the elements."""
-    limit = (1 - fraction) * sum(chunk.size for chunk in chunks)
+    # Exact, as `1 - 0.9` in binary is below 0.1.
+    limit = (1 - Fraction(str(fraction))) * sum(chunk.size for chunk in chunks)
     return sum(chunk.start + chunk.size <= limit for chunk in chunks)
 
 
