@@ -5,23 +5,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import ceil
 
 from meshwright.planner.candidate import Candidate, fits, pins_of
 from meshwright.planner.reprice import reprice
-from meshwright.spec.plan import LayerStrategy, Plan, Recompute
+from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy, Plan, Recompute
 from meshwright.spec.run import RunSpec
+from meshwright.workload.dtypes import least_staging_bytes
 from meshwright.workload.plan_bytes import optimizer_on_host
 
 STEP_GB = 0.1
-"""Difference of two sizes that are tried, in gigabytes."""
+"""Difference of two sizes that are tried, in gigabytes (10⁹ bytes)."""
 LEAST_GAIN = 0.001
 """Relative difference of step times from which more staging counts as faster."""
 
 
 def plans_with_staging(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) -> Iterator[Plan]:
-    """The fastest simulated plan of each schedule with as much staging as makes it faster and fits.
+    """Of each schedule, the fastest simulated plan with the least staging that makes it about as fast as all that fits.
 
-    Only where a pin keeps state in host memory: else free memory holds state that is never copied, which is better.
+    `candidates` are sorted, fastest first; `budget` is a device's memory in bytes. Only where a pin keeps state in host memory: else free
+    memory holds state that is never copied, which is better.
     """
     pins = pins_of(run)
     if budget is None or run.cluster.is_cpu or pins.offload_staging is not None or not pins.offload_fraction:
@@ -37,17 +40,34 @@ def plans_with_staging(run: RunSpec, candidates: Sequence[Candidate], budget: in
 
 
 def with_more_recompute(run: RunSpec, plan: Plan) -> list[tuple[LayerStrategy, ...]]:
-    """The plan's layer strategies and, where no pin decides, those with more recomputation, which frees memory."""
-    pins, uniform = pins_of(run), replace(plan.layers[-1], range="all")
+    """The plan's layers as they are, and with each recompute mode that keeps fewer activations.
+
+    Only as they are where a pin decides.
+    """
+    pins = pins_of(run)
     if pins.recompute is not None or pins.layers is not None:
         return [plan.layers]
     modes: tuple[Recompute, ...] = ("selective",) if plan.paired else ("selective", "full")
-    return list(dict.fromkeys((plan.layers, *((replace(uniform, recompute=mode),) for mode in modes))))
+    changed = (tuple(_with_recompute(layer, mode) for layer in plan.layers) for mode in modes)
+    return list(dict.fromkeys((plan.layers, *changed)))
+
+
+def _with_recompute(layer: LayerStrategy, mode: Recompute) -> LayerStrategy:
+    """The layers with `mode` if it keeps fewer activations than their own mode."""
+    keeps_fewer = RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(layer.recompute)
+    return replace(layer, recompute=mode) if keeps_fewer else layer
 
 
 def _with_staging(run: RunSpec, plan: Plan, budget: int) -> Iterator[Plan]:
-    streamed = optimizer_on_host(run.model, plan, 1) / plan.ranks
-    sizes = [round(STEP_GB * count, 1) for count in range(int(streamed / 1e9 / STEP_GB) + 2)]
+    """The plan with the smallest size whose step time is within `LEAST_GAIN` of that at the largest size that fits.
+
+    Yields nothing if that is the size of the buffers that exist in any case, or if no size fits. Both bisections are valid because with
+    more staging a device needs more memory, and a step is never slower.
+    """
+    bytes_per_rank = optimizer_on_host(run.model, plan, 1) / plan.ranks
+    first = ceil(least_staging_bytes(plan.precision) / 1e9 / STEP_GB)
+    last = int(bytes_per_rank / 1e9 / STEP_GB) + 1
+    sizes = [0.0, *(round(STEP_GB * count, 1) for count in range(first, last + 1))]
 
     def staged(size: float) -> Plan:
         return replace(plan, offload_staging=size)
@@ -58,7 +78,8 @@ def _with_staging(run: RunSpec, plan: Plan, budget: int) -> Iterator[Plan]:
     fitting = sizes[: bisect_left(sizes, True, key=lambda size: not fits(run, staged(size), budget))]
     if not fitting:
         return
-    fastest = seconds(fitting[-1])
-    first = bisect_left(fitting, True, key=lambda size: seconds(size) <= fastest * (1 + LEAST_GAIN))
-    if fitting[first]:
-        yield staged(fitting[first])
+    seconds_at_largest = seconds(fitting[-1])
+    longest = seconds_at_largest * (1 + LEAST_GAIN)
+    smallest = fitting[bisect_left(fitting, True, key=lambda size: seconds(size) <= longest)]
+    if smallest:
+        yield staged(smallest)

@@ -33,6 +33,7 @@ from meshwright.workload.activations import saved_elements_by_layer
 from meshwright.workload.dtypes import (
     bytes_of,
     gathered_width,
+    least_staging_bytes,
     products_accumulate_gradients,
     state_bytes,
     summed_bytes,
@@ -245,7 +246,7 @@ class UnitCosts:
         width = state_bytes(precision)
         # Records on the device and, for the update, those fetched before it.
         on_device = (1 - self.plan.offload_fraction) * on_host
-        staged = min(self.plan.offload_staging * 1e9 / width, on_host - on_device)
+        staged = min(max(self.plan.offload_staging * 1e9, least_staging_bytes(precision)) / width, on_host - on_device)
         seconds_per_parameter = width / number(rate_both_ways(self.cost_inputs.machine))
         all_copies = (on_host - on_device) * seconds_per_parameter
         on_device += staged
@@ -262,7 +263,7 @@ class UnitCosts:
         # Scales in fp8 are computed from all weights, before the first gather.
         exposed = sum(copies) if precision.gather == "fp8" else exposed_updates(copies, forwards)
         # Staged records are copied beside the whole step, one way after the other for the chunks of a buffer.
-        return max(exposed, all_copies - self.plan.batch.accumulate * compute if staged else 0.0)
+        return max(exposed, all_copies - self.plan.batch.accumulate * compute)
 
     def _activation_copy_seconds(self, unit: Unit) -> float:
         """Seconds of the link for the activations of one micro-batch in the unit, in one direction."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.spec.plan import Accumulation, LayerStrategy, Linear, Plan, Precision
+from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 from meshwright.workload.groups import shard_size
 
 MOMENT_BLOCK = 256
@@ -26,6 +27,11 @@ def state_bytes(precision: Precision) -> float:
     """Bytes of a parameter's state in host memory: two moments, and 16 bits of a master weight that is not on the device."""
     moment = {"fp32": bytes_of(precision.stored), "bf16": 2, "int8": 1 + 1 / MOMENT_BLOCK}[precision.moments]
     return 2.0 * (moment + (precision.resident != precision.stored))
+
+
+def least_staging_bytes(precision: Precision) -> float:
+    """Bytes of the staging buffers that an optimizer with its state in host memory allocates in any case (`optim/host.py`)."""
+    return STAGING_BUFFERS * STAGED_ELEMENTS * state_bytes(precision)
 
 
 def summed_bytes(precision: Precision, accumulation: Accumulation) -> int:

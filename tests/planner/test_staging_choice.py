@@ -1,0 +1,43 @@
+"""Sizes of staging buffers, and recompute modes that free memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.config.load import load_run
+from meshwright.planner.candidate import Candidate, memory_budget
+from meshwright.planner.reprice import reprice
+from meshwright.planner.staging_choice import plans_with_staging, with_more_recompute
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
+
+WORDS = [
+    "model=llama-nano", "train.seq_len=64", "train.global_batch=1", "train.steps=10", "cluster.gpu=H200", "cluster.gpus_per_node=1",
+]  # fmt: skip
+
+
+def plan_with(*layers: LayerStrategy) -> Plan:
+    return Plan(
+        mesh=(MeshAxis(axis="shard", size=1),),
+        batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1),
+        layers=layers,
+    )
+
+
+def test_no_size_is_chosen_below_the_buffers_that_exist_in_any_case() -> None:
+    """All state of a small model is in the least buffers: 6 chunks of 8 Mi parameters."""
+    pinned = load_run(None, [*WORDS, "plan.offload=optimizer", "plan.offload_fraction=1"])
+    candidate = Candidate(reprice(pinned, plan_with(LayerStrategy(offload="optimizer"))))
+    assert candidate.simulated
+    assert list(plans_with_staging(pinned, [candidate], memory_budget(pinned))) == []
+
+
+def test_more_recompute_changes_no_other_setting_and_no_layer_that_keeps_less() -> None:
+    run = load_run(None, WORDS)
+    first = LayerStrategy(range="0-1", recompute="full", offload="both", reshard=False)
+    last = LayerStrategy(range="2-3", offload="optimizer", gradients="whole")
+    assert with_more_recompute(run, plan_with(first, last)) == [
+        (first, last),
+        (first, replace(last, recompute="selective")),
+        (first, replace(last, recompute="full")),
+    ]
+    assert with_more_recompute(run, plan_with(first)) == [(first,)]
