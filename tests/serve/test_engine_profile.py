@@ -45,3 +45,11 @@ def test_texts_of_different_lengths_have_their_mean_and_a_longest() -> None:
         assert lengths == sorted(lengths) and len(lengths) == 64
         assert sum(lengths) / 64 == pytest.approx(1000, rel=0.01)
         assert lengths[-1] == pytest.approx(1000 * longest, rel=0.001)
+
+
+@pytest.mark.parametrize("step_tokens", [1, 3])
+def test_engines_with_few_tokens_a_step_and_a_short_context_are_measured(step_tokens: int) -> None:
+    options = EngineOptions(step_tokens=step_tokens, sequences=2, tokens_per_block=4, cache_blocks=40, context=24)
+    measured = measure_engine(SPEC, options, ClusterSpec(), seconds=60.0)
+    assert {step.decodes for step in measured.steps if not step.chunks} >= {1}
+    assert {step.chunks for step in measured.steps if step.chunks} == {(Chunk(start=0, count=step_tokens),)}

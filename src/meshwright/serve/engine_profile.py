@@ -45,12 +45,14 @@ SHORT, MEAN = 32, 1024
 """Tokens of the texts that are decoded: equal ones, and means of different ones."""
 MOST_EVEN = 64
 """Decodes of the largest batch with two distributions of lengths, which tell the longest text's price from that of all."""
+PIECES = 4
+"""Prompts of a step with several ones."""
 CACHE_SHARE = 0.8
 """Share of the cache that the texts of one measurement take at most."""
 REPEATS = 10
-"""Steps of one shape, without the first two."""
+"""Steps of one shape, besides the first two, which are not counted: what ran before them delays their launch."""
 LEAST_REPEATS = 3
-"""Steps of a shape without which it is not measured."""
+"""Fewest steps of one shape whose median counts."""
 
 
 def measure_engine(
@@ -68,10 +70,10 @@ def measure_engine(
     device, dtype = device_and_dtype()
     sizes = replace(options, prefix_cache=False, texts=False)
     engine = TimedEngine(random_model(spec, device, dtype), sizes, timer)
-    other = 0
+    taken_by_others = 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        other = max(0, total - free - torch.cuda.memory_reserved(device))
+        taken_by_others = max(0, total - free - torch.cuda.memory_reserved(device))
     note("measuring the engine's steps")
     steps = _Measurement(engine, time.perf_counter() + seconds).steps()
     work = device_work(
@@ -90,7 +92,7 @@ def measure_engine(
         kv_cache=options.kv_cache,
         item_bytes=dtype.itemsize,
         overlap=engine.overlaps,
-        other_bytes=other,
+        other_bytes=taken_by_others,
         constants=fit.constants,
         steps=tuple(steps),
         median_error=fit.median_error,
@@ -139,7 +141,7 @@ class _Measurement:
         self._draw = random.Random(0)
         sizes = engine.options
         pool = engine._policy.cache.pools[0]
-        self._room = int(CACHE_SHARE * pool.blocks) * sizes.tokens_per_block
+        self._cache_tokens = int(CACHE_SHARE * pool.blocks) * sizes.tokens_per_block
         self._budget = min(sizes.step_tokens, engine.context - 2)
 
     def steps(self) -> list[StepTime]:
@@ -161,34 +163,41 @@ class _Measurement:
         sizes = [*(size for size in PROMPTS if size < self._budget), self._budget]
         texts = [[short] * count for count in counts] + [exponential_lengths(count, mean) for count in counts]
         texts += [even_lengths(count, mean) for count in counts if count <= MOST_EVEN]
-        planned = [(sum(lengths) + 2 * REPEATS * len(lengths), partial(self._decode, lengths)) for lengths in texts]
-        planned = [(tokens, measure) for tokens, measure in planned if tokens <= self._room]
+        decodes = [
+            (sum(lengths) + len(lengths) * self._decoded(lengths), partial(self._decode, lengths))
+            for lengths in texts
+            if max(lengths) + self._decoded(lengths) < context
+        ]
+        planned = [(tokens, measure) for tokens, measure in decodes if tokens <= self._cache_tokens]
         planned += [
-            (size * REPEATS + beside * BESIDE_TOKENS, partial(self._prompt, size, beside))
+            (size * REPEATS + self._tokens_beside(beside), partial(self._prompt, size, beside))
             for size in sizes
             for beside in BESIDE
-            if beside < most
+            if beside < most and size + self._tokens_beside(beside) <= self._cache_tokens
         ]
-        planned += [(self._budget * REPEATS, partial(self._pieces, 4))]
+        if self._budget >= PIECES:
+            planned += [(self._budget * REPEATS, self._pieces)]
         return [measure for _, measure in sorted(planned, key=lambda entry: entry[0])]
 
     def _warm(self) -> None:
         """Run every type of step once, untimed."""
-        self._decode([SHORT] * min(4, self._engine.options.sequences))
-        self._prompt(self._budget // 8, 0)
+        self._decode([min(SHORT, self._engine.context // 4)] * min(4, self._engine.options.sequences))
+        self._prompt(max(1, self._budget // 8), 0)
 
     def _decode(self, lengths: Sequence[int]) -> list[StepTime]:
         """Steps of decodes of texts with so many tokens and more."""
-        count = len(lengths)
-        prompt_steps = -(-sum(lengths) // self._budget)  # those whose prompts come first decode meanwhile
-        self._submit(lengths, REPEATS + 3 + prompt_steps)
-        return self._finish(lambda step: step.decodes == count and not step.chunks)
+        self._submit(lengths, self._decoded(lengths))
+        return self._finish(lambda step: step.decodes == len(lengths) and not step.chunks)
+
+    def _decoded(self, lengths: Sequence[int]) -> int:
+        """New tokens of each of these texts: the first ones decode while the prompts of others are computed."""
+        return REPEATS + 3 + -(-sum(lengths) // self._budget)
 
     def _prompt(self, size: int, beside: int) -> list[StepTime]:
         """Steps with a whole prompt of `size` tokens beside so many decodes, which go on alone in between as in most loads."""
         engine = self._engine
-        length = min(BESIDE_TOKENS, engine.context // 4)
-        numbers = self._submit([length] * beside, engine.context - length - 1) if beside else []
+        length, new_tokens = self._text_beside(beside)
+        numbers = self._submit([length] * beside, new_tokens) if beside else []
         while engine.unfinished and not any(step.decodes == beside for step in engine.steps[-1:]):
             engine.step()
         for _ in range(REPEATS + 2):
@@ -199,13 +208,23 @@ class _Measurement:
             engine.abort(number)
         return self._finish(lambda step: step.decodes == beside and [chunk.count for chunk in step.chunks] == [size])
 
-    def _pieces(self, count: int) -> list[StepTime]:
+    def _text_beside(self, beside: int) -> tuple[int, int]:
+        """Prompt and new tokens of each of so many texts that decode beside prompts until these were measured."""
+        context = self._engine.context
+        length = min(BESIDE_TOKENS, context // 4)
+        return length, min(context - length - 1, 6 * REPEATS + -(-beside * length // self._budget))
+
+    def _tokens_beside(self, beside: int) -> int:
+        """Tokens of these texts in the cache."""
+        return beside * sum(self._text_beside(beside))
+
+    def _pieces(self) -> list[StepTime]:
         """Steps with several prompts that share the budget."""
-        size = self._budget // count
-        for _ in range(LEAST_REPEATS + 2):
-            self._submit([size] * count, 1)
+        pieces = [self._budget // PIECES] * PIECES
+        for _ in range(REPEATS):
+            self._submit(pieces, 1)
             self._step()
-        return self._finish(lambda step: [chunk.count for chunk in step.chunks] == [size] * count and not step.decodes)
+        return self._finish(lambda step: [chunk.count for chunk in step.chunks] == pieces and not step.decodes)
 
     def _step(self) -> None:
         """Launch a step; a call of the engine's may only read tokens."""
@@ -235,10 +254,10 @@ class _Measurement:
         return _medians(found, engine.times_device)
 
 
-def _medians(steps: Sequence[TimedStep], launches: bool) -> list[StepTime]:
+def _medians(steps: Sequence[TimedStep], on_device: bool) -> list[StepTime]:
     """The median times of steps with equal decodes and chunks; of their positions the mean.
 
-    `launches`: whether the host only launches them.
+    `on_device`: a device runs the steps, so the host's launches take time apart from theirs.
     """
     alike: dict[tuple[Any, ...], list[TimedStep]] = defaultdict(list)
     for step in steps:
@@ -250,9 +269,12 @@ def _medians(steps: Sequence[TimedStep], launches: bool) -> list[StepTime]:
             longest=round(statistics.mean(step.longest for step in group)),
             chunks=chunks,
             seconds=statistics.median(step.device_end - step.device_begin for step in group),
-            launch_seconds=launches * statistics.median(step.launch_end - step.launch_begin for step in group),
-            exposed_seconds=launches
-            * statistics.median(max(0.0, step.launch_end - step.device_begin) for step in group),
+            launch_seconds=statistics.median(step.launch_end - step.launch_begin for step in group)
+            if on_device
+            else 0.0,
+            exposed_seconds=statistics.median(max(0.0, step.launch_end - step.device_begin) for step in group)
+            if on_device
+            else 0.0,
         )
         for (decodes, chunks), group in alike.items()
         if len(group) >= LEAST_REPEATS
