@@ -111,7 +111,7 @@ def bytes_by_place(world: World, spec: ModelSpec, plan: Plan) -> tuple[dict[str,
     options = {"learning_rate": 1e-3, "clip_norm": 1.0, "recorder": NullRecorder(), "before_update": measure}
     train_step(engine, optimizer, mesh, batches, **options)
     device_bytes["weights"] = storage_bytes([*map(local, weights), *offloaded._resident.values()])
-    device_bytes["optimizer"] = storage_bytes([offloaded._memory.device_records, offloaded._staging])
+    device_bytes["optimizer"] = storage_bytes([offloaded._memory.device_records, *offloaded._staging])
     return device_bytes, optimizer.host_bytes
 
 
