@@ -211,7 +211,7 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
     every, trained = torch.cat(logits), torch.cat(targets) >= 0
     if not trained.any():
         zeros = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
-        return {"loss": 0.0, "z_loss": 0.0, "norm": 0.0, "gradients": zeros, "routed": torch.zeros(())}
+        return {"loss": 0.0, "z_loss": 0.0, "norm": 0.0, "gradients": zeros, "routed": torch.zeros((), dtype=torch.float64)}
     loss = cross_entropy(every[trained], torch.cat(targets)[trained])
     z_loss = every[trained].exp().sum(-1).log().square().mean()
     routed = torch.zeros(spec.layers, 2 + spec.experts, dtype=torch.float64)
@@ -272,7 +272,7 @@ CASES = [
     (WIDE, Case(4, tensor=2, exchange=0.0, recompute="full")),
     (WIDE, Case(4, pipeline=2, exchange=0.3, schedule="zb_h1")),
     (LLAMA64, Case(4, tensor=2, schedule="breadth_first", recompute="full")),
-    (LLAMA64, Case(3, pipeline=2, recompute="all_but_attention", slot_unit=2)),
+    (LLAMA64, Case(3, pipeline=2, recompute="all_but_attention")),
     (GPT64, Case(3, pipeline=2, schedule="breadth_first", offload="activations")),
     (DEEP, Case(2, pipeline=4, recompute="full", offload="activations")),
     (DEEP, Case(2, pipeline=2, tensor=2, schedule="zbv")),
@@ -314,7 +314,7 @@ def drawn_case(seed: int) -> tuple[ModelSpec, Case]:
         else 0,
         capacity=draw.choice([6, 10, 16, 24]),
         exchange=draw.choice([None, 0.0, 0.3]),
-        slot_unit=draw.choice([None, 2]),
+        slot_unit=draw.choice([None, 2]) if pipeline == 1 else None,
     )
 
 

@@ -12,7 +12,7 @@ from benchmarks.sample_balance import measured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.policies.sample_balance import Balance, RankPool, balance_samples
+from meshwright.policies.sample_balance import Balance, RankPool, balance_samples, rank_pool
 from meshwright.policies.sample_blocks import block_ranges, part_tokens
 from meshwright.policies.sample_packing import level
 from meshwright.policies.sample_time import (
@@ -23,7 +23,7 @@ from meshwright.policies.sample_time import (
     shortest_hiding,
 )
 from meshwright.spec.errors import BadInput
-from meshwright.spec.plan import SlotOffload
+from meshwright.spec.plan import SamplePlan, SlotOffload
 from tests.policies.baseline_processor import digest_on_baseline
 from tests.slow import examples
 
@@ -211,6 +211,12 @@ def test_ranks_exchange_heads_where_their_number_divides_them_and_the_ring_takes
     assert seconds.tolist() == pytest.approx([ring[0], 180, ring[2], 90, ring[4]])
     assert by_heads.tolist() == [False, True, False, True, False]
     assert balance_samples(np.array([60]), RankPool(4, 16, time, heads=4)).by_heads.all()
+
+
+def test_slots_of_pipelines_have_one_size() -> None:
+    samples = SamplePlan(capacity=16, alpha=1e-6, beta=1e-3, gamma=0.0, slot_unit=2)
+    assert rank_pool(samples, 2).slot_tokens(np.array([0, 5, 16])).tolist() == [2, 6, 16]
+    assert rank_pool(samples, 2, stages=2).slot_tokens(np.array([0, 5, 16])).tolist() == [16, 16, 16]
 
 
 def test_level_spreads_work_like_water() -> None:

@@ -89,7 +89,9 @@ def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1, heads: int = 1) 
         seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring, exchange)
     )
     time = SampleTime(alpha, beta, gamma, ring, exchange, samples.always_exchange)
-    return RankPool(ranks, samples.capacity, time, stages, samples.offload, heads, samples.slot_unit)
+    # A backward that computes weights' gradients later takes all micro-batches of a pipeline to have one shape.
+    unit = samples.slot_unit if stages == 1 else None
+    return RankPool(ranks, samples.capacity, time, stages, samples.offload, heads, unit)
 
 
 @dataclass(frozen=True)

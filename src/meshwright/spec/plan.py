@@ -229,7 +229,7 @@ class SamplePlan:
     offload: SlotOffload | None = None
     """Slots whose activations are partly offloaded to host memory; none: all slots are alike."""
     slot_unit: Positive | None = None
-    """A slot ends behind its last sample, at a multiple of this many tokens; none: all have equal shapes."""
+    """Without a pipeline a slot ends behind its last sample, at a multiple of this many tokens; none: shapes are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
