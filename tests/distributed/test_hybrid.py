@@ -211,7 +211,13 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
     every, trained = torch.cat(logits), torch.cat(targets) >= 0
     if not trained.any():
         zeros = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
-        return {"loss": 0.0, "z_loss": 0.0, "norm": 0.0, "gradients": zeros, "routed": torch.zeros((), dtype=torch.float64)}
+        return {
+            "loss": 0.0,
+            "z_loss": 0.0,
+            "norm": 0.0,
+            "gradients": zeros,
+            "routed": torch.zeros((), dtype=torch.float64),
+        }
     loss = cross_entropy(every[trained], torch.cat(targets)[trained])
     z_loss = every[trained].exp().sum(-1).log().square().mean()
     routed = torch.zeros(spec.layers, 2 + spec.experts, dtype=torch.float64)
