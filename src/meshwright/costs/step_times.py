@@ -1,9 +1,9 @@
 """Seconds of one step of the inference engine, by its shape.
 
 A step reads the weights once and multiplies them with all its tokens; the slower of both determines its time, with a soft maximum for
-the region between. Decodes read their keys and values; the longest text takes longer than its share, as few programs read it.
-Chunks of prompts compute attention. The host launches a step with a prompt in
-`prompt_seconds`, while the device computes; one without is launched as a graph, in no time. Fixed times and rates are `StepConstants`.
+the region between. Decodes read their keys and values; few programs read the longest text, so it takes longer than its share of the
+bytes. Chunks of prompts compute attention. The host launches a step with a prompt in `prompt_seconds`, while the device computes; a step
+without one is a graph, whose launch counts as no time. Fixed times and rates are `StepConstants`.
 """
 
 from __future__ import annotations

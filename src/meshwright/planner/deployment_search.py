@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -183,9 +184,11 @@ def _finalists(estimates: Mapping[Deployment, float]) -> list[Deployment]:
         first = {deployment.instances[0].tensor: deployment for deployment in reversed(near)}
         leaders = [deployment for deployment in near if deployment in first.values()]
         # Budgets above the longest prompt have equal estimates: all of them would leave no place for smaller ones.
-        keys = {deployment: (deployment.instances[0].tensor, estimates[deployment]) for deployment in near}
-        ends = {keys[d]: d for d in reversed(near)} | {(*keys[d], "last"): d for d in near}
-        others = [deployment for deployment in near if deployment in ends.values()]
+        equal = defaultdict[tuple[int, float], list[Deployment]](list)
+        for deployment in near:
+            equal[deployment.instances[0].tensor, estimates[deployment]].append(deployment)
+        ends = [end for group in equal.values() for end in (group[0], group[-1])]
+        others = [deployment for deployment in near if deployment in ends]
         chosen += list(dict.fromkeys([*leaders, *others, *near]))[: min(most, FINALISTS - len(chosen))]
     return chosen
 

@@ -11,7 +11,7 @@ from meshwright.planner.candidate import Candidate, fits, pins_of
 from meshwright.planner.reprice import reprice
 from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy, Plan, Recompute
 from meshwright.spec.run import RunSpec
-from meshwright.workload.dtypes import least_staging_bytes
+from meshwright.workload.dtypes import GB, staging_bytes
 from meshwright.workload.plan_bytes import optimizer_on_host
 
 STEP_GB = 0.1
@@ -65,8 +65,8 @@ def _with_staging(run: RunSpec, plan: Plan, budget: int) -> Iterator[Plan]:
     more staging a device needs more memory, and a step is never slower.
     """
     bytes_per_rank = optimizer_on_host(run.model, plan, 1) / plan.ranks
-    first = ceil(least_staging_bytes(plan.precision) / 1e9 / STEP_GB)
-    last = int(bytes_per_rank / 1e9 / STEP_GB) + 1
+    first = ceil(staging_bytes(0.0, plan.precision) / GB / STEP_GB)
+    last = int(bytes_per_rank / GB / STEP_GB) + 1
     sizes = [0.0, *(round(STEP_GB * count, 1) for count in range(first, last + 1))]
 
     def staged(size: float) -> Plan:

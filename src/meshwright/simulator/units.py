@@ -33,8 +33,8 @@ from meshwright.workload.activations import saved_elements_by_layer
 from meshwright.workload.dtypes import (
     bytes_of,
     gathered_width,
-    least_staging_bytes,
     products_accumulate_gradients,
+    staging_bytes,
     state_bytes,
     summed_bytes,
 )
@@ -246,7 +246,7 @@ class UnitCosts:
         width = state_bytes(precision)
         # Records on the device and, for the update, those fetched before it.
         on_device = (1 - self.plan.offload_fraction) * on_host
-        staged = min(max(self.plan.offload_staging * 1e9, least_staging_bytes(precision)) / width, on_host - on_device)
+        staged = min(staging_bytes(self.plan.offload_staging, precision) / width, on_host - on_device)
         seconds_per_parameter = width / number(rate_both_ways(self.cost_inputs.machine))
         all_copies = (on_host - on_device) * seconds_per_parameter
         on_device += staged

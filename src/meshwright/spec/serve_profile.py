@@ -12,6 +12,7 @@ from meshwright.spec.model import ModelSpec
 Seconds = Annotated[float, Bound(more_than=0)]
 NotNegativeSeconds = Annotated[float, Bound(at_least=0)]
 Rate = Annotated[float, Bound(more_than=0)]
+NotNegativeRate = Annotated[float, Bound(at_least=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class StepConstants:
     """Rate of the matrix products with weights."""
     cache_bytes_per_s: Rate
     """Rate at which decodes read keys and values."""
-    text_bytes_per_s: NotNegativeSeconds = 0.0
+    text_bytes_per_s: NotNegativeRate = 0.0
     """Rate at which one program of a decode reads keys and values; 0: the longest text costs no more than its bytes."""
     decode_programs: NotNegative = 0
     """Programs into which the device divides the decodes of a step, so that few texts have several each; 0: not known."""
@@ -80,9 +81,9 @@ class StepConstants:
     beside_seconds: NotNegativeSeconds = 0.0
     """What decodes beside the chunks add to this launch."""
     whole_seconds: NotNegativeSeconds = 0.0
-    """What each chunk adds to it that begins a prompt and has `whole_tokens` tokens or more: another kernel attends in it."""
+    """What each chunk of at least `whole_tokens` tokens at the beginning of a prompt adds to this launch."""
     whole_tokens: NotNegative = 0
-    """0: there is no such kernel."""
+    """Tokens from which on such a chunk is computed by an attention kernel without the cache; 0: there is none."""
     sequence_seconds: NotNegativeSeconds
     """Time of each decode beside its products and its attention: sampling, and the host."""
     chunk_seconds: NotNegativeSeconds

@@ -6,6 +6,8 @@ from meshwright.spec.plan import Accumulation, LayerStrategy, Linear, Plan, Prec
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 from meshwright.workload.groups import shard_size
 
+GB = 1e9
+"""Bytes of a gigabyte, as plans count them."""
 MOMENT_BLOCK = 256
 """Elements of a block of 8-bit moments (`optim/packing.py`), which has one byte beside."""
 COMPUTE_BYTES = 2.0
@@ -29,9 +31,9 @@ def state_bytes(precision: Precision) -> float:
     return 2.0 * (moment + (precision.resident != precision.stored))
 
 
-def least_staging_bytes(precision: Precision) -> float:
-    """Bytes of the staging buffers that an optimizer with its state in host memory allocates in any case (`optim/host.py`)."""
-    return STAGING_BUFFERS * STAGED_ELEMENTS * state_bytes(precision)
+def staging_bytes(gigabytes: float, precision: Precision) -> float:
+    """Bytes of the staging buffers for `plan.offload_staging` gigabytes: at least those of six chunks (`optim/host.py`)."""
+    return max(GB * gigabytes, STAGING_BUFFERS * STAGED_ELEMENTS * state_bytes(precision))
 
 
 def summed_bytes(precision: Precision, accumulation: Accumulation) -> int:

@@ -14,7 +14,7 @@ from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, SHARD_AXES, AxisName, LayerStrategy, Plan, Precision
 from meshwright.workload.arrays import Array
-from meshwright.workload.dtypes import bytes_of, least_staging_bytes, state_bytes
+from meshwright.workload.dtypes import bytes_of, staging_bytes, state_bytes
 from meshwright.workload.expected_loads import expected_busiest
 from meshwright.workload.groups import experts_over
 from meshwright.workload.optimizer_work import ADAMW_BYTES, optimizer_columns
@@ -251,7 +251,7 @@ def layouts_of(
         fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*schedule_arguments),
         in_flight_last=in_flight(*schedule_arguments, pipeline - 1), fill=relative_idle_time(schedule, pipeline, accumulate),
         loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=offload_fraction * state_bytes(precision),
-        staging=max(1e9 * offload_staging, least_staging_bytes(precision)),
+        staging=staging_bytes(offload_staging, precision),
         replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
         **optimizer_columns(model, train.optimizer), **columns,
     )  # fmt: skip

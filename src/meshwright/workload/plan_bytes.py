@@ -32,7 +32,7 @@ from meshwright.workload.activations import (
     tokens_of,
 )
 from meshwright.workload.buffers import DEVICE_LAYERS
-from meshwright.workload.dtypes import bytes_of, low_share, state_bytes, summed_bytes
+from meshwright.workload.dtypes import GB, bytes_of, low_share, state_bytes, summed_bytes
 from meshwright.workload.groups import context_size, copies_experts, experts_over, shard_size, stacked_experts
 from meshwright.workload.optimizer_work import OptimizerWork, optimizer_work
 from meshwright.workload.stage_parts import StagePart, stage_part
@@ -47,8 +47,6 @@ from meshwright.workload.unit_parameters import block_unit
 
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
-
-GB = 1e9
 
 
 def formats(
