@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.training import idle_priority
 from meshwright.training.idle_priority import run_at_idle_priority
 
 WHOLE_PROCESS = """
@@ -18,7 +19,7 @@ import os, pathlib, threading
 from meshwright.training.idle_priority import run_at_idle_priority
 
 group = pathlib.Path("/proc/self/autogroup")
-weight = lambda: group.read_text().rsplit("nice", 1)[1].strip() if group.exists() else "none"
+weight = lambda: (group.exists() and group.read_text().rpartition("nice")[2].strip()) or "none"
 stay = threading.Event()
 
 def work():
@@ -77,6 +78,15 @@ def test_the_session_of_another_process_is_not_changed() -> None:
     group = Path("/proc/self/autogroup")
     if os.getsid(0) == os.getpid() or not group.exists():
         pytest.skip("this process has a session of its own, or Linux groups no sessions")
-    read = lambda: group.read_text().split("nice")[1]  # noqa: E731
-    before = read()
-    assert run_at_idle_priority(read, threading.Event()) == before
+    before = group.read_text()
+    assert run_at_idle_priority(group.read_text, threading.Event()) == before
+
+
+@pytest.mark.parametrize("text", ["", "/autogroup-7 nice\n"])
+def test_a_process_without_a_group_works_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    group = tmp_path / "autogroup"
+    group.write_text(text)
+    monkeypatch.setattr(idle_priority, "AUTOGROUP", group)
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
+    assert run_at_idle_priority(lambda: 3, threading.Event()) == 3
+    assert group.read_text() == text

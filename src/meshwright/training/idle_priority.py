@@ -69,8 +69,8 @@ def _least_weight() -> Iterator[Callable[[], None]]:
     """
     before = None
     if os.getsid(0) == os.getpid():
-        with suppress(OSError, ValueError):  # ValueError: no group
-            before = str(int(AUTOGROUP.read_text(encoding="ascii").rsplit("nice", 1)[1]))
+        with suppress(OSError, ValueError):  # ValueError: the file is empty where this process belongs to no group
+            before = str(int(AUTOGROUP.read_text(encoding="ascii").rpartition("nice")[2]))
 
     def restore() -> None:
         if before is not None:
