@@ -55,7 +55,7 @@ def test_the_report_has_predicted_beside_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextmanager
-    def servers(folder: Path, deployment: Any, *, gpu: bool) -> Iterator[RunningDeployment]:
+    def servers(folder: Path, deployment: Any, *, gpu: bool, file: Path) -> Iterator[RunningDeployment]:
         yield RunningDeployment(
             "http://router", [RunningInstance("prefill", 0, "http://0"), RunningInstance("decode", 0, "http://1")]
         )

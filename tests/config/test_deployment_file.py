@@ -215,22 +215,22 @@ def test_a_written_deployment_loads_again(tmp_path: Path) -> None:
 
 
 def test_a_server_takes_the_settings_of_its_role() -> None:
-    settings = server_settings(DEPLOYMENT, "decode", "d.yaml")
+    settings = server_settings(DEPLOYMENT, "decode")
     assert settings == {"role": "decode", "tensor": 1, "step_tokens": 512, "weights": "fp8"}
     with pytest.raises(BadInput, match="--role of an instance; instances: 5 of role prefill and 3 of role decode"):
-        server_settings(DEPLOYMENT, None, "d.yaml")
+        server_settings(DEPLOYMENT, None)
     with pytest.raises(BadInput, match="--role of an instance"):
-        server_settings(DEPLOYMENT, "both", "d.yaml")
+        server_settings(DEPLOYMENT, "both")
     colocated = Deployment(instances=(InstanceSpec(count=4, tensor=2),))
-    assert server_settings(colocated, None, "d.yaml") == {"role": "both", "tensor": 2, "step_tokens": 2048}
-    assert server_settings(Deployment(instances=(InstanceSpec(expert=8),)), None, "d.yaml")["expert"] == 8
+    assert server_settings(colocated, None) == {"role": "both", "tensor": 2, "step_tokens": 2048}
+    assert server_settings(Deployment(instances=(InstanceSpec(expert=8),)), None)["expert"] == 8
     with pytest.raises(BadInput, match="expert: expected 1 beside tensor 2 and role both, got 8"):
-        server_settings(Deployment(instances=(InstanceSpec(tensor=2, expert=8),)), None, "d.yaml")
+        server_settings(Deployment(instances=(InstanceSpec(tensor=2, expert=8),)), None)
     prefill = Deployment(instances=(InstanceSpec(role="prefill", tensor=2), InstanceSpec(role="decode")))
-    assert server_settings(prefill, "prefill", "d.yaml")["tensor"] == 2
+    assert server_settings(prefill, "prefill")["tensor"] == 2
     several = Deployment(instances=(InstanceSpec(tensor=2), InstanceSpec(tensor=4)))
     with pytest.raises(BadInput, match="equal instances of role both"):
-        server_settings(several, "both", "d.yaml")
+        server_settings(several, "both")
 
 
 @pytest.mark.parametrize(

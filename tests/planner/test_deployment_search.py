@@ -120,7 +120,7 @@ def test_a_mixture_has_deployments_with_groups_of_experts() -> None:
     for deployment in space.deployments:  # those that the planner may choose are those that a server takes
         for role in {instance.role for instance in deployment.instances}:
             with nullcontext() if deployment.runnable else pytest.raises(BadInput, match="expert: expected 1"):
-                server_settings(deployment, role, "d.yaml")
+                server_settings(deployment, role)
 
 
 def test_the_curve_gives_the_rate_of_an_attainment() -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.options import Json, check_writable, model_folder, say
-from meshwright.cli.spread import cluster_here, model_in
+from meshwright.cli.spread import check_deployment, cluster_here, model_in
 from meshwright.durable.writes import write_durable
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, attach_key
 from meshwright.spec.fields import to_plain
 
 if TYPE_CHECKING:
@@ -28,12 +29,26 @@ if TYPE_CHECKING:
     from meshwright.server.deployment_servers import RunningDeployment, RunningInstance
     from meshwright.server.load_client import LoadTest
     from meshwright.simulator.serve_types import Occupancy, ServedDeployment
+    from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.deployment import Deployment, DeploymentSpec, TimedRequest
+    from meshwright.spec.model import ModelSpec
 
 SHARES = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1)
 """Tested rates, as shares of the predicted goodput."""
 FEWEST_REQUESTS = 20
 """Requests at each rate, at least."""
+SAME_DIMENSIONS = (
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn_hidden",
+    "experts",
+    "expert_hidden",
+    "kv_rank",
+)
+"""Keys of a model that must be those of the weights; without them the prediction would be one of another model."""
 
 Question = Annotated[
     list[str],
@@ -75,25 +90,28 @@ def bench_serve(
         meshwright bench-serve serve.yaml --plan deployment.yaml --model exported-model --rates 1,2,4
     """
     from meshwright.cli.plan_deployment import deployment_question
+    from meshwright.config.deployment_file import read_deployment
     from meshwright.config.trace_file import workload_requests
     from meshwright.observe.load_report import page
     from meshwright.spec.deployment import deployment_name
 
     check_writable("--out", out)
     tested = None if rates is None else read_rates(rates)
-    spec = deployment_question(words)
-    folder = model_folder(model) if model is not None else _folder_of(spec)
-    requests = workload_requests(spec.serve.workload)
-    costs = _costs(spec)
-    deployment = _deployment(spec, plan, requests)
-    if not spec.cluster.is_cpu:
-        cluster_here(deployment.devices, str(plan or words[0]), "expected a deployment for at most that many")
+    question, planned = deployment_question(words), None if plan is None else read_deployment(plan)
+    spec = question.value
+    with question.at_keys():
+        folder = model_folder(model) if model is not None else _folder_of(spec)
+        served = _served_model(spec, folder)
+        requests, costs = workload_requests(spec.serve.workload), _costs(spec)
+        deployment = _planned(spec, requests) if planned is None else planned.value
+    with nullcontext() if planned is None else planned.at_keys():
+        _check_deployment(deployment, served, spec.cluster, str(plan or words[0]))
     tested = tested or _rates_of(deployment)
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
     )  # the servers are stopped on the way out
     say(f"{deployment_name(deployment)}: starting {deployment.devices} device{'s' * (deployment.devices > 1)}")
-    test = _Test(spec, deployment, costs, model_in(folder)[0].vocab_size)
+    test = _Test(spec, deployment, costs, served.vocab_size, plan)
     report = test.run(folder, requests, tested, seconds)
     write_durable(out, page(report))
     if as_json:
@@ -118,8 +136,33 @@ def read_rates(text: str) -> list[float]:
 def _folder_of(spec: DeploymentSpec) -> Path:
     source, _, folder = spec.model.init.partition(":")
     if source == "scratch":
-        raise BadInput("weights: expected --model FOLDER, or model.init: hf:DIR or checkpoint:DIR in the file")
-    return model_folder(Path(folder))
+        expected = "expected --model FOLDER, or hf:DIR or checkpoint:DIR in the file, for the weights to serve"
+        raise BadInput(f"model.init: {expected}, got {spec.model.init}", key="model.init")
+    with attach_key("model.init"):
+        return model_folder(Path(folder))
+
+
+def _served_model(spec: DeploymentSpec, folder: Path) -> ModelSpec:
+    """The model in `folder`. Raises BadInput unless its dimensions are those of the file."""
+    served, _ = model_in(folder)
+    for name in SAME_DIMENSIONS:
+        theirs, ours = getattr(served, name), getattr(spec.model, name)
+        if theirs != ours:
+            raise BadInput(
+                f"model.{name}: expected {theirs}, as in the weights {folder}, got {ours}", key=f"model.{name}"
+            )
+    return served
+
+
+def _check_deployment(deployment: Deployment, model: ModelSpec, cluster: ClusterSpec, source: str) -> None:
+    """Raise BadInput for a deployment that this host cannot serve, or the simulator cannot predict; `source` is its file."""
+    check_deployment(deployment, model)
+    with attach_key("instances"):
+        if len(roles := {instance.role for instance in deployment.instances}) > 1 and "both" in roles:
+            listed = ", ".join(instance.role for instance in deployment.instances)
+            raise BadInput(f"expected instances of role both, or of prefill and decode, got {listed}")
+        if not cluster.is_cpu:
+            cluster_here(deployment.devices, source, "expected a deployment for at most that many")
 
 
 def _costs(spec: DeploymentSpec) -> ServeCosts | None:
@@ -133,12 +176,9 @@ def _costs(spec: DeploymentSpec) -> ServeCosts | None:
         return None
 
 
-def _deployment(spec: DeploymentSpec, plan: Path | None, requests: Sequence[TimedRequest]) -> Deployment:
-    from meshwright.config.deployment_file import load_deployment
+def _planned(spec: DeploymentSpec, requests: Sequence[TimedRequest]) -> Deployment:
     from meshwright.planner.deployment_search import plan_deployment
 
-    if plan is not None:
-        return load_deployment(plan)
     serve = spec.serve
     return plan_deployment(spec.model, spec.cluster, requests, serve.limits, serve.quantisation, note=say).deployment
 
@@ -156,6 +196,8 @@ class _Test:
     deployment: Deployment
     costs: ServeCosts | None
     vocab_size: int
+    plan: Path | None
+    """The deployment's file; None: it was planned."""
     _results: list[RateResult] = field(default_factory=list)
     _starts: list[float] = field(default_factory=list)
     _gauges: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
@@ -167,7 +209,7 @@ class _Test:
         from meshwright.planner.deployment_goodput import RequestSample
         from meshwright.server.deployment_servers import deployment_servers
 
-        with deployment_servers(folder, self.deployment, gpu=not self.spec.cluster.is_cpu) as running:
+        with deployment_servers(folder, self.deployment, gpu=not self.spec.cluster.is_cpu, file=self.plan) as running:
             first = [request._replace(arrival_seconds=0.0) for request in requests[: len(running.instances)]]
             self._replay(running, first)
             begin = 0.0

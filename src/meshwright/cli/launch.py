@@ -106,7 +106,7 @@ def _serving(
     words: list[str] | None, name: str, model: str | None, container: Any, cache_gib: float | None
 ) -> tuple[str, str]:
     """The rendered deployment and its summary. Raises BadInput without a deployment file or a model."""
-    from meshwright.config.deployment_file import load_deployment
+    from meshwright.config.deployment_file import read_deployment
     from meshwright.launch.kubernetes_serving import ServingJob, serving_yaml
     from meshwright.spec.deployment import deployment_name
 
@@ -116,9 +116,10 @@ def _serving(
         )
     if model is None:
         raise BadInput("--to serving needs --model FOLDER: the model's folder in the pods")
-    deployment = load_deployment(Path(words[0]))
-    text = serving_yaml(ServingJob(deployment, name, model, container, cache_gib))
-    return text, deployment_name(deployment)
+    deployment = read_deployment(Path(words[0]))
+    with deployment.at_keys():
+        text = serving_yaml(ServingJob(deployment.value, name, model, container, cache_gib))
+    return text, deployment_name(deployment.value)
 
 
 def _container(to: str, image: str | None, claim: str | None) -> Any:

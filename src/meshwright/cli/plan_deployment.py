@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.options import check_writable, say, split_words
-from meshwright.config.deployment_file import deployment_yaml, load_deployment_spec
+from meshwright.config.deployment_file import deployment_yaml, read_deployment_spec
+from meshwright.config.reading import Located
 from meshwright.config.trace_file import workload_requests
 from meshwright.durable.writes import write_durable
 from meshwright.launch.machine import found_cluster
@@ -65,20 +66,21 @@ def answer_deployment(
 
 def serve_plan(words: list[str] | None) -> ServePlan:
     """The plan of the deployment that the words of a command ask for."""
-    spec = deployment_question(words)
-    requests = workload_requests(spec.serve.workload)
-    serve = spec.serve
-    answer = plan_deployment(spec.model, spec.cluster, requests, serve.limits, serve.quantisation, note=say)
+    question = deployment_question(words)
+    spec, serve = question.value, question.value.serve
+    requests = workload_requests(serve.workload)
+    with question.at_keys():
+        answer = plan_deployment(spec.model, spec.cluster, requests, serve.limits, serve.quantisation, note=say)
     return ServePlan(spec, answer, workload_rate(requests))
 
 
-def deployment_question(words: list[str] | None) -> DeploymentSpec:
+def deployment_question(words: list[str] | None) -> Located[DeploymentSpec]:
     """The question in the file that the words name, with its vocabulary. Raises BadConfig with every mistake."""
     path, overrides = split_words(words)
     if path is None:
         raise BadInput("a plan of a deployment needs a file with `serve`: meshwright plan serve.yaml [KEY=VALUE]...")
-    spec = load_deployment_spec(path, overrides, detect=found_cluster, model_reader=folder_spec, note=say)
-    return replace(spec, model=with_model_vocabulary(spec.model))
+    question = read_deployment_spec(path, overrides, detect=found_cluster, model_reader=folder_spec, note=say)
+    return replace(question, value=replace(question.value, model=with_model_vocabulary(question.value.model)))
 
 
 def workload_rate(requests: Sequence[TimedRequest]) -> float:

@@ -37,7 +37,9 @@ def route(
     given = {key: value for key, value in options.items() if value is not None}
     if servers:
         given["instances"] = servers
-    run_router(load_settings(RouteSpec, config, given), print_now)
+    settings = load_settings(RouteSpec, config, given)
+    with settings.at_keys():
+        run_router(settings.value, print_now)
 
 
 add_options(route, RouteSpec, given=("instances",))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,10 +13,12 @@ from meshwright.cli.evaluate import Model
 from meshwright.cli.options import model_folder, print_now
 from meshwright.cli.setting_options import add_options
 from meshwright.cli.spread import check_experts, check_split, cluster_here, model_in
-from meshwright.spec.deployment import EngineSwitches
 from meshwright.spec.engine import ExpertRanks
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, attach_key
 from meshwright.spec.serve import MTP, ServeSpec
+
+if TYPE_CHECKING:
+    from meshwright.spec.cluster import ClusterSpec
 
 
 def serve(
@@ -45,33 +48,47 @@ def serve(
 
         meshwright serve exported-model --plan deployment.yaml
     """
-    from meshwright.config.deployment_file import load_deployment, server_settings
+    from meshwright.config.deployment_file import planned_settings, read_deployment
     from meshwright.config.serve_file import load_settings
     from meshwright.server.run import run_server
 
-    deployment = None if plan is None else load_deployment(plan)
-    planned = {} if deployment is None else server_settings(deployment, options.get("role"), str(plan))
-    given = planned | {key: value for key, value in options.items() if value is not None}
-    switches = EngineSwitches() if deployment is None else deployment.engine
-    experts = ExpertRanks(
-        count=given.pop("expert", 1), dispatch=switches.expert_dispatch, micro_batches=switches.expert_micro_batches
-    )
-    spec, folder = load_settings(ServeSpec, config, given), model_folder(model)
-    if experts.count > 1 and (spec.invariant or spec.speculate or spec.draft_model or spec.exchanges):
-        raise BadInput(
-            f"{plan}: expert: expected 1 with invariant, speculate, draft_model or roles, got {experts.count}"
+    planned = {} if plan is None else planned_settings(read_deployment(plan), options.get("role"))
+    given = {key: value for key, value in options.items() if value is not None}
+    settings, folder = load_settings(ServeSpec, config, given, planned), model_folder(model)
+    values = {key: setting.value for key, setting in planned.items()}
+    with settings.at_keys():
+        spec, experts = settings.value, _experts(values)
+        if experts.count > 1 and (spec.invariant or spec.speculate or spec.draft_model or spec.exchanges):
+            expected = "expected 1 with invariant, speculate, draft_model or roles"
+            raise BadInput(f"expert: {expected}, got {experts.count}", key="expert")
+        if spec.draft_model not in (None, MTP):
+            with attach_key("draft_model"):
+                spec = replace(spec, draft_model=str(model_folder(Path(spec.draft_model))))
+        cluster = _devices(folder, spec.tensor, experts.count)
+        run_server(folder, spec, print_now, cluster, experts, absorb=values.get("absorb", True))
+
+
+def _experts(planned: Mapping[str, Any]) -> ExpertRanks:
+    """The devices that share experts, by the settings of a plan."""
+    with attach_key("expert_dispatch" if "expert_dispatch" in planned else "expert_micro_batches"):
+        return ExpertRanks(
+            count=planned.get("expert", 1),
+            dispatch=planned.get("expert_dispatch"),
+            micro_batches=planned.get("expert_micro_batches", 1),
         )
-    if spec.draft_model not in (None, MTP):
-        spec = replace(spec, draft_model=str(model_folder(Path(spec.draft_model))))
-    cluster = None
-    if spec.tensor > 1:
-        served, _ = model_in(folder)
-        check_split(served, spec.tensor)
-        cluster = cluster_here(spec.tensor, f"--tensor {spec.tensor}", "expected at most that many")
-    elif experts.count > 1:
-        check_experts(model_in(folder)[0], experts.count, f"{plan}: expert")
-        cluster = cluster_here(experts.count, f"{plan}: expert", "expected at most that many")
-    run_server(folder, spec, print_now, cluster, experts, absorb=switches.absorb)
+
+
+def _devices(folder: Path, tensor: int, experts: int) -> ClusterSpec | None:
+    """This host with as many devices as divide the model, or share its experts; None for one device."""
+    if tensor > 1:
+        with attach_key("tensor"):
+            check_split(model_in(folder)[0], tensor, "tensor")
+            return cluster_here(tensor, f"tensor {tensor}", "expected at most that many")
+    if experts > 1:
+        with attach_key("expert"):
+            check_experts(model_in(folder)[0], experts, "expert")
+            return cluster_here(experts, f"expert {experts}", "expected at most that many")
+    return None
 
 
 add_options(serve, ServeSpec)

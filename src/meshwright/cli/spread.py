@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput, attach_key
 
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
+    from meshwright.spec.deployment import Deployment
     from meshwright.spec.model import ModelSpec
     from meshwright.spec.plan import Plan
     from meshwright.training.spread import Answer, Continuation, Measurement
@@ -109,12 +110,12 @@ def _check_fit(plan: Plan, model: ModelSpec, file: Path, seq_len: int | None) ->
         )
 
 
-def check_split(model: ModelSpec, ranks: int) -> None:
-    """Raise BadInput if `ranks` tensor ranks cannot divide the layers of a model."""
+def check_split(model: ModelSpec, ranks: int, option: str = "--tensor") -> None:
+    """Raise BadInput, which begins with the option, if `ranks` tensor ranks cannot divide the layers of a model."""
     from meshwright.spec.inference_layout import split_error
 
     if expected := split_error(model, ranks):
-        raise BadInput(f"--tensor: expected {expected}, got {ranks}")
+        raise BadInput(f"{option}: expected {expected}, got {ranks}")
 
 
 def check_experts(model: ModelSpec, ranks: int, option: str) -> None:
@@ -123,6 +124,20 @@ def check_experts(model: ModelSpec, ranks: int, option: str) -> None:
 
     if expected := experts_error(model, ranks):
         raise BadInput(f"{option}: expected {expected}, got {ranks}")
+
+
+def check_deployment(deployment: Deployment, model: ModelSpec) -> None:
+    """Raise BadInput, with the key of the deployment, for an instance that cannot be served or does not fit the model."""
+    from meshwright.spec.deployment import release_error
+
+    for index, instance in enumerate(deployment.instances):
+        with attach_key(f"instances.{index}.expert"):
+            if (problem := release_error(instance, deployment.quantisation)) is not None:
+                raise BadInput(problem)
+            if instance.expert > 1:
+                check_experts(model, instance.expert, "expert")
+        with attach_key(f"instances.{index}.tensor"):
+            check_split(model, instance.tensor, "tensor")
 
 
 def cluster_here(ranks: int, source: str, remedy: str, *, launched: bool = False) -> ClusterSpec:

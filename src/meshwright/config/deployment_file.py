@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.config.complete import ModelReader, complete
 from meshwright.config.key_rules import cross_checks
 from meshwright.config.load import one_cpu_rank, profile_mistakes
 from meshwright.config.mistakes import schema_mistakes
-from meshwright.config.reading import in_reading_order
+from meshwright.config.reading import Located, in_reading_order
 from meshwright.config.trace_file import read_trace
 from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
-from meshwright.config.yaml_positions import Document, KeyPath, dump_yaml, format_value, read_yaml
+from meshwright.config.yaml_positions import Document, KeyPath, Position, dump_yaml, format_value, read_yaml
 from meshwright.spec.deployment import Deployment, DeploymentSpec, ServeLimits, release_error, role_error
 from meshwright.spec.errors import BadConfig, BadInput, Mistake
 from meshwright.spec.fields import from_plain, hints_of, to_plain
@@ -27,6 +27,15 @@ SHORTHANDS: dict[str, dict[str, str]] = {
 """The sections for which single words of `quantisation` stand."""
 _SYNTHETIC = ("rate", "input_tokens", "output_tokens", "prefix_sharing")
 _WORKLOAD: KeyPath = ("serve", "workload")
+_SWITCHES = {"expert_dispatch": "none", "expert_micro_batches": 1}
+"""Switches of engines for tokens on their way to experts, with the value for none."""
+
+
+class PlannedSetting(NamedTuple):
+    """A setting of a server that the file of its deployment gives."""
+
+    value: Any
+    position: Position
 
 
 def asks_for_deployment(path: Path | None, overrides: Sequence[str]) -> bool:
@@ -36,7 +45,12 @@ def asks_for_deployment(path: Path | None, overrides: Sequence[str]) -> bool:
     return path is not None and read_yaml(path).has(("serve",))
 
 
-def load_deployment_spec(
+def load_deployment_spec(path: Path, overrides: Sequence[str] = (), **options: Any) -> DeploymentSpec:
+    """The question as `read_deployment_spec` reads it, with the same parameters."""
+    return read_deployment_spec(path, overrides, **options).value
+
+
+def read_deployment_spec(
     path: Path,
     overrides: Sequence[str] = (),
     *,
@@ -44,7 +58,7 @@ def load_deployment_spec(
     detect: Detect | None = None,
     model_reader: ModelReader | None = None,
     note: Callable[[str], None] = lambda text: None,
-) -> DeploymentSpec:
+) -> Located[DeploymentSpec]:
     """The question in the file at `path`, with `overrides` such as `serve.limits.tpot_seconds=0.02` applied.
 
     Parameters as in `load_run`. The path of a trace is relative to the file that names it. Raises BadConfig with every
@@ -65,11 +79,16 @@ def load_deployment_spec(
         raise BadConfig(in_reading_order(mistakes, str(path)))
     for text in notes:
         note(text)
-    return from_plain(DeploymentSpec, values)
+    return Located(from_plain(DeploymentSpec, values), document)
 
 
 def load_deployment(path: Path) -> Deployment:
     """The deployment in a file that `deployment_yaml` or a person wrote. Raises BadConfig with every mistake."""
+    return read_deployment(path).value
+
+
+def read_deployment(path: Path) -> Located[Deployment]:
+    """The deployment as `load_deployment` reads it, with the positions of its keys."""
     document = read_yaml(path)
     _expand_quantisation(document, ("quantisation",))
     values, mistakes, unusable = schema_mistakes(Deployment, document)
@@ -81,14 +100,14 @@ def load_deployment(path: Path) -> Deployment:
         mistakes += _switch_mistakes(document)
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
-    return from_plain(Deployment, values)
+    return Located(from_plain(Deployment, values), document)
 
 
 def _switch_mistakes(document: Document) -> Iterator[Mistake]:
     """Tokens travel to experts only where several devices share these."""
     if any(instance.get("expert", 1) > 1 for instance in document.data["instances"]):
         return
-    for key, default in (("expert_dispatch", "none"), ("expert_micro_batches", 1)):
+    for key, default in _SWITCHES.items():
         value = document.get(("engine", key))
         if value not in (None, "none", default):
             expected = f"{default}, as no instance has expert above 1: tokens travel between several devices only"
@@ -101,24 +120,49 @@ def deployment_yaml(deployment: Deployment) -> str:
     return header + dump_yaml(to_plain(deployment))
 
 
-def server_settings(deployment: Deployment, role: str | None, shown: str) -> dict[str, Any]:
-    """The keys of a server's file that make it an instance of the deployment, which the file `shown` describes.
+def server_settings(deployment: Deployment, role: str | None) -> dict[str, Any]:
+    """The keys of a server's file that make it an instance of the deployment.
 
-    `role` selects the instance where they have several. Raises BadInput if the role does not select equal instances, or for
-    instances that this release cannot serve.
+    `role` selects the instance where they have several. Raises BadInput, with the key of the deployment, if the role does not
+    select equal instances, or for instances that this release cannot serve.
     """
-    instances = [instance for instance in deployment.instances if role in (None, instance.role)]
-    settings = {(instance.role, instance.tensor, instance.expert, instance.token_budget) for instance in instances}
-    if len(settings) != 1:
+    return {key: value for key, (value, _) in _settings_with_keys(deployment, role).items()}
+
+
+def planned_settings(file: Located[Deployment], role: str | None) -> dict[str, PlannedSetting]:
+    """The settings of `server_settings` and the switches of engines that differ from their defaults, with their positions.
+
+    Raises BadConfig where `server_settings` raises BadInput.
+    """
+    with file.at_keys():
+        settings = _settings_with_keys(file.value, role)
+    for key, default in {**_SWITCHES, "absorb": True}.items():
+        if (value := file.document.get(("engine", key))) not in (None, "none", default):
+            settings[key] = value, ("engine", key)
+    return {key: PlannedSetting(value, file.document.value_position(path)) for key, (value, path) in settings.items()}
+
+
+def _settings_with_keys(deployment: Deployment, role: str | None) -> dict[str, tuple[Any, KeyPath]]:
+    """The settings of a server, and for each the key of the deployment that gives it."""
+    entries = [(index, entry) for index, entry in enumerate(deployment.instances) if role in (None, entry.role)]
+    if len({(entry.role, entry.tensor, entry.expert, entry.token_budget) for _, entry in entries}) != 1:
+        roles = {entry.role for _, entry in entries}
+        wanted = f"equal instances of role {roles.pop()}" if len(roles) == 1 else "--role of an instance"
         listed = " and ".join(f"{instance.count} of role {instance.role}" for instance in deployment.instances)
-        wanted = "--role of an instance" if role is None or not settings else f"equal instances of role {role}"
-        raise BadInput(f"{shown}: expected {wanted}; instances: {listed}")
-    ((own_role, tensor, expert, token_budget),) = settings
-    if (problem := release_error(instances[0], deployment.quantisation)) is not None:
-        raise BadInput(f"{shown}: {problem}")
-    formats = {key: value for key, value in to_plain(deployment.quantisation).items() if value is not None}
-    shared = {"expert": expert} if expert > 1 else {}
-    return {"role": own_role, "tensor": tensor, **shared, "step_tokens": token_budget, **formats}
+        raise BadInput(f"expected {wanted}; instances: {listed}", key="instances")
+    index, own = entries[0]
+    if (problem := release_error(own, deployment.quantisation)) is not None:
+        raise BadInput(problem, key=f"instances.{index}.expert")
+    settings: dict[str, tuple[Any, KeyPath]] = {
+        "role": (own.role, ("instances", index, "role")),
+        "tensor": (own.tensor, ("instances", index, "tensor")),
+        **({"expert": (own.expert, ("instances", index, "expert"))} if own.expert > 1 else {}),
+        "step_tokens": (own.token_budget, ("instances", index, "token_budget")),
+    }
+    for key, value in to_plain(deployment.quantisation).items():
+        if value is not None:
+            settings[key] = value, ("quantisation", key)
+    return settings
 
 
 def _expand(document: Document, folder: Path) -> None:

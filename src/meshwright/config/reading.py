@@ -1,18 +1,21 @@
-"""A run file as read: its values with their positions, and its mistakes."""
+"""A file as read: its values with their positions, and its mistakes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from meshwright.config.schema import accepts, annotation_at, literal_options, validate
 from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, KeyPath
 from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake, Refusal
-from meshwright.spec.fields import from_plain
+from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.run import RunSpec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,39 @@ class Reading:
         if path[:2] == ("data", "mix"):  # the name of a source is a key
             position = self.document.key_position(path)
         return Refusal(position.file, position.line, position.column, key, expected, str(error))
+
+
+@dataclass(frozen=True)
+class Located(Generic[T]):
+    """Values without mistakes of single keys, and the positions of their keys."""
+
+    value: T
+    document: Document
+
+    def at_keys(self) -> AbstractContextManager[None]:
+        """A `with` block whose errors are reported at the keys of these values that they name (`errors_at_keys`)."""
+        return errors_at_keys(self.document, type(self.value))
+
+
+@contextmanager
+def errors_at_keys(document: Document, cls: type) -> Iterator[None]:
+    """Raise errors of the `with` block that name a key of `cls` as BadConfig, at the position of that key in `document`.
+
+    For mistakes between keys, and between keys and a model or a machine, which only later work finds. Errors that name no
+    key, or one that is neither on the command line nor in a file, stay as they are.
+    """
+    try:
+        yield
+    except BadConfig:
+        raise
+    except MeshwrightError as error:
+        key = error.key or ""
+        path: KeyPath = tuple(int(step) if step.isdigit() else step for step in key.split("."))
+        position = document.value_position(path)
+        if path[0] not in (*hints_of(cls), *document.data) or (position.line is None and not document.has(path[:1])):
+            raise
+        mistake = Refusal(position.file, position.line, position.column, key, "", str(error))
+        raise BadConfig([mistake], error.exit_code) from error
 
 
 def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:

@@ -6,28 +6,44 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from meshwright.config.deployment_file import PlannedSetting
 from meshwright.config.mistakes import schema_mistakes
-from meshwright.config.reading import in_reading_order
+from meshwright.config.reading import Located, errors_at_keys, in_reading_order
 from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, Position, read_yaml
 from meshwright.spec.errors import BadConfig
-from meshwright.spec.fields import from_plain
+from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.route import RouteSpec
 from meshwright.spec.serve import ServeSpec
 
 T = TypeVar("T", ServeSpec, RouteSpec)
 
 
-def load_settings(settings: type[T], path: Path | None, options: Mapping[str, Any]) -> T:
-    """The settings in the file at `path`, with `options` of the command line instead of its own.
+def load_settings(
+    settings: type[T],
+    path: Path | None,
+    options: Mapping[str, Any],
+    planned: Mapping[str, PlannedSetting] | None = None,
+) -> Located[T]:
+    """The settings in the file at `path`; `options` of the command line replace those of a plan, these the file's own.
 
-    Raises BadConfig with every mistake.
+    Settings of the plan that are no keys of `settings` are in the result's document only. Raises BadConfig with every mistake
+    of single keys, or with the first between keys.
     """
     document = Document({}, Position(COMMAND_LINE)) if path is None else read_yaml(path)
+    keys, others = hints_of(settings), dict[str, PlannedSetting]()
+    for key, (value, position) in (planned or {}).items():
+        if key in keys:
+            document.put((key,), value, position)
+        else:
+            others[key] = PlannedSetting(value, position)
     for key, value in options.items():
         document.put((key,), value, Position(COMMAND_LINE))
     values, mistakes, _ = schema_mistakes(settings, document)
     mistakes += document.mistakes
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, COMMAND_LINE if path is None else str(path)))
-    return from_plain(settings, values)
+    for key, (value, position) in others.items():
+        document.put((key,), value, position)
+    with errors_at_keys(document, settings):
+        return Located(from_plain(settings, values), document)

@@ -200,7 +200,8 @@ def _rates(cluster: ClusterSpec, products: str) -> tuple[Machine, Constants]:
     chip = chip_of(cluster)
     if chip is None:
         raise BadInput(
-            f"cluster.gpu: the rates of {cluster.gpu} are not known; `meshwright profile` on it measures them"
+            f"cluster.gpu: the rates of {cluster.gpu} are not known; `meshwright profile` on it measures them",
+            key="cluster.gpu",
         )
     constants = at_release(constant_arrays([(chip.generation, STACK)]), np.zeros(1))
     k, machine = with_measurements(constants, machine_of(cluster, products), cluster, products)

@@ -90,7 +90,7 @@ def serving_yaml(job: ServingJob) -> str:
 
 def _servers(job: ServingJob, role: Role) -> Object:
     """The servers of one role. A pod whose engine fails ends and is started again."""
-    settings = server_settings(job.deployment, role, DEPLOYMENT_FILE)
+    settings = server_settings(job.deployment, role)
     devices = settings["tensor"] * settings.get("expert", 1)
     words = ["serve", job.model, "--plan", f"{KEPT_FILES}/{DEPLOYMENT_FILE}", "--role", role, "--name", job.name]
     words += ["--host", "0.0.0.0", "--port", str(HTTP_PORT), "--drain-seconds", str(END_SECONDS - 15)]

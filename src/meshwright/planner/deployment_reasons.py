@@ -9,6 +9,7 @@ from meshwright.costs.serve_costs import InstanceCosts
 from meshwright.planner.deployment_estimate import SizeSample, alone_seconds
 from meshwright.planner.deployment_goodput import Goodput
 from meshwright.spec.deployment import Deployment, InstanceSpec, ServeLimits, deployment_name
+from meshwright.spec.errors import OutOfResources
 
 LEAST_GAIN = 0.02
 """Smallest difference of goodputs for which another token budget is a reason."""
@@ -56,15 +57,16 @@ def unreachable(
     sizes: SizeSample,
     cost_of: Callable[[InstanceSpec], InstanceCosts],
     limits: ServeLimits,
-) -> str:
-    """Why no deployment meets the limits, with those that a request alone meets on the fastest instance."""
+) -> OutOfResources:
+    """The error if no deployment meets the limits, with those that a request alone meets on the fastest instance."""
     instances = {instance for deployment in deployments for instance in deployment.instances}
     alone = [alone_seconds(sizes, cost_of(instance), instance, limits.attainment) for instance in instances]
     least = {"ttft": min(ttft for ttft, _ in alone), "tpot": min(tpot for _, tpot in alone)}
     given = {"ttft": limits.ttft_seconds, "tpot": limits.tpot_seconds}
     short = [name for name in given if least[name] > given[name]] or ["ttft", "tpot"]
     texts = [f"serve.limits.{name}_seconds: expected at least {least[name]:.3g}, got {given[name]:g}" for name in short]
-    return "no deployment meets the limits, which a request alone needs on the fastest instance: " + "; ".join(texts)
+    message = "no deployment meets the limits, which a request alone needs on the fastest instance: " + "; ".join(texts)
+    return OutOfResources(message, key=f"serve.limits.{short[0]}_seconds")
 
 
 def _role_reason(chosen: Option, alternatives: Sequence[Option]) -> str:

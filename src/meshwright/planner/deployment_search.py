@@ -23,7 +23,6 @@ from meshwright.spec.deployment import (
     ServeLimits,
     TimedRequest,
 )
-from meshwright.spec.errors import OutOfResources
 from meshwright.spec.model import ModelSpec
 
 FINALISTS, COLOCATED_FINALISTS, EXPERT_FINALISTS = 10, 4, 2
@@ -106,11 +105,11 @@ def plan_deployment(
     finalists = _finalists(estimates)
     runnable = [deployment for deployment in space.deployments if deployment.runnable]
     if not any(deployment.runnable for deployment in finalists):
-        raise OutOfResources(unreachable(runnable, sizes, costs.of, limits))
+        raise unreachable(runnable, sizes, costs.of, limits)
     search = GoodputSearch(_simulator(costs, limits), limits, requests)
     compared = _compare(search, finalists, estimates, note)
     if not any(goodput.rate for deployment, goodput in compared.items() if deployment.runnable):
-        raise OutOfResources(unreachable(runnable, sizes, costs.of, limits))
+        raise unreachable(runnable, sizes, costs.of, limits)
     best_of_kind = _refine(search, compared)
     chosen = _choose(best_of_kind)
     low, high = _band(search, chosen, best_of_kind[chosen])

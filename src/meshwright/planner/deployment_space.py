@@ -79,7 +79,8 @@ def _fitting_budgets(
         larger = [degree for degree in (2, 4, 8, 16, 32, 64) if degree > per_node]
         fitting = min(_budgets_of(model, larger, check)[0], default=None)
         expected = "a smaller model" if fitting is None else f"at least {fitting}, or a smaller model"
-        raise OutOfResources(f"cluster.gpus_per_node: expected {expected}, got {per_node}: {reason}")
+        key = "cluster.gpus_per_node"
+        raise OutOfResources(f"{key}: expected {expected}, got {per_node}: {reason}", key=key)
     return budgets
 
 

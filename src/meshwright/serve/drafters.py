@@ -58,14 +58,16 @@ def check_speculation(options: EngineOptions, spec: ModelSpec, draft_model: Deco
     """Raise BadInput for drafts that exclude each other, or that the engine's model has no modules for."""
     if options.invariant and (draft_model is not None or options.predictions):
         raise BadInput(
-            "invariant results cannot have a draft model or mtp: which of their drafts are accepted depends on the batch"
+            "invariant results cannot have a draft model or mtp: which of their drafts are accepted depends on the batch",
+            key="draft_model",
         )
     if draft_model is not None and options.predictions:
-        raise BadInput("mtp: the model's own modules propose the drafts; leave out draft_model")
+        raise BadInput("mtp: the model's own modules propose the drafts; leave out draft_model", key="draft_model")
     if options.predictions > spec.prediction_depth:
         raise BadInput(
             f"mtp: each draft token needs a module for multi-token prediction, and the model has {spec.prediction_depth}; "
-            f"expected at most that many draft tokens, got {options.predictions}"
+            f"expected at most that many draft tokens, got {options.predictions}",
+            key="speculate" if spec.prediction_depth else "draft_model",
         )
 
 
@@ -74,18 +76,21 @@ def check_draft_model(draft: ModelSpec, spec: ModelSpec, context: int) -> None:
     if draft.vocab_size != spec.vocab_size:
         raise BadInput(
             f"draft model: expected the model's vocabulary of {spec.vocab_size} tokens, got {draft.vocab_size}; "
-            "choose a model with the same tokenizer"
+            "choose a model with the same tokenizer",
+            key="draft_model",
         )
     if draft.max_seq_len < context:
         raise BadInput(
             f"draft model: its context of {draft.max_seq_len} tokens is shorter than the engine's of {context}; "
-            f"give the engine a context of {draft.max_seq_len}"
+            f"give the engine a context of {draft.max_seq_len}",
+            key="draft_model",
         )
     for ours, theirs in zip(layer_groups(draft), layer_groups(spec), strict=True):
         if theirs.window is not None and (ours.window is None or ours.window > theirs.window):
             raise BadInput(
                 f"draft model: it attends to {ours.window or 'all'} tokens, but only {theirs.window} stay in the cache; "
-                "choose a model with this window or a smaller one"
+                "choose a model with this window or a smaller one",
+                key="draft_model",
             )
 
 

@@ -50,7 +50,7 @@ class ExpertEngine(RankEngine):
     ) -> None:
         options = options or EngineOptions()
         if options.speculation is not None:
-            raise BadInput("speculation is for an engine on one device")
+            raise BadInput("speculation is for an engine on one device", key="speculate")
         self._rank_of: dict[int, int] = {}
         """On rank 0: the rank of each unfinished request."""
         self._sum = EngineFigures()

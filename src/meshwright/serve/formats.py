@@ -135,26 +135,30 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
     weight = model.embed.weight
     if any(isinstance(module, Attention) and module.heads != model.spec.heads for module in model.modules()):
         raise BadInput(
-            "8-bit weights and invariant results need the whole model on one device, got a part of its heads"
+            "8-bit weights and invariant results need the whole model on one device, got a part of its heads",
+            key="invariant" if invariant else "weights",
         )
     if weights == "int8" and any(isinstance(module, SharedExperts) for module in model.modules()):
-        raise BadInput("weights: int8 is not for expert ranks; use fp8, or tensor ranks")
+        raise BadInput("weights: int8 is not for expert ranks; use fp8, or tensor ranks", key="weights")
     if not weight.is_cuda:
         return
     if invariant and weight.dtype == torch.float64:
-        raise BadInput("invariant results need a model in bf16, fp16 or fp32 on a GPU, got fp64")
+        raise BadInput("invariant results need a model in bf16, fp16 or fp32 on a GPU, got fp64", key="invariant")
     if invariant and model.spec.kv_rank:
         raise BadInput(
-            "invariant results with latent attention need a CPU: on a GPU no kernel has a fixed order for it"
+            "invariant results with latent attention need a CPU: on a GPU no kernel has a fixed order for it",
+            key="invariant",
         )
     if invariant and any(isinstance(block, Block) and block.routed for block in model.layers.values()):
         raise BadInput(
-            "invariant results of a mixture of experts need a CPU: on a GPU the grouped products' order of addition depends on the batch"
+            "invariant results of a mixture of experts need a CPU: on a GPU the grouped products' order of addition depends on the batch",
+            key="invariant",
         )
     if weights is None:
         return
     if torch.cuda.get_device_capability(weight.device) < CAPABILITIES[weights]:
-        raise BadInput(f"{torch.cuda.get_device_name(weight.device)} does not multiply {weights}; use weights in bf16")
+        device = torch.cuda.get_device_name(weight.device)
+        raise BadInput(f"{device} does not multiply {weights}; use weights in bf16", key="weights")
     if weights == "fp8":
         _check_fp8_sizes(model)
 
@@ -167,5 +171,6 @@ def _check_fp8_sizes(model: Decoder) -> None:
                 if any(size % ALIGNED for size in linear.weight.shape):
                     sizes = " × ".join(map(str, linear.weight.shape))
                     raise BadInput(
-                        f"fp8 weights need dimensions that are multiples of {ALIGNED}, got {name} of {sizes}"
+                        f"fp8 weights need dimensions that are multiples of {ALIGNED}, got {name} of {sizes}",
+                        key="weights",
                     )

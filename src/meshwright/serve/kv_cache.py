@@ -75,7 +75,8 @@ def fitting_blocks(
     if blocks < needed:
         raise OutOfResources(
             f"the key/value cache of one request of {context} tokens takes {needed * block / 2**30:.2f} GiB, and "
-            f"{max(available, 0) / 2**30:.2f} GiB of {device} are free for it; give a shorter context"
+            f"{max(available, 0) / 2**30:.2f} GiB of {device} are free for it; give a shorter context",
+            key="context",
         )
     return blocks
 

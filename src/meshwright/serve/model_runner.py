@@ -58,7 +58,7 @@ class ModelRunner:
     def expand_latents(self) -> None:
         """Let decodes expand keys and values from cached latents. Raises BadInput for a model without latents."""
         if not self._model.spec.kv_rank:
-            raise BadInput("absorb: only latent attention has a form that does not absorb")
+            raise BadInput("absorb: only latent attention has a form that does not absorb", key="absorb")
         self._step.absorbs = False
 
     def logits(self, packed: Packed) -> Tensor:

@@ -36,7 +36,9 @@ class QuantizedWeight(nn.Module):
     def __init__(self, weight: Tensor, number_format: WeightFormat, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         if number_format == "int8" and weight.shape[-1] > MOST_INPUTS:
-            raise BadInput(f"int8 weights: expected at most {MOST_INPUTS:,} inputs, got {weight.shape[-1]:,}")
+            raise BadInput(
+                f"int8 weights: expected at most {MOST_INPUTS:,} inputs, got {weight.shape[-1]:,}", key="weights"
+            )
         self.number_format, self.ranks = number_format, ranks
         values = torch.empty(weight.shape, dtype=DTYPES[number_format], device=weight.device)
         self.register_buffer("values", values)

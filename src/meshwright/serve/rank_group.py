@@ -104,7 +104,7 @@ class RankEngine(Engine):
     ) -> None:
         options = options or EngineOptions()
         if options.invariant:
-            raise BadInput("invariant results are for an engine on one device")
+            raise BadInput("invariant results are for an engine on one device", key="invariant")
         use_formats(part.model, weights=options.weights, ranks=world_group() if part.tensor.count > 1 else None)
         self._part, self._world, self._ranks, self._now = part, world, Ranks(world.control), 0.0
         # The ranks' devices may have different amounts of free memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -65,6 +66,8 @@ def is_loopback(host: str) -> bool:
 def listening_socket(host: str, port: int, key: str, *, shared: bool = False) -> socket.socket:
     """A socket that is bound to an address; `key` names the port's setting. Raises BadInput if it cannot be used.
 
+    The error has the key `host` if that is no address of this machine.
+
     If it is `shared`, other processes of this user may bind to it too, and the kernel divides connections among those that listen.
     """
     try:
@@ -75,6 +78,8 @@ def listening_socket(host: str, port: int, key: str, *, shared: bool = False) ->
             end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         end.bind(address)
     except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            key = "host"
         raise BadInput(
             f"{key}: cannot listen at {host}:{port}: {error.strerror or error}; choose another", key=key
         ) from None

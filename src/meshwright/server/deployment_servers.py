@@ -54,19 +54,26 @@ class RunningDeployment:
 
 
 @contextmanager
-def deployment_servers(folder: Path, deployment: Deployment, *, gpu: bool) -> Iterator[RunningDeployment]:
+def deployment_servers(
+    folder: Path, deployment: Deployment, *, gpu: bool, file: Path | None = None
+) -> Iterator[RunningDeployment]:
     """Start all servers of the model in `folder` and a router, wait until they take requests, and stop them at the end.
 
-    Each server gets the next devices of this host if `gpu`. Raises MeshwrightError with the output of a process that does not start.
+    Each server gets the next devices of this host if `gpu`. `file` has the deployment, if it was read from one.
+
+    Raises MeshwrightError with the output of a process that does not start.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-") as temporary:
-        plan = Path(temporary) / "deployment.yaml"
-        write_durable(plan, deployment_yaml(deployment))
+        plan = file or Path(temporary) / "deployment.yaml"
+        if file is None:
+            write_durable(plan, deployment_yaml(deployment))
         servers: list[_Server] = []
         router: _Process | None = None
         try:
             for role in ("prefill", "decode", "both"):
-                servers += _start(folder, plan, deployment, role, gpu, sum(server.devices for server in servers))
+                started = sum(server.devices for server in servers)
+                words = [str(folder), "--plan", str(plan), "--port", "0"]
+                servers += _start(words, deployment, role, Path(temporary), gpu, started)
             deadline = time.monotonic() + START_SECONDS
             instances = [RunningInstance(s.role, s.number, s.address(deadline)) for s in servers]
             router = _Process("router", ["route", *(instance.url for instance in instances), *ROUTER_WORDS], os.environ)
@@ -92,12 +99,15 @@ def _arguments(role: Role, deployment: Deployment, folder: Path) -> list[list[st
 
 
 def _start(
-    folder: Path, plan: Path, deployment: Deployment, role: Role, gpu: bool, first_device: int
+    words: Sequence[str], deployment: Deployment, role: Role, sockets: Path, gpu: bool, first_device: int
 ) -> Iterator[_Server]:
-    """The servers of a role; each has the next devices of this host, or its share of the processor."""
+    """The servers of a role; each has the next devices of this host, or its share of the processor.
+
+    `words` are the arguments of all; `sockets` is the folder for those of prefill engines.
+    """
     sizes = (instance.tensor * instance.expert for instance in deployment.instances if instance.role == role)
     devices = next(sizes, 1)
-    for number, words in enumerate(_arguments(role, deployment, plan.parent)):
+    for number, own_words in enumerate(_arguments(role, deployment, sockets)):
         environment = dict(os.environ)
         if gpu:
             visible = range(first_device + number * devices, first_device + (number + 1) * devices)
@@ -106,7 +116,7 @@ def _start(
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[visible.start : visible.stop])
         else:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // deployment.devices)))
-        yield _Server(role, number, devices, [str(folder), "--plan", str(plan), "--port", "0", *words], environment)
+        yield _Server(role, number, devices, [*words, *own_words], environment)
 
 
 class _Process:

@@ -7,6 +7,7 @@ import html
 import itertools
 import secrets
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from meshwright.server.text_request import Limits, TextRequest, check_prompts, r
 from meshwright.server.tool_calls import CallFormat, Notation, template_notation
 from meshwright.server.tools import Tools, read_tools
 from meshwright.spec.deployment import Role
+from meshwright.spec.errors import attach_key
 from meshwright.spec.serve import ServeSpec
 
 if TYPE_CHECKING:
@@ -54,7 +56,8 @@ class Api:
         """`name` is the model's for clients. Raises BadInput for a chat template that cannot be used."""
         self.spec, self.name, self.files, self.client = spec, name, files, client
         source = files.chat_template
-        self.template = None if source is None else ChatTemplate(source, files.special_tokens)
+        with nullcontext() if spec.chat_template is None else attach_key("chat_template"):
+            self.template = None if source is None else ChatTemplate(source, files.special_tokens)
         self._notation = _notation(spec, source)
         self.draining = False
         """Whether new requests are refused, while those that run go on."""

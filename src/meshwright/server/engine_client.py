@@ -122,6 +122,8 @@ class EngineClient(asyncio.Protocol):
         """Context, vocabulary and sizes of the engine, once it is ready."""
         self.failure: tuple[str, int] | None = None
         """Why the engine cannot continue, and the exit code."""
+        self.failure_key: str | None = None
+        """The setting that is why, if it is one."""
         self.paused = False
         self.figures = EngineFigures()
         self.transfers = TransferFigures() if exchanges else None
@@ -211,12 +213,12 @@ class EngineClient(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def fail(self, message: str, code: int) -> None:
-        """End all texts: the engine cannot continue."""
+    def fail(self, message: str, code: int, key: str | None = None) -> None:
+        """End all texts: the engine cannot continue, by the setting `key` if there is one."""
         if self.failure is not None:
             return
         self._pass_on(self._entries)
-        self.failure = (message, code)
+        self.failure, self.failure_key = (message, code), key
         self.changed.set()
         for id, text in list(self._texts.items()):
             self._forget(id, "failed")
@@ -309,7 +311,7 @@ class EngineClient(asyncio.Protocol):
             if not future.done():
                 future.set_result(message["error"])
         elif "failed" in message:
-            self.fail(message["failed"], message["code"])
+            self.fail(message["failed"], message["code"], message["key"])
 
     def _forget(self, id: int, reason: str) -> None:
         text = self._texts.pop(id)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from meshwright.serve.generation import Update
     from meshwright.serve.sampling_options import SamplingOptions
     from meshwright.spec.engine import EngineOptions
+    from meshwright.spec.model import ModelSpec
 
 FAILED_STEPS = 3
 """Steps that fail one after the other before the engine is given up."""
@@ -240,6 +241,13 @@ class EngineLoop:
             raise EngineLost(f"{FAILED_STEPS} steps failed one after the other; the last: {failure}")
 
 
+def check_context(spec: ModelSpec, options: EngineOptions) -> None:
+    """Raise BadInput for a context that is longer than the model's."""
+    if options.context is not None and options.context > spec.max_seq_len:
+        expected = f"expected at most {spec.max_seq_len}, the model's context"
+        raise BadInput(f"context: {expected}, got {options.context}", key="context")
+
+
 def load_engine(setup: EngineSetup) -> Engine:
     """An engine on one device, on a GPU if there is one; its updates have no texts."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
@@ -248,6 +256,7 @@ def load_engine(setup: EngineSetup) -> Engine:
     options, folder = _options(setup), setup.draft_model
     draft = None if folder in (None, MTP) else load_model(Path(folder), *device_and_dtype())
     model = load_model(Path(setup.folder), *device_and_dtype(), predictions=options.predictions)
+    check_context(model.spec, options)
     return Engine(model, _tokenizer(setup), options, draft_model=draft)
 
 
@@ -263,7 +272,9 @@ def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
     world = join(RankEnvironment.from_environment(), setup.cluster, timeout_seconds=LOAD_SECONDS)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     part = RankModel.load(Path(setup.folder), world, dtype, setup.experts)
-    engine = engine_of_rank(part, world, _tokenizer(setup), _options(setup), setup.experts)
+    options = _options(setup)
+    check_context(part.spec, options)
+    engine = engine_of_rank(part, world, _tokenizer(setup), options, setup.experts)
     keep_loaded()
     if connection is None:
         engine.follow()
@@ -311,7 +322,7 @@ def main() -> int:
             engine = load_engine(setup)
             keep_loaded()
             serve_engine(engine, connection, setup.transfer)
-    except EOFError:
+    except (EOFError, BrokenPipeError):  # the HTTP process has ended
         return 0
     except Exception as error:
         failure = as_meshwright_error(error)
@@ -319,7 +330,7 @@ def main() -> int:
             traceback.print_exc()
         with suppress(OSError):
             if connection is not None:
-                connection.send({"failed": str(failure), "code": failure.exit_code})
+                connection.send({"failed": str(failure), "code": failure.exit_code, "key": failure.key})
         return failure.exit_code
     return 0
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import xxhash
 
 from meshwright.policies.request_routing import RequestRouting
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, attach_key
 
 PREFIX_BYTES = 256
 """Bytes of a prompt's text in a block, for finding the server that has computed the same prefix."""
@@ -71,7 +71,10 @@ class Instances:
 
     def __init__(self, urls: Sequence[str], most_requests: int, health_seconds: float, silent_seconds: float) -> None:
         """Raises BadInput for a URL that is none."""
-        self._targets = [target_of(url) for url in urls]
+        self._targets = []
+        for index, url in enumerate(urls):
+            with attach_key(f"instances.{index}"):
+                self._targets.append(target_of(url))
         self._most, self._health_seconds, self._silent_seconds = most_requests, health_seconds, silent_seconds
         self.all: dict[tuple[str, int], Instance] = {}
         self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
@@ -165,7 +168,7 @@ def prefix_hashes(body: bytes) -> list[int]:
 
 def target_of(url: str) -> tuple[str, int]:
     """Host and port of `http://HOST:PORT`. Raises BadInput for another form."""
-    problem = BadInput(f"instances: {url!r}: expected http://HOST:PORT", key="instances")
+    problem = BadInput(f"expected http://HOST:PORT, got {url!r}")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.data.chat_template import TOKENIZER_CONFIG, folder_template, read_object, read_text, special_tokens
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, attach_key
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,7 +49,11 @@ def read_model_files(folder: Path, chat_template: Path | None = None) -> ModelFi
         raise BadInput(f"{file} is no tokenizer: {error}") from None
     config = read_object(home / TOKENIZER_CONFIG)
     special = special_tokens(config)
-    template = read_text(chat_template) if chat_template is not None else folder_template(home, config)
+    if chat_template is None:
+        template = folder_template(home, config)
+    else:
+        with attach_key("chat_template"):
+            template = read_text(chat_template)
     return ModelFiles(tokenizer, file, _stop_ids(home, tokenizer, special), template, special)
 
 

@@ -141,7 +141,8 @@ class Refusal(Mistake):
 
     def __str__(self) -> str:
         sentence = self.got
-        for prefix in (f"{self.key}: ", f"{self.key} ", f"{self.key.removeprefix('data.mix.')}: "):
+        last = self.key.rpartition(".")[2]
+        for prefix in (f"{self.key}: ", f"{self.key} ", f"{self.key.removeprefix('data.mix.')}: ", f"{last}: "):
             sentence = sentence.removeprefix(prefix)
         return f"{self.position}: {shorten(self.key)}: {sentence}"
 

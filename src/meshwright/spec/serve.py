@@ -85,11 +85,12 @@ class ServeSpec(EngineSettings, HttpSettings):
         names = ("invariant", "speculate", "draft_model")
         given = [name for name in names if getattr(self, name)]
         if self.tensor > 1 and given:
-            raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor")
+            raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor", key="tensor")
         if not self.exchanges:
             return
         if self.draft_model not in (None, MTP) or not self.prefix_cache:
-            raise BadInput("roles: for an engine with a prefix cache and no draft_model")
+            key = "draft_model" if self.prefix_cache else "prefix_cache"
+            raise BadInput("roles: for an engine with a prefix cache and no draft_model", key=key)
         if self.role == "prefill" and self.transfer_address is None:
             raise BadInput("role prefill: needs transfer_address, where others ask for prompts", key="role")
         if self.role == "decode" and not self.prefill_addresses:
