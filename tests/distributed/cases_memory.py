@@ -239,6 +239,7 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
         arena = _arena()
         assert arena.size == sizes[world.rank], "the rank's part and its replica's are the whole shard"
         arena.close()
+        ranks.run_on_all("reading", lambda: None)
         delete_checkpoints(world, session)
     if world.rank // 2 == lost:
         memory[ARENA] = f"/proc/self/fd/{empty_memory()}"
