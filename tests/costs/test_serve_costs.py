@@ -155,6 +155,38 @@ def test_factors_are_interpolated_in_the_logarithm_of_tokens() -> None:
     assert interpolated_factor((), 10) == 1.0
 
 
+def test_steps_with_prompts_cost_as_much_as_the_graph_that_they_are_padded_to() -> None:
+    made = replace(
+        NOTHING, flops_per_s=1e12, prompt_sizes=(64, 128), prompt_factors=(StepFactor(tokens=128, factor=1.5),)
+    )
+    times = StepTimes(device_work(LLAMA_8B), made)
+
+    def seconds(decodes: int, tokens: int) -> float:
+        return times.device_seconds(decodes, decodes, [Chunk(start=0, count=tokens)])
+
+    head = times.product_seconds(128, 9) - times.product_seconds(128, 1)  # of eight decodes more
+    assert seconds(0, 65) == pytest.approx(seconds(0, 128), rel=1e-9)
+    assert seconds(8, 70) == pytest.approx(seconds(0, 128) + 1.5 * head, rel=1e-9)
+    assert seconds(0, 64) < 0.6 * seconds(0, 65)
+    assert seconds(0, 129) > seconds(0, 128)
+    assert times.device_seconds(65, 65) == StepTimes(times.work, replace(made, prompt_sizes=())).device_seconds(65, 65)
+
+
+def test_the_fit_takes_steps_of_one_graph_as_alike() -> None:
+    work = device_work(LLAMA_8B)
+    start = replace(usual_constants(ServeCosts(LLAMA_8B, H200)._machine), prompt_sizes=(64, 256))
+    times = StepTimes(work, start)
+    steps = [StepTime(decodes=8, positions=800, seconds=times.seconds(8, 800))]
+    for tokens, factor in ((16, 1.1), (60, 1.1), (200, 0.8), (700, 1.0)):
+        chunk = Chunk(start=0, count=tokens)
+        steps.append(
+            StepTime(decodes=0, positions=0, chunks=(chunk,), seconds=factor * times.device_seconds(0, 0, [chunk]))
+        )
+    fitted = fit_constants(work, start, steps).constants
+    assert [factor.tokens for factor in fitted.prompt_factors] == [64, 256, 700]
+    assert fitted.prompt_sizes == (64, 256)
+
+
 def test_usual_constants_are_near_the_steps_measured_on_an_h200() -> None:
     (file,) = RESULTS.glob("*-engine-H200.json")
     lines = json.loads(file.read_text())["lines"]

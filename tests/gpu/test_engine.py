@@ -25,15 +25,16 @@ pytestmark = pytest.mark.gpu
 SPECS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "mixtral": MIXTRAL}
 
 
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("step_tokens", [16, 100])
+@pytest.mark.parametrize("graphs", ["all", "decodes", "none"])
 @pytest.mark.parametrize("name", SPECS)
-def test_logits_are_within_the_bf16_spread_of_the_trainer(name: str, graphs: bool) -> None:
+def test_logits_are_within_the_bf16_spread_of_the_trainer(name: str, graphs: str, step_tokens: int) -> None:
     exact = built(SPECS[name], dtype=torch.float32)
     model = copy.deepcopy(exact).to("cuda", torch.bfloat16)
-    options = EngineOptions(
-        sequences=4, step_tokens=16, tokens_per_block=16, cache_blocks=64, context=64, graphs=graphs
-    )
+    sizes = {"sequences": 4, "step_tokens": step_tokens, "tokens_per_block": 16, "cache_blocks": 64, "context": 64}
+    options = EngineOptions(**sizes, graphs=graphs != "none", prompt_graphs=graphs == "all")
     engine = Engine(copy.deepcopy(model), options=options)
+    assert bool(engine._runner.prompt_sizes) == (graphs == "all")
     seen = record_logits(engine)
     for number, (prompt, new) in enumerate(zip(PROMPTS, texts(engine), strict=True)):
         whole = torch.tensor([[*prompt, *new]])

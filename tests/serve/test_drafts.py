@@ -118,7 +118,8 @@ def test_graphs_and_padding_do_not_change_texts(source: str, spec: Any, monkeypa
     modules, seen = source == "modules", Counter()
     model = tiny(replace(spec, prediction_depth=LOOKUP.tokens * modules))
     draft_model, speculation = model if source == "model" else None, replace(LOOKUP, mtp=modules, least=0.0)
-    engine = engine_of(model, sequences=8, draft_model=draft_model, speculation=speculation, graphs=True)
+    options = {"speculation": speculation, "graphs": True, "prompt_graphs": False}
+    engine = engine_of(model, sequences=8, draft_model=draft_model, **options)
     assert not engine._inputs.tables.any(), "captured steps are padding"
     logits = engine._runner.logits
 

@@ -72,7 +72,10 @@ def _fitted(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -
     times = StepTimes(work, constants)
     # A step that ended with its launch says nothing of the device.
     prompts = [
-        (step.tokens, 0.0 if _device_seconds(times, step) < step.exposed_seconds else error)
+        (
+            times.computed_tokens(step.decodes, step.chunks),
+            0.0 if _device_seconds(times, step) < step.exposed_seconds else error,
+        )
         for step, error in zip(steps, errors, strict=True)
         if step.chunks
     ]

@@ -3,7 +3,8 @@
 A step reads the weights once and multiplies them with all its tokens; the slower of both determines its time, with a soft maximum for
 the region between. Decodes read their keys and values; few programs read the longest text, so it takes longer than its share of the
 bytes. Chunks of prompts compute attention. The host launches a step with a prompt in `prompt_seconds`, while the device computes; a step
-without one is a graph, whose launch counts as no time. Fixed times and rates are `StepConstants`.
+without one is a graph, whose launch counts as no time. Graphs pad steps with prompts to the next of `prompt_sizes`. Fixed times and rates
+are `StepConstants`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class StepTimes:
     def _computed(self, decodes: int, positions: int, chunks: Sequence[PromptPart], longest: int) -> float:
         """`device_seconds` of a step with chunks, without its factor."""
         k, work, groups = self.constants, self.work, self.groups
-        tokens = decodes + sum([chunk.count for chunk in chunks])
+        tokens = self.computed_tokens(decodes, chunks)
         total = k.decode_seconds + self.product_seconds(tokens, decodes + len(chunks))
         total += self._attended(decodes, positions) * work.cache_bytes / (k.cache_bytes_per_s * groups)
         if decodes:
@@ -85,7 +86,12 @@ class StepTimes:
         return total + (decodes * k.sequence_seconds + len(chunks) * k.chunk_seconds) / groups
 
     def _factor(self, decodes: int, chunks: Sequence[PromptPart]) -> float:
-        return interpolated_factor(self.constants.prompt_factors, decodes + sum([chunk.count for chunk in chunks]))
+        return interpolated_factor(self.constants.prompt_factors, self.computed_tokens(decodes, chunks))
+
+    def computed_tokens(self, decodes: int, chunks: Sequence[PromptPart]) -> int:
+        """Tokens of a step with chunks, with those to which its graph pads it."""
+        tokens, sizes = decodes + sum([chunk.count for chunk in chunks]), self.constants.prompt_sizes
+        return sizes[bisect_left(sizes, tokens)] if sizes and tokens <= sizes[-1] else tokens
 
     def decode_line(self, decodes: int) -> tuple[float, float, float]:
         """Seconds of a step of so many decodes without positions, of each position, and of each of the longest text.

@@ -8,7 +8,8 @@ in the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -30,6 +31,10 @@ INVARIANT_QUERIES = 512
 """Tokens whose attention an invariant step computes at a time: the parts of their contexts take memory."""
 
 
+AttentionCall = Callable[[Tensor, Tensor], Tensor]
+"""Attention of a layer in the current step, of queries `(tokens, heads, head_dim)` into memory shaped alike."""
+
+
 class CurrentStep:
     """The inputs of the step that the model computes; all layers read them."""
 
@@ -42,6 +47,8 @@ class CurrentStep:
         """Whether the bits of a token's attention do not depend on the other tokens of the step."""
         self.absorbs = True
         """Whether decodes attend to latents; if not, to keys and values that are expanded from them."""
+        self.split: Callable[[Tensor, AttentionCall], Tensor] | None = None
+        """While the forward pass is captured in pieces: called with queries in the place of their attention; gives its memory."""
         on_host = cache.tensors[0].device.type == "cpu"
         self._host_rope = signed_tables(rope) if on_host and rope is not None else None
         self._host_decodes_work = on_host and cache.scales is None
@@ -116,26 +123,36 @@ class CachedAttention:
         q = rotate_and_write(
             q, k, v, rope, step.positions, self._cache, slots, scales=scales, rotated_keys=keys, plain=plain
         )
+        if self._step.split is not None:
+            return self._step.split(q, partial(self._attend_all, plain))[None]
         if self._step.invariant and q.is_cuda:
             return self._attend_alone(q, plain)[None]
         if keys is None:
-            return self._attend_to_cache(q, step, step.context_lengths.shape[0], plain)[None]
-        sequences = step.context_lengths.shape[0] - len(step.prompts)
+            return self._attend_all(plain, q)[None]
+        count = step.context_lengths.shape[0] - len(step.prompts)
         cut, out = q.shape[0] - sum(step.prompts), torch.empty_like(q)
         if cut:
-            self._attend_to_cache(q[:cut], step, sequences, plain, out[:cut])
+            tables = step.block_tables[self._group][:count]
+            sequences = tables, step.context_lengths[:count], step.query_starts[: count + 1]
+            self._attend_to_cache(q[:cut], sequences, plain, out[:cut])
         prompt_attention(q[cut:], keys[cut:], v[cut:], step.prompts, out[cut:], window=self._window, plain=plain)
         return out[None]
 
+    def _attend_all(self, plain: bool, q: Tensor, out: Tensor | None = None) -> Tensor:
+        """All sequences of the step attend to the cache."""
+        step = self._step.inputs
+        sequences = step.block_tables[self._group], step.context_lengths, step.query_starts
+        return self._attend_to_cache(q, sequences, plain, out)
+
     def _attend_to_cache(
-        self, q: Tensor, step: StepInputs, sequences: int, plain: bool, out: Tensor | None = None
+        self, q: Tensor, sequences: tuple[Tensor, Tensor, Tensor], plain: bool, out: Tensor | None = None
     ) -> Tensor:
+        """Attention of sequences with these block tables, context lengths and starts of queries."""
+        step = self._step.inputs
         return paged_attention(
             q,
             self._cache,
-            step.block_tables[self._group][:sequences],
-            step.context_lengths[:sequences],
-            step.query_starts[: sequences + 1],
+            *sequences,
             decodes=step.decodes,
             decode_queries=step.decode_queries,
             window=self._window,

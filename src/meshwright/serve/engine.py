@@ -31,6 +31,7 @@ from meshwright.serve.invariance import classes_for
 from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
 from meshwright.serve.prefix_blocks import PrefixBlocks
+from meshwright.serve.prompt_graphs import prompt_graph_sizes
 from meshwright.serve.prompts import check_request, prompt_ids
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
@@ -97,6 +98,10 @@ class Engine:
             dtype=_cache_dtype(model, options),
             predictions=options.predictions,
         )
+        graphs = _has_graphs(model, options)
+        sizes = graph_sizes(options.sequences) if graphs else ()
+        in_pieces = graphs and options.prompt_graphs and not options.invariant and not model.spec.kv_rank
+        prompt_sizes = prompt_graph_sizes(options.most_step_tokens) if in_pieces else ()
         self._inputs = BatchInputs(
             table_rows=rows,
             blocks=-(-self.context // options.tokens_per_block),
@@ -104,13 +109,10 @@ class Engine:
             tokens_per_block=options.tokens_per_block,
             step_tokens=options.most_step_tokens,
             device=weight.device,
-            prompt_unit=_prompt_unit(weight.device, cache, options),
+            prompt_unit=_prompt_unit(weight.device, cache, options, prompt_sizes),
             drafts=0 if speculation is None else speculation.tokens,
             predictions=options.predictions,
         )
-        usual_graphs = cuda and options.absorb and not _host_reads_experts(model)
-        graphs = usual_graphs if options.graphs is None else options.graphs
-        sizes = graph_sizes(options.sequences) if graphs else ()
         invariant = options.invariant
         runner, sampler = classes_for(weight.device) if invariant else (self.runner_class, Sampler)
         self._runner = runner(
@@ -119,6 +121,7 @@ class Engine:
             self._inputs,
             context=self.context,
             graph_sizes=sizes,
+            prompt_sizes=prompt_sizes,
             invariant=invariant,
             predictions=options.predictions,
         )
@@ -447,16 +450,27 @@ def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder
     )
 
 
-def _prompt_unit(device: torch.device, cache: KVCache, options: EngineOptions) -> int:
-    """`BatchInputs.prompt_unit`; 0 on a GPU with windows, or if results must not depend on where a prompt's chunks begin."""
+def _prompt_unit(device: torch.device, cache: KVCache, options: EngineOptions, prompt_sizes: Sequence[int]) -> int:
+    """`BatchInputs.prompt_unit`; 0 on a GPU with windows, or if results must not depend on where a prompt's chunks begin.
+
+    Also 0 if graphs compute all steps: their attention reads the cache.
+    """
     if device.type == "cpu":
         return 1
     windows = any(group.window is not None for group in cache.groups)
-    return 0 if windows or cache.scales is not None or options.invariant else PROMPT_UNIT
+    all_graphs = bool(prompt_sizes) and options.most_step_tokens <= prompt_sizes[-1]
+    return 0 if windows or all_graphs or cache.scales is not None or options.invariant else PROMPT_UNIT
 
 
 def _cache_dtype(model: Decoder, options: EngineOptions) -> torch.dtype:
     return model.embed.weight.dtype if options.kv_cache is None else E4M3
+
+
+def _has_graphs(model: Decoder, options: EngineOptions) -> bool:
+    """Whether steps are replayed as CUDA graphs."""
+    if options.graphs is not None:
+        return options.graphs
+    return model.embed.weight.is_cuda and options.absorb and not _host_reads_experts(model)
 
 
 def _host_reads_experts(model: Decoder) -> bool:

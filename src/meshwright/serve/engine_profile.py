@@ -82,6 +82,7 @@ def measure_engine(
     start = replace(
         usual_constants(_machine(cluster, options), options.weights),
         whole_tokens=engine.whole_tokens,
+        prompt_sizes=engine.prompt_sizes,
         decode_programs=engine.decode_programs,
     )
     fit = fit_constants(work, start, steps)

@@ -1,7 +1,8 @@
 """The forward pass of one step: logits of the tokens after which a new one is drawn.
 
 On CUDA, steps of decodes only are repeated from CUDA graphs, one for each of some batch sizes, because a decode is shorter than the launch
-of its kernels by the host. Decodes with drafts have graphs of their own.
+of its kernels by the host. Decodes with drafts have graphs of their own. Steps with prompts have graphs between their attention
+(`serve.prompt_graphs`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.graphs import Graphs
 from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
+from meshwright.serve.prompt_graphs import PromptGraphs
 from meshwright.spec.errors import BadInput
 
 
@@ -41,15 +43,21 @@ class ModelRunner:
         *,
         context: int,
         graph_sizes: tuple[int, ...] = (),
+        prompt_sizes: tuple[int, ...] = (),
         invariant: bool = False,
         predictions: int = 0,
     ) -> None:
         self._model, self._inputs, self._predictions = model, inputs, predictions
         self._step = use_cached_attention(model, cache, context, invariant=invariant, predictions=predictions)
-        usual = not invariant and not predictions and HostDecode.supports(model, cache)
+        usual = not invariant and not predictions and not prompt_sizes and HostDecode.supports(model, cache)
         self._host_decode = HostDecode(model, cache, context) if usual else None
         self.decode_sizes = graph_sizes
         """Batch sizes with a CUDA graph, ascending."""
+        self.prompt_sizes = prompt_sizes
+        """Numbers of tokens to which steps with prompts are padded for their graphs, ascending."""
+        weight = model.embed.weight
+        normed = weight.new_empty(1, max(prompt_sizes, default=0), model.spec.hidden)
+        self._prompt_graphs = PromptGraphs(self._step, self._compute_normed, prompt_sizes, inputs.groups, normed)
         self._graphs = Graphs()
         self._graph_logits = torch.empty(0)
         self.normed = self._graph_normed = torch.empty(0)
@@ -84,10 +92,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Capture a graph for each batch size, without and with drafts.
+        """Capture the graphs of steps with prompts, and one for each batch size, without and with drafts.
 
         The steps captured are all padding: they write nothing into the cache.
         """
+        self._prompt_graphs.capture(self._graphs)
         shapes, drafts = [(size, 1) for size in self.decode_sizes], self._inputs.drafts
         if drafts:
             shapes += [(size, 1 + drafts) for size in drafted_sizes(self.decode_sizes, drafts)]
@@ -111,6 +120,7 @@ class ModelRunner:
 
     def release_graphs(self) -> None:
         """Free the graphs. NCCL waits for those with its collectives when a process group is destroyed."""
+        self._prompt_graphs.clear()
         self._graphs.clear()
 
     @torch.inference_mode()
@@ -136,6 +146,11 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
+        # Steps of decodes only have all tokens sampled.
+        normed = None if inputs.sampled is None else self._prompt_graphs.run(inputs)
+        if normed is not None:
+            self.normed = normed
+            return self.head(normed[:, inputs.sampled])
         x, delta = self._residual(inputs)
         if inputs.sampled is not None and not self._predictions:
             x, delta = x[:, inputs.sampled], None if delta is None else delta[:, inputs.sampled]
@@ -159,6 +174,10 @@ class ModelRunner:
         module = cast("PredictionModule", self._model.predictions[depth])
         joined = module.join(normed, self._model.embed(following[None]))
         return cast("Tensor", add_and_norm(*block_forward(cast("Block", module.block), joined, None), module.norm)[1])
+
+    def _compute_normed(self, inputs: StepInputs) -> Tensor:
+        """The normed output of all tokens, `(1, tokens, hidden)`."""
+        return cast("Tensor", add_and_norm(*self._residual(inputs), self._model.norm)[1])
 
     def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after all layers, `(1, tokens, hidden)`, and what is still to be added to it."""

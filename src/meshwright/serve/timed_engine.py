@@ -68,6 +68,11 @@ class TimedEngine(Engine):
         return self._inputs.prompt_unit if self._on_device else 0
 
     @property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens to which steps with prompts are padded, ascending; larger steps are not."""
+        return self._runner.prompt_sizes
+
+    @property
     def decode_programs(self) -> int:
         """Programs into which the kernel of a device divides the attention of decodes; 0 on a CPU."""
         if not self._on_device:

@@ -97,6 +97,11 @@ class EngineOptions(EngineSettings):
     """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
     graphs: bool | None = None
     """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    prompt_graphs: bool = True
+    """Whether, with graphs, steps with prompts are replayed in pieces: graphs between the attention of two layers.
+
+    Invariant steps and latent attention have none.
+    """
     absorb: bool = True
     """Whether decodes of latent attention attend to latents; if not, each expands its context's keys and values."""
     texts: bool = True

@@ -84,6 +84,8 @@ class StepConstants:
     """What each chunk of at least `whole_tokens` tokens at the beginning of a prompt adds to this launch."""
     whole_tokens: NotNegative = 0
     """Tokens from which on such a chunk is computed by an attention kernel without the cache; 0: there is none."""
+    prompt_sizes: tuple[Positive, ...] = ()
+    """Tokens to which steps with chunks of prompts are padded, ascending; steps with more than the last are not padded."""
     sequence_seconds: NotNegativeSeconds
     """Time of each decode beside its products and its attention: sampling, and the host."""
     chunk_seconds: NotNegativeSeconds

@@ -1,0 +1,183 @@
+"""The forward pass of steps with prompts as CUDA graphs, between which the host launches attention.
+
+The host launches about a dozen kernels for each layer. For a prompt of fewer tokens than about 1,000 this takes longer than the device
+computes. The shapes of all operators but attention depend on the number of tokens only. So the pass is captured for some numbers of tokens,
+to which steps are padded: a graph ends where a layer attends, and the next graph begins behind that. Attention gets the shapes of each
+step. (vLLM has piecewise graphs of compiled code.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.serve.batch_inputs import StepInputs
+from meshwright.serve.cached_attention import AttentionCall, CurrentStep
+from meshwright.serve.graphs import Graph
+
+MOST_TOKENS = 2560
+"""Tokens of the largest graphs: the device computes more tokens for longer than the host launches their kernels."""
+
+
+def prompt_graph_sizes(step_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens for graphs of steps of up to `step_tokens` tokens, ascending: eight or fewer between powers of 2.
+
+    Padding adds a tenth to a step on average; up to 64 tokens take equally long, as the weights are read.
+    """
+    sizes = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, MOST_TOKENS + 1, 256))
+    return sizes[: bisect_left(sizes, step_tokens) + 1]
+
+
+class GraphMaker(Protocol):
+    """Makes graphs of what runs between `begin` and `Graph.end`."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Context of several captures."""
+
+    def begin(self) -> Graph:
+        """Begin to capture."""
+
+
+class PromptGraphs:
+    """Graphs of `compute`, which returns `(1, tokens, hidden)` of the tokens, positions and slots of a step.
+
+    `sizes` are the numbers of tokens, ascending; without any, no step has a graph. `normed` is the memory of results,
+    `(1, most tokens, hidden)`. Attention of all layers has equal shapes.
+    """
+
+    def __init__(
+        self,
+        step: CurrentStep,
+        compute: Callable[[StepInputs], Tensor],
+        sizes: Sequence[int],
+        groups: int,
+        normed: Tensor,
+    ) -> None:
+        self._step, self._compute, self._sizes = step, compute, tuple(sizes)
+        most, device = max(self._sizes, default=0), normed.device
+        self._tokens, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device)
+        self._slots = torch.full((groups, most), -1, dtype=torch.int32, device=device)
+        self._normed = normed
+        self._queries = self._attended = normed.new_empty(0)
+        self._passes: dict[int, _Pass] = {}
+
+    def capture(self, graphs: GraphMaker) -> None:
+        """Capture the graphs of all sizes; they write nothing into the cache. The largest come first: the others use their memory."""
+        for size in reversed(self._sizes):
+            self._record(size, NoGraphs())  # loads and tunes kernels, which a capture cannot
+            with graphs.capturing():
+                self._passes[size] = self._record(size, graphs)
+
+    def run(self, inputs: StepInputs) -> Tensor | None:
+        """What `compute` returns for a step, valid until the next one; None if the step has too many tokens for a graph.
+
+        All queries attend to the cache, also those of prompts that begin in this step.
+        """
+        count = len(inputs.tokens)
+        if not self._passes or count > self._sizes[-1]:
+            return None
+        size = self._sizes[bisect_left(self._sizes, count)]
+        for memory, values, padding in (
+            (self._tokens, inputs.tokens, 0),
+            (self._positions, inputs.positions, 0),
+            (self._slots, inputs.slots, -1),
+        ):
+            memory[..., :count].copy_(values)
+            memory[..., count:size].fill_(padding)
+        self._attended[count:size].zero_()  # the results of padding are not used, but must not be NaN
+        self._step.inputs = inputs._replace(prompts=())
+        queries, attended = self._queries[:count], self._attended[:count]
+        steps, last = self._passes[size]
+        for graph, attend in steps:
+            graph.replay()
+            attend(queries, attended)
+        last.replay()
+        return self._normed[:, :count]
+
+    def clear(self) -> None:
+        """Free the graphs."""
+        self._passes.clear()
+
+    def _record(self, size: int, graphs: GraphMaker) -> _Pass:
+        inputs = self._padding(size)
+        recording = _Recording(graphs, partial(self._keep_queries, size))
+        self._step.split = recording.split
+        try:
+            self._normed[:, :size].copy_(self._compute(inputs))
+        finally:
+            self._step.split = None
+        return recording.end()
+
+    def _padding(self, size: int) -> StepInputs:
+        """The inputs of the captured pass: views of the memory that `run` fills. No sequence is in them, as nothing attends."""
+        empty = self._tokens[:0]
+        return StepInputs(
+            tokens=self._tokens[:size],
+            positions=self._positions[:size],
+            slots=self._slots[:, :size],
+            block_tables=(),
+            context_lengths=empty,
+            query_starts=empty,
+            decodes=0,
+            prompts=(),
+            sampled=None,
+        )
+
+    def _keep_queries(self, size: int, queries: Tensor) -> Tensor:
+        """Copy queries `(size, heads, head_dim)` to where attention reads them; the memory of its results, shaped alike."""
+        if not self._queries.numel():
+            self._queries, self._attended = queries.new_zeros(2, self._sizes[-1], *queries.shape[1:])
+        self._queries[:size].copy_(queries)
+        return self._attended[:size]
+
+
+class _Pass(NamedTuple):
+    """A forward pass in pieces."""
+
+    steps: list[tuple[Graph, AttentionCall]]
+    """Graphs that end with the queries of a layer, and the attention of that layer."""
+    last: Graph
+    """From the last layer's attention to the end."""
+
+
+class _Recording:
+    """A forward pass while it is captured: each attention ends a graph and begins the next one."""
+
+    def __init__(self, graphs: GraphMaker, keep_queries: Callable[[Tensor], Tensor]) -> None:
+        self._graphs, self._keep_queries = graphs, keep_queries
+        self._steps: list[tuple[Graph, AttentionCall]] = []
+        self._graph = graphs.begin()
+
+    def split(self, queries: Tensor, attend: AttentionCall) -> Tensor:
+        """End the graph with these queries; the memory in which the next one finds what they attended to."""
+        attended = self._keep_queries(queries)
+        self._graph.end()
+        self._steps.append((self._graph, attend))
+        self._graph = self._graphs.begin()
+        return attended
+
+    def end(self) -> _Pass:
+        self._graph.end()
+        return _Pass(self._steps, self._graph)
+
+
+class NoGraphs:
+    """Makes graphs that capture nothing: what runs between begin and end computes at once."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin(self) -> Graph:
+        return self
+
+    def end(self) -> None:
+        """Nothing was captured."""
+
+    def replay(self) -> None:
+        """Nothing was captured."""

@@ -1,0 +1,103 @@
+"""Steps with prompts in pieces of graphs: the texts and logits are those of whole steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from meshwright.serve.engine import Engine
+from meshwright.serve.prompt_graphs import PromptGraphs, prompt_graph_sizes
+from meshwright.spec.engine import Speculation
+from tests.models.tiny import GPT2, LLAMA, MIXTRAL, QWEN3, SLIDING
+from tests.serve.helpers import engine_of, record_logits, texts, tiny
+from tests.serve.recorded_graphs import RecordedGraphs
+
+SPECS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "mixtral": MIXTRAL}
+SIZES = (4, 8, 20)
+
+
+def with_graphs(engine: Engine, sizes: tuple[int, ...] = SIZES) -> RecordedGraphs:
+    """Let the engine compute its steps with prompts by graphs of these numbers of tokens."""
+    runner, graphs = engine._runner, RecordedGraphs()
+    runner._host_decode = None  # it is for engines without graphs
+    normed = torch.full((1, sizes[-1], engine.spec.hidden), torch.nan)
+    runner._prompt_graphs = PromptGraphs(runner._step, runner._compute_normed, sizes, 1, normed)
+    with torch.inference_mode():
+        runner._prompt_graphs.capture(graphs)
+    return graphs
+
+
+@pytest.mark.parametrize("prompt_unit", [1, 0, 8])
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_are_those_without_graphs(name: str, prompt_unit: int) -> None:
+    model = tiny(SPECS[name])
+    engine, usual = engine_of(model), engine_of(model)
+    graphs = with_graphs(engine)
+    engine._inputs.prompt_unit = prompt_unit
+    assert len(graphs.made) == len(SIZES) * (model.spec.layers + 1)
+    ours, theirs = record_logits(engine), record_logits(usual)
+    assert texts(engine) == texts(usual)
+    for number in ours:
+        torch.testing.assert_close(torch.stack(ours[number]), torch.stack(theirs[number]), atol=1e-5, rtol=1e-4)
+    replays = {graph.replays for graph in graphs.made}
+    assert max(replays) > 1, replays
+
+
+def test_products_in_8_bits_have_graphs() -> None:
+    model = tiny(LLAMA)
+    engine = engine_of(model, weights="int8")
+    graphs = with_graphs(engine)
+    assert texts(engine) == texts(engine_of(model, weights="int8"))
+    assert any(graph.replays for graph in graphs.made)
+
+
+def test_only_steps_with_prompts_that_fit_have_graphs() -> None:
+    model = tiny(LLAMA)
+    engine = engine_of(model)
+    graphs = with_graphs(engine, (4, 8))
+    pieces = model.spec.layers + 1
+    assert texts(engine, [[5] * 12], new_tokens=6) == texts(engine_of(model), [[5] * 12], new_tokens=6)
+    assert all(graph.replays == 0 for graph in graphs.made)  # a step of 12 tokens, then decodes
+    texts(engine, [[6] * 3], new_tokens=6)
+    largest, smallest = graphs.made[:pieces], graphs.made[pieces:]
+    assert {graph.replays for graph in largest} == {0}
+    assert {graph.replays for graph in smallest} == {1}
+
+
+def test_padding_does_not_see_numbers_of_earlier_steps() -> None:
+    """A NaN of one request must not come into the rows of padding, whose fp8 scales or router loads others could share."""
+    engine = engine_of(tiny(LLAMA))
+    with_graphs(engine)
+    graphs = engine._runner._prompt_graphs
+    with torch.inference_mode():
+        graphs._attended.fill_(torch.nan)
+    assert texts(engine, [[7] * 3], new_tokens=2) == texts(engine_of(tiny(LLAMA)), [[7] * 3], new_tokens=2)
+    assert not graphs._normed[:, 3:4].isnan().any()
+
+
+@pytest.mark.parametrize("mtp", [False, True], ids=["text", "modules"])
+def test_steps_with_drafts_beside_prompts(mtp: bool) -> None:
+    model = tiny(replace(LLAMA, prediction_depth=2 * mtp))
+    speculation = Speculation(tokens=2, mtp=mtp, least=0.0)
+    engine = engine_of(model, speculation=speculation)
+    with_graphs(engine, (4, 8, 40))
+    assert texts(engine) == texts(engine_of(model))
+    assert engine.drafts[0]
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "sizes"),
+    [(1, (64,)), (64, (64,)), (65, (64, 128)), (600, (64, 128, 192, 256, 320, 384, 448, 512, 640))],
+)
+def test_sizes_reach_the_largest_step(step_tokens: int, sizes: tuple[int, ...]) -> None:
+    assert prompt_graph_sizes(step_tokens) == sizes
+
+
+def test_sizes_end_where_the_device_is_slower_than_the_host() -> None:
+    sizes = prompt_graph_sizes(100_000)
+    assert sizes[-1] == 2560
+    assert len(sizes) == 18
+    assert all(second - first <= max(64, first // 4) for first, second in pairwise(sizes))
