@@ -21,6 +21,7 @@ from pathlib import Path
 import xxhash
 
 from meshwright.spec.errors import OutOfResources
+from meshwright.spec.host_limits import CGROUPS, MEMBERSHIP, memory_limits
 
 ARENA = "MESHWRIGHT_ARENA"
 """Environment variable with the path of the memfd that the launcher keeps for the rank: `/proc/LAUNCHER/fd/N`."""
@@ -150,25 +151,10 @@ def allocated_bytes(env: Mapping[str, str] = os.environ) -> int:
     return 0 if path is None else os.stat(path).st_blocks * 512
 
 
-def available_host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of host memory that this process may still take, by the kernel's estimate and the container's limit."""
+def available_host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Bytes of host memory that this process may still take, by the kernel's estimate and its control groups' limits."""
+    left = [limit.left for limit in memory_limits(cgroups, membership)]
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
-            return min(int(line.split()[1]) * 1024, _left_in_container(cgroup))
+            return min([int(line.split()[1]) * 1024, *left])
     return 0
-
-
-def _left_in_container(cgroup: Path) -> int:
-    try:
-        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
-        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-        reclaimable = _reclaimable(cgroup / "memory.stat")
-    except (OSError, ValueError):
-        return 1 << 62
-    return 1 << 62 if limit == "max" else int(limit) - used + reclaimable
-
-
-def _reclaimable(statistics: Path) -> int:
-    """Bytes of page cache that the kernel gives up under pressure."""
-    fields = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
-    return int(fields.get("inactive_file", 0))

@@ -8,7 +8,6 @@ first rank knows when it has ended.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from meshwright.checkpoint.writer_process import STALLED_SECONDS, WriterProcess
 from meshwright.policies.snapshot_copies import StepTimes, plan_device_copies
 from meshwright.spec.errors import MeshwrightError, OutOfResources
 from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.job import ASYNC_BYTES
 from meshwright.spec.run import Lease
 from meshwright.state.parts import StateParts
@@ -367,4 +367,4 @@ def _free_device_bytes(device: torch.device) -> int:
 
 def writer_threads(local_ranks: int) -> int:
     """Threads of one writer: its rank's share of the host's processor cores, at most 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks))
+    return max(1, min(8, usable_cores() // local_ranks))

@@ -30,8 +30,9 @@ from meshwright.checkpoint.manifest import Damage, DamagedCheckpoint, Manifest
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.read_plan import BlockTransfer
 from meshwright.spec.errors import Damaged
+from meshwright.spec.host_limits import usable_cores
 
-READ_THREADS = max(2, min(16, os.cpu_count() or 1))
+READ_THREADS = max(2, min(16, usable_cores()))
 SPARE_BUFFERS = 4
 """Blocks whose copies to a device may still run while every thread reads another block."""
 PART_BYTES = 2 << 20

@@ -33,6 +33,7 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.durable.lease import LEASE, read_lease
 from meshwright.spec.errors import BadInput, Damaged, nearest
+from meshwright.spec.host_limits import usable_cores
 
 MAX_THREADS = 8
 """Threads that read in one process. More were not faster on the disks measured; each takes memory for one block."""
@@ -175,7 +176,7 @@ def check_blocks(path: Path, manifest: Manifest, blocks: Sequence[Block]) -> lis
     def check(block: Block) -> Damage | None:
         return _check_block(path, manifest, block)
 
-    with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(blocks), os.cpu_count() or 1))) as pool:
+    with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(blocks), usable_cores()))) as pool:
         damaged_blocks = [damage for damage in pool.map(check, blocks) if damage is not None]
     first_of_file: dict[str, Damage] = {}
     for damage in sorted(damaged_blocks, key=lambda damage: damage.offset or 0):

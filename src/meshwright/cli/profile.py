@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from meshwright.cli.profile_engine import profile_engine
 from meshwright.cli.profile_table import table
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput
+from meshwright.spec.host_limits import usable_cores
 
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
@@ -268,7 +268,7 @@ def _unmeasured(folder: Path, cluster: ClusterSpec) -> MachineProfile:
         device=str(environment.get("device", cluster.gpu)),
         devices=cluster.ranks_per_node,
         nodes=cluster.nodes * cluster.emulate_nodes,
-        cores=int(environment.get("cpu_cores") or os.cpu_count() or 1),
+        cores=int(environment.get("cpu_cores") or usable_cores()),
         memory_bytes=int(
             environment.get("device_memory_bytes") or environment.get("memory_bytes") or cluster.memory_bytes() or 1
         ),

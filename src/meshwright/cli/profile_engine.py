@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput
+from meshwright.spec.host_limits import usable_cores
 
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
@@ -108,7 +109,7 @@ def _empty(date: str, cluster: ClusterSpec) -> MachineProfile:
         device=torch.cuda.get_device_name() if cuda else "cpu",
         devices=1,
         nodes=1,
-        cores=os.cpu_count() or 1,
+        cores=usable_cores(),
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else pages,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput, attach_key
+from meshwright.spec.host_limits import usable_cores
 
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
@@ -179,7 +179,7 @@ def answer_of_ranks(module: str, question: object, cluster: ClusterSpec, weights
     folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
     question_file, answer_file = folder / "job.json", folder / "answer.json"
     question_file.write_text(json.dumps(question), encoding="utf-8")
-    threads = max(1, (os.cpu_count() or 1) // cluster.ranks)
+    threads = max(1, usable_cores() // cluster.ranks)
     print(f"loading {weights} on {cluster.ranks} ranks", file=sys.stderr)
     code = run_ranks(
         "meshwright.training.answer_rank", [module, str(question_file), str(answer_file)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from meshwright.costs.constants import Constants
@@ -11,6 +10,7 @@ from meshwright.costs.measured import chip_of_profile, guessed_device, guessed_p
 from meshwright.spec.chips import CHIPS, Chip, GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
+from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.profile import MachineProfile
@@ -34,7 +34,7 @@ def chip_of(cluster: ClusterSpec) -> Chip | None:
     if cluster.profile is not None:
         return chip_of_profile(_profile_of(cluster.profile))
     if cluster.is_cpu:
-        return guessed_processor((os.cpu_count() or 1) // cluster.gpus_per_node)
+        return guessed_processor(usable_cores() // cluster.gpus_per_node)
     return None if cluster.memory_gib is None else guessed_device(cluster.gpu, int(cluster.memory_gib * GiB))
 
 

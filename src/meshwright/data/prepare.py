@@ -7,7 +7,6 @@ has `unfinished.json` (the request) and `journal.jsonl` (finished shards); only 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import sys
 from collections import Counter, deque
@@ -56,6 +55,7 @@ from meshwright.data.tokenizer import (
 from meshwright.durable.lock import locked
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
+from meshwright.spec.host_limits import usable_cores
 
 NAMED = 20
 Read = Callable[[InputFile], Iterable[Document | BadDocument | TextlessFile]]
@@ -134,7 +134,7 @@ def prepare(
             return Prepared(out, done, BadDocuments(), Counter(), reused=True)
         begin(preparation, files, request)
         try:
-            return _run(preparation, files, request, workers or os.cpu_count() or 1, shown)
+            return _run(preparation, files, request, workers or usable_cores(), shown)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

@@ -46,6 +46,7 @@ from meshwright.policies.job_end import culprit, job_code, next_action
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import CommunicationFailure, Interrupted
 from meshwright.spec.folders import compiler_cache
+from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.network import network_environment
 from meshwright.spec.rank_environment import STORE_SOCKET, stop_signals
 
@@ -452,8 +453,8 @@ def _output(rank: int, logs: Path | None) -> Iterator[int | None]:
 
 
 def rank_threads(cluster: ClusterSpec) -> int:
-    """CPU threads of one rank: its share of this host's cores; a rank that computes on a GPU needs only a few."""
-    cores_per_rank = max(1, (os.cpu_count() or 1) // cluster.gpus_per_node)
+    """CPU threads of one rank: its share of the cores that this process may use; a rank that computes on a GPU needs only a few."""
+    cores_per_rank = max(1, usable_cores() // cluster.gpus_per_node)
     return cores_per_rank if cluster.is_cpu else min(8, cores_per_rank)
 
 

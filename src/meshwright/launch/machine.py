@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec, chip_from_device_name
 from meshwright.spec.errors import BadInput
+from meshwright.spec.host_limits import memory_limits
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
 _DEVICE_NODES = ("nvidia[0-9]*", "kfd", "dxg")
@@ -66,14 +67,9 @@ def visible_gpus() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Physical memory of this host, or the container's limit when that is lower."""
+    """Physical memory of this host, or the lowest limit of the batch system or the container when that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
-            text = limit.read().strip()
-    except OSError:
-        return total
-    return min(total, int(text)) if text.isdigit() else total
+    return min([total, *(limit.limit for limit in memory_limits())])
 
 
 def _gpu_names() -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright
+from meshwright.spec.host_limits import usable_cores
 
 
 def environment() -> dict[str, Any]:
@@ -22,7 +23,7 @@ def environment() -> dict[str, Any]:
         "torch": _version("torch"),
         "numpy": _version("numpy"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu_cores": _cores(),
+        "cpu_cores": usable_cores(),
         "memory_bytes": _memory_bytes(),
         **_devices(),
     }
@@ -53,11 +54,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cores() -> int | None:
-    """Cores this process may use, which a container or a batch system may restrict."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _memory_bytes() -> int | None:

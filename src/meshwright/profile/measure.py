@@ -28,6 +28,7 @@ from meshwright.profile.product_times import product_times
 from meshwright.profile.team import Team
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.profile import MachineProfile
 from meshwright.workload.device_work import Work
 
@@ -131,7 +132,7 @@ def machine_properties(team: Team, cluster: ClusterSpec, versions: dict[str, str
         device=properties.name if properties else _processor(),
         devices=team.ranks_per_node,
         nodes=team.nodes,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         memory_bytes=properties.total_memory
         if properties
         else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

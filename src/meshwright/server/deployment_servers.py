@@ -18,6 +18,7 @@ from meshwright.config.deployment_file import deployment_yaml
 from meshwright.durable.writes import write_durable
 from meshwright.spec.deployment import Deployment, Role
 from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.host_limits import usable_cores
 
 START_SECONDS = 600.0
 """Longest time that a server may take to load its model and warm up."""
@@ -115,7 +116,7 @@ def _start(
             names = own.split(",") if own else [str(index) for index in range(visible.stop)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[visible.start : visible.stop])
         else:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // deployment.devices)))
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // deployment.devices)))
         yield _Server(role, number, devices, [*words, *own_words], environment)
 
 

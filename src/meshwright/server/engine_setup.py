@@ -22,6 +22,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.engine import ONE_RANK, ExpertRanks
 from meshwright.spec.errors import EXIT_COMMUNICATION
 from meshwright.spec.fields import to_plain
+from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.rank_environment import STORE_SOCKET
 
 log = logging.getLogger("meshwright.server")
@@ -107,7 +108,7 @@ def _start(setup: EngineSetup, rank: int, engine: socket.socket, store: socket.s
         variables = {
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // setup.ranks),
+            "OMP_NUM_THREADS": max(1, usable_cores() // setup.ranks),
             **os.environ,
             **variables,
             "RANK": rank,
