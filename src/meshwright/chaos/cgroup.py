@@ -63,7 +63,9 @@ class MemoryGroup:
         # Until the memory of a killed process is free the kernel may kill another one, which then has to be the program.
         for pid in (self._folder / "cgroup.procs").read_text().split():
             with suppress(OSError):
-                Path(f"/proc/{pid}/oom_score_adj").write_text("1000" if int(pid) == victim else "-1000")
+                Path(f"/proc/{pid}/oom_score_adj").write_text(
+                    "1000" if int(pid) == victim else "-1000", encoding="ascii"
+                )
         self._limit.write_text(str(int(self._usage.read_text()) + SPARE_BYTES))
         self._hog = subprocess.Popen([sys.executable, "-c", HOG, str(self._folder / "cgroup.procs")])
 

@@ -170,7 +170,7 @@ def jump_clock(stage: Stage) -> None:
     job.until_step(middle(stage))
     stage.mark()
     for seconds in (JUMP_SECONDS, -JUMP_SECONDS):
-        file.write_text(str(seconds))
+        file.write_text(str(seconds), encoding="ascii")
         job.until_step(job.last_step + stage.template.every)
     job.wait()
 

@@ -42,7 +42,7 @@ def start_ticks(pid: int) -> int:
 def _status(pid: int) -> list[str]:
     """Fields of /proc/PID/stat after the command's name."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
 
@@ -58,7 +58,7 @@ def command(pid: int) -> list[str]:
 def children(pid: int) -> list[int]:
     """Processes that the main thread of a process started and that it has not yet waited for."""
     try:
-        return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
     except OSError:
         return []
 

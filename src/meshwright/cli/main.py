@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
+from meshwright.cli.streams import complete_streams
 from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 
@@ -76,6 +77,7 @@ def _root(
 def main() -> None:
     """Run the command line; ends the process with the exit codes of docs/reference/exit-codes.md."""
     _collect_rarely()
+    complete_streams()
     try:
         app_for(_words_to_complete() or sys.argv[1:])(prog_name="meshwright")
     except BadConfig as error:

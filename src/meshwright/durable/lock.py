@@ -83,7 +83,7 @@ def _open(path: Path) -> TextIO:
     for _ in range(OPEN_ATTEMPTS):
         with suppress(FileNotFoundError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            return path.open("a+")
+            return path.open("a+", encoding="utf-8", errors="replace")
     raise BadInput(
         f"{path}: cannot be created; its folder is removed again and again, or it is a link to a missing file"
     )

@@ -92,7 +92,7 @@ def _kernel_view(pid: int) -> dict[str, str]:
     files = {}
     for name in PROC_FILES:
         with suppress(OSError):
-            files[name] = Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+            files[name] = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
     return files
 
 
@@ -140,8 +140,9 @@ def _spy(pid: int) -> subprocess.Popen[str] | None:
         return None
     with suppress(OSError):
         return subprocess.Popen(
-            [*PYSPY, str(pid)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+            [*PYSPY, str(pid)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            encoding="utf-8", errors="replace",
+        )  # fmt: skip
     return None
 
 

@@ -131,7 +131,8 @@ class _Process:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
         self._lines: list[str] = []
         self._addresses: queue.Queue[str | None] = queue.Queue()
