@@ -11,9 +11,18 @@ from hypothesis import HealthCheck, settings
 
 from tests.slow import QUICK
 
+VARIABLES_OF_USERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX"),
+    *("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "GITHUB_ACTIONS"),
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ |= {"COLUMNS": "80", "LINES": "24"}  # of the texts that commands print; tests of other widths set their own
+for variable in list(os.environ):
+    # No test begins as a rank of the job in which pytest may run, or prints colours for the terminal of its user.
+    if variable in VARIABLES_OF_USERS or (variable.startswith(("SLURM_", "MESHWRIGHT_")) and variable != QUICK):
+        del os.environ[variable]
 
 
 LONG = ("distributed", "docs", "training", "tests", "cli", "planner", "kernels")

@@ -308,7 +308,9 @@ def test_an_exported_model_is_the_same_model(finished: Path, tiny: Path, tmp_pat
     assert meshwright("checkpoint", "to-hf", run, exported, "--dtype", "fp32").code == 0
     assert meshwright("checkpoint", "from-hf", exported, reimported).code == 0
     options = ["--data", tiny.parent / "data", "--seq-len", 16, "--json"]
-    losses = [meshwright("eval", model, *options).json["loss"] for model in (run, exported, reimported)]
+    answers = [meshwright("eval", model, *options) for model in (run, exported, reimported)]
+    assert [answer.code for answer in answers] == [0] * 3, answers
+    losses = [answer.json["loss"] for answer in answers]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
     with (
         mock.patch.object(text_losses, "CHUNK_TOKENS", 6),

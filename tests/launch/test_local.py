@@ -174,9 +174,10 @@ def test_a_stop_signal_reaches_every_rank(number: signal.Signals, tmp_path: Path
     code = (
         "import sys; from pathlib import Path; from meshwright.launch.local import run_ranks; folder = Path(sys.argv[1]);"
         "from meshwright.spec.cluster import ClusterSpec; host = ClusterSpec(gpus_per_node=2);"
+        "import signal; signal.signal(int(sys.argv[2]), signal.SIG_DFL);"  # nohup, which may run pytest, ignores SIGHUP
         "sys.exit(run_ranks('tests.launch.fake_rank', ['wait', str(folder)], cluster=host, logs=folder / 'logs', threads=1))"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(int(number))])
     until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
     parent.send_signal(number)
     assert parent.wait(60) == 75

@@ -178,7 +178,8 @@ def _measured(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | Non
 def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | None) -> MachineProfile:
     """Start a rank for every device of this host. If they fail, exit with their code and keep logs that have a traceback."""
     from meshwright.config.profile_file import load_profile
-    from meshwright.launch.local import rank_threads, run_ranks
+    from meshwright.launch.local import run_ranks
+    from meshwright.launch.machine import rank_threads
     from meshwright.spec.fields import to_plain
 
     if cluster.nodes > 1:

@@ -41,12 +41,12 @@ from meshwright.events.stacks import STACKS, evidence_memory
 from meshwright.events.start import START_TIME_VARIABLE, process_start_time
 from meshwright.events.terminal import write_line
 from meshwright.launch.evidence import RankProcess, collect, is_stopped
+from meshwright.launch.machine import rank_threads
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines
 from meshwright.policies.job_end import culprit, job_code, next_action
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import CommunicationFailure, Interrupted
 from meshwright.spec.folders import compiler_cache
-from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.network import network_environment
 from meshwright.spec.rank_environment import STORE_SOCKET, stop_signals
 
@@ -450,12 +450,6 @@ def _output(rank: int, logs: Path | None) -> Iterator[int | None]:
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"rank-{rank:05d}.log").open("ab") as log:
         yield log.fileno()
-
-
-def rank_threads(cluster: ClusterSpec) -> int:
-    """CPU threads of one rank: its share of the cores that this process may use; a rank that computes on a GPU needs only a few."""
-    cores_per_rank = max(1, usable_cores() // cluster.gpus_per_node)
-    return cores_per_rank if cluster.is_cpu else min(8, cores_per_rank)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The devices and memory of this host, detected without torch."""
+"""The devices, cores and memory of this host, detected without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec, chip_from_device_name
 from meshwright.spec.errors import BadInput
-from meshwright.spec.host_limits import memory_limits
+from meshwright.spec.host_limits import memory_limits, usable_cores
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
 _DEVICE_NODES = ("nvidia[0-9]*", "kfd", "dxg")
@@ -70,6 +70,12 @@ def host_memory_bytes() -> int:
     """Physical memory of this host, or the lowest limit of the batch system or the container when that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *(limit.limit for limit in memory_limits())])
+
+
+def rank_threads(cluster: ClusterSpec) -> int:
+    """CPU threads of one rank: its share of the usable cores; a rank that computes on a GPU needs only a few."""
+    cores_per_rank = max(1, usable_cores() // cluster.gpus_per_node)
+    return cores_per_rank if cluster.is_cpu else min(8, cores_per_rank)
 
 
 def _gpu_names() -> list[str]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshwright.events.messages import Failure, Message
-from meshwright.launch.local import rank_threads, run_ranks
-from meshwright.launch.machine import found_cluster, is_here
+from meshwright.launch.local import run_ranks
+from meshwright.launch.machine import found_cluster, is_here, rank_threads
 from meshwright.launch.prepare import Note, plan_yaml, prepare_run
 from meshwright.observe.metrics import scan_metrics
 from meshwright.observe.prediction_account import (
