@@ -7,7 +7,8 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ FIRST_BYTES = 4096
 """Longest message of a peer that has not shown its key."""
 MESSAGE_BYTES = 64 << 20
 """Longest JSON of a message, and most bytes beside it."""
+LONGEST_SOCKET_PATH = 107
+"""Most bytes of a Unix socket's address on Linux (unix(7))."""
 _HEADER = struct.Struct("!II")
 """Bytes of the JSON, and bytes beside it."""
 _RECEIVE_BYTES = 1 << 20
@@ -166,7 +169,8 @@ def listen(address: str) -> socket.socket:
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             mask = os.umask(0o177)
             try:
-                end.bind(str(path))
+                with _short_path(path) as name:
+                    end.bind(name)
             finally:
                 os.umask(mask)
             end.listen()
@@ -180,23 +184,35 @@ def listen(address: str) -> socket.socket:
 
 def start_connecting(address: str) -> socket.socket | None:
     """A socket that connects to an address, or will be in a moment; None if nobody listens there."""
+    path = Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
     try:
-        if address.startswith(UNIX):
-            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            target: Any = address.removeprefix(UNIX)
-        else:
-            target = listen_address(address)
-            end = socket.socket(socket.AF_INET6 if ":" in target[0] else socket.AF_INET, socket.SOCK_STREAM)
+        target: Any = None if path else listen_address(address)
+        family = socket.AF_UNIX if target is None else socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+        end = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, ValueError):
         return None
     end.setblocking(False)
     try:
-        end.connect(target)
+        with _short_path(path) if path else nullcontext(target) as name:
+            end.connect(name)
     except BlockingIOError:
-        if address.startswith(UNIX):  # the queue of the listener is full
+        if path:  # the queue of the listener is full
             end.close()
             return None
     except OSError:
         end.close()
         return None
     return end
+
+
+@contextmanager
+def _short_path(path: Path) -> Iterator[str]:
+    """The path of a socket's file, by way of a descriptor of its folder if it is longer than a socket's address can be."""
+    if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
