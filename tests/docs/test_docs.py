@@ -342,10 +342,7 @@ def test_packages_and_layers_are_those_of_the_code() -> None:
     rows = {codes(row["package"])[0]: row for row in table("docs/design/architecture.md", "layer")}
     assert {name: int(row["layer"]) for name, row in rows.items()} == LAYERS
     for name, row in rows.items():
-        listed = subprocess.run(
-            ["git", "ls-files", f"src/meshwright/{name}"], cwd=ROOT, capture_output=True, check=True
-        )
-        exists = bool(listed.stdout)  # a package exists once it is committed
+        exists = any((ROOT / "src" / "meshwright" / name).glob("*.py"))  # also in a copy that is no repository
         assert row["responsibility"].startswith("planned") != exists, (
             f"docs/design/architecture.md says of {name}: {row['responsibility']}"
         )
