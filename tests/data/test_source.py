@@ -93,6 +93,18 @@ def test_no_validation_says_how_to_get_some(corpus: Path, tokenizer_file: Path, 
         opened(tmp_path / "plain", split="validation")
 
 
+def test_validation_data_alone_prepare_no_other_corpus(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `meshwright eval MODEL --data DIR` of a model folder without a record of its training data."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # no folder can be made there
+    spec = DataSpec(validation=str(prepared))
+    assert has_validation(spec, 32)
+    source = open_data(spec, seq_len=32, seed=7, split="validation")
+    expected = opened(prepared, split="validation", seed=7).samples(range(3)).tokens
+    assert source.samples(range(3)).tokens.tolist() == expected.tolist()
+    with pytest.raises(OSError):
+        open_data(spec, seq_len=32, seed=7)
+
+
 def test_figures_for_bits_per_byte_and_the_unigram_baseline(prepared: Path) -> None:
     source = opened(prepared, split="validation", document_mask=True)
     manifest = json.loads((prepared / "held_out" / MANIFEST).read_text())

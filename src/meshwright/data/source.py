@@ -64,11 +64,11 @@ def open_data(
     `stdlib` is the folder for the source `stdlib` (the user's cache when None). `verifier` gets each shard when its first
     sample is read. Raises BadInput and Damaged (see `data.damaged`).
     """
-    train = {name: _path_of(name, stdlib) for name in sorted(spec.mix)}
-    paths = train if split == "train" else _validation_paths(spec, train, seq_len)
+    paths = _train_paths(spec, stdlib) if split == "train" else _validation_paths(spec, stdlib, seq_len)
     if not paths:
         hint = "prepare with --held-out FRACTION, or set data.validation"
-        missing = f"no {HELD_OUT} of more than {_fewest_tokens(spec, seq_len)} tokens beside {', '.join(map(str, train.values()))}"
+        beside = ", ".join(map(str, _train_paths(spec, stdlib).values()))
+        missing = f"no {HELD_OUT} of more than {_fewest_tokens(spec, seq_len)} tokens beside {beside}"
         raise BadInput(f"no validation data: {missing}; {hint}")
     packing = spec.packing if split == "train" or spec.packing == "none" else "stream"
     sources = [Source(name, open_directory(path, spec.damaged), seq_len, packing) for name, path in paths.items()]
@@ -83,7 +83,7 @@ def open_data(
 
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
     """Whether `open_data(..., split="validation")` would succeed; without `data.validation` the text must fill a sample."""
-    return bool(_validation_paths(spec, {name: _path_of(name, stdlib) for name in spec.mix}, seq_len))
+    return bool(_validation_paths(spec, stdlib, seq_len))
 
 
 class Source:
@@ -383,11 +383,17 @@ def _path_of(name: str, stdlib: Path | None) -> Path:
     return ensure_stdlib(stdlib or stdlib_folder())
 
 
-def _validation_paths(spec: DataSpec, train: dict[str, Path], seq_len: int) -> dict[str, Path]:
+def _train_paths(spec: DataSpec, stdlib: Path | None) -> dict[str, Path]:
+    return {name: _path_of(name, stdlib) for name in sorted(spec.mix)}
+
+
+def _validation_paths(spec: DataSpec, stdlib: Path | None, seq_len: int) -> dict[str, Path]:
+    """Directories of validation data; those to train on are not prepared for a `data.validation` that is not among them."""
     if spec.validation is not None:
-        path = train.get(spec.validation) or _path_of(spec.validation, None)
+        path = _path_of(spec.validation, stdlib)
         held_out = held_out_beside(path) if path.name != TRAIN else None
         return {spec.validation: held_out or path}
+    train = _train_paths(spec, stdlib)
     beside = {name: held_out for name, path in train.items() if (held_out := held_out_beside(path))}
     manifests = {name: Manifest.read(folder) for name, folder in beside.items()}
     fewest = _fewest_tokens(spec, seq_len)
