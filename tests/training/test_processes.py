@@ -95,8 +95,8 @@ def listening(pids: list[int]) -> list[str]:
     """Local addresses, as the kernel writes them, that the processes listen at."""
     links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
     sockets = {os.readlink(link) for link in links if link.is_symlink()}
-    tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
-    connections = [line.split() for lines in tables for line in lines]
+    tables = [path for path in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")) if path.exists()]  # a kernel without IPv6
+    connections = [line.split() for path in tables for line in path.read_text().splitlines()[1:]]
     return [
         connection[1].split(":")[0]
         for connection in connections
