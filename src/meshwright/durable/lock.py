@@ -78,12 +78,17 @@ def _acquire(path: Path, wait: bool, alternative: str) -> tuple[TextIO, bool]:
 def _open(path: Path) -> TextIO:
     """Open the lock file; create it and its folder if they are missing.
 
-    Another process may remove the empty folder in between.
+    Another process may remove the empty folder in between, even between two system calls of `Path.mkdir`.
     """
     for _ in range(OPEN_ATTEMPTS):
-        with suppress(FileNotFoundError):
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return path.open("a+", encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            continue
+        except FileExistsError as error:
+            if os.path.lexists(error.filename) and not os.path.isdir(error.filename):
+                raise
     raise BadInput(
         f"{path}: cannot be created; its folder is removed again and again, or it is a link to a missing file"
     )
