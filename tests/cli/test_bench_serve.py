@@ -69,13 +69,16 @@ def test_the_report_has_predicted_beside_measured(
     bench_serve.bench_serve(
         [str(tmp_path / "serve.yaml")], tmp_path / "d.yaml", None, "100,200", seconds=0.1, out=report, as_json=True
     )
-    rates = json.loads(capsys.readouterr().out)["rates"]
+    captured = capsys.readouterr()
+    assert "rate 2 of 2: 20 requests at 200/s, 0.1 s\n200 requests/s: 100.0% meet both limits" in captured.err
+    rates = json.loads(captured.out)["rates"]
     assert [(result["rate"], result["requests"], result["failed"]) for result in rates] == [(100, 20, 0), (200, 20, 0)]
     for result in rates:
         assert result["measured"]["ttft_p90"] == pytest.approx(0.01)
         assert result["measured"]["tpot_p50"] == pytest.approx(1e-3)
         assert result["predicted"]["attainment"] == 1.0
     HTMLParser().feed(text := report.read_text())
+    assert "<h1>tiny</h1>" in text and "asked for 90%" in text and 'data-value="0"></b>' in text
     for part in ("Predicted beside measured", "Attainment", "prefill 0", "decode 0"):
         assert part in text
     for gauge in ("Requests in the batch", "Cache that requests hold"):

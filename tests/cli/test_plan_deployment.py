@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -68,6 +69,9 @@ def test_loose_limits_colocate_and_the_text_says_why(
     assert answer.code == 0, answer.err
     assert max(map(len, answer.out.splitlines())) <= columns
     assert "× TP1" in answer.out.splitlines()[1] and "prefill" not in answer.out.splitlines()[1]
+    assert "simulating the best" in answer.err
+    text = " ".join(answer.out.split())
+    assert "on all 2" in text and re.search(r"the workload's own \S+ requests/s are \d+% of that", text)
     for heading in ("instances", "attainment by", "why this deployment", "colocated: ", "where the numbers come from"):
         assert heading in answer.out
 

@@ -35,6 +35,14 @@ def test_duration_and_clock(seconds, text, clock):
     assert (number_text.duration(seconds), number_text.clock(seconds)) == (text, clock)
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.0123, "0.0123"), (16.364, "16.4"), (99.96, "100"), (1042.3, "1,042"), (12345, "12,345")],
+)
+def test_rate(value, text):
+    assert number_text.rate(value) == text
+
+
 def test_percent_and_scientific():
     assert number_text.percent(0.41346) == "41.3%"
     assert (number_text.scientific(3e-4), number_text.scientific(0.0), number_text.scientific(2.5)) == (

@@ -69,7 +69,7 @@ def test_equal_estimates_leave_a_place_for_other_budgets() -> None:
     rates = {budget(256): 2.0, budget(8192): 9.0, PAIR: 10.0}
     search = SimpleNamespace(goodput=lambda deployment, *_, **__: goodput(rates[deployment]))
     equal = dict.fromkeys(rates, 10.0)
-    compared = deployment_search._compare(cast(GoodputSearch, search), list(rates), equal, lambda text: None)
+    compared = deployment_search._compare(cast(GoodputSearch, search), list(rates), equal)
     assert {deployment: found.rate for deployment, found in compared.items()} == rates
 
 

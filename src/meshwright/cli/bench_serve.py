@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Json, check_writable, model_folder, say
+from meshwright.cli.options import Json, check_writable, model_folder, print_now, say
 from meshwright.cli.spread import check_deployment, cluster_here, model_in
 from meshwright.durable.writes import write_durable
+from meshwright.observe.number_text import rate as rate_text
 from meshwright.spec.errors import BadInput, attach_key
 from meshwright.spec.fields import to_plain
 
@@ -107,19 +107,15 @@ def bench_serve(
     with nullcontext() if planned is None else planned.at_keys():
         _check_deployment(deployment, served, spec.cluster, str(plan or words[0]))
     tested = tested or _rates_of(deployment)
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # the servers are stopped on the way out
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers are stopped on the way out
     say(f"{deployment_name(deployment)}: starting {deployment.devices} device{'s' * (deployment.devices > 1)}")
-    test = _Test(spec, deployment, costs, served.vocab_size, plan)
-    report = test.run(folder, requests, tested, seconds)
+    test = _Test(spec, deployment, costs, served.vocab_size, plan, folder.resolve().name)
+    report = test.run(folder, requests, tested, seconds, say if as_json else print_now)
     write_durable(out, page(report))
     if as_json:
         print(json.dumps(_as_plain(deployment, report, out)))
-        return
-    for result in report.rates:
-        print(_line(result))
-    print(f"report: {out}")
+    else:
+        print(f"report: {out}")
 
 
 def read_rates(text: str) -> list[float]:
@@ -198,14 +194,23 @@ class _Test:
     vocab_size: int
     plan: Path | None
     """The deployment's file; None: it was planned."""
+    name: str
+    """Name of the folder with the weights."""
     _results: list[RateResult] = field(default_factory=list)
     _starts: list[float] = field(default_factory=list)
     _gauges: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
     _served: list[ServedDeployment] = field(default_factory=list)
     """The simulation of each rate."""
 
-    def run(self, folder: Path, requests: Sequence[TimedRequest], rates: Sequence[float], seconds: float) -> LoadReport:
-        """Serve the model in `folder` and test all rates."""
+    def run(
+        self,
+        folder: Path,
+        requests: Sequence[TimedRequest],
+        rates: Sequence[float],
+        seconds: float,
+        tell: Callable[[str], None],
+    ) -> LoadReport:
+        """Serve the model in `folder` and test all rates; `tell` receives a line about each as soon as it is tested."""
         from meshwright.planner.deployment_goodput import RequestSample
         from meshwright.server.deployment_servers import deployment_servers
 
@@ -213,12 +218,13 @@ class _Test:
             first = [request._replace(arrival_seconds=0.0) for request in requests[: len(running.instances)]]
             self._replay(running, first)
             begin = 0.0
-            for rate in rates:
+            for number, rate in enumerate(rates, 1):
                 count = max(FEWEST_REQUESTS, round(rate * seconds))
+                say(f"rate {number} of {len(rates)}: {count:,} requests at {rate_text(rate)}/s, {count / rate:.3g} s")
                 sample = RequestSample(requests, count).at(rate)
                 test = self._replay(running, sample)
                 result = self._result(rate, test, sample)
-                say(_line(result))
+                tell(_line(result))
                 self._results.append(result)
                 self._starts.append(begin)
                 self._gauges += [(begin + time, index, gauges) for time, index, gauges in test.occupancy]
@@ -275,7 +281,7 @@ class _Test:
 
         limits, spec = self.spec.serve.limits, self.spec
         return LoadReport(
-            model=spec.model.preset or spec.name,
+            model=spec.model.preset or self.name,
             deployment=deployment_name(self.deployment),
             devices=self.deployment.devices,
             goal=limits.attainment,
@@ -320,10 +326,8 @@ class _Test:
 def _line(result: RateResult) -> str:
     predicted = "" if result.predicted is None else f", predicted {result.predicted.attainment:.1%}"
     figures = result.measured
-    return (
-        f"{result.rate:.3g} requests/s: {figures.attainment:.1%} meet both limits{predicted}; p90 of TTFT {1e3 * figures.ttft_p90:.3g} ms, "
-        f"of TPOT {1e3 * figures.tpot_p90:.3g} ms"
-    )
+    times = f"{1e3 * figures.ttft_p90:.3g} ms, of TPOT {1e3 * figures.tpot_p90:.3g} ms"
+    return f"{rate_text(result.rate)} requests/s: {figures.attainment:.1%} meet both limits{predicted}; p90 of TTFT {times}"
 
 
 def _as_plain(deployment: Deployment, report: LoadReport, out: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from meshwright.durable.writes import write_durable
 from meshwright.launch.machine import found_cluster
 from meshwright.launch.prepare import with_model_vocabulary
 from meshwright.models.families import folder_spec
+from meshwright.observe.number_text import rate as rate_text
 from meshwright.planner.deployment_search import DeploymentAnswer, Option, plan_deployment
 from meshwright.spec.deployment import DeploymentSpec, TimedRequest
 from meshwright.spec.errors import BadInput
@@ -117,8 +118,8 @@ def headline(plan: ServePlan) -> str:
     """Goodput with its band, in a sentence."""
     answer = plan.answer
     rate, cluster = answer.chosen.goodput_per_gpu, plan.spec.cluster
-    whole = f", {rate * cluster.ranks:,.4g} on all {cluster.ranks}" if cluster.ranks > 1 else ""
-    return f"{rate:.3g} requests/s a GPU (80%: {answer.low:.3g} to {answer.high:.3g}){whole}"
+    whole = f", {rate_text(rate * cluster.ranks)} on all {cluster.ranks}" if cluster.ranks > 1 else ""
+    return f"{rate_text(rate)} requests/s a GPU (80%: {rate_text(answer.low)} to {rate_text(answer.high)}){whole}"
 
 
 def limits_line(plan: ServePlan) -> str:
@@ -133,9 +134,11 @@ def limits_line(plan: ServePlan) -> str:
 
 
 def rate_line(plan: ServePlan) -> str:
-    """The devices that the workload's own rate needs."""
+    """The share of the goodput that the workload's own rate takes, and the devices that it needs if these are too few."""
     needed, ranks = plan.devices_needed, plan.spec.cluster.ranks
-    return f"the workload's {plan.rate:.3g} requests/s need {needed:,} such GPU{'s' * (needed > 1)}, of {ranks:,}"
+    share = plan.rate / (plan.answer.chosen.goodput_per_gpu * ranks)
+    more = f": it needs {needed:,} GPUs" if needed > ranks else ""
+    return f"the workload's own {rate_text(plan.rate)} requests/s are {share:.0%} of that{more}"
 
 
 def search_line(answer: DeploymentAnswer) -> str:

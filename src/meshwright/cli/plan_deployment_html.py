@@ -30,8 +30,8 @@ def page(plan: ServePlan) -> str:
     tiles = [
         (
             "Goodput",
-            f"{answer.chosen.goodput_per_gpu:.3g}",
-            f"requests/s a GPU, 80%: {answer.low:.3g} to {answer.high:.3g}",
+            number_text.rate(answer.chosen.goodput_per_gpu),
+            f"requests/s a GPU, 80%: {number_text.rate(answer.low)} to {number_text.rate(answer.high)}",
         ),
         ("Binding limit", answer.chosen.goodput.binding.upper(), f"{spec.serve.limits.attainment:.0%} must meet both"),
         (
@@ -45,7 +45,7 @@ def page(plan: ServePlan) -> str:
     curve = AttainmentCurve("predicted", answer.curve)
     others = [
         (
-            f"{option.goodput_per_gpu:.3g}",
+            number_text.rate(option.goodput_per_gpu),
             deployment_name(option.deployment),
             option.goodput.binding.upper(),
             option.why_not,

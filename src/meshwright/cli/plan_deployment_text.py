@@ -19,6 +19,7 @@ from meshwright.cli.plan_deployment import (
     search_line,
 )
 from meshwright.cli.plan_words import machines_line
+from meshwright.observe.number_text import rate as rate_text
 from meshwright.observe.number_text import short
 from meshwright.spec.deployment import deployment_name
 from meshwright.spec.model import parameter_count
@@ -40,7 +41,7 @@ def show(plan: ServePlan) -> None:
     for line in (limits_line(plan), rate_line(plan), search_line(answer)):
         console.print(line)
     _grid(console, "instances", [INSTANCE_HEADS, *instance_lines(answer)])
-    curve = [(f"{rate:.3g}", f"{share:.1%}", "█" * round(BAR * share)) for rate, share in answer.curve]
+    curve = [(rate_text(rate), f"{share:.1%}", "█" * round(BAR * share)) for rate, share in answer.curve]
     _grid(console, "attainment by requests/s a GPU", curve)
     scaled = [
         (f"× {factor:g}", f"{share:.1%}", "█" * round(BAR * share)) for factor, share in scaled_limits(answer)[::2]
@@ -48,7 +49,7 @@ def show(plan: ServePlan) -> None:
     _grid(console, "attainment at the goodput, if both limits are scaled", scaled)
     _grid(console, "why this deployment", [("·", reason) for reason in answer.why])
     others = [
-        (f"{option.goodput_per_gpu:.3g}", f"{deployment_name(option.deployment)}\n[dim]{option.why_not}[/dim]")
+        (rate_text(option.goodput_per_gpu), f"{deployment_name(option.deployment)}\n[dim]{option.why_not}[/dim]")
         for option in answer.alternatives[:MOST_ALTERNATIVES]
     ]
     _grid(console, "alternatives by requests/s a GPU, and why they were not chosen", others)

@@ -1,4 +1,4 @@
-"""The chart of attainment over rate, of predicted and measured requests."""
+"""Charts of attainment and goodput of predicted and measured requests; their legends have no values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
     axis = Axis("rate", "requests/s a GPU", 0.0, high, tuple((value, f"{value:g}") for value in ticks(0.0, high, 5)))
     tables = {curve.label: {"rate": [rate for rate, _ in curve.points]} for curve in curves}
     series = [
-        Series(curve.label, colour, curve.label, [share for _, share in curve.points], "points")
+        Series(curve.label, colour, curve.label, [share for _, share in curve.points], "points", "")
         for curve, colour in zip(curves, COLOURS, strict=False)
     ]
     chart = Chart(
@@ -49,7 +49,7 @@ def limits_chart(points: Sequence[tuple[float, float]], goal: float) -> str:
     factors = [factor for factor, _ in points]
     marks = tuple((value, f"× {value:g}") for value in (0.5, 1.0, 1.5, 2.0))
     axis = Axis("factor", "limits", min(factors), 1.15 * max(factors), marks)
-    series = Series("predicted", COLOURS[0], "predicted", [share for _, share in points])
+    series = Series("predicted", COLOURS[0], "predicted", [share for _, share in points], shown="")
     title = "Attainment at the goodput, if both limits are scaled"
     chart = Chart(
         "limits", title, "of requests, by factor of the limits", "percent", (series,), reference=("asked for", goal)
@@ -62,7 +62,7 @@ def division_chart(points: Sequence[tuple[float, float]]) -> str:
     if not points:
         return ""
     axis = Axis("share", "prefill devices", -0.02, 1.0, tuple((v / 4, f"{25 * v}%") for v in range(5)))
-    series = Series("simulated", COLOURS[1], "simulated", [goodput for _, goodput in points], "points")
+    series = Series("simulated", COLOURS[1], "simulated", [goodput for _, goodput in points], "points", "")
     unit = "requests/s a GPU, by share of devices that compute prompts only; 0%: colocated"
     chart = Chart("division", "Goodput by division of the devices", unit, "short", (series,))
     return draw(chart, {"simulated": {"share": [share for share, _ in points]}}, axis)

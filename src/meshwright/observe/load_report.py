@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.observe import number_text
 from meshwright.observe.attainment_chart import AttainmentCurve, attainment_chart
 from meshwright.observe.page import document, header, listing, table, tile_list
 from meshwright.observe.svg import Axis, Chart, Series, draw
@@ -83,7 +84,7 @@ def page(report: LoadReport) -> str:
     tiles = [
         (
             "Measured goodput",
-            f"{met / report.devices:.3g}",
+            number_text.rate(met / report.devices),
             "requests/s a device, the highest tested rate that meets the limits",
         ),
         ("Requests", f"{sum(r.requests for r in report.rates):,}", f"{sum(r.failed for r in report.rates):,} failed"),
@@ -113,7 +114,13 @@ def _curves(report: LoadReport) -> list[AttainmentCurve]:
 
 def _lines(result: RateResult) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [
-        ("measured", f"{result.rate:.3g}", f"{result.requests:,}", f"{result.failed:,}", *_figures(result.measured))
+        (
+            "measured",
+            number_text.rate(result.rate),
+            f"{result.requests:,}",
+            f"{result.failed:,}",
+            *_figures(result.measured),
+        )
     ]
     if result.predicted is not None:
         lines.append(("predicted", "", "", "", *_figures(result.predicted)))
@@ -151,10 +158,12 @@ def _chart(
     times = {second for seconds, _ in curves.values() for second in seconds}
     if len(times) < 2:
         return ""
-    marks = tuple((start, f"{r.rate:.3g}/s") for start, r in zip(report.starts, report.rates, strict=True))
+    marks = tuple(
+        (start, f"{number_text.rate(r.rate)}/s") for start, r in zip(report.starts, report.rates, strict=True)
+    )
     axis = Axis("seconds", "seconds", 0.0, max(times), marks)
     series = tuple(
-        Series(name, COLOURS[index % len(COLOURS)], name, values)
+        Series(name, COLOURS[index % len(COLOURS)], name, values, shown="")
         for index, (name, (_, values)) in enumerate(curves.items())
     )
     tables = {name: {"seconds": seconds} for name, (seconds, _) in curves.items()}

@@ -54,6 +54,11 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f}%"
 
 
+def rate(value: float) -> str:
+    """Three significant digits, and all whole ones: 16.364 → "16.4", 1042.3 → "1,042"."""
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
 def scientific(value: float) -> str:
     """Learning rates: 0.0003 → "3.00e-4"."""
     mantissa, _, exponent = f"{value:.2e}".partition("e")

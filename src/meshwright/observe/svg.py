@@ -219,7 +219,8 @@ def _reference_label(chart: Chart) -> str:
     if not chart.reference:
         return ""
     label, level = chart.reference
-    return f'<span class="reference" style="top:{chart.y(level)}px">{escape(label)} {level:.2f}</span>'
+    text = f"{level:.0%}" if chart.format == "percent" else f"{level:.2f}"
+    return f'<span class="reference" style="top:{chart.y(level)}px">{escape(label)} {text}</span>'
 
 
 def _rounded(value: float | None) -> float | None:

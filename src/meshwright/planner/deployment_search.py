@@ -107,9 +107,11 @@ def plan_deployment(
     if not any(deployment.runnable for deployment in finalists):
         raise unreachable(runnable, sizes, costs.of, limits)
     search = GoodputSearch(_simulator(costs, limits), limits, requests)
-    compared = _compare(search, finalists, estimates, note)
+    note(f"{len(estimates)} deployments estimated; simulating the best {len(finalists)} at most")
+    compared = _compare(search, finalists, estimates)
     if not any(goodput.rate for deployment, goodput in compared.items() if deployment.runnable):
         raise unreachable(runnable, sizes, costs.of, limits)
+    note(f"{len(compared)} simulated; simulating the best of each kind with more requests")
     best_of_kind = _refine(search, compared)
     chosen = _choose(best_of_kind)
     low, high = _band(search, chosen, best_of_kind[chosen])
@@ -196,7 +198,6 @@ def _compare(
     search: GoodputSearch,
     finalists: Sequence[Deployment],
     estimates: dict[Deployment, float],
-    note: Callable[[str], None],
 ) -> dict[Deployment, Goodput]:
     """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind.
 
@@ -217,7 +218,6 @@ def _compare(
             fastest = max(fastest, found.rate)
         if found.rate:
             ratios[kind] = found.rate / estimates[deployment]
-    note(f"{len(compared)} of {len(estimates)} deployments simulated")
     return compared
 
 
