@@ -66,19 +66,22 @@ def latent_attention(
     scale: float,
     decodes: int = 0,
     plain: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of absorbed queries over the cache: sums of latents `(queries, heads, rank)`, contiguous.
 
     q `(queries, heads, rank)` and q_rotated `(queries, heads, rotated)` are the two parts of the queries; scores are multiplied by
     `scale`. `block_tables` is `(sequences, max_blocks)`, `context_lengths` `(sequences,)`, `query_starts` `(sequences + 1,)`, all int32.
     The first `decodes` sequences have one query each. Queries before a sequence's first token, as all of context length 0, are padding:
-    their results are 0.
+    their results are 0. The result is written into `out`, contiguous, if given.
     """
+    out = q.new_empty(q.shape) if out is None else out
     if runs_kernels(q, plain):
         step = (cache_layer, block_tables, context_lengths, query_starts)
-        return _attend_by_kernels(q, q_rotated, *step, scale, decodes)
+        _attend_by_kernels(q, q_rotated, *step, out, scale, decodes)
+        return out
     rank, block_tokens = q.shape[2], cache_layer.shape[1]
-    out = q.new_zeros(q.shape)
+    out.zero_()
     source = cache_layer.view(torch.uint8) if is_fp8(cache_layer) else cache_layer
     # `attention` divides scores by the root of the width.
     both = torch.cat((q, q_rotated), dim=-1) * (scale * math.sqrt(cache_layer.shape[2]))
@@ -102,13 +105,14 @@ def _attend_by_kernels(
     block_tables: Tensor,
     context_lengths: Tensor,
     query_starts: Tensor,
+    out: Tensor,
     scale: float,
     decodes: int,
-) -> Tensor:
+) -> None:
     """`latent_attention` by the Triton kernels: one for the first `decodes` sequences, another for the chunks behind them."""
     from meshwright.kernels.latent_attention_triton import latent_chunks, latent_decode, latent_launch
 
-    out, heads = q.new_empty(q.shape), q.shape[1]
+    heads = q.shape[1]
     if decodes:
         splits = decode_splits(
             decodes * -(-heads // latent_launch(heads, q.element_size(), chunk=False).pairs),
@@ -120,4 +124,3 @@ def _attend_by_kernels(
     if q.shape[0] > decodes:
         step = (cache_layer, block_tables[decodes:], context_lengths[decodes:], query_starts[decodes:])
         latent_chunks(q, q_rotated, *step, out, queries=q.shape[0] - decodes, scale=scale)
-    return out

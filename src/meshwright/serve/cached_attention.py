@@ -32,7 +32,7 @@ INVARIANT_QUERIES = 512
 
 
 AttentionCall = Callable[[Tensor, Tensor], Tensor]
-"""Attention of a layer in the current step, of queries `(tokens, heads, head_dim)` into memory shaped alike."""
+"""Attention of a layer in the current step, of queries `(tokens, heads, …)` into other memory `(tokens, heads, …)`."""
 
 
 class CurrentStep:
@@ -47,8 +47,11 @@ class CurrentStep:
         """Whether the bits of a token's attention do not depend on the other tokens of the step."""
         self.absorbs = True
         """Whether decodes attend to latents; if not, to keys and values that are expanded from them."""
-        self.split: Callable[[Tensor, AttentionCall], Tensor] | None = None
-        """While the forward pass is captured in pieces: called with queries in the place of their attention; gives its memory."""
+        self.split: Callable[[Tensor, int, AttentionCall], Tensor] | None = None
+        """While the forward pass is captured in pieces, in the place of attention.
+
+        Called with the queries and the width of the results, it returns the memory of the results.
+        """
         on_host = cache.tensors[0].device.type == "cpu"
         self._host_rope = signed_tables(rope) if on_host and rope is not None else None
         self._host_decodes_work = on_host and cache.scales is None
@@ -124,7 +127,7 @@ class CachedAttention:
             q, k, v, rope, step.positions, self._cache, slots, scales=scales, rotated_keys=keys, plain=plain
         )
         if self._step.split is not None:
-            return self._step.split(q, partial(self._attend_all, plain))[None]
+            return self._step.split(q, q.shape[-1], partial(self._attend_all, plain))[None]
         if self._step.invariant and q.is_cuda:
             return self._attend_alone(q, plain)[None]
         if keys is None:
@@ -199,6 +202,11 @@ class CachedLatents:
         q_plain, q_rotary = attention.split_queries(q[0])
         places = (self._step.rope, step.positions, self._cache, step.slots[self._group])
         q_rotated, key = rotate_and_write_latents(q_rotary, shared_key[0], latent, *places, plain=plain)
+        if self._step.split is not None:
+            q = torch.cat((attention.absorb(q_plain), q_rotated), dim=-1)
+            return attention.expand_values(
+                self._step.split(q, attention.kv_rank, partial(self._absorb_all, attention))
+            )[None]
         # As with other attention, an fp8 cache gives the same results wherever chunks begin.
         prompts = step.prompts if self._step.scales is None else ()
         if not prompts:
@@ -218,23 +226,35 @@ class CachedLatents:
         if not self._step.absorbs and step.decode_queries == 1 and step.decodes == len(step.tokens):
             return self._attend_expanded(attention, q_plain, q_rotated)
         q = attention.absorb(q_plain)
-        scale = attention.score_scale / math.sqrt(attention.head_dim)
         if not attention.plain and (decodes := self._step.host_decodes(self._group)) is not None:
+            scale = attention.score_scale / math.sqrt(attention.head_dim)
             sums = decodes.attend_latents(torch.cat((q, q_rotated), dim=-1), self._cache, scale)
             return attention.expand_values(sums[..., : attention.kv_rank])
         sequences = int(step.context_lengths.shape[0]) - (0 if len(q) == len(step.tokens) else len(step.prompts))
-        sums = latent_attention(
+        return attention.expand_values(self._absorbed(attention, q, q_rotated, sequences))
+
+    def _absorb_all(self, attention: LatentAttention, q: Tensor, out: Tensor) -> Tensor:
+        """Sums of latents `(tokens, heads, kv_rank)` of all queries, whose absorbed and rotated parts are joined."""
+        absorbed, rotated = q.split((attention.kv_rank, attention.rotated), dim=-1)
+        return self._absorbed(attention, absorbed, rotated, None, out)
+
+    def _absorbed(
+        self, attention: LatentAttention, q: Tensor, q_rotated: Tensor, sequences: int | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Sums of latents of the first `sequences`, None for all, `(tokens, heads, kv_rank)`."""
+        step = self._step.inputs
+        return latent_attention(
             q,
             q_rotated,
             self._cache,
             step.block_tables[self._group][:sequences],
             step.context_lengths[:sequences],
-            step.query_starts[: sequences + 1],
-            scale=scale,
+            step.query_starts[: None if sequences is None else sequences + 1],
+            scale=attention.score_scale / math.sqrt(attention.head_dim),
             decodes=step.decodes if step.decode_queries == 1 else 0,
             plain=attention.plain,
+            out=out,
         )
-        return attention.expand_values(sums)
 
     def _attend_expanded(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
         """A step of decodes in the training form: keys and values of each head for all tokens of the contexts."""

@@ -100,7 +100,7 @@ class Engine:
         )
         graphs = _has_graphs(model, options)
         sizes = graph_sizes(options.sequences) if graphs else ()
-        in_pieces = graphs and options.prompt_graphs and not options.invariant and not model.spec.kv_rank
+        in_pieces = graphs and options.prompt_graphs and not options.invariant
         prompt_sizes = prompt_graph_sizes(options.most_step_tokens) if in_pieces else ()
         self._inputs = BatchInputs(
             table_rows=rows,

@@ -129,10 +129,14 @@ class PromptGraphs:
             sampled=None,
         )
 
-    def _keep_queries(self, size: int, queries: Tensor) -> Tensor:
-        """Copy queries `(size, heads, head_dim)` to where attention reads them; the memory of its results, shaped alike."""
+    def _keep_queries(self, size: int, queries: Tensor, width: int) -> Tensor:
+        """Copy queries `(size, heads, …)` to where attention reads them; the memory of its results, `(size, heads, width)`."""
         if not self._queries.numel():
-            self._queries, self._attended = queries.new_zeros(2, self._sizes[-1], *queries.shape[1:])
+            most, heads = self._sizes[-1], queries.shape[1]
+            self._queries, self._attended = (
+                queries.new_zeros(most, *queries.shape[1:]),
+                queries.new_zeros(most, heads, width),
+            )
         self._queries[:size].copy_(queries)
         return self._attended[:size]
 
@@ -149,14 +153,14 @@ class _Pass(NamedTuple):
 class _Recording:
     """A forward pass while it is captured: each attention ends a graph and begins the next one."""
 
-    def __init__(self, graphs: GraphMaker, keep_queries: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, graphs: GraphMaker, keep_queries: Callable[[Tensor, int], Tensor]) -> None:
         self._graphs, self._keep_queries = graphs, keep_queries
         self._steps: list[tuple[Graph, AttentionCall]] = []
         self._graph = graphs.begin()
 
-    def split(self, queries: Tensor, attend: AttentionCall) -> Tensor:
-        """End the graph with these queries; the memory in which the next one finds what they attended to."""
-        attended = self._keep_queries(queries)
+    def split(self, queries: Tensor, width: int, attend: AttentionCall) -> Tensor:
+        """End the graph with these queries; the memory in which the next one finds the results of their attention."""
+        attended = self._keep_queries(queries, width)
         self._graph.end()
         self._steps.append((self._graph, attend))
         self._graph = self._graphs.begin()

@@ -100,7 +100,7 @@ class EngineOptions(EngineSettings):
     prompt_graphs: bool = True
     """Whether, with graphs, steps with prompts are replayed in pieces: graphs between the attention of two layers.
 
-    Invariant steps and latent attention have none.
+    Invariant steps have none.
     """
     absorb: bool = True
     """Whether decodes of latent attention attend to latents; if not, each expands its context's keys and values."""
