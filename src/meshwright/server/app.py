@@ -150,13 +150,15 @@ class DirectSend:
 
 
 class RequestLog:
-    """Logs each request with its number, path, status, tokens and seconds; no text of it."""
+    """Logs each request but of /health with its number, path, status, tokens and seconds; no text of it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self._count = app, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if (
+            scope["type"] != "http" or scope["path"] == "/health"
+        ):  # a router asks for the health of its servers each second
             await self._app(scope, receive, send)
             return
         self._count += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import xxhash
 from meshwright.policies.request_routing import RequestRouting
 from meshwright.spec.errors import BadInput, attach_key
 
+log = logging.getLogger("meshwright.server")
 PREFIX_BYTES = 256
 """Bytes of a prompt's text in a block, for finding the server that has computed the same prefix."""
 MOST_PREFIX_BLOCKS = 128
@@ -47,6 +49,8 @@ class Instance:
     """Open connections without a request."""
     busy: set[Connection] = field(default_factory=set)
     """Connections with a request."""
+    logged: tuple[bool, str] = (False, "both")
+    """Health and role that the log has last told."""
 
     @property
     def usable(self) -> bool:
@@ -57,6 +61,12 @@ class Instance:
     def name(self) -> str:
         """Its address."""
         return f"{self.host}:{self.port}"
+
+    def log(self, state: str) -> None:
+        """Log its state if its health or role has changed since the last time."""
+        if self.logged != (self.healthy, self.role):
+            self.logged = self.healthy, self.role
+            log.info("%s %s", self.name, state)
 
     def fail(self) -> None:
         """Take it as dead: its requests end or go elsewhere."""
@@ -120,7 +130,8 @@ class Instances:
         for address in found - set(self.all):
             self.all[address] = Instance(*address)
         for address in set(self.all) - found:
-            self.all.pop(address).fail()
+            self.all[address].fail()
+            self.all.pop(address).log("has no address any more")
 
     async def _check(self, instance: Instance) -> None:
         """Ask one server for its health; any error, as of an answer that is none, is that of an unhealthy server."""
@@ -136,6 +147,13 @@ class Instances:
             instance.healthy = False  # it drains: what runs goes on
         else:
             instance.fail()
+        instance.log(
+            f"is ready, role {instance.role}"
+            if instance.healthy
+            else "does not answer"
+            if not status
+            else "is not ready"
+        )
 
 
 async def _health(instance: Instance) -> tuple[int, str]:

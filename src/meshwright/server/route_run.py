@@ -13,7 +13,7 @@ from meshwright.server.addresses import is_loopback, listening_socket, url_of
 from meshwright.server.instances import Instances
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.router import ClientConnection, Router
-from meshwright.server.run import loop_factory
+from meshwright.server.run import logging_on_stderr, loop_factory
 from meshwright.spec.errors import BadInput
 from meshwright.spec.route import RouteSpec
 
@@ -33,6 +33,7 @@ def run_router(spec: RouteSpec, say: Callable[[str], None]) -> None:
     with (
         listening_socket(spec.host, spec.port, "port", shared=spec.share_port) as end,
         asyncio.Runner(loop_factory=loop_factory()) as runner,
+        logging_on_stderr(requests=True),
     ):
         runner.run(route(Router(spec, instances), end, say))
 
@@ -52,7 +53,8 @@ async def route(router: Router, end: socket.socket, say: Callable[[str], None]) 
     await router.instances.known.wait()
     server = await loop.create_server(lambda: ClientConnection(router), sock=end, backlog=BACKLOG)
     keep_loaded()
-    say(f"routing to {len(router.spec.instances)} servers at {url_of(end)}")
+    ready = sum(instance.healthy for instance in router.instances.all.values())
+    say(f"routing to {len(router.spec.instances)} servers, {ready} of them ready, at {url_of(end)}")
     await stop.wait()
     router.draining = True
     server.close()

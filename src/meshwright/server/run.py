@@ -116,7 +116,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        with _logging(spec.log_requests):
+        with logging_on_stderr(spec.log_requests):
             tasks = [
                 asyncio.ensure_future(server.serve(sockets=[end]))
                 for server, end in zip(servers, self._sockets, strict=True)
@@ -233,7 +233,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 @contextmanager
-def _logging(requests: bool) -> Iterator[None]:
+def logging_on_stderr(requests: bool) -> Iterator[None]:
     """Print the log of requests, and warnings of uvicorn, on stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

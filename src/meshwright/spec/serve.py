@@ -54,7 +54,7 @@ class HttpSettings:
     drain_seconds: Annotated[float, Bound(at_least=0)] = 30.0
     """Longest time that SIGTERM waits for running requests."""
     log_requests: bool = True
-    """Whether each request is logged on stderr: number, path, status, tokens and seconds; never its text."""
+    """Whether each request but of /health is logged on stderr: number, path, status, tokens and seconds; never its text."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,63 @@
+"""What the log of servers and router tells: requests, and changes of the servers behind the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from meshwright.server.app import RequestLog
+from meshwright.server.instances import Instances
+
+LOG = "meshwright.server"
+
+
+def test_a_router_tells_when_a_server_becomes_ready_or_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    answers = [(503, "both"), (200, "decode"), (200, "decode"), (200, "prefill"), (503, "prefill"), (0, "")]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        status, role = answers[0]
+        writer.write(b'HTTP/1.1 %d x\r\n\r\n{"role": "%b"}' % (status, role.encode()) if status else b"")
+        await writer.drain()
+        writer.close()
+
+    async def check() -> str:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as end:
+            name = f"127.0.0.1:{end.sockets[0].getsockname()[1]}"
+            instances = Instances([f"http://{name}"], 1, 1, 60)
+            while answers:
+                await instances.look()
+                answers.pop(0)
+            return name
+
+    with caplog.at_level(logging.INFO, LOG):
+        name = asyncio.run(check())
+    states = ["is ready, role decode", "is ready, role prefill", "is not ready"]
+    assert [record.message for record in caplog.records] == [f"{name} {state}" for state in states]
+
+
+def test_requests_for_health_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def ask(*paths: str) -> None:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            raise AssertionError("the application reads nothing")
+
+        log = RequestLog(app)
+        for path in paths:
+            await log({"type": "http", "path": path, "method": "GET"}, receive, send)
+
+    with caplog.at_level(logging.INFO, LOG):
+        asyncio.run(ask("/health", "/v1/models", "/health", "/metrics"))
+    assert [record.message.partition(": 200")[0] for record in caplog.records] == [
+        "request 1: GET /v1/models",
+        "request 2: GET /metrics",
+    ]
