@@ -61,7 +61,7 @@ class CheckpointCost:
     """The prediction for one run and plan. Seconds are None where the rates of the devices are not known."""
 
     bytes: int
-    """One checkpoint."""
+    """Size of one checkpoint in bytes."""
     beside_training: bool
     """Whether a checkpoint is written while training continues."""
     reason: str
@@ -80,11 +80,11 @@ class CheckpointCost:
     writing_seconds: float | None = None
     """Write of a rank's state from host memory to storage."""
     cost_seconds: float | None = None
-    """What a save costs training: the stall, and slower steps while it is copied and written."""
+    """Training time that a save costs: the stall, and slower steps while its copies and writes run."""
     interval_seconds: float | None = None
     """Time from one checkpoint to the next."""
     storage_bytes_per_second: float | None = None
-    """What all ranks write on average."""
+    """Average rate at which all ranks together write to storage."""
     partner: str | None = None
     """The choice of partner hosts, or of replicas instead, in words; None without one."""
     partner_seconds: float | None = None
@@ -152,9 +152,9 @@ def checkpoint_cost(
 
 @dataclass(frozen=True)
 class _InMemory:
-    """What a host's memory has for each of its ranks.
+    """Snapshots in a host's memory, counted per rank of the host.
 
-    These are `parts` that the rank copies there, and `received` copies of another host's snapshot.
+    `parts` counts copies of the rank's own state, `received` those of another host's snapshot.
     """
 
     parts: int = 1

@@ -131,7 +131,7 @@ class GoodputSearch:
         return Goodput(low, self._binding(points), tuple(points), best)
 
     def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
-        """One rate; with a seed, of another sample of the requests."""
+        """Simulate `count` requests at one rate; a `seed` draws another sample of the requests."""
         return _rate_point(rate, self._simulate(deployment, RequestSample(self._requests, count, seed).at(rate)))
 
     def _binding(self, points: Sequence[RatePoint]) -> Limit:

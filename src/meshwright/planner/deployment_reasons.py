@@ -23,7 +23,7 @@ class Option:
     goodput_per_gpu: float
     """Requests per second and device of the cluster."""
     goodput: Goodput
-    """That of one unit of the cluster (`deployment_space`)."""
+    """Goodput of one unit of the cluster (`deployment_space`)."""
     why_not: str = ""
     """Why it was not chosen; empty for the chosen one."""
 

@@ -255,7 +255,9 @@ def _part_of_size(cluster: ClusterSpec, ranks: int) -> Iterator[ClusterSpec]:
 
 
 def _fewer_nodes(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
-    """One node, and one pod of nodes: a slow network may cost more time than the other nodes save.
+    """Yield the cluster with one node, and with one pod of nodes.
+
+    A slow network may cost more time than the other nodes save.
 
     Emulated nodes (groups of ranks of one host) are never left out.
     """

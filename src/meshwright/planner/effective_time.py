@@ -38,7 +38,7 @@ READ_RATE = 2e9
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a run file does not say about failures; `--assume KEY=VALUE` replaces values."""
+    """Assumed times and shares of failures, which a run file does not state; `--assume KEY=VALUE` replaces values."""
 
     detect_seconds: float = 1.0
     """Until a dead process is detected."""

@@ -1,4 +1,4 @@
-"""What uneven loads of experts cost a plan."""
+"""Predicted cost of uneven expert loads, and the planner's sentence about it."""
 
 from __future__ import annotations
 

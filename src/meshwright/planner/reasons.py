@@ -67,7 +67,7 @@ MAX_NAMED_RANGES = 2
 def reasons(
     best: Candidate, others: Sequence[Candidate], run: RunSpec, fits: Callable[[Plan], bool] = lambda plan: False
 ) -> tuple[str, ...]:
-    """One sentence per choice in `best`, compared with the `others`; `fits` returns whether a plan fits into memory."""
+    """Return a sentence per choice in `best`, compared with the `others`; `fits` returns whether a plan fits into memory."""
     plan, pins = best.plan, pins_of(run)
     guessed = is_guessed(run.cluster)
     sentences = [_guess_note(run.cluster)] if guessed else []

@@ -379,7 +379,7 @@ class _ActivationOffloadCosts:
         self.adds_offload = strategy_set.adds_activation_offload
 
     def of(self, strategies: np.ndarray, points: np.ndarray) -> _OffloadingPairs:
-        """Those of the pairs (strategy, point) whose low-memory end adds offload."""
+        """Return the pairs (strategy, point) whose low-memory end adds offload."""
         pairs = np.flatnonzero(self.adds_offload[strategies])
         distinct, columns = np.unique(points[pairs], return_inverse=True)
         return _OffloadingPairs(self, pairs, distinct, self.positions[strategies[pairs]], columns.reshape(-1))

@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What a step and the batch may hold."""
+    """Limits of a step and of the batch, and rules of admission."""
 
     tokens: int
     """Tokens of a step at most, beside the one of each decode: a prompt of so many is computed at once in any batch."""
@@ -106,7 +106,7 @@ class Progress:
         self.ended = self.draining = False
         """Whether the request has ended; whether its last part is in flight."""
         self.part: Part | None = None
-        """Its decode part; None while its prompt is computed."""
+        """Decode part of the request; None while its prompt is computed."""
         self.tables: list[list[int]] = [[] for _ in range(groups)]
         """Block ids, one table for each group."""
         self.digests: list[bytes] = []
@@ -158,7 +158,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One batch. Parts and tables are valid until the policy plans the next step."""
+    """Batch of one engine step. Parts and tables are valid until the policy plans the next step."""
 
     number: int
     parts: list[Part] = field(default_factory=list)

@@ -19,7 +19,7 @@ was 0.15 with one request of a model of 1B and 0.35 with eight (`benchmarks/serv
 
 
 class DraftPauses:
-    """Which requests may get drafts in a step.
+    """Selection of the requests that may get drafts in a step.
 
     After each trial of 8 steps, a request with fewer than `least` accepted drafts a step pauses for 32 steps. Each trial that fails
     again doubles the pause, up to 512 steps; one that does not fail ends this.

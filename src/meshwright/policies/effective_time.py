@@ -51,7 +51,7 @@ class FailureModel:
     interval_seconds: float
     """Training between two checkpoints."""
     cost_seconds: float
-    """What one checkpoint costs training."""
+    """Training time that one checkpoint costs."""
     classes: tuple[FailureClass, ...]
     spares: int = 0
     replace_seconds: float = 0.0
@@ -146,10 +146,10 @@ def spares_needed(model: FailureModel, quantile: float = 0.99) -> int:
 
 @dataclass(frozen=True)
 class MeasuredFailure:
-    """One failure of a real run, with its measured times."""
+    """Failure of a real run, with its measured times."""
 
     name: str
-    """Its class, such as crash or hang."""
+    """Class of the failure, such as crash or hang."""
     detected_seconds: float
     """From the failure until it was detected."""
     restarted_seconds: float

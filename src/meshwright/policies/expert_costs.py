@@ -21,15 +21,15 @@ class ExpertCosts:
     row_compute: float
     """Forward of one row at its expert."""
     row_inside: float
-    """One row sent to a rank of the same node."""
+    """Transfer of one row to a rank of the same node."""
     row_across: float
-    """One row sent to another node, on the link of the whole node."""
+    """Transfer of one row to another node, on the link of the whole node."""
     expert_inside: float
-    """One expert's weights received by a rank from its node."""
+    """Transfer of one expert's weights to a rank from its node."""
     expert_across: float
-    """One expert's weights received by a node from another one."""
+    """Transfer of one expert's weights to a node from another one."""
     hidden: float
-    """Other work of the layer behind which one exchange of weights hides."""
+    """Other work of the layer that hides one exchange of weights."""
     compute_passes: int = 3
     """Forwards that forward and backward take, one more with recompute."""
     row_exchanges: int = 4

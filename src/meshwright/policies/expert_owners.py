@@ -1,4 +1,4 @@
-"""Which rank owns each expert: heterogeneous sharding (Hecate, arXiv 2502.02581, algorithm 2).
+"""Assignment of experts to owner ranks: heterogeneous sharding (Hecate, arXiv 2502.02581, algorithm 2).
 
 An owner keeps an expert's master weights and optimizer state. Experts that are copied to all ranks anyway need no balanced owners. The
 others are spread so that ranks and nodes have equal loads in each layer. A rank has an equal number of experts over all layers together,

@@ -1,4 +1,4 @@
-"""Which experts are present on which ranks in the next step, decided for all layers from the rows of the last ones.
+"""Placement of expert copies on ranks for the next step, decided for all layers from the rows of the last steps.
 
 - `hecate` copies experts from their owners for one step (arXiv 2502.02581, algorithm 1).
 - `fastermoe` copies the most loaded experts to all ranks, as many as pay (shadowing; He et al. 2022, PPoPP).
@@ -32,7 +32,7 @@ FLEXMOE_CHANGES = 10
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """What a decision depends on. `counts` has a step's rows, or their sum over a window of `steps` steps."""
+    """Input of a placement decision. `counts` has a step's rows, or their sum over a window of `steps` steps."""
 
     counts: np.ndarray
     """Rows by source rank, `(L, R, E)`, whole numbers."""

@@ -1,4 +1,4 @@
-"""Which hosts run the self-test after a failure, in which groups, and which hosts a failed test excludes."""
+"""Choice of the hosts and groups for the self-test after a failure, and of the hosts that a failed test excludes."""
 
 from __future__ import annotations
 

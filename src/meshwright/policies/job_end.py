@@ -55,7 +55,7 @@ def job_code(codes: ExitCodes) -> int:
 def next_action(
     codes: ExitCodes, since_failure: float, since_request: float | None
 ) -> Literal["wait", "request end", "kill"]:
-    """What the launcher does with the running ranks after another rank failed.
+    """Return the launcher's action on the running ranks after another rank failed.
 
     `since_failure` is the seconds since the first failure, `since_request` the seconds since the request to end, None
     before it. The wait before the request gives the other ranks time to stop too, and the rank that caused the failure

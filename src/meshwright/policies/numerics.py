@@ -1,4 +1,4 @@
-"""What counts as a numerical failure of a step: a value that is not finite, or a spike above a running median.
+"""Detection of a step's numerical failures: a value that is not finite, or a spike above a running median.
 
 Every decision is a function of reduced values, which all ranks have. The limits of step n follow from good steps up to
 n - 2, because a rank reads the values of a step when the next one is already launched.

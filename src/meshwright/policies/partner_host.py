@@ -1,4 +1,4 @@
-"""Which host keeps the copies of another host's snapshots (`checkpoint.partner: host`).
+"""Choice of the host that keeps copies of another host's snapshots (`checkpoint.partner: host`).
 
 Hosts form a ring: the partner of each is `shift` hosts further, so every host keeps the copies of exactly one other. ByteRobust (arXiv
 2509.16293, section 6) places copies outside a rank's own parallel groups, since a whole group may be evicted at once.

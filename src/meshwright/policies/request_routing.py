@@ -1,4 +1,4 @@
-"""Which instance gets a request, for the router and for its simulator."""
+"""Choice of the instance for a request, for the router and for its simulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_PREFIXES = 1 << 17
 
 
 class RoutedInstance(Hashable, Protocol):
-    """What the rule knows of an instance."""
+    """State of an instance that the routing rule reads."""
 
     requests: int
     """Unfinished requests that it was given."""

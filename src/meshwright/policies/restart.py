@@ -1,4 +1,4 @@
-"""What follows a failed attempt: a restart from a checkpoint, or the end of the run with an exit code."""
+"""Decision after a failed attempt: a restart from a checkpoint, or the end of the run with an exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Incident:
     host: str = ""
     step: int | None = None
     phase: str = "train"
-    """What the rank did (`events.messages.Phase`)."""
+    """Phase of the rank at its failure (`events.messages.Phase`)."""
     hang: bool = False
     """Whether the rank ran but made no progress."""
     corrupt: bool = False

@@ -101,7 +101,7 @@ class Balance:
     pool: RankPool
     sample: np.ndarray
     part: np.ndarray
-    """Which part of its sample, as in `sample_blocks.block_ranges`."""
+    """Index of the part in its sample, as in `sample_blocks.block_ranges`."""
     parts: np.ndarray
     """Number of parts of the sample."""
     rank: np.ndarray

@@ -27,7 +27,7 @@ LATE = 1.005
 
 @dataclass(frozen=True)
 class SpanLimits:
-    """What decides between the placements of a sample."""
+    """Sizes and times that decide between the placements of a sample."""
 
     ranks: int
     heads: int

@@ -1,4 +1,4 @@
-"""Which rank's copy of replicated state is wrong: by majority, or by the distance from a recomputed value."""
+"""Detection of the rank with a wrong copy of replicated state: by majority, or by distance from a recomputed value."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ _PAYLOADS: dict[str, Payload] = {"A": "activation", "G": "gradient"}
 
 
 class Action(NamedTuple):
-    """One operation of a pipeline rank.
+    """Operation of a pipeline rank.
 
     `stage` is the index of a virtual stage in the whole pipeline; -1 for operations of the whole rank. `unit` is an FSDP
     unit of the stage, or None for the whole stage. `peer` is the stage at the other end of a transfer. An overlap has its

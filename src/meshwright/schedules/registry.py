@@ -14,7 +14,7 @@ from meshwright.spec.errors import BadInput, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One schedule: its builder, the sizes that it supports, and the published bound of its memory.
+    """Builder of a schedule, the sizes that it supports, and the published bound of its memory.
 
     `order` takes (ranks, micro-batches, stages per rank); `in_flight` takes (ranks, rank, micro-batches, stages per rank)
     and bounds how many stage forwards the rank holds at once. `micro_batches_per_rank` is the least number of

@@ -9,7 +9,7 @@ GiB = 1 << 30
 
 @dataclass(frozen=True)
 class Chip:
-    """One device type.
+    """Device type with its rates and memory.
 
     Peaks are dense FLOP/s by number format; memory in bytes; bandwidths in bytes/s and one direction of one device:
     `hbm` its own memory, `link` to its neighbours inside a node, `nic` across nodes in the vendor's reference machine.

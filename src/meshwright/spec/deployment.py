@@ -42,7 +42,7 @@ class InstanceSpec:
     """Equal copies of a model, each with its own engine and cache."""
 
     role: Role = "both"
-    """Which part of a request an instance computes: the prompt, the new tokens, or both."""
+    """Part of a request that an instance computes: the prompt, the new tokens, or both."""
     count: Positive = 1
     """Number of instances."""
     tensor: Positive = 1
@@ -72,7 +72,7 @@ class EngineSwitches:
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentPrediction:
-    """What the planner predicts of a deployment."""
+    """Predicted goodput of a deployment."""
 
     goodput_per_gpu: Annotated[float, Bound(at_least=0)]
     """Requests per second and device that meet both limits, at the highest rate with the attainment asked for."""
@@ -95,7 +95,7 @@ class Deployment:
     engine: EngineSwitches = field(default_factory=EngineSwitches)
     """Switches of the engines of all instances."""
     predicted: DeploymentPrediction | None = None
-    """What the planner predicts; binds nothing."""
+    """The planner's prediction; binds nothing."""
     why: tuple[str, ...] = ()
     """The planner's reasons; bind nothing."""
 
@@ -178,7 +178,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeTarget:
-    """What a deployment has to serve, how fast, and in which number formats."""
+    """Requests that a deployment must serve, limits of their latency, and number formats."""
 
     workload: Workload
     """The requests."""

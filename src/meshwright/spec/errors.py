@@ -108,7 +108,7 @@ def attach_key(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One error in a configuration.
+    """Error in a configuration.
 
     `line` and `column` count from 1; both are None for a command-line override, whose `file` is "command line".
     """

@@ -1,4 +1,4 @@
-"""What the hybrid axis requires of a model and of the other axes."""
+"""Requirements of the hybrid axis on the model and on the other axes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ slots for the numbers left out.
 
 
 def hybrid_error(sizes: Mapping[str, int], model: Callable[[str], Any]) -> str | None:
-    """What hybrid ranks require and do not have, in words; None if nothing.
+    """Return the first unmet requirement of hybrid ranks, in words; None if all are met.
 
     `sizes` are those of the other axes, `model` returns a field of the model.
     """
@@ -48,7 +48,7 @@ def slot_numbering(plan: Plan) -> Numbering:
 
 
 def capacity_error(capacity: int, ranks: int, tensor: int, longest: int, longer: int = 0) -> tuple[str, int] | None:
-    """What a slot of `capacity` tokens must be and is not, with the nearest that is; None if it is.
+    """Return the unmet requirement of a slot of `capacity` tokens and the nearest valid capacity; None if it is valid.
 
     `ranks` hybrid ranks hold the longest sample together, in slots with offload of `longer` tokens if there are any, and `tensor` ranks
     divide a slot.

@@ -32,7 +32,7 @@ class DataSpec:
     """Lengths of samples, as `meshwright data lengths --json` writes them to a file.
     The planner then compares step times of layouts for samples of unequal lengths."""
     damaged: Literal["refuse", "skip"] = "refuse"
-    """What to do with a shard that does not match its manifest when a run starts: stop, or leave it out and say so."""
+    """When a shard does not match its manifest at the start of a run: refuse stops, skip leaves it out and says so."""
     tokenizer_mismatch: Literal["refuse", "accept"] = "refuse"
     """When the weights of `model.init` come with another tokenizer than the corpus: refuse stops, accept warns and continues."""
     changed: Literal["refuse", "accept"] = "refuse"
@@ -173,7 +173,7 @@ class WandbSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveSpec:
-    """What is measured and where it is logged, besides metrics.jsonl and report.html."""
+    """Measurements and their destinations, besides metrics.jsonl and report.html."""
 
     phases: bool = True
     """Time each phase of every step; without it a step line has only the duration of the whole step."""

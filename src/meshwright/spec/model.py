@@ -163,7 +163,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One stored weight.
+    """Stored weight of a model.
 
     `blocks` names the logical weights fused along dimension 0 with their sizes, in order: `(("q", 4096), ("k", 1024),
     …)`; empty for a weight that is not fused. `decay` says whether AdamW's weight decay applies. The routed experts of

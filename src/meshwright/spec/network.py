@@ -25,7 +25,7 @@ class NetworkSpec:
     link_us: Rate | None = None
     """Latency of one step inside a domain, microseconds."""
     port_gb_per_s: Rate | None = None
-    """One device's share of its node's network ports, one direction, in GB/s (a 400 Gb/s port for each device: 50)."""
+    """A device's share of its node's network ports, one direction, in GB/s (a 400 Gb/s port for each device: 50)."""
     port_us: Rate | None = None
     """Latency of one step across nodes, microseconds."""
     domain: Positive | None = None
@@ -35,7 +35,7 @@ class NetworkSpec:
     oversubscription: Annotated[float, Bound(at_least=1, at_most=1e6)] = 1.0
     """Bandwidth below that level over bandwidth above it."""
     bridge_gb_per_s: Rate | None = None
-    """One device's share of the TCP connection between nodes of different fabrics, in GB/s.
+    """A device's share of the TCP connection between nodes of different fabrics, in GB/s.
     None takes the slower of the two ports."""
     interface: str | None = None
     """Network interface that TCP between nodes uses, as `ip link` names it; none leaves the choice to NCCL and Gloo."""

@@ -1,4 +1,4 @@
-"""What the schedule `paired` cannot be combined with."""
+"""Conflicts of the schedule `paired` with other settings of a plan."""
 
 from __future__ import annotations
 

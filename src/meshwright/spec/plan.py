@@ -51,7 +51,7 @@ Context ranks are among them: they would otherwise hold the same copies. Experts
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAxis:
-    """One axis of the device mesh."""
+    """Axis of the device mesh."""
 
     axis: AxisName
     """pipeline: layers split into stages. replicate: whole copies of the model (the outer axis of HSDP).
@@ -105,7 +105,7 @@ class LayerStrategy:
     """Activations computed again in backward.
     selective: all but matrix products and attention. all_but_attention: also the products. full: the whole block."""
     offload: Offload = "none"
-    """What is offloaded to host memory.
+    """Tensors offloaded to host memory.
     activations: from a block's forward until its backward. optimizer: the optimizer and its state. both: all of these."""
     linear: Linear | None = None
     """Number format of these layers' matrix products; `compute` keeps them out of fp8, none takes `precision.linear`."""
@@ -168,9 +168,9 @@ class ExpertPlan:
     expert_shard: Positive = 1
     """Ranks that each expert's parameters are split over; `expert` × `expert_shard` = shard × context."""
     policy: ExpertPolicy = "none"
-    """Which experts of other ranks are present on a rank in a step (docs/design/expert.md). none: only its own; tokens
-    are sent to them. hecate, fastermoe, flexmoe: copies of loaded experts, decided from recent loads. fixed: the same
-    copies in every step."""
+    """Experts of other ranks that are present on a rank in a step (docs/design/expert.md). none: no others; tokens
+    are sent to the owners. hecate, fastermoe, flexmoe: copies of loaded experts, decided from recent loads. fixed: the
+    same copies in every step."""
     slots: NotNegative = 0
     """Experts of other ranks that are present on a rank, per layer, at most; 0 with policy none."""
     keep: bool = False
@@ -179,13 +179,13 @@ class ExpertPlan:
     window: Positive = 5
     """Steps whose loads a decision is made from."""
     owners: ExpertOwners = "even"
-    """Which rank owns each expert: its master weights and optimizer state.
+    """Assignment of experts to owner ranks, which hold their master weights and optimizer state.
     even: consecutive experts. heterogeneous: those that balance recent loads, the same number on each rank and layer;
     experts move between ranks where that pays (docs/design/expert.md)."""
     owners_every: Positive = 100
     """Steps after which heterogeneous owners may move."""
     exchange: ExpertExchange = "all_to_all"
-    """What moves tokens between expert ranks.
+    """Transport of tokens between expert ranks.
     all_to_all: messages of NCCL or Gloo, after the host has read the counts. peer: kernels that write into the other
     ranks' memory, without the host; for GPUs inside a node. peer_fp8: the same, rounded to e4m3 on the way out."""
     receive_bound: ReceiveBound | None = None
@@ -248,7 +248,7 @@ class Breakdown:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What the planner expects of the run."""
+    """The planner's prediction of the run."""
 
     memory_peak_bytes: int
     """Largest memory of one rank."""
@@ -256,7 +256,7 @@ class Predicted:
     """Bytes by use: weights, gradients, optimizer, gathered, activations, logits, framework;
     predictions: what modules that predict further tokens add to all of these."""
     step_seconds: float | None = None
-    """One training step. It and the following fields are none where the rates of the device are not known."""
+    """Seconds of a training step. This and the following fields are none where the rates of the device are not known."""
     low_seconds: float | None = None
     """The fast end of the 80% band."""
     high_seconds: float | None = None
@@ -290,11 +290,11 @@ class Plan:
     precision: Precision = Precision()
     """Number formats."""
     gather_engine: Engine = "kernel"
-    """What runs the all-gathers of weights over shard and context ranks.
+    """Engine of the all-gathers of weights over shard and context ranks.
     kernel: the communication library, on some of a device's multiprocessors. copy: the devices' copy engines, which
     leaves all multiprocessors to compute; for shard and context ranks inside a node."""
     tensor_engine: Engine = "kernel"
-    """What moves tokens along the tensor axis.
+    """Engine that moves tokens along the tensor axis.
     kernel: the communication library, before and after each product. copy: the devices' copy engines, overlapped with
     the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     offload_fraction: OffloadShare = 1.0
@@ -416,7 +416,7 @@ class PlanPins:
     expert: Positive | None = None
     """Ranks that a layer's experts are spread over."""
     expert_policy: ExpertPolicy | None = None
-    """Which experts of other ranks are present on a rank."""
+    """Experts of other ranks that are present on a rank."""
     expert_slots: NotNegative | None = None
     """Experts of other ranks that are present on a rank, per layer, at most."""
     expert_keep: bool | None = None
@@ -424,11 +424,11 @@ class PlanPins:
     expert_window: Positive | None = None
     """Steps whose loads decide which experts are present."""
     expert_owners: ExpertOwners | None = None
-    """Which rank owns each expert."""
+    """Assignment of experts to owner ranks."""
     expert_owners_every: Positive | None = None
     """Steps after which heterogeneous owners may move."""
     expert_exchange: ExpertExchange | None = None
-    """What moves tokens between expert ranks."""
+    """Transport of tokens between expert ranks."""
     expert_receive_bound: ReceiveBound | None = None
     """Rows that a rank has room to receive, as a multiple of those that it sends; left out, all rows of all ranks."""
     schedule: ScheduleName | None = None
@@ -444,7 +444,7 @@ class PlanPins:
     recompute: Recompute | None = None
     """Activations computed again in backward, for all layers."""
     offload: Offload | None = None
-    """What is offloaded to host memory, for all layers."""
+    """Tensors offloaded to host memory, for all layers."""
     layers: tuple[LayerStrategy, ...] | None = None
     """Strategies by layer range, in place of `reshard`, `gradients`, `recompute` and `offload`."""
     compute: Compute | None = None
@@ -467,9 +467,9 @@ class PlanPins:
     """Sums of gradient shards between micro-batches: on the device, there in bf16, or in host memory.
     Left out, on the device, or in host memory where that is faster or nothing fits otherwise."""
     gather_engine: Engine | None = None
-    """What runs the all-gathers of weights over shard and context ranks."""
+    """Engine of the all-gathers of weights over shard and context ranks."""
     tensor_engine: Engine | None = None
-    """What moves tokens along the tensor axis."""
+    """Engine that moves tokens along the tensor axis."""
     mlp_tile: NotNegative | None = None
     """Tokens of a tile of the feed-forward networks, with recompute all_but_attention or full; 0: no tiles.
     Left out, tiles are used where nothing fits without."""

@@ -45,9 +45,9 @@ class RunSpec:
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     """When checkpoints are written and how many are kept."""
     observe: ObserveSpec = field(default_factory=ObserveSpec)
-    """What is measured and where it is logged."""
+    """Measurements and their destinations."""
     supervision: SupervisionSpec = field(default_factory=SupervisionSpec)
-    """What happens after a failure of a run whose ranks `meshwright train` starts."""
+    """Restarts after a failure, for a run whose ranks `meshwright train` starts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,9 +79,9 @@ class StepConstants:
     prompt_seconds: NotNegativeSeconds
     """Time in which the host launches a step with chunks of prompts, while the device computes. It then takes in no tokens."""
     beside_seconds: NotNegativeSeconds = 0.0
-    """What decodes beside the chunks add to this launch."""
+    """Time added to this launch if the step also has decodes."""
     whole_seconds: NotNegativeSeconds = 0.0
-    """What each chunk of at least `whole_tokens` tokens at the beginning of a prompt adds to this launch."""
+    """Time added to this launch by each chunk of at least `whole_tokens` tokens at the beginning of a prompt."""
     whole_tokens: NotNegative = 0
     """Tokens from which on such a chunk is computed by an attention kernel without the cache; 0: there is none."""
     prompt_sizes: tuple[Positive, ...] = ()
