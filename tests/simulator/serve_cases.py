@@ -8,7 +8,7 @@ from collections.abc import Callable
 from meshwright.costs.serve_costs import InstanceCosts
 from meshwright.costs.serve_work import DeviceWork
 from meshwright.costs.step_times import StepTimes
-from meshwright.spec.deployment import InstanceSpec, ServeLimits, TimedRequest
+from meshwright.spec.deployment import PREFIX_BLOCK, InstanceSpec, ServeLimits, TimedRequest
 from meshwright.spec.serve_profile import StepConstants
 
 LIMITS = ServeLimits(ttft_seconds=1.0, tpot_seconds=1.0)
@@ -38,13 +38,19 @@ def simple_times(
 
 
 def costs_of(
-    times: StepTimes, *, blocks: int = 1000, sequences: int = 8, overlap: bool = False, rate: float = 1e9
+    times: StepTimes,
+    *,
+    blocks: int = 1000,
+    sequences: int = 8,
+    overlap: bool = False,
+    size: int = BLOCK,
+    rate: float = 1e9,
 ) -> Callable[[InstanceSpec], InstanceCosts]:
-    """The same costs for every instance; `rate` in bytes/s of a port."""
+    """The same costs for every instance; blocks of `size` tokens, `rate` in bytes/s of a port."""
     costs = InstanceCosts(
         times=times,
         blocks=blocks,
-        tokens_per_block=BLOCK,
+        tokens_per_block=size,
         window=None,
         sequences=sequences,
         overlap=overlap,
@@ -60,4 +66,16 @@ def random_requests(count: int, seed: int, *, every: float, longest: int = 60) -
     for _ in range(count):
         now += draw.expovariate(1 / every)
         requests.append(TimedRequest(now, draw.randint(1, longest), draw.randint(1, longest)))
+    return requests
+
+
+def prefix_requests(count: int, seed: int, *, every: float) -> list[TimedRequest]:
+    """Requests like `random_requests` whose prompts go on where earlier prompts ended, or within them."""
+    draw, prompts, requests = random.Random(seed), [()], []
+    for request in random_requests(count, seed, every=every):
+        known = draw.choice(prompts)
+        shared = known[: draw.randint(0, len(known))]
+        prompts.append(blocks := (*shared, *(1000 * len(prompts) + new for new in range(draw.randint(0, 2))))[:4])
+        tokens = max(1, len(blocks) * PREFIX_BLOCK - draw.choice([0, 1, 3, 40, 300]) + draw.choice([0, 0, 30]))
+        requests.append(request._replace(input_tokens=tokens, prefix_blocks=blocks))
     return requests

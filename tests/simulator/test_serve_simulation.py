@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.costs.serve_costs import TRANSFER_SECONDS
+from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts
 from meshwright.costs.step_times import StepTimes, soft_maximum
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
@@ -21,11 +21,20 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.readback import LaunchedStep
 from meshwright.simulator import serve_simulation
 from meshwright.simulator.serve_simulation import simulate
-from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, TimedRequest
+from meshwright.simulator.serve_types import ServedDeployment
+from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, Role, TimedRequest
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import LLAMA, built
-from tests.simulator.serve_cases import BLOCK, BLOCK_BYTES, LIMITS, costs_of, random_requests, simple_times
+from tests.simulator.serve_cases import (
+    BLOCK,
+    BLOCK_BYTES,
+    LIMITS,
+    costs_of,
+    prefix_requests,
+    random_requests,
+    simple_times,
+)
 from tests.slow import quick_first
 
 COLOCATED = Deployment(instances=(InstanceSpec(token_budget=8),))
@@ -105,11 +114,36 @@ def test_counted_blocks_give_the_times_of_single_blocks(
 ) -> None:
     requests = random_requests(80, seed, every=1.0)
     costs = costs_of(simple_times(0.1, token=0.005, position=0.001), blocks=50, overlap=overlap)
-    counted = simulate(deployment, requests, costs, LIMITS)
-    monkeypatch.setattr(serve_simulation, "can_count", lambda *_: False)
-    single = simulate(deployment, requests, costs, LIMITS)
+    counted, single = _counted_and_single(deployment, requests, costs, monkeypatch)
     assert sum(figures.preemptions for figures in single.instances)
     assert counted == single
+
+
+@pytest.mark.parametrize("seed", quick_first(2, range(40)))
+@pytest.mark.parametrize("roles", [("both",), ("prefill", "decode")])
+def test_counted_blocks_of_shared_prefixes_give_the_times_of_single_blocks(
+    seed: int, roles: Sequence[Role], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Room for the longest prompt and little more, blocks that prefix blocks do not always contain, and two instances of a role.
+    size, count = (16, 1) if seed % 2 else (48, 2)
+    deployment = Deployment(instances=tuple(InstanceSpec(role=role, count=count, token_budget=200) for role in roles))
+    costs = costs_of(
+        simple_times(0.1, token=0.005, position=0.001), blocks=2400 // size, overlap=seed % 3 == 0, size=size, rate=1e4
+    )
+    requests = prefix_requests(80, seed, every=2.0)
+    counted, single = _counted_and_single(deployment, requests, costs, monkeypatch)
+    assert counted == single
+
+
+def _counted_and_single(
+    deployment: Deployment,
+    requests: Sequence[TimedRequest],
+    costs: Callable[[InstanceSpec], InstanceCosts],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[ServedDeployment, ServedDeployment]:
+    counted = simulate(deployment, requests, costs, LIMITS, watched=True)
+    monkeypatch.setattr(serve_simulation, "can_count", lambda *_: False)
+    return counted, simulate(deployment, requests, costs, LIMITS, watched=True)
 
 
 def test_an_instance_with_the_prefix_gets_the_request_and_computes_the_remainder() -> None:

@@ -1,131 +1,56 @@
-"""Cache blocks as counts, for simulated requests whose prompts share nothing: the numbers of `CacheBlocks`, in less time.
-
-All blocks of a request form one chain, which has one digest: its list of digests repeats that. The first `cached` blocks
-of a chain are in the prefix cache. A request or a reservation has references on the first `owned` blocks, a sender on some
-of them. Blocks without references are idle if they are cached, else empty. Empty ones are taken first, then ends of idle chains.
-"""
+"""Cache blocks of simulated requests as counts: the numbers of `CacheBlocks` without windows, in less time."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from meshwright.policies.batch_request import CacheGroup
 from meshwright.policies.cache_blocks import BlockPool, CacheBlocks
-
-
-class Chain:
-    """The blocks of one request."""
-
-    __slots__ = ("cached", "idle", "owned", "referenced", "unsent", "unsent_start")
-
-    def __init__(self) -> None:
-        self.cached = self.owned = self.referenced = self.idle = 0
-        """`referenced`: blocks with a reference."""
-        self.unsent = self.unsent_start = 0
-        """A sender has references on `unsent` blocks, from `unsent_start` on."""
-
-
-class CountedPool(BlockPool):
-    """The numbers of blocks without references, and the chains."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__(1)
-        self.blocks = self.free = self.empty = blocks - 1
-        """`empty`: blocks without references and without content."""
-        self.chains: dict[bytes, Chain] = {}
-        self.idle: OrderedDict[int, tuple[bytes | None, Chain]] = OrderedDict()
-        """Chains with blocks that are cached and have no references, the one that was released first first."""
-
-    def own_more(self, chain: Chain, owned: int) -> None:
-        """Let a request take blocks behind its own `chain.owned`, of which none is idle and no sender has references."""
-        more = owned - chain.owned
-        chain.owned = chain.referenced = owned
-        self.free -= more
-        self.empty -= more
-        if self.empty < 0:
-            self._evict()
-
-    def change(
-        self, digest: bytes | None, chain: Chain, *, owned: int, cached: int, unsent_start: int, unsent: int
-    ) -> None:
-        """Give a chain other numbers, and take or release the blocks that differ."""
-        chain.owned, chain.cached, chain.unsent_start, chain.unsent = owned, cached, unsent_start, unsent
-        referenced = owned + max(0, unsent_start + unsent - max(unsent_start, owned)) if unsent else owned
-        more, chain.referenced = referenced - chain.referenced, referenced
-        idle = cached - referenced if cached > referenced else 0
-        self.free -= more
-        self.empty -= more + idle - chain.idle
-        if idle != chain.idle:
-            chain.idle = idle
-            if idle:
-                self.idle[id(chain)] = digest, chain
-                if more < 0:
-                    self.idle.move_to_end(id(chain))
-            else:
-                del self.idle[id(chain)]
-        if self.empty < 0:
-            self._evict()
-
-    def _evict(self) -> None:
-        """Empty idle blocks until none is missing."""
-        while self.empty < 0:
-            digest, chain = next(iter(self.idle.values()))
-            count = min(chain.idle, -self.empty)
-            chain.idle -= count
-            chain.cached -= count
-            self.empty += count
-            if not chain.idle:
-                del self.idle[id(chain)]
-                if not chain.cached and not chain.referenced and digest is not None:
-                    self.chains.pop(digest, None)
+from meshwright.simulator.cache_extents import ExtentPool, Holder
+from meshwright.simulator.text_pieces import Text
 
 
 class CountedBlocks(CacheBlocks):
-    """`CacheBlocks` of one group without a window. Entries of its block tables mean nothing, only their number counts."""
+    """`CacheBlocks` of one group without a window. Entries of its block tables mean nothing, only their number counts.
+
+    All digests of a request are the name of its text, the last one that of its prompt's end if that is meant.
+    """
 
     alike = True
 
-    def __init__(self, blocks: int, tokens_per_block: int) -> None:
+    def __init__(self, blocks: int, tokens_per_block: int, texts: Mapping[bytes, Text]) -> None:
         super().__init__([CacheGroup(1)], tokens_per_block)
-        self.pool = CountedPool(blocks)
+        self.pool = ExtentPool(blocks)
         self.pools: list[BlockPool] = [self.pool]
-        self._chain_of: dict[int, tuple[bytes | None, Chain]] = {}
+        self.texts = texts
+        """By name."""
+        self._holders: dict[int, Holder] = {}
         """By the identity of a request's tables."""
 
-    def chain(self, digests: Sequence[bytes]) -> Chain:
-        """The chain of a request."""
-        known = self.pool.chains.get(digests[0])
-        if known is None:
-            known = self.pool.chains[digests[0]] = Chain()
-        return known
+    def text(self, digests: Sequence[bytes]) -> Text:
+        """The text of a request; empty if it has no digests."""
+        return self.texts[digests[-1]] if digests else ()
 
     def matching(self, digests: Sequence[bytes]) -> int:
         """Cached blocks of a request that its next prompt takes."""
-        known = self.pool.chains.get(digests[0]) if digests else None
-        return 0 if known is None else min(len(digests), known.cached)
+        return self.pool.cached_end(self.text(digests), 0, len(digests))
 
     def idle_matches(self, group: int, digests: Sequence[bytes], length: int) -> int:
         """How many of these count as free."""
-        return max(0, length - self.chain(digests).referenced) if length else 0
+        return self.pool.idle_blocks(self.text(digests), length) if length else 0
 
     def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:
         """Begin `tables` with `length` cached blocks."""
-        digest, chain = (digests[0], self.chain(digests)) if digests else (None, Chain())
-        self._chain_of[id(tables)] = digest, chain
-        tables[0].extend([1] * length)
-        self._own(digest, chain, length)
+        holder = self._holders[id(tables)] = Holder(self.text(digests))
+        if length:
+            tables[0].extend([1] * length)
+            self.pool.share(holder, 0, length)
 
     def claim(self, tables: list[list[int]], digest: bytes) -> bool:
         """Add the cached block behind those of `tables` to them, no longer cached; false if it is not cached or has references."""
-        chain, held = self.pool.chains.get(digest), len(tables[0])
-        if chain is None or chain.cached != held + 1 or chain.referenced != held:
+        if not self.pool.take_cached(self._holders[id(tables)], self.texts[digest]):
             return False
         tables[0].append(1)
-        self._chain_of[id(tables)] = digest, chain
-        self.pool.change(
-            digest, chain, owned=held + 1, cached=held, unsent_start=chain.unsent_start, unsent=chain.unsent
-        )
         return True
 
     def room(self, tables: list[list[int]]) -> int:
@@ -136,51 +61,37 @@ class CountedBlocks(CacheBlocks):
         """Add a block; false if there is none."""
         if not self.pool.free:
             return False
-        table = tables[0]
-        table.append(1)
-        self._own(*self._chain_of[id(tables)], len(table))
+        tables[0].append(1)
+        self.pool.take_private(self._holders[id(tables)], 1)
         return True
 
     def grow(self, tables: list[list[int]], tokens: int) -> None:
         """Take blocks until `tables` cover `tokens` positions."""
-        table, blocks = tables[0], -(-tokens // self.tokens_per_block)
-        if blocks > len(table):
-            table.extend([1] * (blocks - len(table)))
-            self._own(*self._chain_of[id(tables)], blocks)
+        table = tables[0]
+        more = -(-tokens // self.tokens_per_block) - len(table)
+        if more > 0:
+            table.extend([1] * more)
+            self.pool.take_private(self._holders[id(tables)], more)
 
     def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
-        """Enter the first `last` blocks of a request in the prefix cache."""
-        del first
-        digest, chain = self._chain_of[id(tables)]
-        if digest is None:
-            digest = digests[0]
-            self._chain_of[id(tables)] = digest, chain
-            self.pool.chains[digest] = chain
-        if last > chain.cached:
-            self.pool.change(
-                digest, chain, owned=chain.owned, cached=last, unsent_start=chain.unsent_start, unsent=chain.unsent
-            )
+        """Enter blocks `first` … `last - 1` of a request in the prefix cache."""
+        holder = self._holders[id(tables)]
+        holder.text = self.texts[digests[last - 1]]
+        self.pool.enter(holder, first, last)
 
     def release(self, tables: list[list[int]]) -> None:
         """Release the blocks of a request; cached ones stay in the prefix cache."""
-        if id(tables) in self._chain_of:
-            self._own(*self._chain_of.pop(id(tables)), 0)
-
-    def _own(self, digest: bytes | None, chain: Chain, owned: int) -> None:
-        if owned > chain.owned >= chain.cached and not chain.unsent:
-            self.pool.own_more(chain, owned)
-            return
-        self.pool.change(
-            digest, chain, owned=owned, cached=chain.cached, unsent_start=chain.unsent_start, unsent=chain.unsent
-        )
+        if id(tables) in self._holders:
+            self.pool.release(self._holders.pop(id(tables)))
 
 
 class CountedReservation:
-    """`policies.moving_blocks.ReservedBlocks` of a chain."""
+    """`policies.moving_blocks.ReservedBlocks` of a text."""
 
     def __init__(self, cache: CountedBlocks, digests: Sequence[bytes]) -> None:
         self._cache, self._digests = cache, digests
         self.first = cache.matching(digests)
+        self._holder = Holder(cache.text(digests))
 
     def __len__(self) -> int:
         return len(self._digests) - self.first
@@ -192,44 +103,37 @@ class CountedReservation:
         return pool.free - idle - len(self) >= int(reserve * pool.blocks)
 
     def take(self) -> None:
-        """Take the blocks."""
-        self._change(len(self._digests), self.first)
+        """Take the blocks, and references on the cached prefix."""
+        self._cache.pool.share(self._holder, 0, self.first)
+        self._cache.pool.take_private(self._holder, len(self))
 
     def enter(self, index: int, count: int) -> None:
         """Put `count` blocks from `index` on into the prefix cache."""
-        self._change(len(self._digests), index + count)
+        self._cache.pool.enter(self._holder, index, index + count)
 
     def release(self) -> None:
         """Release the blocks; those that were entered stay in the prefix cache."""
-        self._change(0, self._cache.chain(self._digests).cached)
-
-    def _change(self, owned: int, cached: int) -> None:
-        chain = self._cache.chain(self._digests)
-        self._cache.pool.change(self._digests[0], chain, owned=owned, cached=cached, unsent_start=0, unsent=0)
+        self._cache.pool.release(self._holder)
 
 
 class CountedUnsent:
-    """`policies.moving_blocks.UnsentBlocks` of a chain."""
+    """`policies.moving_blocks.UnsentBlocks` of a text."""
 
     def __init__(self, cache: CountedBlocks, digests: Sequence[bytes], first: int) -> None:
-        self._cache, self._digests, self.next, self._count = cache, digests, first, 0
+        self._pool, self._holder = cache.pool, Holder(cache.text(digests))
+        self.next, self._count, self._end = first, 0, len(digests)
 
     def __len__(self) -> int:
         return self._count
 
     def extend(self) -> None:
         """Hold the blocks that follow, as far as they are cached."""
-        chain = self._cache.chain(self._digests)
-        self._count = max(0, min(chain.cached, len(self._digests)) - self.next)
-        self._change(chain)
+        first = self.next + self._count
+        end = self._pool.cached_end(self._holder.text, first, self._end)
+        self._pool.share(self._holder, first, end)
+        self._count = end - self.next
 
     def copied(self, count: int) -> None:
         """Release the next `count` blocks."""
+        self._pool.release_first(self._holder, self.next, self.next + count)
         self.next, self._count = self.next + count, self._count - count
-        self._change(self._cache.chain(self._digests))
-
-    def _change(self, chain: Chain) -> None:
-        pool = self._cache.pool
-        pool.change(
-            self._digests[0], chain, owned=chain.owned, cached=chain.cached, unsent_start=self.next, unsent=self._count
-        )

@@ -23,6 +23,7 @@ from meshwright.simulator.counted_blocks import CountedBlocks, CountedReservatio
 from meshwright.simulator.serve_instance import NEVER, Instance
 from meshwright.simulator.serve_links import Port, transfer
 from meshwright.simulator.serve_types import RequestTimes, ServedDeployment
+from meshwright.simulator.text_pieces import Text, TextPieces, block_digests
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, ServeLimits, TimedRequest
 from meshwright.spec.errors import BadInput
 
@@ -52,9 +53,9 @@ def simulate(
     return _Simulation(deployment, requests, cost_of, limits, watched).run()
 
 
-def can_count(requests: Sequence[TimedRequest], costs: InstanceCosts) -> bool:
-    """Whether `CountedBlocks` can stand for the cache: prompts share nothing, and attention has no window."""
-    return costs.window is None and not any(request.prefix_blocks for request in requests)
+def can_count(costs: InstanceCosts) -> bool:
+    """Whether `CountedBlocks` can stand for the cache: attention has no window."""
+    return costs.window is None
 
 
 class _Prompt:
@@ -98,7 +99,11 @@ class _Simulation:
         self._deployment, self._limits = deployment, limits
         self._times = [RequestTimes(request) for request in requests]
         self._routing: RequestRouting[Instance] = RequestRouting()
-        self._counted = can_count(requests, cost_of(deployment.instances[0]))
+        prices = cost_of(deployment.instances[0])
+        self._counted, self._size = can_count(prices), prices.tokens_per_block
+        self._pieces = TextPieces(requests, self._size)
+        self._texts: dict[bytes, Text] = {}
+        """Counted texts of unfinished requests, by name."""
         self._members: list[_Member] = []
         for spec in deployment.instances:
             for _ in range(spec.count):
@@ -116,16 +121,11 @@ class _Simulation:
         self._front_of = {member.instance: member for member in self._members if member.instance.role != "prefill"}
         self._fronts = list(self._front_of)
         self._prefills = [member for member in self._members if member.instance.role == "prefill"]
-        self._prefix_numbers: dict[tuple[int, int], int] = {}
-        """Numbers of prefixes, by that of the prefix without its last block and the id of that; the empty one has 0."""
         self._prompts: dict[int, _Prompt] = {}
-        self._block_names: list[bytes] = []
         self._events: list[tuple[float, int, int, Callable[[float], None] | None]] = []
         """Time, 0 for what comes over a link and 1 for the end of a step, a number, and what happens."""
         self._count = 0
         self._bytes = 0.0
-        self._digests_of: dict[tuple[int, int], list[bytes]] = {}
-        """By prefix block, and the token in it at which its first cache block begins."""
 
     def run(self) -> ServedDeployment:
         arrivals, events, next_arrival = self._times, self._events, 0
@@ -160,7 +160,7 @@ class _Simulation:
 
     def _cache(self, prices: InstanceCosts) -> CacheBlocks:
         if self._counted:
-            return CountedBlocks(prices.blocks, prices.tokens_per_block)
+            return CountedBlocks(prices.blocks, prices.tokens_per_block, self._texts)
         cache = CacheBlocks([CacheGroup(prices.blocks, prices.window)], prices.tokens_per_block)
         cache.alike = prices.window is None  # which request takes which block changes no time
         return cache
@@ -180,47 +180,18 @@ class _Simulation:
     def _arrive(self, number: int, now: float) -> None:
         """Route a request."""
         times = self._times[number]
-        own = b"o" + number.to_bytes(8, "little")
-        digests = self._digests(own, times.request)
-        prefixes = self._prefixes(times.request.prefix_blocks)
-        front = self._front_of[self._routing.choose(self._fronts, prefixes, PREFIX_BLOCK)]
-        self._prompts[number] = _Prompt(times, digests, own if self._counted else own + b"end", front)
+        text, prompt = self._pieces.texts(number)
+        if self._counted:
+            name, end = _names(number)
+            self._texts[name], self._texts[end] = text, prompt
+            digests = [name] * text[-1][2]
+        else:
+            digests, (end,) = block_digests(text), block_digests(prompt[-1:])
+        front = self._front_of[self._routing.choose(self._fronts, self._pieces.prefixes[number], PREFIX_BLOCK)]
+        self._prompts[number] = _Prompt(times, digests, end, front)
         front.instance.requests += 1
         here = front.instance.role == "both"
         self._post(front, now, partial(self._submit if here else self._begin_elsewhere, number))
-
-    def _prefixes(self, blocks: Sequence[int]) -> list[int]:
-        """A number for each prefix of a prompt's blocks, the shortest first."""
-        known, prefix, prefixes = self._prefix_numbers, 0, []
-        for block in blocks:
-            prefix = known.setdefault((prefix, block), len(known) + 1)
-            prefixes.append(prefix)
-        return prefixes
-
-    def _digests(self, own: bytes, request: TimedRequest) -> list[bytes]:
-        """Digests of a text's full blocks: those of the prompt with a prefix id are named by it, others by its `own` name.
-
-        With counted blocks one name stands for all blocks of the text.
-        """
-        size = self._members[0].instance.costs.tokens_per_block
-        blocks = (request.input_tokens + request.output_tokens) // size
-        if self._counted:
-            return [own] * blocks
-        digests: list[bytes] = []
-        for index, prefix in enumerate(request.prefix_blocks):
-            digests += self._prefix_digests(prefix, -index * PREFIX_BLOCK % size, size)
-        del digests[request.input_tokens // size :]
-        self._block_names.extend(block.to_bytes(4, "little") for block in range(len(self._block_names), blocks))
-        digests += [own + name for name in self._block_names[len(digests) : blocks]]
-        return digests
-
-    def _prefix_digests(self, prefix: int, first: int, size: int) -> list[bytes]:
-        """Digests of the blocks that begin in a prefix block, of which the first begins at token `first` of it."""
-        known = self._digests_of.get((prefix, first))
-        if known is None:
-            head, offsets = prefix.to_bytes(8, "little"), range(first, PREFIX_BLOCK, size)
-            known = self._digests_of[prefix, first] = [head + offset.to_bytes(4, "little") for offset in offsets]
-        return known
 
     def _submit(self, number: int, now: float) -> None:
         """Queue a request at its front instance: whole, or what follows its first token."""
@@ -342,3 +313,10 @@ class _Simulation:
 
     def _end(self, number: int, now: float) -> None:
         self._prompts.pop(number).times.end = now
+        for name in _names(number):
+            self._texts.pop(name, None)
+
+
+def _names(number: int) -> tuple[bytes, bytes]:
+    """Names of a request's text, and of its prompt with the block that this does not fill."""
+    return b"text%d" % number, b"prompt%d" % number

@@ -1,0 +1,218 @@
+"""Cached blocks of simulated texts as extents, which take less time than single blocks.
+
+A text is a path of pieces (`text_pieces`), which other texts may share. The cached blocks of a piece are extents: consecutive
+blocks with the same references. A request, a reservation or a sender refers to spans of its text; its other blocks are private,
+such as those of which equal ones were cached before. Blocks without references are idle if they are cached, else empty. Empty ones are
+taken first, then idle ones in the order of their release, as `BlockPool` does block by block.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from meshwright.policies.cache_blocks import BlockPool
+from meshwright.simulator.text_pieces import Text
+
+Span = tuple[int, int]
+"""Blocks of a text: the first, and the one behind the last."""
+
+
+class Extent:
+    """Cached blocks `first` … `end - 1` of a text in one piece, with the same references."""
+
+    __slots__ = ("end", "first", "forward", "piece", "references", "stamp")
+
+    def __init__(self, piece: int, first: int, end: int, references: int) -> None:
+        self.piece, self.first, self.end, self.references = piece, first, end, references
+        self.stamp, self.forward = 0, False
+        """Number of the release that made it idle, and whether that released the first block first."""
+
+
+class Holder:
+    """What refers to blocks of a text."""
+
+    __slots__ = ("private", "spans", "text")
+
+    def __init__(self, text: Text) -> None:
+        self.text, self.private = text, 0
+        """`private`: its blocks that are not cached."""
+        self.spans: list[Span] = []
+        """Its cached blocks, ascending."""
+
+    def add(self, first: int, end: int) -> None:
+        """Add a span behind the others."""
+        spans = self.spans
+        if spans and spans[-1][1] == first:
+            spans[-1] = spans[-1][0], end
+        elif first < end:
+            spans.append((first, end))
+
+
+class ExtentPool(BlockPool):
+    """The numbers of free and empty blocks, and the cached ones as extents."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(1)
+        self.blocks = self.free = self.empty = blocks - 1
+        """`empty`: blocks without references and without content."""
+        self._extents: dict[int, list[Extent]] = {}
+        """By piece, ascending."""
+        self._released: list[tuple[int, int, Extent]] = []
+        """A heap of extents that were idle once: the release, the order within it, and the extent."""
+        self._releases = 0
+
+    def take_private(self, holder: Holder, count: int) -> None:
+        """Give a holder so many free blocks without content."""
+        holder.private += count
+        self.free -= count
+        self.empty -= count
+        if self.empty < 0:
+            self._evict()
+
+    def cached_end(self, text: Text, first: int, end: int) -> int:
+        """The end of the consecutive cached blocks of a text from `first` on, at most `end`."""
+        position = first
+        for piece, _, stop in text:
+            if stop <= position:
+                continue
+            for extent in self._extents.get(piece, ()):
+                if extent.first > position:
+                    break
+                position = max(position, extent.end)
+            if position < stop or position >= end:
+                break
+        return min(position, end)
+
+    def idle_blocks(self, text: Text, end: int) -> int:
+        """Idle blocks among the first `end` of a text."""
+        return sum([each.end - each.first for each in self._between(text, 0, end) if not each.references])
+
+    def share(self, holder: Holder, first: int, end: int) -> None:
+        """Let a holder refer to cached blocks."""
+        for extent in self._between(holder.text, first, end):
+            if not extent.references:
+                self.free -= extent.end - extent.first
+            extent.references += 1
+        holder.add(first, end)
+
+    def enter(self, holder: Holder, first: int, end: int) -> None:
+        """Put private blocks of a holder into the cache, except those of which equal ones are there already."""
+        for piece, begin, stop in holder.text:
+            position, last = max(first, begin), min(end, stop)
+            if position >= last:
+                continue
+            extents = self._extents.setdefault(piece, [])
+            for extent in [*extents]:
+                if extent.end <= position:
+                    continue
+                if extent.first > position:
+                    self._add(holder, extents, piece, position, min(extent.first, last))
+                position = extent.end
+                if position >= last:
+                    break
+            else:
+                self._add(holder, extents, piece, position, last)
+
+    def _add(self, holder: Holder, extents: list[Extent], piece: int, first: int, end: int) -> None:
+        holder.private -= end - first
+        before = extents[-1] if extents else None
+        if before is None or before.end < first:
+            extents.append(Extent(piece, first, end, 1))
+        elif before.end > first or before.references != 1 or not holder.spans or holder.spans[-1][1] != first:
+            insort(extents, Extent(piece, first, end, 1), key=attrgetter("first"))
+        else:
+            before.end = end
+        holder.add(first, end)
+
+    def release(self, holder: Holder) -> None:
+        """Release all blocks of a holder, the last one first."""
+        self.free += holder.private
+        self.empty += holder.private
+        self._releases += 1
+        for first, end in holder.spans:
+            self._release(holder.text, first, end, forward=False)
+        holder.private, holder.spans = 0, []
+
+    def release_first(self, holder: Holder, first: int, end: int) -> None:
+        """Release the first blocks of a holder's only span, the first one first."""
+        self._releases += 1
+        self._release(holder.text, first, end, forward=True)
+        holder.spans = [(end, holder.spans[0][1])] if end < holder.spans[0][1] else []
+
+    def _release(self, text: Text, first: int, end: int, *, forward: bool) -> None:
+        for extent in self._between(text, first, end):
+            extent.references -= 1
+            if not extent.references:
+                self.free += extent.end - extent.first
+                extent.stamp, extent.forward = self._releases, forward
+                self._note_idle(extent)
+
+    def _note_idle(self, extent: Extent) -> None:
+        heappush(self._released, (extent.stamp, extent.first if extent.forward else -extent.first, extent))
+
+    def take_cached(self, holder: Holder, text: Text) -> bool:
+        """Make the cached block at the end of a text private to a holder; false if it is not cached or not idle."""
+        piece, _, end = text[-1]
+        extents = self._extents.get(piece, ())
+        if not extents or extents[-1].end != end or extents[-1].references:
+            return False
+        extent = extents[-1] if extents[-1].first == end - 1 else self._split(extents[-1], end - 1)
+        self._drop(extent)
+        self.free -= 1
+        holder.private += 1
+        return True
+
+    def _between(self, text: Text, first: int, end: int) -> list[Extent]:
+        """The extents of these blocks, which are split from those outside."""
+        found = []
+        for piece, begin, stop in text:
+            if begin >= end:
+                break
+            if stop <= first:
+                continue
+            for extent in [*self._extents.get(piece, ())]:
+                if extent.end <= first or extent.first >= end:
+                    continue
+                if extent.first < first:
+                    extent = self._split(extent, first)
+                if extent.end > end:
+                    self._split(extent, end)
+                found.append(extent)
+        return found
+
+    def _split(self, extent: Extent, position: int) -> Extent:
+        """Divide an extent before a block; returns the second part."""
+        behind = Extent(extent.piece, position, extent.end, extent.references)
+        behind.stamp, behind.forward = extent.stamp, extent.forward
+        extent.end = position
+        extents = self._extents[extent.piece]
+        extents.insert(extents.index(extent) + 1, behind)
+        if not behind.references:
+            self._note_idle(behind)
+        return behind
+
+    def _drop(self, extent: Extent) -> None:
+        extents = self._extents[extent.piece]
+        extents.remove(extent)
+        extent.references = -1  # it is idle no more, though it stays in the heap
+        if not extents:
+            del self._extents[extent.piece]
+
+    def _evict(self) -> None:
+        """Empty idle blocks until none is missing."""
+        while self.empty < 0:
+            stamp, _, extent = self._released[0]
+            if extent.references or extent.stamp != stamp:
+                heappop(self._released)
+                continue
+            count = min(extent.end - extent.first, -self.empty)
+            self.empty += count
+            if count == extent.end - extent.first:
+                heappop(self._released)
+                self._drop(extent)
+            elif extent.forward:
+                extent.first += count
+            else:
+                extent.end -= count
