@@ -120,7 +120,7 @@ class BatchInputs:
         capacity = (7 + groups) * step_tokens + (8 + groups + 2 * drafts + predictions) * (table_rows + 1)
         self._buffer = CopyBuffer(capacity, device)
         self._decodes: _Decodes | None = None
-        """Those of the last step, if it was one of decodes only."""
+        """Packed decodes of the last step; None if it also had other parts."""
 
     @property
     def blocks(self) -> int:
@@ -441,7 +441,7 @@ class _Piece(NamedTuple):
 
     part: Part
     table_row: int
-    """That of its request."""
+    """Table row of the request."""
     start: int
     count: int
     samples: bool
@@ -454,7 +454,7 @@ class _Piece(NamedTuple):
 
 
 def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> list[int]:
-    """Its tokens; -1 - table_row stands for the newest one if it is on the device only (`resolve`)."""
+    """Return the piece's tokens; -1 - table_row stands for the newest one if it is on the device only (`resolve`)."""
     known = piece.part.tokens[piece.start : piece.start + piece.count]
     missing = piece.count - len(known)
     if not missing:

@@ -71,7 +71,7 @@ class CurrentStep:
         self._lone_tokens = None
 
     def host_decodes(self, group: int) -> HostDecodes | None:
-        """What the layers of a group share in a step of decodes on a CPU; None for other steps."""
+        """Return the data that a group's layers share in a step of decodes on a CPU; None for other steps."""
         step = self._inputs
         if not self._host_decodes_work or step.decodes != len(step.tokens):
             return None

@@ -1,4 +1,4 @@
-"""Who proposes the drafts of an engine."""
+"""Choice of the source of draft tokens for speculative decoding, and checks of its settings."""
 
 from __future__ import annotations
 

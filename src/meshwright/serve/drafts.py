@@ -46,7 +46,7 @@ class CheckedStep(NamedTuple):
 
 
 class Drafter:
-    """What an engine asks for drafts; the source of proposals is that of a subclass."""
+    """Interface through which an engine gets draft tokens; a subclass has their source."""
 
     def __init__(self, longest: int, pauses: DraftPauses) -> None:
         self.longest, self._pauses = longest, pauses
@@ -154,7 +154,7 @@ class SampledDrafter(Drafter):
         self._unknown = (0,) * longest
         """Drafts that are not known when the step is planned; `follow` puts the drawn ones in their place on the device."""
         self._drafts: Drafts | None = None
-        """Those of the current step, with their distributions; None if all requests take the likeliest tokens."""
+        """Draft tokens of the current step with their distributions; None if all requests take the likeliest tokens."""
         self._graphs = Graphs()
 
     def propose(self, decodes: Sequence[Part]) -> Mapping[int, Sequence[int]]:

@@ -21,4 +21,4 @@ class EngineFigures(NamedTuple):
     draft_tokens: int = 0
     """Draft tokens that steps have checked."""
     accepted_draft_tokens: int = 0
-    """Those of them that were accepted."""
+    """Draft tokens that were accepted."""

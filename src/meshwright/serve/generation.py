@@ -35,9 +35,9 @@ class Update(NamedTuple):
     reason: Reason | None
     """Why the request has ended; None while it goes on."""
     error: str | None = None
-    """What failed, with the reason "failed"."""
+    """Error message, with the reason "failed"."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `tokens`, if `SamplingOptions.logprobs` is set."""
+    """Log probability of each of `tokens`, if `SamplingOptions.logprobs` is set."""
 
 
 class Generation:
@@ -89,7 +89,7 @@ class Generation:
         return taken, False
 
     def update(self, number: int, reason: Reason | None = None, error: str | None = None) -> Update:
-        """What has come since the last update; with a reason also the text that was held back."""
+        """Return the output since the last update; with a reason also the text that was held back."""
         if reason is not None and self._stream is not None and not self._stops.complete:
             self._text += self._stops.add(self._stream.finish()) + self._stops.finish()
         update = Update(number, tuple(self._tokens), self._text, reason, error, tuple(self._logprobs))

@@ -29,7 +29,7 @@ class BadGrammar(BadInput):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the new text of a request must match from its first to its last character."""
+    """Grammar that the new text of a request must match from its first to its last character."""
 
     notation: Notation
     text: str

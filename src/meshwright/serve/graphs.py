@@ -82,5 +82,5 @@ class Graphs:
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS has a workspace for each stream."""
+    """Return one stream for all captures: cuBLAS has a workspace for each stream."""
     return torch.cuda.Stream(device)

@@ -63,7 +63,7 @@ class HostDecodes(NamedTuple):
 def prepare_decodes(
     step: StepInputs, group: int, window: int | None, rope: RotaryTables | None, tokens_per_block: int
 ) -> HostDecodes:
-    """What the layers of a group share in a step of decodes; `rope` has the tables of `signed_tables`."""
+    """Return the data that a group's layers share in a step of decodes; `rope` has the tables of `signed_tables`."""
     # Tokens without a slot go to block 0, which is never read.
     positions, slots = step.positions.long(), step.slots[group].long().clamp(min=0)
     table = step.block_tables[group].long()

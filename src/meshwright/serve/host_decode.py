@@ -41,7 +41,7 @@ class _Text(NamedTuple):
     part: Part
     """The decode that it is of: another request may have the same blocks with other content."""
     blocks: list[int]
-    """Its blocks when it was copied."""
+    """Cache blocks of the text when it was copied."""
     first: int
     """Position of the first token."""
     stored: Tensor

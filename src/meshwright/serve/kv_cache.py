@@ -97,7 +97,7 @@ class KVCache:
         self.groups, self.tokens_per_block = layer_groups(spec, predictions), tokens_per_block
         fp8 = dtype.itemsize == 1
         self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None
-        """What the stored keys and values of each head are multiplied by; None without fp8. Latents have no scales."""
+        """Factors `(2, kv_heads)` of the stored keys and values; None without fp8. Latents have no scales."""
         self.tensors = [
             zeros((count, *block_shape(spec, group, tokens_per_block)), dtype=dtype, device=device)
             for group, count in zip(self.groups, blocks, strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.kernels.likeliest import REMOVED
 
 NEW_TOKEN = 2
-"""What `token_counts` has for each time that a token is in the new text; 1 more if it is in the prompt."""
+"""Amount in `token_counts` for each time that a token is in the new text; 1 more if it is in the prompt."""
 
 
 def penalise(scores: Tensor, token_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:

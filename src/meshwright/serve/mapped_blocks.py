@@ -41,7 +41,7 @@ class OwnBlocks:
         return mapped_memory.host_name() if aligned and mapped_memory.mappable(self._device) else ""
 
     def offer(self) -> list[dict[str, Any]] | None:
-        """What `map` needs, for a message; None if the blocks cannot be mapped."""
+        """Return the handles of this cache's blocks, which `map` needs; None if the blocks cannot be mapped."""
         if not self.host:
             return None
         try:

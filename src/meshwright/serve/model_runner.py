@@ -194,5 +194,5 @@ def graph_sizes(sequences: int) -> tuple[int, ...]:
 
 
 def drafted_sizes(sizes: Sequence[int], drafts: int) -> tuple[int, ...]:
-    """Those of the batch sizes to which decodes are padded if each may have so many drafts."""
+    """Return the batch sizes to which decodes are padded if each may have so many drafts."""
     return tuple(sizes[: bisect_left(sizes, most_drafting(drafts)) + 1])

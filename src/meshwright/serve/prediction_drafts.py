@@ -24,7 +24,7 @@ from meshwright.serve.speculation import Drafts, draft_tokens, likeliest_tokens
 
 
 class ModuleInputs(NamedTuple):
-    """What the first module reads of a checked step, beside the inputs of the model."""
+    """Inputs of the first prediction module for a checked step, beside the inputs of the model."""
 
     following: Tensor
     """`(tokens,)` int64: the token after each one of the step; arbitrary behind the newest."""

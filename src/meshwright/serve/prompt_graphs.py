@@ -75,7 +75,7 @@ class PromptGraphs:
                 self._passes[size] = self._record(size, graphs)
 
     def run(self, inputs: StepInputs) -> Tensor | None:
-        """What `compute` returns for a step, valid until the next one; None if the step has too many tokens for a graph.
+        """Return `compute` of a step, valid until the next one; None if the step has too many tokens for a graph.
 
         All queries attend to the cache, also those of prompts that begin in this step.
         """

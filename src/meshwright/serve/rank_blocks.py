@@ -25,7 +25,7 @@ from meshwright.spec.model import ModelSpec
 
 
 class RankSlices(PrefixBlocks):
-    """One rank's slices of all blocks. Its methods are collective, with the same tables on all ranks."""
+    """This rank's slices of all blocks. The methods are collective, with the same tables on all ranks."""
 
     def __init__(self, model: Decoder, spec: ModelSpec, policy: BatchPolicy, cache: KVCache, world: World) -> None:
         """`spec` has the dimensions of the whole model."""

@@ -1,4 +1,4 @@
-"""Which row of the engine's tables each request has: block tables, newest tokens, sampling options."""
+"""Assignment of requests to rows of the engine's tables: block tables, newest tokens, sampling options."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes bytes to that are no complete character."""
+"""Character to which a tokenizer decodes bytes that are no complete character."""
 CONTEXT = 5
 """Fewest tokens before the new ones that are decoded with them: a decoder may treat the first token differently."""
 MOST_CONTEXT = 20

@@ -1,4 +1,4 @@
-"""One request for text, as the engine takes it."""
+"""Request for text, as the engine takes it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TextRequest:
     continued_elsewhere: bool = False
     """Whether another engine continues the text: the block with the end of the prompt is kept for it, even if it is not full."""
     grammar: Grammar | None = None
-    """What the text follows; it ends at a token of `stop_ids` once the grammar allows one."""
+    """Grammar that the text follows; it ends at a token of `stop_ids` once the grammar allows one."""
 
     def to_plain(self) -> dict[str, Any]:
         """The request in values of JSON."""

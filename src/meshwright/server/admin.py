@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Admin:
-    """What the admin port does to a server."""
+    """Handlers of the admin port's requests."""
 
     def __init__(self, api: Api) -> None:
         self._api = api

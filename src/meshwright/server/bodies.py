@@ -17,7 +17,7 @@ text_as_json: Callable[[str], str] = encode_basestring_ascii
 
 
 class Choice(NamedTuple):
-    """One finished text."""
+    """Finished text of an answer."""
 
     text: str
     finish_reason: str

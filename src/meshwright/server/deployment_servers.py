@@ -50,7 +50,7 @@ class RunningDeployment:
     """All servers, and the address that clients use."""
 
     url: str
-    """That of the router."""
+    """URL of the router."""
     instances: Sequence[RunningInstance]
 
 
@@ -140,7 +140,7 @@ class _Process:
         self._reader.start()
 
     def address(self, deadline: float) -> str:
-        """Its URL once it takes requests. Raises MeshwrightError if it ends before or takes too long."""
+        """Return the server's URL once it takes requests. Raises MeshwrightError if it ends before or takes too long."""
         try:
             address = self._addresses.get(timeout=max(0.1, deadline - time.monotonic()))
         except queue.Empty:

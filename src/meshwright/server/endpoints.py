@@ -176,7 +176,7 @@ class Api:
 
     @property
     def state(self) -> str:
-        """What the server does: loading, ready, paused, draining or failed."""
+        """State of the server: loading, ready, paused, draining or failed."""
         if self.client.failure is not None:
             return "failed"
         if self.client.ready is None:

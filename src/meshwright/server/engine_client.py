@@ -24,7 +24,7 @@ TEXTS_AT_ONCE = 4
 
 
 class News(NamedTuple):
-    """What a step has given one text of a request."""
+    """Output of a step for one text of a request."""
 
     index: int
     """Number of the text within the request, from 0."""
@@ -33,9 +33,9 @@ class News(NamedTuple):
     reason: Reason | None = None
     """Why the text has ended; None while it goes on."""
     error: str | None = None
-    """What went wrong, with the reasons "failed" and "refused"."""
+    """Error message, with the reasons "failed" and "refused"."""
     code: Literal["grammar"] | None = None
-    """What was refused, if it is the grammar."""
+    """Refused part of the request, if it is the grammar."""
     logprobs: Sequence[Any] = ()
     """For each new token its log probability and `[[token, log probability], …]` of the likeliest."""
 
@@ -82,7 +82,7 @@ class Subscription:
 
 @dataclass(slots=True)
 class _Text:
-    """One text that the engine continues."""
+    """State of a text that the engine continues."""
 
     subscription: Subscription
     index: int
@@ -111,7 +111,7 @@ class EngineRequest:
 
 
 class EngineClient(asyncio.Protocol):
-    """One engine. Its methods are called by the event loop's thread only."""
+    """Connection to an engine. Its methods are called by the event loop's thread only."""
 
     def __init__(
         self, metrics: ServerMetrics, clock: Callable[[], float] = time.perf_counter, *, exchanges: bool = False
@@ -137,7 +137,7 @@ class EngineClient(asyncio.Protocol):
         self._loading: dict[str, asyncio.Future[str | None]] = {}
         self._closing = False
         self._entries: Iterator[Sequence[Any]] = iter(())
-        """Those of the newest step that are still to be passed on."""
+        """Entries of the newest step that are still to be passed on."""
         self._step_arrived = 0.0
         self._scheduled = False
         """Whether the event loop will pass on further entries."""

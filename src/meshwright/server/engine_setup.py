@@ -39,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """What the processes of an engine load."""
+    """Model, options and devices of an engine's processes."""
 
     folder: str
     tokenizer: str | None

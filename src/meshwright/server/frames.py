@@ -16,7 +16,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.listen_address import listen_address
 
 UNIX = "unix:"
-"""What the address of a Unix socket begins with."""
+"""Prefix of a Unix socket's address."""
 FIRST_BYTES = 4096
 """Longest message of a peer that has not shown its key."""
 MESSAGE_BYTES = 64 << 20
@@ -33,7 +33,7 @@ class BadFrame(Exception):
 
 
 class Frame(NamedTuple):
-    """One message."""
+    """Message with its payload."""
 
     message: Mapping[str, Any]
     payload: bytearray

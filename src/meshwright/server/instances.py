@@ -36,7 +36,7 @@ class Connection(Protocol):
 
 @dataclass(eq=False)
 class Instance:
-    """One server."""
+    """Server to which the router sends requests."""
 
     host: str
     port: int
@@ -59,7 +59,7 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """Its address."""
+        """Address of the server, HOST:PORT."""
         return f"{self.host}:{self.port}"
 
     def log(self, state: str) -> None:

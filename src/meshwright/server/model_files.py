@@ -1,4 +1,4 @@
-"""What the HTTP process reads of a model's folder: tokenizer, end tokens and chat template; no weights."""
+"""Files of a model's folder that the HTTP process reads: tokenizer, end tokens and chat template; no weights."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ RUN_BYTES = 32 << 20
 MOST_TEXTS = 4096
 """Most texts of one prompt."""
 _PEER_ERRORS = (EOFError, BadFrame, AttributeError, KeyError, OverflowError, TypeError, ValueError)
-"""What a peer that leaves, or sends something wrong, can cause."""
+"""Exceptions caused by a peer that leaves or sends a wrong message."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PrefillRequest:
 
 
 class PrefillJob:
-    """One prompt, and the first token of each of its texts."""
+    """Computation of a prompt, and of the first token of each of its texts."""
 
     def __init__(self, number: int, prompt_tokens: int, unsent: UnsentBlocks, requests: Sequence[int]) -> None:
         self.number, self.prompt_tokens, self.unsent = number, prompt_tokens, unsent

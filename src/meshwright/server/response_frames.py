@@ -24,7 +24,7 @@ class ResponseFrames:
         self.keeps_open = False
         """Whether the connection can be used again after it."""
         self.head = b""
-        """What has come of the head; empty once it is complete."""
+        """Received part of the head; empty once the head is complete."""
         self._left = 0
         """Bytes of the body or chunk, with the end of its line, that are still to come; -1: all until the connection ends."""
         self._line = b""

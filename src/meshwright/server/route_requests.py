@@ -14,14 +14,14 @@ _MOST_DIGITS = 19
 
 @dataclass(eq=False)
 class RoutedRequest:
-    """One request, with what has been tried for it."""
+    """Request of a client, with the servers that were tried for it."""
 
     method: bytes
     path: bytes
     head: bytes
     """With the empty line behind it."""
     key: bytes
-    """What its header `authorization` has after `Bearer`."""
+    """Key in the header `authorization`, after `Bearer`."""
     length: int
     body: bytes = b""
     expects: bool = False

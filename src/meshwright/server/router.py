@@ -48,7 +48,7 @@ _FIRST_BYTE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 
 
 
 class Router:
-    """What all connections share."""
+    """State that all client connections share: settings, servers and figures."""
 
     def __init__(self, spec: RouteSpec, instances: Instances) -> None:
         self.spec, self.instances = spec, instances

@@ -172,7 +172,7 @@ class _Server:
 
 
 def transfer_setup(spec: ServeSpec) -> TransferSetup | None:
-    """What the settings say of other engines."""
+    """Return the settings of exchanges with other engines; None if there are none."""
     if not spec.exchanges:
         return None
     return TransferSetup(
@@ -224,7 +224,7 @@ def _check_packages() -> None:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """That of uvloop, which is faster, where it is installed."""
+    """Return the event loops of uvloop, which are faster; None if it is not installed."""
     if find_spec("uvloop") is None:
         return None
     import uvloop

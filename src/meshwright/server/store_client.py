@@ -41,7 +41,7 @@ class Fetch:
 
 
 class StoreClient:
-    """One engine's connection to a store."""
+    """Connection of an engine to a store of blocks."""
 
     def __init__(self, blocks: PrefixBlocks, address: str, key: str) -> None:
         self._blocks, self._address, self._key = blocks, address, key

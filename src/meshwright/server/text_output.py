@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TextOutput:
-    """One text."""
+    """Decoder of one text from its tokens, up to a stop string."""
 
     def __init__(
         self, tokenizer: Tokenizer, stop_strings: Sequence[str], *, logprobs: bool, special: bool = False

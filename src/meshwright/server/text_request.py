@@ -28,7 +28,7 @@ _SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "pre
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests may ask for."""
+    """Limits of requests for text, by the server's settings and the model."""
 
     spec: ServeSpec
     model: str
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(kw_only=True)
 class TextRequest:
-    """One request for text, apart from its prompt."""
+    """Checked fields of a request for text, without its prompt."""
 
     count: int
     """Texts for each prompt."""

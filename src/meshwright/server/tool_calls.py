@@ -44,11 +44,11 @@ class CallFormat(NamedTuple):
 
 class _Syntax(NamedTuple):
     opening: str | None
-    """What begins calls anywhere in the text."""
+    """Text that begins calls anywhere; None: only `first` begins them."""
     first: str
     """Characters that begin calls at the start of the text."""
     between: Sequence[str]
-    """What stands around the objects of calls."""
+    """Texts before, between and after the objects of calls."""
 
 
 _SYNTAX: Mapping[Notation, _Syntax] = {
@@ -84,7 +84,7 @@ class ToolCallReader:
         self._inside: bool | None = None
         """Whether an object is expected; None at the start of the text."""
         self._opened = ""
-        """What has begun the calls, while no call has followed."""
+        """Text that began the calls; empty once a call has followed."""
         self._may_end = False
         """Whether an object may be complete: parsing is tried only then."""
         self.count = 0

@@ -35,13 +35,13 @@ class TransferSetup:
     store: str | None = None
     """Address of a store of blocks; None: there is none."""
     key: str = ""
-    """What peers must show."""
+    """Key that peers must show."""
     seconds: float = 30.0
     """Longest time without news from the other side."""
 
 
 class TransferFigures(NamedTuple):
-    """What has been exchanged so far."""
+    """Counts of blocks and prompts exchanged with other engines."""
 
     sent_blocks: int = 0
     received_blocks: int = 0
@@ -106,7 +106,7 @@ class Transfers:
 
     @property
     def figures(self) -> TransferFigures:
-        """What has been exchanged so far."""
+        """Counts of blocks and prompts exchanged so far."""
         receiver, store, sent = self._receiver, self._store, 0 if self._sender is None else self._sender.sent_blocks
         return TransferFigures(
             sent,
