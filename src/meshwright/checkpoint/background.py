@@ -272,7 +272,7 @@ def _plain_headers(headers: Sequence[TensorHeader]) -> list[Any]:
 
 
 class _SaveInFlight:
-    """One save of one rank, followed by a thread from its copies to the writer's last reply."""
+    """Save of a rank in progress, followed by a thread from its copies to the writer's last reply."""
 
     def __init__(self, save: Save, copies: Copies, arena: Arena, writer: WriterProcess) -> None:
         self.save = save

@@ -65,7 +65,7 @@ SendQueue = queue.SimpleQueue[tuple[BlockTransfer, BlockBuffer, "Future[None]"] 
 
 @dataclass(frozen=True)
 class BlockUse:
-    """What a `BlockReader` does with blocks: their sizes, how they fill tensors, and where buffers return to."""
+    """Functions of a `BlockReader` for its blocks: their sizes, how they fill tensors, and the release of buffers."""
 
     block_bytes: Callable[[str, int], int]
     fill: Callable[[BlockTransfer, Tensor], None]

@@ -15,7 +15,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class SnapshotName:
-    """Which snapshot it is: that of `step` on `rank` of `ranks`, part of the save `attempt` of the run `run_id`."""
+    """Identity of a snapshot: of `step` on `rank` of `ranks`, part of the save `attempt` of the run `run_id`."""
 
     run_id: str | None
     attempt: str

@@ -91,7 +91,7 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
 
 
 class SnapshotSource(Protocol):
-    """One rank's snapshot, read as the bytes of a checkpoint file.
+    """Snapshot of a rank, read as the bytes of a checkpoint file.
 
     `read` is thread-safe and raises Damaged if they cannot be read.
     """

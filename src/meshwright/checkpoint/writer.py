@@ -67,7 +67,7 @@ POLL_SECONDS = (0.01, 0.5)
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same for all saves of a start. `headers` are (key, dtype, shape).
+    """Settings of the writer, the same for all saves of a start. `headers` are (key, dtype, shape).
 
     `contents` is that of the first rank, and of the rank that keeps the first rank's snapshot too.
     """
@@ -409,7 +409,7 @@ def encoded_contents(contents: Contents) -> dict[str, Any]:
 
 
 def decoded_contents(plain: dict[str, Any]) -> Contents:
-    """What `encoded_contents` was given."""
+    """Return the contents from the plain values of `encoded_contents`."""
     return {
         name: TensorRecord(
             tuple(entry["shape"]),

@@ -1,4 +1,4 @@
-"""What an attempt of a supervised run starts from: its lease, its checkpoint and its samples."""
+"""Start of an attempt of a supervised run: its lease, its checkpoint and its samples."""
 
 from __future__ import annotations
 

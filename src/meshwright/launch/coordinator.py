@@ -71,7 +71,7 @@ class NoPlanForHosts(MeshwrightError):
 
 @dataclass
 class Attempt:
-    """What agents reported about the ranks of one attempt."""
+    """State of an attempt's ranks, as agents reported it."""
 
     number: int = 0
     ranks: dict[int, RankState] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class Coordinator:
         self._incidents.close()
 
     def _events_of(self, report: Report, now: float) -> Iterable[Event]:
-        """What is new in a report."""
+        """Yield the new events of a report."""
         state = self.state
         if report.attempt > max(state.attempt, state.newest_attempt):
             yield AttemptReported(report.attempt)
@@ -364,7 +364,7 @@ class Coordinator:
         append_durable(self._folder / STATE_FILE, json.dumps(record).encode() + b"\n")
 
     def _directive(self, host: str) -> Directive:
-        """What the agent of `host` does in the current state."""
+        """Return the directive to the agent of `host` in the current state."""
         state, attempt = self.state, self._attempt
         if state.status == "finished":
             assert state.stop is not None

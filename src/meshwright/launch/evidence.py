@@ -43,7 +43,7 @@ PYSPY = ("py-spy", "dump", "--nonblocking", "--pid")
 
 @dataclass
 class RankProcess:
-    """One rank: its process, its state, and the memory files for its stacks and for its collectives."""
+    """Process of a rank, its state, and the memory files for its stacks and for its collectives."""
 
     pid: int
     state: RankState
@@ -180,7 +180,7 @@ def _text(subject: RankProcess, kernel: Mapping[str, str], spy: str, logs: Path)
 
 
 def unfinished_collectives(record: str) -> Iterator[str]:
-    """One line for each unfinished collective of a rank's record: its name, number, group, shapes and state.
+    """Yield a line for each unfinished collective of a rank's record: its name, number, group, shapes and state.
 
     Raises ValueError if the record is no JSON.
     """

@@ -45,7 +45,7 @@ class JobSchedule:
 
     @classmethod
     def read(cls, assignment: Path) -> JobSchedule | None:
-        """Those of an assignment file; None if it cannot be read."""
+        """Return the schedule and layout of an assignment file; None if it cannot be read."""
         try:
             job = Assignment.read(assignment)
             cluster = job.run.cluster
@@ -55,7 +55,7 @@ class JobSchedule:
         return cls(schedule, Layout.of(job.plan, cluster.gpus_per_node), cluster.is_cpu)
 
     def label(self, state: RankState) -> str:
-        """What a rank did last: the label of its action, or its phase."""
+        """Return the label of a rank's last action, or its phase."""
         progress = state.progress
         if progress is None or progress.phase not in TRAINING or state.rank >= self.layout.ranks:
             return progress.phase if progress else "start"
@@ -65,7 +65,7 @@ class JobSchedule:
 
 
 def statuses(ranks: Sequence[RankState], hosts: Mapping[int, str], seconds: Mapping[int, float]) -> list[RankStatus]:
-    """What `diagnosis.culprit` needs of the ranks that have begun."""
+    """Return the state of the ranks that have begun, as input of `diagnosis.culprit`."""
     return [
         RankStatus(
             rank.rank, hosts[rank.rank], rank.progress.phase, rank.progress.step, max(0, rank.progress.action),

@@ -113,7 +113,10 @@ def _rule(name: str, action: str, index: int) -> Object:
 
 
 def _job_spec(job: SchedulerJob, container: Container, name: str) -> Object:
-    """One pod per host. A pod that fails with another code is created again, and its agent joins the run again."""
+    """Return the specification of a job with one pod per host.
+
+    A pod that fails with another code is created again, and its agent joins the run again.
+    """
     return {
         "completionMode": "Indexed",
         "completions": job.hosts,

@@ -87,7 +87,7 @@ def _gpu_memory_gib() -> float:
 
 
 def _query(field: str) -> list[str]:
-    """One line of nvidia-smi's output per visible GPU; empty without GPUs."""
+    """Return nvidia-smi's value of a field for each visible GPU; empty without GPUs."""
     if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]

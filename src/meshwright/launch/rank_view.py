@@ -1,4 +1,4 @@
-"""What every rank of a run does and for whom it waits, from `progress.json`, or from the spans without it."""
+"""Activity of every rank of a run and the rank that it waits for, from `progress.json` or else from the spans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RankView:
         self._schedule: JobSchedule | None = None
 
     def activities(self, progress: JobProgress) -> list[RankActivity]:
-        """What each rank does, by rank."""
+        """Return the activity of each rank, by rank."""
         labels = self._labels(progress)
         return [
             RankActivity(rank.rank, rank.host, rank.step, rank.phase, label, rank.seconds, _note(rank))
@@ -82,7 +82,10 @@ class RankView:
 
 
 def activities_of_spans(last_steps: Sequence[int]) -> list[RankActivity]:
-    """What is known of ranks without `progress.json`: the newest step of each that is complete, -1 without any."""
+    """Return the activity of ranks without `progress.json`.
+
+    `last_steps` has the newest complete step of each rank, -1 without any.
+    """
     return [
         RankActivity(rank, "", step, "step complete", "", None) for rank, step in enumerate(last_steps) if step >= 0
     ]

@@ -1,4 +1,7 @@
-"""What agents report to the coordinator, and its answer. Both are complete states: a lost or repeated one does no harm."""
+"""Reports of agents to the coordinator, and its answer.
+
+Both are complete states: a lost or repeated one does no harm.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from meshwright.policies.skipped_samples import SampleRange
 
 @dataclass(frozen=True)
 class HostTest:
-    """The result of a host's self-test for an attempt: what was wrong; empty texts if nothing was."""
+    """Result of a host's self-test for an attempt: its errors; empty texts if there were none."""
 
     attempt: int
     failure: str = ""
-    """What was wrong with the host's devices."""
+    """Error found in the host's devices."""
     exchange: str = ""
-    """What was wrong with exchanges, or that processes did not answer."""
+    """Error found in exchanges, or processes that did not answer."""
     complete: bool = True
     """Whether all checks ended; if not, the host may only have been slow."""
 
@@ -75,7 +78,7 @@ Order = Literal["wait", "test", "run", "end", "idle", "exit"]
 
 @dataclass(frozen=True)
 class Directive:
-    """What an agent does now.
+    """Order to an agent.
 
     `wait`: have processes ready. `test`: let them run the self-test for `attempt`. `run`, `end`: the ranks of `attempt`.
     `idle`: have no processes, as this host is excluded. `exit`: end with `code`.

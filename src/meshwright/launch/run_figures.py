@@ -149,7 +149,7 @@ class _GoodputReader:
 
 
 class _Job:
-    """What the records of one job say."""
+    """State of a job from its records."""
 
     def __init__(self) -> None:
         self.attempt, self.status = 0, ""

@@ -1,4 +1,4 @@
-"""What a job under Slurm or Kubernetes needs: hosts, processes, seconds to stop, and the answer to each exit code."""
+"""A run as a job of Slurm or Kubernetes: hosts, processes, seconds to stop, and the reaction to each exit code."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def update(
     weight_decay: float,
     inputs: StepInputs,
 ) -> None:
-    """One in-place update of contiguous tensors, to be called inside `count_updates`.
+    """Update contiguous tensors in place; to be called inside `count_updates`.
 
     Gradients may have a narrower dtype than the other tensors; their values are overwritten. On CUDA in fp32 one launch of a Triton kernel
     clips and updates all tensors; elsewhere torch's fused kernel runs after clipping.

@@ -188,7 +188,7 @@ class HostAdamW:
         concurrent_span: SpanFactory | None = None,
         copies: SnapshotCopies | None = None,
     ) -> None:
-        """One update of the parameters that have a gradient; a `deferred` update is completed by `complete_updates`.
+        """Update the parameters that have a gradient; a `deferred` update is completed by `complete_updates`.
 
         Beside `copies` of a snapshot it writes to the second buffers; without these each chunk waits for copies of its parameters' state.
         """

@@ -115,7 +115,7 @@ class Optimizer:
     def step(
         self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: SpanFactory | None = None
     ) -> None:
-        """One update at `learning_rate` with the gradients times `factor`, skipped on the device if `norm` is not finite.
+        """Update at `learning_rate` with the gradients times `factor`; the device skips it if `norm` is not finite.
 
         `factor` and `norm` are scalars on the device. Gradients are freed afterwards. `concurrent_span` creates the profiler spans of
         copies to and from host memory. Collective over the ranks of a pipeline stage if the rule is.

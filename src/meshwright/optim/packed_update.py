@@ -14,7 +14,7 @@ from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
 
 @dataclass(frozen=True)
 class StepTable:
-    """What all segments of one step read, by parameter.
+    """Inputs of all segments of one step, by parameter.
 
     It is made once, so that a segment needs one launch and no copy from the host.
     """
@@ -29,7 +29,7 @@ class StepTable:
     seeds: Tensor
     """(parameters,), see `packing.seed_of`."""
     factor: Tensor
-    """That of the inputs, in fp32."""
+    """Factor of the gradients (`StepInputs.factor`), in fp32."""
 
     @classmethod
     def of(cls, counts: Mapping[str, Tensor], coefficients: Coefficients, inputs: StepInputs) -> StepTable:

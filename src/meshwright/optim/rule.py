@@ -33,7 +33,7 @@ class RuleTensors:
 
 
 class UpdateRule(Protocol):
-    """One optimizer's update of the parameters that its state was created for."""
+    """Update of an optimizer for the parameters that its state was created for."""
 
     collective: bool
     """Whether `update` communicates: all ranks that share parameters then update the same groups in the same order."""

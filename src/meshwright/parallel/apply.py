@@ -59,7 +59,7 @@ generate a reduction kernel that loads single elements of distant rows: 0.7 TB/s
 
 @dataclass
 class Engine:
-    """One rank's part of a model under a plan, and the executor that runs it.
+    """A rank's part of a model under a plan, and the executor that runs it.
 
     `training` is the schedule of a step as planned, `training_schedule(n)` that of a step of n micro-batches, and `evaluation_schedule(n)`
     that of n micro-batches without backward. `weights` has this

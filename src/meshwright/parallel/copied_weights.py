@@ -23,7 +23,7 @@ from meshwright.parallel.sharded_unit import GradientAccumulator
 
 
 class StackedWeight:
-    """One weight of the experts in a rank's slots, `(slots, out, in)`, in place of the owner's `ShardedParameter`."""
+    """Weight of the experts in a rank's slots, `(slots, out, in)`, in place of the owner's `ShardedParameter`."""
 
     def __init__(self, owner: ShardedParameter, present: PresentExperts, group: ParameterGroup) -> None:
         self.owner, self.present = owner, present

@@ -111,7 +111,7 @@ class Executor:
 
 
 class _Step:
-    """One step in progress: the tensors between forward and backward, and `exchange`, the tensors between units."""
+    """State of a step: the tensors between forward and backward, and `exchange`, the tensors between units."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Step:
         self.host_blocks = self.rank_model.device.type == "cpu"
 
     def offload_of_gradients(self) -> GradientOffload | None:
-        """What copies sums of gradients to host memory and back; None where they stay on the device."""
+        """Return the offload of gradient sums to host memory; None where they stay on the device."""
         if self.executor.sums_on_host is None:
             return None
         additions = {

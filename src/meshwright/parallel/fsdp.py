@@ -252,7 +252,7 @@ class UnsharedParameterGroup(ParameterGroup):
 
 
 class ShardedParameter:
-    """One parameter of a group: this rank's shard, the gathered weight, and their gradients."""
+    """Parameter of a group: this rank's shard, the gathered weight, and their gradients."""
 
     def __init__(self, parameter: Any) -> None:
         self._parameter = parameter

@@ -37,7 +37,7 @@ class SlotMask(AttentionMask):
     span: Tensor = field(default_factory=lambda: no_span(1))
     """The part, as a tensor of `SpanPart.encode`, on the CPU."""
     divided: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.bool))
-    """Which tokens are those of the part, `(1, capacity)`."""
+    """Whether each token belongs to the part, `(1, capacity)`."""
 
 
 @dataclass(frozen=True)

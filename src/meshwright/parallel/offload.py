@@ -66,7 +66,7 @@ class HostMemory:
 
 @dataclass
 class _Storage:
-    """One storage of a visit, as bytes: on the device, in host memory, or in both during a copy."""
+    """Storage of a visit, as bytes: on the device, in host memory, or in both during a copy."""
 
     size: int
     device: Tensor | None

@@ -66,7 +66,7 @@ class PairedBlocks:
 
 
 class PairedBlock:
-    """One micro-batch in one block, from the first part of its forward to the last of its backward; each part runs once.
+    """Micro-batch in a block, from the first part of its forward to the last of its backward; each part runs once.
 
     `choose` is called before the router runs, `router_loss` after it.
     """

@@ -1,4 +1,4 @@
-"""Which experts of a layer are present on which ranks in a step, and where each rank's rows go.
+"""Presence of a layer's experts on the ranks in a step, and the destinations of each rank's rows.
 
 Present on a rank are the experts that it owns and copies of other ranks' experts. Their weights are stacked in slots. The number of
 slots is constant, so shapes do not change; a free slot gets no rows. If a rank has a slot for every expert, the slots are in the order of
@@ -31,7 +31,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Tables:
-    """What follows from a set of present experts for one rank, on the host; the arrays as in `PresentExperts`."""
+    """Tables of a rank for a set of present experts, on the host; the arrays as in `PresentExperts`."""
 
     present: np.ndarray
     transfers: tuple[Transfer, ...]

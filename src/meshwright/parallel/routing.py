@@ -66,7 +66,7 @@ class RoutingStatistics:
         self.sums[layer, 2:] += routed.load
 
     def weighted_loss(self, routed: RoutedOutput) -> torch.Tensor | None:
-        """What one block's forward adds to the step's loss through its router; None if no router loss has a weight."""
+        """Return a block's router losses, weighted as in the step's loss; None if no router loss has a weight."""
         terms = [(routed.balance, self._weight, self._sequences), (routed.squares, self._z_loss, self._tokens)]
         weighted = [term * (weight / count) for term, weight, count in terms if weight]
         return sum(weighted[1:], weighted[0]) if weighted else None

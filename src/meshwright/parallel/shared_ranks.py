@@ -1,4 +1,4 @@
-"""Which ranks share the parameters of a pipeline stage, and which boxes of them each has."""
+"""Ranks that share the parameters of a pipeline stage, and the boxes of the parameters on each rank."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ UnitForward = Callable[[Tensor | None, LocalBatch, SharedInputs], Tensor | Route
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit of a stage: the function that runs its forward, and its parameters.
+    """Unit of a stage: the function that runs its forward, and its parameters.
 
     `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the sums of the losses for the last
     unit with targets (HeadLosses with further tokens); a block with experts also returns its router's losses and expert loads. `layer` is

@@ -1,4 +1,4 @@
-"""Which experts are present in each step of a run: decided on a host thread from the loads of earlier steps.
+"""Experts present on ranks in each step of a run, decided on a host thread from the loads of earlier steps.
 
 The loads of step s are summed over ranks with its other figures, so every rank has the same. A thread decides from the window that ends
 with them, while the device runs step s + 1; step s + 2 uses the decision. The delay is fixed, so a run is reproducible. The window and the
@@ -151,7 +151,7 @@ class ExpertDecisions:
         return loads if self.owners is None else self.owners.by_number(loads)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a resume after `step` needs, as plain values; waits for the decisions."""
+        """Return the state that a resume after `step` needs, as plain values; waits for the decisions."""
         if step < self._moved and step in self._states_before_move:
             return self._states_before_move[step]
         decided = {

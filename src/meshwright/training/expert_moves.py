@@ -80,7 +80,9 @@ class ExpertMoves:
 
 
 def row_transfers(boxes: Sequence[Sequence[Box]], order: Sequence[int], index: int) -> RowTransfers:
-    """What the rank `index` exchanges of a tensor of which each rank has `boxes`, if row p becomes the old row `order[p]`.
+    """Return the rows that rank `index` exchanges, for a tensor divided into `boxes` by rank.
+
+    Row p becomes the old row `order[p]`.
 
     A rank that has the old row keeps it; otherwise the first rank that has the old row sends it.
     """

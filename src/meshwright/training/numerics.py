@@ -55,7 +55,7 @@ class NumericalPolicy:
         self._rollbacks: Counter[int] = Counter()
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of `step` keeps: nothing if nothing was skipped and no spike is looked for."""
+        """Return the state for a checkpoint of `step`; empty if nothing was skipped and spikes are ignored."""
         skipped = [each for each in self.skipped_steps if each <= step]
         state: dict[str, Any] = {"skipped_steps": skipped} if skipped else {}
         if self.skip_samples:

@@ -61,7 +61,7 @@ class CheckpointTimer:
 
 
 class SaveCost:
-    """What saves beside training cost it: how much longer the steps beside a save were than those without."""
+    """Cost of saves beside training: the seconds that steps beside a save take longer than other steps."""
 
     def __init__(self) -> None:
         self._free: deque[float] = deque(maxlen=COUNTED_STEPS)
@@ -167,7 +167,7 @@ class Saver:
         return cls(session, reporter, background)
 
     def flag(self) -> int:
-        """What this rank tells all ranks of saves at the end of the running step."""
+        """Return the flag of saves that this rank sends to all ranks at the end of the running step."""
         background = self._background
         flag = NO_REQUEST if background is None or background.prepared else UNREADY
         if self._session.world.leads:

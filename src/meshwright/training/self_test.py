@@ -52,7 +52,7 @@ class Check:
 
 
 def wrong_product(device: torch.device, multiply: Multiply = torch.mm) -> str:
-    """What is wrong with products on `device`, whose exact results follow from integers; empty if nothing is."""
+    """Return the first error in products on `device`, whose exact results follow from integers; empty if there is none."""
     left, right = _integers(3, 5), _integers(2, 11)
     exact = left @ right  # in int64 on the CPU, whose arithmetic the products below do not use
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
@@ -73,7 +73,7 @@ def _integers(row_factor: int, column_factor: int) -> Tensor:
 
 
 def wrong_memory(device: torch.device, count: int) -> str:
-    """What is wrong with `count` bytes of memory after a pattern and its complement were written; empty if nothing is."""
+    """Return the first error in `count` bytes of memory, written with a pattern and its complement; empty if there is none."""
     words = torch.empty(count // 8, dtype=torch.int64, device=device)
     for pattern in (0x5555555555555555, -0x5555555555555556):
         write_pattern(words, pattern)
@@ -115,7 +115,7 @@ def partners(rank: int, ranks: int) -> list[int | None]:
 
 
 def wrong_exchange(device: torch.device, rank: int, ranks: int) -> str:
-    """What is wrong with exchanges of this rank with each other one; empty if nothing is. Collective."""
+    """Return the first error in exchanges of this rank with the others; empty if there is none. Collective."""
     for partner in partners(rank, ranks):
         if partner is None:
             continue
@@ -151,7 +151,7 @@ def run_rank(device_type: str, rank: int, ranks: int, store: str) -> Iterator[Ch
 
 
 def _run_check(function: Callable[[], str]) -> str:
-    """What a check found wrong; the error if it raised one."""
+    """Return the error that a check found or raised; empty if there is none."""
     try:
         return function()
     except Exception as error:

@@ -97,7 +97,7 @@ class Session:
         self.engine.executor.on_action = progress.page.set_action
 
     def step_reader(self) -> StepReader:
-        """What reads this rank's part of a step."""
+        """Return the reader of this rank's part of each step."""
         mesh, batch, samples = self.mesh, self.plan.batch, self.plan.samples
         if samples is not None:
             heads = exchanged_heads(self.run.model.kv_heads, mesh.axis_size("tensor"))

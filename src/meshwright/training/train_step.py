@@ -1,4 +1,4 @@
-"""One optimizer step: count the tokens, play the schedule, clip, update.
+"""Training step: count the tokens, run the schedule, clip, update.
 
 The number of valid tokens is summed over all ranks before the first backward and every micro-batch's loss is divided by it; gradients
 are then summed, never averaged. So the update is that of the global batch's mean token loss for any number of ranks and micro-batches,
@@ -27,7 +27,7 @@ from meshwright.training.expert_decisions import ExpertDecisions
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What a step leaves on the device, as one float64 tensor.
+    """Figures of a step on the device, as one float64 tensor.
 
     In order: loss (nats per valid token), gradient norm, valid tokens, sum of all token ids, stop flag, replicas that skipped the
     update. All ranks have the same values: the norm is the largest of all replicas, NaN if one is NaN. The sum of ids is the same
@@ -109,7 +109,7 @@ def train_step(
 
 
 def _norm_slots(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """One element for each replica of the model, to be summed over all ranks: its gradient norm, on its first rank.
+    """Return `(replicas,)`, to be summed over all ranks: a replica's gradient norm, on its first rank; zeros elsewhere.
 
     Replicas have equal gradients unless an error changes them after their sum. Then their norms differ, and with them what
     each replica decides about its update.
