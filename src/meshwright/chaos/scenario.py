@@ -60,7 +60,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Culprit:
-    """What an incident has to name; None for what it may name as it likes."""
+    """Cause, rank and host that an incident must name; None allows any."""
 
     cause: str
     rank: int | None
@@ -95,7 +95,7 @@ class Stage:
         """Folder of the run."""
         self.jobs: list[Job] = []
         self.notes: list[str] = []
-        """What else was observed, for the verdict."""
+        """Further observations for the verdict."""
         self.violations: list[str] = []
         """Parts of the promise that the injection itself saw broken."""
         self.injected: float | None = None
@@ -113,7 +113,7 @@ class Stage:
         self.hosts: Hosts | None = None
         """The emulated hosts, if there are several."""
         self.culprit: Culprit | None = None
-        """What the first incident of the run has to name; None if the disturbance makes none."""
+        """Culprit that the first incident of the run must name; None if the disturbance makes no incident."""
         self.slow_rank: int | None = None
         """The rank that the straggler analysis has to name; None if the disturbance slows none."""
         self._last_calm_step = 0
@@ -184,7 +184,7 @@ class Stage:
         self.slow_rank, self._last_calm_step = rank, self.job.last_step
 
     def straggler(self) -> dict[str, Any] | None:
-        """What the straggler analysis names in the steps around the disturbance: cause and rank; None without a cause."""
+        """Return cause and rank by the straggler analysis of the steps around the disturbance; None without a cause."""
         try:
             found = diagnose_run(self.run, self._analysed_steps)
         except BadInput:
@@ -304,7 +304,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a scenario promised and what was observed."""
+    """Promise of a scenario, and the observations that confirm or break it."""
 
     scenario: str
     promise: str
@@ -328,11 +328,11 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One disturbance of a short run. The defaults check what most scenarios promise."""
+    """Disturbance of a short run. The defaults check what most scenarios promise."""
 
     name: str
     promise: str
-    """One sentence."""
+    """Promise of the scenario, in one sentence."""
     play: Callable[[Stage], None]
     """Starts the job, disturbs it at its trigger, and waits for its end."""
     hosts: int = 1
@@ -454,7 +454,7 @@ def _gpu_loss_violations(stage: Stage) -> list[str]:
 
 
 def _observations(scenario: Scenario, stage: Stage) -> list[str]:
-    """What was measured, in words."""
+    """Return the measured times and the end of the run, in words."""
     detected, recovery = stage.detected_seconds(scenario.detected_by), stage.recovery()
     texts = [] if detected is None else [f"detected after {detected:.2f} s"]
     if recovery is not None:

@@ -310,7 +310,7 @@ class _Test:
         )
 
     def _predicted(self, instance: RunningInstance, times: Sequence[float]) -> list[Occupancy]:
-        """What the simulated instance holds at these times of the test; none without a prediction."""
+        """Return the simulated occupancy of an instance at these times of the test; empty without a prediction."""
         if not self._served:
             return []
         roles = [entry.role for entry in self.deployment.instances for _ in range(entry.count)]

@@ -236,7 +236,7 @@ def _line(record: dict[str, Any]) -> str:
 
 @contextmanager
 def _disk_errors(doing: str) -> Iterator[None]:
-    """What the operating system refuses becomes an error with a sentence and an exit code."""
+    """Convert errors of the operating system to errors with a sentence and an exit code."""
     from meshwright.spec.failures import as_meshwright_error
 
     try:

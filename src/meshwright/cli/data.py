@@ -37,7 +37,7 @@ RolesOption = Annotated[
 
 
 class OnBad(StrEnum):
-    """What to do with a document that cannot be used."""
+    """Action for a document that cannot be used."""
 
     skip = "skip"
     refuse = "refuse"

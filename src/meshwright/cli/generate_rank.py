@@ -1,4 +1,4 @@
-"""One rank of `meshwright generate --tensor` or `--expert`: its part of the model, in an engine of several ranks.
+"""A rank of `meshwright generate --tensor` or `--expert`: its part of the model, in an engine of several ranks.
 
 `cli.generate` starts it through `training.answer_rank`.
 """

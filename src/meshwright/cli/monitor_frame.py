@@ -142,7 +142,7 @@ def _cells(level: int | None, count: int, *, colours: bool) -> Text:
 
 
 def _state_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
-    """What the ranks do: ranks that do the same share a line, those furthest behind first."""
+    """Return lines with the ranks' states; ranks in the same state share a line, those furthest behind first."""
     ranks = snapshot.ranks
     if not ranks:
         return [Text("  not known yet", "dim")]

@@ -157,7 +157,7 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
 
 
 def _prediction_text(run: RunSpec, plan: Plan) -> str:
-    """What the modules that predict further tokens cost."""
+    """Return the costs of the modules that predict further tokens, in words."""
     model, seq = run.model, run.train.seq_len
     without = replace(model, prediction_depth=0)
     flops, others = (flops_per_token(of, seq, causal=True) for of in (model, without))

@@ -149,7 +149,7 @@ def _shared_table(commands: Mapping[str, Any], shared: set[tuple[str, ...]]) -> 
 
 
 def _identity(parameter: Any) -> tuple[str, ...]:
-    """What two commands have in common if they share an argument or option."""
+    """Return the name, default and help of an argument or option; equal for those that two commands share."""
     return _shown_name(parameter), _default(parameter), _help(parameter)
 
 

@@ -1,4 +1,4 @@
-"""What the spans of a run show in its report: heat map, straggler analysis, measured over predicted pipeline step."""
+"""Findings from the spans of a run: heat map, straggler analysis, measured over predicted pipeline step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model of a family is where a run does not say, and which dimensions a run must give.
+"""Default values of each model family, and the dimensions that a run must give.
 
 `models/families.py` says which values a Hugging Face folder of a family can hold; a test compares the two.
 """
@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 DIMENSIONS = ("family", "layers", "hidden", "heads")
-"""What every model needs. `ffn_hidden`, `kv_heads` and `head_dim` follow from these by convention; the rest has defaults."""
+"""Dimensions that every run must give.
+
+`ffn_hidden`, `kv_heads` and `head_dim` follow from these by convention; the rest has defaults.
+"""
 EXPERT_DIMENSIONS = ("experts", "experts_per_token", "expert_hidden")
-"""What a model of `MIXTURES` needs besides."""
+"""Further dimensions for a model of `MIXTURES`."""
 LATENT_DIMENSIONS = ("head_dim", "kv_rank", "rope_head_dim", "value_head_dim", "shared_expert_hidden")
-"""What a model of `LATENT` needs besides."""
+"""Further dimensions for a model of `LATENT`."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Families with multi-head latent attention, whose experts are always shared in part."""
 MIXTURES = ("mixtral", "qwen3_moe", *LATENT)

@@ -117,7 +117,7 @@ def key_table(cls: type) -> str:
 
 
 def _sections(cls: type, key: str, title: str) -> Iterator[str]:
-    """One table for `cls`, then one for each section below it."""
+    """Yield a table for `cls`, then one for each section below it."""
     entries = [_EXTENDS] if cls is RunSpec else []
     entries += [_table_entry(cls, field) for field in dataclasses.fields(cls)]
     paragraph = " ".join((cls.__doc__ or "").split("\n\n")[0].split())

@@ -70,7 +70,7 @@ def slot_offload(run: RunValues) -> Iterator[Mistake]:
 
 
 def _offload_error(longer: int, capacity: int, tensor: int, layers: int) -> str | None:
-    """What slots of `longer` tokens with offload must be and are not, beside those of `capacity` tokens; None if they are."""
+    """Return the unmet rule for slots of `longer` tokens with offload, beside those of `capacity`; None if they are valid."""
     unit, most = math.lcm(2, tensor), capacity * layers // 2
     if longer > capacity and longer % unit == 0 and longer <= most:
         return None

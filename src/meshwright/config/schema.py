@@ -34,7 +34,7 @@ _SECTION, _TEXT, _NUMBER = "|section|", "|text|", "|number|"
 
 @dataclass(frozen=True)
 class SchemaMistake:
-    """One mismatch between a schema and plain data."""
+    """Mismatch between a schema and plain data."""
 
     path: KeyPath
     problem: Literal["unknown", "missing", "value"]

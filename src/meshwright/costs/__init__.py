@@ -1,1 +1,1 @@
-"""What a plan costs, in closed form. Torch-free."""
+"""Costs of a plan, in closed form. Torch-free."""

@@ -47,7 +47,7 @@ TRANSFER_SECONDS = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceCosts:
-    """What a simulator needs to know of one instance."""
+    """Costs and sizes of an instance, as input of a simulator."""
 
     times: StepTimes
     """Seconds of its steps."""

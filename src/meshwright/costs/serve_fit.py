@@ -25,7 +25,7 @@ FITTED = (
     "chunk_seconds",
 )
 FITTED_WITH_PROGRAMS = (*FITTED, "text_bytes_per_s")
-"""Those that are fitted where the programs of decodes are known."""
+"""Constants that are fitted where the programs of decodes are known."""
 LEAST_SECONDS = 1e-9
 """A fixed time of a fit is at least this, as its logarithm is fitted."""
 PRIOR_WEIGHT = 0.02

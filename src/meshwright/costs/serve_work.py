@@ -27,16 +27,16 @@ class PromptPart(Protocol):
 
     @property
     def start(self) -> int:
-        """Positions before it."""
+        """Number of positions before the part."""
 
     @property
     def count(self) -> int:
-        """Its tokens."""
+        """Number of tokens of the part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceWork:
-    """What one device reads and computes in a step, and what its memory holds."""
+    """Bytes that a device reads and FLOPs that it computes in a step, and bytes in its memory."""
 
     stored_bytes: float
     """Weights in memory."""

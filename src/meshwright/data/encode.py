@@ -52,7 +52,7 @@ class Piece:
 
 
 Item = TypeVar("Item", Piece, Document)
-"""What has a `text` to encode."""
+"""Type of an item with a `text` to encode."""
 Result = TypeVar("Result")
 
 

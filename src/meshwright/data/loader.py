@@ -57,7 +57,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's part of a step, and what the whole step is."""
+    """A rank's part of a step, and figures of the whole step."""
 
     micro_batches: list[MicroBatch]
     samples: SampleRange
@@ -155,7 +155,7 @@ class Loader:
         self._reader, self._skipped = reader, tuple(skipped)
         self.device = _with_index(torch.device(device or "cpu"))
         self.consumed = start_sample
-        """One behind the last sample of the latest step, of all ranks; the complete state of the data."""
+        """Index after the last sample of the latest step, over all ranks; the complete state of the data."""
         self.step: Step | None = None
         """The latest step."""
         self.wait_seconds = 0.0

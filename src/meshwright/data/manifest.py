@@ -45,7 +45,7 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Shard:
-    """One `.bin`/`.idx` pair. `bytes` and `digest` (xxh3_128) have the keys "bin", "idx", "documents" and, of chats, "mask"."""
+    """Files `.bin` and `.idx`. `bytes` and `digest` (xxh3_128) have the keys "bin", "idx", "documents" and, of chats, "mask"."""
 
     name: str
     documents: int

@@ -36,7 +36,7 @@ class DocumentPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """One window, all `(seq,)` int64; `documents` counts from 0 within the window."""
+    """Packed documents of a window, all `(seq,)` int64; `documents` counts from 0 within the window."""
 
     tokens: np.ndarray
     targets: np.ndarray

@@ -37,7 +37,7 @@ class SamplePart:
     ranks: tuple[int, ...]
     """Data ranks that divide the sample, in the order of their parts, which is the order of the ring."""
     part: int
-    """Which part this is: `ranks[part]` has it."""
+    """Index of this part: `ranks[part]` has it."""
     by_heads: bool = False
     """Whether the ranks exchange tokens for heads in attention; otherwise keys and values go round a ring."""
 
@@ -65,7 +65,7 @@ class CommonNumber(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """What a micro-batch of `capacity` tokens holds: `parts` one behind the other, then padding. Empty without parts."""
+    """Content of a micro-batch of `capacity` tokens: `parts` in order, then padding. Empty without parts."""
 
     capacity: int
     parts: tuple[SamplePart, ...] = ()

@@ -1,4 +1,4 @@
-"""Which samples a step of `train.global_batch_tokens` has: a pure function of their order and the first one."""
+"""Samples of a step of `train.global_batch_tokens`: a pure function of their order and the first one."""
 
 from __future__ import annotations
 

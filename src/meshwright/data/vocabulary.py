@@ -1,4 +1,4 @@
-"""What a tokenizer's ids mean: its tokens and merge rules, however its files are laid out."""
+"""Tokens and merge rules of a tokenizer, for any layout of its files."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _category(baseline: _Baseline, category: str) -> Finding:
-    """What a category's recorded durations add to the baseline, and the rank to whose operations they add most."""
+    """Return the contribution of a category's recorded durations over the baseline, and the rank that adds most to it."""
     nodes = (baseline.category == category)[:, None, None]
     if not nodes.any():
         return Finding(category, 0.0)

@@ -38,7 +38,7 @@ NAMED_RANKS = 6
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What is known of one rank: its progress, seconds without progress, and whether its process is stopped or has ended.
+    """State of a rank: its progress, seconds without progress, and whether its process is stopped or has ended.
 
     `action` is the index of the action that the host has begun; earlier actions are issued.
     """
@@ -61,7 +61,7 @@ class Waiting:
     rank: int
     for_rank: int
     needs: str
-    """What it needs, e.g. `activation`."""
+    """Missing message or event, e.g. `activation`."""
 
 
 @dataclass(frozen=True)

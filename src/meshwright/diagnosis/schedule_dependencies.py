@@ -1,4 +1,4 @@
-"""What the actions of a schedule need from other ranks, indexed so that the first unmet need is found by bisection.
+"""Dependencies of a schedule's actions on other ranks, indexed to find the first unmet one by bisection.
 
 A position counts half actions of a pipeline rank: 2·i before action i, 2·i + 1 once the rank has joined the collective of
 action i and waits in it, 2·i + 2 after it. -2 is before the step and -1 in the sum over all ranks that begins it.
@@ -20,7 +20,7 @@ Need = tuple[int, int]
 
 
 class PeerNeeds:
-    """What one pipeline rank needs from another: for a peer's position, the first action that cannot complete."""
+    """Dependencies of a pipeline rank on a peer: by the peer's position, the first action that cannot complete."""
 
     def __init__(self, needs: Sequence[Need]) -> None:
         by_provider = sorted((provider, index) for index, provider in needs)
@@ -66,7 +66,7 @@ class ScheduleDependencies:
         return actions[index].label if index < len(actions) else "end of step"
 
     def message(self, pipeline_rank: int, index: int, peer: int) -> str:
-        """What action `index` waits for from pipeline rank `peer`: activation, gradient, or the receive of its own message."""
+        """Return what action `index` needs of pipeline rank `peer`: activation, gradient, or the receive of its own message."""
         action = self.schedule.actions[pipeline_rank][index]
         if action.op == "send":
             return "receive"

@@ -28,7 +28,7 @@ PEER_OF = {
 
 
 class Operation(NamedTuple):
-    """One operation of a stage in the step that serves as the template."""
+    """Operation of a stage in the step that serves as the template."""
 
     start: int
     sequence: int

@@ -22,7 +22,7 @@ NEVER, UNKNOWN = 2**62, 2**61
 
 @dataclass(frozen=True)
 class ClockAlignment:
-    """What to add to the times of each host to get those of the first, and the error bound of it, in ns.
+    """Offsets in ns from each host's clock to the first host's, to be added to times, and their error bounds.
 
     The bound includes that of the device's clocks against their hosts' (`device_error_ns`, the largest). It is None for a
     host that shares no event with the others; its times are not shifted.

@@ -13,7 +13,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric: its samples have labels and a value."""
+    """Metric whose samples have labels and a value."""
 
     name: str
     type: Literal["gauge", "counter"]

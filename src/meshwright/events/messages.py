@@ -79,7 +79,7 @@ class Step:
 
 
 Phase = Literal["start", "compile", "train", "validate", "save", "end"]
-"""What a rank does: `start` until its first step, `compile` in its first step, `end` after its last."""
+"""Phase of a rank: `start` until its first step, `compile` in its first step, `end` after its last."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ SpanPhase = Literal[
     "clock",
     "attention_work",
 ]
-"""What a recorded span of a rank measures (`SpanRecord`).
+"""Work that a recorded span of a rank measures (`SpanRecord`).
 weight_gradient: the half of a split backward for the weights. collective_wait: compute waits for a collective. send: a
 message was posted. receive: compute waits for a message. clock: the error bound of the step's times. attention_work: no
 time, but the sum of the squared document lengths of a micro-batch."""
@@ -71,7 +71,7 @@ def step_phase(phase: SpanPhase) -> str:
 
 
 class ScheduledAction(Protocol):
-    """What a recorder reads of a schedule's action (`schedules.action.Action`)."""
+    """Fields of a schedule's action (`schedules.action.Action`) that a recorder reads."""
 
     @property
     def op(self) -> str: ...

@@ -35,6 +35,6 @@ def evidence_memory() -> int:
 
 
 def read_stacks(descriptor: int) -> bytes:
-    """What a rank has written so far, at most the last `LARGEST_BYTES`."""
+    """Return the bytes that a rank has written so far, at most the last `LARGEST_BYTES`."""
     size = os.fstat(descriptor).st_size
     return os.pread(descriptor, LARGEST_BYTES, max(0, size - LARGEST_BYTES))

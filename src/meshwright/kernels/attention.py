@@ -33,7 +33,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys each query attends to, if not simply all earlier ones. One of the two fields is set.
+    """Mask of the keys that each query attends to, if not simply all earlier ones. One of the two fields is set.
 
     `dense` broadcasts to `(batch, heads, seq, seq)`, true where a query attends to a key; `blocks` is the same for flex attention.
     """

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 Scaling = Literal["tensorwise", "rowwise"]
-"""One scale per operand, or one per row of each operand, so that each output element has its own pair of scales."""
+"""Scales of operands: one each, or one per row of each, so that every output element has its own pair of scales."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT = {"tensorwise": E5M2, "rowwise": E4M3}

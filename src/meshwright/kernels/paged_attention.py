@@ -216,7 +216,7 @@ def _gather(
 
 
 def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> AttentionMask | None:
-    """Which of `keys` tokens each of the last `queries` attends to; None if that is all earlier ones of the same tokens."""
+    """Return the mask of the last `queries` over `keys` tokens; None if each attends to all earlier ones of the same tokens."""
     if queries == keys and (window is None or window >= keys):
         return None
     position = torch.arange(keys - queries, keys, device=device)[:, None]

@@ -17,7 +17,7 @@ SERIES_BELOW = 1e-3
 
 
 def draw_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """One token for each row of logits `(rows, vocab)`, as `(rows,)` int64.
+    """Draw a token for each row of logits `(rows, vocab)`, as `(rows,)` int64.
 
     `top_k` `(rows,)`: only tokens as likely as the k-th likeliest are drawn; 0 allows all. The other arguments are those of
     `draw_from_scores`.
@@ -30,7 +30,7 @@ def draw_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, seeds: Tens
 def draw_from_scores(
     scores: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, plain: bool = False
 ) -> Tensor:
-    """One token for each row of scores `(rows, vocab)`, as `(rows,)` int64; a token whose score is -inf is not drawn.
+    """Draw a token for each row of scores `(rows, vocab)`, as `(rows,)` int64; never one whose score is -inf.
 
     `temperatures` `(rows,)` divide the scores; 0 takes the likeliest token. `seeds` and `positions` `(rows,)` int64: the position is
     that of the new token in its text.

@@ -17,7 +17,7 @@ BLOCK, BLOCKS = 1024, 8
 
 
 def draw(scores: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, blocks: int = BLOCKS) -> Tensor:
-    """One token for each row of scores; see `token_draw.draw_from_scores`."""
+    """Draw a token for each row of scores; see `token_draw.draw_from_scores`."""
     count, vocab = scores.shape
     parts = triton.cdiv(vocab, BLOCK * blocks)
     best = torch.empty(count, parts, dtype=torch.float32, device=scores.device)

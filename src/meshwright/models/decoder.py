@@ -199,7 +199,7 @@ class Decoder(nn.Module):
 
 
 class Embedding(nn.Module):
-    """One vector per token of the vocabulary, or per position."""
+    """Table of vectors: one per token of the vocabulary, or per position."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
 
 
 def _latent_mistakes(spec: ModelSpec) -> Iterator[str]:
-    """What is wrong with the dimensions of multi-head latent attention."""
+    """Yield the mistakes in the dimensions of multi-head latent attention."""
     others = ("q_rank", "rope_head_dim", "value_head_dim")
     if not spec.kv_rank:
         yield from (
@@ -62,7 +62,7 @@ def _latent_mistakes(spec: ModelSpec) -> Iterator[str]:
 
 
 def _group_mistakes(spec: ModelSpec) -> Iterator[str]:
-    """What is wrong with the groups of experts."""
+    """Yield the mistakes in the groups of experts."""
     groups, size = spec.expert_groups, spec.experts // spec.expert_groups
     if groups > 1 and spec.experts % groups:
         yield f"expert_groups is {groups}: expected a divisor of experts ({spec.experts})"

@@ -34,7 +34,7 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a Hugging Face folder: rows [first_row, first_row + row_count) of one of our parameters, as a matrix.
+    """Tensor of a Hugging Face folder: rows [first_row, first_row + row_count) of one of our parameters, as a matrix.
 
     For stacked experts all dimensions but the last are counted as rows. `shape` is the shape in the folder; with `transposed` our rows are
     its columns. A `precise` tensor is stored in fp32 whatever the dtype of the folder.

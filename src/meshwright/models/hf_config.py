@@ -30,7 +30,7 @@ DEEPSEEK_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture of transformers and how it maps to a ModelSpec."""
+    """Architecture of transformers and its mapping to a ModelSpec."""
 
     model_type: str
     """`model_type` in config.json."""

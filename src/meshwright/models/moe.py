@@ -42,7 +42,7 @@ class CountedTokens:
 
     @property
     def mask(self) -> Tensor:
-        """Which tokens count, `(batch, seq)`."""
+        """Whether each token counts, `(batch, seq)`."""
         return self.sample >= 0
 
     def loads(self, chosen: Tensor, experts: int) -> Tensor:

@@ -17,7 +17,7 @@ HEADS = ("requests/s", "requests", "failed", "attainment", "TTFT p50", "TTFT p90
 
 @dataclass(frozen=True)
 class LatencyFigures:
-    """What requests at one rate had, predicted or measured; seconds."""
+    """Attainment and latencies (seconds) of the requests at one rate, predicted or measured."""
 
     attainment: float
     ttft_p50: float
@@ -28,7 +28,7 @@ class LatencyFigures:
 
 @dataclass(frozen=True)
 class RateResult:
-    """One rate of a load test."""
+    """Result of a load test at one rate."""
 
     rate: float
     """Requests per second."""

@@ -1,4 +1,4 @@
-"""One measured step of a pipeline, from the recorded spans of its ranks: blocks for the picture beside the prediction."""
+"""Blocks of a measured pipeline step, from the recorded spans of its ranks, for the picture beside the prediction."""
 
 from __future__ import annotations
 

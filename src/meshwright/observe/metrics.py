@@ -153,7 +153,7 @@ def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """One line of valid JSON, non-finite numbers replaced by null and named under `nonfinite`."""
+    """Return a line of valid JSON, with non-finite numbers replaced by null and named under `nonfinite`."""
     nonfinite: dict[str, str] = {}
     finite = _finite(record, "", nonfinite)
     if nonfinite:

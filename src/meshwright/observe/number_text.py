@@ -50,7 +50,7 @@ def clock(seconds: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """One decimal: 0.4131 → "41.3%"."""
+    """Return a percentage with one decimal: 0.4131 → "41.3%"."""
     return f"{100 * fraction:.1f}%"
 
 

@@ -34,7 +34,7 @@ from meshwright.observe.svg import draw, numbers
 
 @dataclass(frozen=True)
 class SpanFindings:
-    """What the spans of a run show; each part is optional."""
+    """Findings from the spans of a run; each part is optional."""
 
     heat_map: HeatMapFigures | None = None
     stragglers: Mapping[str, Any] | None = None

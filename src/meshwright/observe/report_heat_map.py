@@ -63,7 +63,7 @@ def heat_map_card(figures: HeatMapFigures | None) -> str:
 
 
 def heat_map_sentence(excess: Mapping[int, float]) -> str:
-    """Which rank computes longest, and by how much."""
+    """Return a sentence about the rank that computes longest, and by how much."""
     rank = max(excess, key=lambda rank: excess[rank])
     if excess[rank] < NOTABLE:
         return f"No rank computes {number_text.percent(NOTABLE)} longer than the median rank in most steps."

@@ -395,6 +395,6 @@ def config(run: RunFolder) -> str:
 
 
 def notes(texts: Sequence[str]) -> str:
-    """What is missing in the report, and why."""
+    """Return the section about missing parts of the report and their reasons; empty without any."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f'<section class="missing"><h2>Not in this report</h2><ul>{items}</ul></section>' if items else ""

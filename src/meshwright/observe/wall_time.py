@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 FILE = "wall_time.jsonl"
 Pause = Literal["save", "validation", "rollback"]
-"""What the loop does between two steps; a line of it has `seconds`."""
+"""Reason for a pause of the loop between two steps; its line has `seconds`."""
 
 log = logging.getLogger("meshwright")
 

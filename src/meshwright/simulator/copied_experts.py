@@ -1,4 +1,4 @@
-"""What copies and moved owners of experts change in a plan's costs: their policies are played over recorded loads.
+"""Changes of a plan's costs by copies and moved owners of experts: their policies are played over recorded loads.
 
 Of a long recording some steps and layers are played, evenly spaced over its layers and from its end.
 """

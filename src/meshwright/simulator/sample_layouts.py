@@ -50,7 +50,7 @@ class LayoutTimes:
     """Time of samples on a rank; `fixed` contains what each micro-batch takes beside its samples."""
     ring: RingTime
     step_seconds: float
-    """What a step takes beside its micro-batches: first gather, reduction of gradients, optimizer."""
+    """Seconds of a step beside its micro-batches: first gather, reduction of gradients, optimizer."""
     exchange: float = 0.0
     """Seconds per token of a rank to exchange heads for tokens with `SampleLayout.ulysses`; hybrid: `time.exchange`."""
 

@@ -1,4 +1,4 @@
-"""One instance of a deployment in simulated time: the engine's batching policy, and steps that take modelled seconds.
+"""Instance of a deployment in simulated time: the engine's batching policy, and steps that take modelled seconds.
 
 An instance with overlap plans step n + 1 when the host has the tokens of step n - 1, as the engine does on a GPU; without, when step n
 ends. The host then launches it, and a step with a prompt takes it long: only behind the launch can it take in requests that have come,
@@ -23,7 +23,7 @@ NEVER = float("inf")
 LONGEST_RUN = 4096
 """Identical steps in one event at most."""
 Action = Callable[[float], None]
-"""What an instance does between two steps, at a time in seconds."""
+"""Callback of an instance between two steps, with the time in seconds."""
 
 
 class _Planned:
@@ -72,7 +72,7 @@ class Instance:
         """Whether one step follows the end of a cut run: with overlap it was planned before the cut."""
         self._busy = self._held_seconds = self._peak = self._changed = 0.0
         self.occupancy: list[Occupancy] | None = None
-        """What it held after each change, if that is to be noted."""
+        """Occupancy after each change; None if it is not recorded."""
 
     def post(self, now: float, action: Action) -> None:
         """Do something when the host next takes in a step or has launched one, or at once if it does neither."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Port:
-    """One direction of an instance's connection."""
+    """Direction of an instance's connection."""
 
     bytes_per_second: float
     free: float = 0.0

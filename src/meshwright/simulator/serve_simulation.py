@@ -69,7 +69,7 @@ class _Prompt:
         self.full_digests = digests[:full]
         """Digests of the prompt's full blocks."""
         self.moved_digests = [*self.full_digests, tail] if behind else self.full_digests
-        """Those of all its blocks."""
+        """Digests of all blocks of the prompt."""
         self.reserved: ReservedBlocks | CountedReservation | None = None
         self.unsent: UnsentBlocks | CountedUnsent | None = None
         self.come = 0.0

@@ -51,7 +51,7 @@ class InstanceFigures(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """What an instance held from a time on."""
+    """Requests and cache use of an instance from a time on."""
 
     seconds: float
     running: int

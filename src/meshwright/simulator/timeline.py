@@ -18,7 +18,7 @@ AXES = ("pipeline", "shard", "replicate")
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of every pipeline rank. Times are seconds since the start of the step."""
+    """Times of a step by pipeline rank, in seconds since the start of the step."""
 
     schedule: Schedule
     step_seconds: float

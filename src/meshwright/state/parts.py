@@ -61,7 +61,7 @@ class StateParts:
     memory: Literal["device", "host"] = "device"
     """`host` if the optimizer keeps this state in host memory (`plan.offload`), else `device`."""
     encoded: EncodedState | None = None
-    """What reads and writes the state where `local` only identifies its elements."""
+    """Reader and writer of the state where `local` only identifies its elements."""
 
     @classmethod
     def of_whole(cls, name: str, tensor: Tensor) -> StateParts:

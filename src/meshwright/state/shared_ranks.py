@@ -21,5 +21,5 @@ class SharedRanks:
 
     @classmethod
     def alone(cls) -> SharedRanks:
-        """One rank that has all parameters whole."""
+        """Return the description of a single rank that has all parameters whole."""
         return cls(None, 0, lambda parameter: [(Box((0,) * len(parameter.shape), parameter.shape),)])

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def side_by_side(cases: Sequence[T]) -> T:
-    """One object whose fields are float64 arrays, from objects of its class with scalar fields."""
+    """Return one object whose fields are float64 arrays, from objects of its class with scalar fields."""
     cls: Any = type(cases[0])
     return cls(
         **{

@@ -1,4 +1,4 @@
-"""What an optimizer needs for a model: state tensors, memory traffic, and the products and exchanges of Muon."""
+"""Requirements of an optimizer for a model: state tensors, memory traffic, and the products and exchanges of Muon."""
 
 from __future__ import annotations
 
