@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -159,6 +164,26 @@ def test_load_tests(folder: Path, model: str, instances: str, expected: str) -> 
     check(meshwright("bench-serve", "serve.yaml", "--plan", "d.yaml", "--rates", "1"), expected)
 
 
+def test_files_of_another_command(folder: Path) -> None:
+    Path("serve.yaml").write_text(QUESTION)
+    for words in (["--plan", "serve.yaml"], ["--config", "serve.yaml"]):
+        answer = meshwright("serve", folder, *words)
+        check(answer, "serve.yaml:4:3: serve: expected " + ("a deployment" if "--plan" in words else "settings of a"))
+    Path("d.yaml").write_text("instances:\n- {role: both}\n")
+    answer = meshwright("plan", "d.yaml")
+    assert answer.code == 2 and "d.yaml:1:1: instances: expected no key of a run file; `serve --plan`" in answer.err
+
+
+def test_an_interrupted_plan_says_so_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.cli.plan_deployment.plan_deployment", interrupt)
+    Path("serve.yaml").write_text(QUESTION)
+    answer = meshwright("plan", "serve.yaml", "--out", "d.yaml")
+    assert (answer.code, answer.err) == (130, "meshwright: interrupted\n") and not Path("d.yaml").exists()
+
+
 def test_a_load_test_of_another_model(folder: Path) -> None:
     Path("serve.yaml").write_text(QUESTION.replace("H200", "cpu"))
     answer = meshwright("bench-serve", "serve.yaml", "--model", folder, "--rates", "1")
@@ -209,6 +234,28 @@ def test_the_engines_key_and_code_reach_the_file() -> None:
 
 
 @pytest.mark.slow
+def test_servers_of_a_load_test_that_is_killed_end() -> None:
+    code = """
+import os, time
+from meshwright.server.deployment_servers import _Process
+process = _Process("router", ["route", "http://127.0.0.1:1", "--port", "0"], os.environ)
+process.address(time.monotonic() + 60)
+print(process._process.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        router = Path("/proc") / parent.stdout.readline().strip()
+        assert router.exists()
+        parent.kill()
+    deadline = time.monotonic() + 30
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has gone
+        while "State:\tZ" not in (router / "status").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
@@ -219,10 +266,6 @@ def test_the_engines_key_and_code_reach_the_file() -> None:
 )
 def test_a_server_that_ends_while_its_engine_starts(folder: Path, lines: str, expected: str) -> None:
     """Neither the server nor its engine prints a traceback."""
-    import socket
-    import subprocess
-    import sys
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         Path("serve.yaml").write_text(lines.replace("PORT", str(taken.getsockname()[1])))
         command = [sys.executable, "-m", "meshwright", "serve", str(folder), "--config", "serve.yaml"]

@@ -97,6 +97,14 @@ def test_equal_requests_arrive_at_their_rate_and_share_whole_blocks() -> None:
         ("H200,", "MI300,", 2, "cluster.gpu", "MI300X", "MI300X"),
         ("serve:", "train: {steps: 3}\nserve:", 3, "train", "a top-level key", None),
         (
+            "output_tokens: ",
+            "output_tokens: 130",
+            4,
+            "serve.workload.output_tokens",
+            "at most 129872, as model.max",
+            None,
+        ),
+        (
             "input_tokens: ",
             "input_tokens: 20",
             4,
@@ -123,6 +131,9 @@ def test_sizes_beside_a_trace_and_a_missing_trace_are_reported(tmp_path: Path) -
     (mistake,) = mistakes_of(tmp_path / "q.yaml", QUESTION, f"serve.workload.trace={tmp_path}/chatt.csv")
     assert (mistake.file, mistake.key) == ("command line", "serve.workload.trace")
     assert mistake.nearest == "chat.csv" and "no such file" in mistake.got
+    (tmp_path / "chat.csv").write_bytes(b"\xff")
+    (mistake,) = mistakes_of(tmp_path / "q.yaml", QUESTION, f"serve.workload.trace={tmp_path}/chat.csv")
+    assert mistake.nearest is None and "chat.csv" in mistake.got
 
 
 def test_a_few_prompts_of_a_trace_may_be_longer_than_the_context(tmp_path: Path) -> None:

@@ -84,7 +84,10 @@ def main() -> None:
         _say(f"{len(error.mistakes)} mistake{'s' * (len(error.mistakes) > 1)} in the configuration:\n{error}", error)
     except MeshwrightError as error:
         _say(str(error), error)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        cause = end.__context__.__cause__ if end.__context__ is not None else None
+        if isinstance(end, SystemExit) and not isinstance(cause, KeyboardInterrupt):  # typer turns one into an exit
+            raise
         print("meshwright: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:

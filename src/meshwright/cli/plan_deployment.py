@@ -135,6 +135,8 @@ def limits_line(plan: ServePlan) -> str:
 
 def rate_line(plan: ServePlan) -> str:
     """The share of the goodput that the workload's own rate takes, and the devices that it needs if these are too few."""
+    if not plan.rate:
+        return "the workload's requests arrive at once: it has no rate of its own"
     needed, ranks = plan.devices_needed, plan.spec.cluster.ranks
     share = plan.rate / (plan.answer.chosen.goodput_per_gpu * ranks)
     more = f": it needs {needed:,} GPUs" if needed > ranks else ""

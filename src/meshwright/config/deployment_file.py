@@ -90,6 +90,7 @@ def load_deployment(path: Path) -> Deployment:
 def read_deployment(path: Path) -> Located[Deployment]:
     """The deployment as `load_deployment` reads it, with the positions of its keys."""
     document = read_yaml(path)
+    refuse_question(document, "a deployment, which `meshwright plan FILE --out DEPLOYMENT.yaml` writes for this file")
     _expand_quantisation(document, ("quantisation",))
     values, mistakes, unusable = schema_mistakes(Deployment, document)
     mistakes += document.mistakes
@@ -112,6 +113,12 @@ def _switch_mistakes(document: Document) -> Iterator[Mistake]:
         if value not in (None, "none", default):
             expected = f"{default}, as no instance has expert above 1: tokens travel between several devices only"
             yield document.mistake(("engine", key), expected, format_value(value))
+
+
+def refuse_question(document: Document, expected: str) -> None:
+    """Raise BadConfig, with this mistake alone, for a file that asks for the plan of a deployment."""
+    if document.has(("serve",)):
+        raise BadConfig([document.mistake(("serve",), expected, "a question for the plan of a deployment")])
 
 
 def deployment_yaml(deployment: Deployment) -> str:
@@ -192,9 +199,13 @@ def _workload_rules(document: Document) -> Iterator[Mistake]:
     elif missing := [key for key in _SYNTHETIC[:3] if key not in workload]:
         expected = f"a trace, or all of {', '.join(_SYNTHETIC[:3])}"
         yield document.mistake(_WORKLOAD, expected, "none of them" if len(missing) == 3 else f"no {', '.join(missing)}")
-    elif (context := _context(document)) is not None and workload["input_tokens"] >= context:
-        expected = f"at most {context - 1}, as model.max_seq_len is {context}"
-        yield document.mistake((*_WORKLOAD, "input_tokens"), expected, str(workload["input_tokens"]))
+    elif (context := _context(document)) is not None:
+        most = {"input_tokens": context - 1, "output_tokens": max(1, context - workload["input_tokens"])}
+        key = next((key for key in most if workload[key] > most[key]), None)
+        if key is not None:
+            beside = f" and input_tokens {workload['input_tokens']}" if key == "output_tokens" else ""
+            expected = f"at most {most[key]}, as model.max_seq_len is {context}{beside}"
+            yield document.mistake((*_WORKLOAD, key), expected, str(workload[key]))
 
 
 def _context(document: Document) -> int | None:

@@ -138,6 +138,8 @@ def _refusal(path: KeyPath) -> str | None:
     section, name = path[0], str(path[-1])
     if path == ("serve",):
         return "no key of a run file; `meshwright plan` and `bench-serve` read a file with it"
+    if path == ("instances",):
+        return "no key of a run file; `serve --plan` and `bench-serve --plan` read a deployment"
     if name.endswith(("dropout", "dropout_p", "dropout_prob")):
         return _NO_DROPOUT
     if section == "model" and (name.startswith(("moe", "expert")) or name == "num_experts"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshwright.config.deployment_file import PlannedSetting
+from meshwright.config.deployment_file import PlannedSetting, refuse_question
 from meshwright.config.mistakes import schema_mistakes
 from meshwright.config.reading import Located, errors_at_keys, in_reading_order
 from meshwright.config.value_sources import COMMAND_LINE
@@ -31,6 +31,7 @@ def load_settings(
     of single keys, or with the first between keys.
     """
     document = Document({}, Position(COMMAND_LINE)) if path is None else read_yaml(path)
+    refuse_question(document, "settings of a server or router; `meshwright plan` and `bench-serve` read this file")
     keys, others = hints_of(settings), dict[str, PlannedSetting]()
     for key, (value, position) in (planned or {}).items():
         if key in keys:

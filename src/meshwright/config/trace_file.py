@@ -59,7 +59,9 @@ class _TraceReader:
                 raise self.mistake(None, None, "trace", expected, "a larger one")
             return raw.decode("utf-8-sig")
         except (OSError, EOFError, ValueError) as error:  # gzip raises EOFError, text UnicodeDecodeError
-            close = nearest_file(path.name, [near.name for near in path.parent.glob("*.csv*")])
+            close = None
+            if not path.exists():
+                close = nearest_file(path.name, [near.name for near in path.parent.glob("*.csv*")])
             got = (getattr(error, "strerror", None) or str(error)).lower()
             raise self.mistake(None, None, "trace", expected, got, close) from None
 
