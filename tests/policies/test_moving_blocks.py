@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from meshwright.policies.batch_request import CacheGroup
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request
+from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks, extend_digests, root_digest
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from tests.slow import examples
@@ -127,3 +128,20 @@ def test_blocks_of_a_window_are_reserved_from_its_start(tokens: int) -> None:
         reserved.enter(index)
     assert reserved.first == (len(full) * SIZE - 2 * SIZE + 1) // SIZE
     assert cache.matching(full) == len(full)
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_refused_request_is_admitted_after_the_release_of_moving_blocks(sent: bool) -> None:
+    policy = BatchPolicy(BatchLimits(64, 4), [CacheGroup(9)], SIZE)
+    digests = digests_of(list(range(6 * SIZE)))
+    moving: ReservedBlocks | UnsentBlocks = ReservedBlocks(policy.cache, digests)
+    if sent:
+        moving, tables = UnsentBlocks(policy.cache, digests, 0), compute(policy.cache, digests)
+        moving.extend()
+        policy.cache.release(tables)
+    else:
+        moving.take()
+    policy.add(Request(0, [5] * (4 * SIZE), 2))
+    assert policy.next_step(0.0) is None
+    moving.release()
+    assert policy.next_step(1.0) is not None

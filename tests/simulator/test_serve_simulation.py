@@ -128,11 +128,16 @@ def test_counted_blocks_of_shared_prefixes_give_the_times_of_single_blocks(
     size, count = (16, 1) if seed % 2 else (48, 2)
     deployment = Deployment(instances=tuple(InstanceSpec(role=role, count=count, token_budget=200) for role in roles))
     costs = costs_of(
-        simple_times(0.1, token=0.005, position=0.001), blocks=2400 // size, overlap=seed % 3 == 0, size=size, rate=1e4
+        simple_times(0.1, token=0.005, position=0.001),
+        blocks=2400 // size,
+        overlap=seed % 3 == 0,
+        size=size,
+        rate=100.0 if seed % 5 == 0 else 1e4,
     )
     requests = prefix_requests(80, seed, every=2.0)
     counted, single = _counted_and_single(deployment, requests, costs, monkeypatch)
     assert counted == single
+    assert all(times.end < float("inf") for times in counted.requests)
 
 
 def _counted_and_single(

@@ -47,6 +47,8 @@ class BlockPool:
         """Blocks that requests can have; the first is `UNUSED_BLOCK`."""
         self.free = self.blocks
         """Blocks without references."""
+        self.releases = 0
+        """Times that references were removed: a request that found too few free blocks may find enough after one."""
         self.references = [0] * blocks
         self.block_of: dict[bytes, int] = {}
         """Cached blocks by digest."""
@@ -94,6 +96,7 @@ class BlockPool:
         """Remove a reference from blocks, in this order; `UNUSED_BLOCK` has none."""
         references, digest_of, idle, empty = self.references, self._digest_of, self._idle, self._empty
         before = len(idle) + len(empty)
+        self.releases += 1
         for block in blocks:
             if block == UNUSED_BLOCK:
                 continue
@@ -225,17 +228,14 @@ class CacheBlocks:
         for pool, table in zip(self.pools, tables, strict=True):
             table.extend(pool.take_all(max(0, blocks - len(table))))
 
-    def leave_window(self, tables: list[list[int]], position: int) -> int:
-        """Release the blocks that no query from `position` on attends to; returns their number."""
-        released = 0
+    def leave_window(self, tables: list[list[int]], position: int) -> None:
+        """Release the blocks that no query from `position` on attends to."""
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
             for index in range(self.first_block(group, position) - 1, -1, -1):
                 if table[index] == UNUSED_BLOCK:
                     break
                 pool.release_all((table[index],))
                 table[index] = UNUSED_BLOCK
-                released += 1
-        return released
 
     def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
         """Enter blocks `first` … `last - 1`, which are computed, in the prefix cache."""

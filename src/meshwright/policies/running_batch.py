@@ -24,9 +24,8 @@ class RunningBatch:
         self.stale = False
         """Whether `decodes` has parts of requests that do not decode any more."""
         self.preemptions = self.cached_tokens = self.generation = 0
-        self._releases = 0
         self._refused: Progress | None = None
-        """The request that was last refused for lack of blocks; it is tried again when `_releases` has changed."""
+        """The request that was last refused; it is tried again after a release, be it one of reserved or sent blocks."""
         self._refused_releases = 0
 
     def check_size(self, request: Request) -> None:
@@ -50,7 +49,10 @@ class RunningBatch:
     def next_head(self) -> Progress | None:
         """The head of the queue, unless it was refused and no block has been released since."""
         head = self.queue.head()
-        return None if head is self._refused and self._refused_releases == self._releases else head
+        return None if head is self._refused and self._refused_releases == self._releases() else head
+
+    def _releases(self) -> int:
+        return sum([pool.releases for pool in self.cache.pools])
 
     def admit_head(self, budget: int) -> bool:
         """Start the request at the head of the queue, if it gets a slot and blocks."""
@@ -67,7 +69,7 @@ class RunningBatch:
         while len(self.requests) >= self.limits.sequences or not self._fits(progress, digests, matched, budget):
             last = self._last() if self.requests else None
             if last is None or last.draining or not self._may_displace(progress, last):
-                self._refused, self._refused_releases = progress, self._releases
+                self._refused, self._refused_releases = progress, self._releases()
                 return False
             self.detach(last)
             matched = self.cache.matching(digests)
@@ -261,7 +263,6 @@ class RunningBatch:
         """Remove a request from the batch and release its blocks."""
         self.register(progress)
         self.cache.release(progress.tables)
-        self._releases += 1
         del self.requests[progress.request.number]
         if progress.part is not None:
             progress.part, self.stale = None, True
@@ -279,7 +280,7 @@ class RunningBatch:
         """Release blocks that the positions from `position` on do not attend to."""
         # Only these blocks: which of equal blocks is entered must not depend on how many steps are planned in one call.
         self.register(progress, self.cache.blocks_outside(position))
-        self._releases += self.cache.leave_window(progress.tables, position)
+        self.cache.leave_window(progress.tables, position)
 
     def register(self, progress: Progress, blocks: int | None = None) -> None:
         """Enter the computed full blocks of a request in the prefix cache, at most the first `blocks`."""

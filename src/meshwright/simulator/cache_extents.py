@@ -61,7 +61,6 @@ class ExtentPool(BlockPool):
         """By piece, ascending."""
         self._released: list[tuple[int, int, Extent]] = []
         """A heap of extents that were idle once: the release, the order within it, and the extent."""
-        self._releases = 0
 
     def take_private(self, holder: Holder, count: int) -> None:
         """Give a holder so many free blocks without content."""
@@ -130,14 +129,14 @@ class ExtentPool(BlockPool):
         """Release all blocks of a holder, the last one first."""
         self.free += holder.private
         self.empty += holder.private
-        self._releases += 1
+        self.releases += 1
         for first, end in holder.spans:
             self._release(holder.text, first, end, forward=False)
         holder.private, holder.spans = 0, []
 
     def release_first(self, holder: Holder, first: int, end: int) -> None:
         """Release the first blocks of a holder's only span, the first one first."""
-        self._releases += 1
+        self.releases += 1
         self._release(holder.text, first, end, forward=True)
         holder.spans = [(end, holder.spans[0][1])] if end < holder.spans[0][1] else []
 
@@ -146,7 +145,7 @@ class ExtentPool(BlockPool):
             extent.references -= 1
             if not extent.references:
                 self.free += extent.end - extent.first
-                extent.stamp, extent.forward = self._releases, forward
+                extent.stamp, extent.forward = self.releases, forward
                 self._note_idle(extent)
 
     def _note_idle(self, extent: Extent) -> None:

@@ -278,14 +278,19 @@ class _Simulation:
         if last:
             sender.instance.prompt_tokens -= prompt.times.request.input_tokens
         if count or last:
-            self._at(max(now, prompt.come), partial(self._receive, number, first, count, last))
+            self._at(max(now, prompt.come), partial(self._receive, sender, number, first, count, last))
 
-    def _receive(self, number: int, first: int, count: int, last: bool, now: float) -> None:
-        """Release the sender's references on blocks that have come, and let the decode instance enter them."""
+    def _receive(self, sender: _Member, number: int, first: int, count: int, last: bool, now: float) -> None:
+        """Release the sender's references on blocks that have come, and let the decode instance enter them.
+
+        A sender whose next prompt found no free blocks goes on.
+        """
         prompt = self._prompts[number]
         assert prompt.unsent is not None
         if count:
             prompt.unsent.copied(count)
+            if sender.instance.wake == NEVER and sender.instance.policy.unfinished:
+                self._post(sender, now, lambda _: None)
         self._post(prompt.front, now, partial(self._enter, number, first, first + count, last))
 
     def _enter(self, number: int, first: int, end: int, last: bool, now: float) -> None:
