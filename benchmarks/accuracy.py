@@ -123,7 +123,7 @@ class Check:
 
     @property
     def fit(self) -> str:
-        """Which fit the run was part of, a key of `LIMITS`."""
+        """Fit that the run was part of, a key of `LIMITS`."""
         key = self.kept_run.file, self.kept_run.name
         if key in fitted_on("fitted_on"):
             return "in the fit"

@@ -172,7 +172,7 @@ def _line_times(log: str, pattern: str) -> Iterator[tuple[int, float]]:
 
 
 def predictions(folder: Path, line: Line, rates: SaveRates, host_bytes: int | None) -> Line:
-    """What `meshwright plan` predicts of the saves of the run in `folder` with `rates`, beside what `line` measured.
+    """Return the predicted saves of the run in `folder` with `rates`, beside the measurements of `line`.
 
     `relative_error` is predicted / measured - 1; that of the stall is the difference as a share of the median step, as no stall is a usual
     prediction. The stall is the longest of all saves, other figures are means over committed saves. The prediction takes the plan's step

@@ -149,7 +149,7 @@ def speed_text(speed: dict[str, float]) -> str:
 
 
 def assumptions() -> list[str]:
-    """What the simulation takes for granted, in sentences."""
+    """Return the assumptions of the simulation, in sentences."""
     return [
         f"{RANKS} A100s on nodes of {RANKS_PER_NODE}; products at {PRODUCT_FLOPS / 1e12:.0f} TFLOP/s, {INSIDE_BYTES / 1e9:.0f} GB/s within "
         f"a node, {ACROSS_BYTES / 1e9:.0f} GB/s between nodes of 800 Gb/s links, as the artifact's profiles say",

@@ -157,7 +157,7 @@ def lone_rank(ranks: int) -> Any:
 
 
 def _plan_words(plan: Any) -> dict[str, Any]:
-    """What tells plans of long sequences apart."""
+    """Return the settings in which plans of long sequences differ."""
     axes = {axis.axis: axis.size for axis in plan.mesh}
     layers = [f"{layer.range}: recompute {layer.recompute}, offload {layer.offload}" for layer in plan.layers]
     predicted = replace(plan, why=()).predicted

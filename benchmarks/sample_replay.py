@@ -88,7 +88,7 @@ def _beside(simulated: float, published: float | None) -> str:
 
 
 def assumptions() -> list[str]:
-    """What the simulation takes for granted, in sentences."""
+    """Return the assumptions of the simulation, in sentences."""
     return [
         f"7B Llama, 32 layers of 4,096; steps of {BATCH_TOKENS >> 20}M tokens of the mix `long`, samples up to {CONTEXT >> 20}M",
         "each batch has each length in the share that the paper states (two samples of 2M tokens): it tells of one step, and a batch of "

@@ -89,7 +89,7 @@ class Attempt:
 
 @dataclass
 class Verdicts:
-    """What is known of all requests and faults so far."""
+    """Results of all requests and faults so far."""
 
     ends: Counter[str] = field(default_factory=Counter)
     faults: list[tuple[str, float]] = field(default_factory=list)

@@ -71,7 +71,7 @@ HELD_OUT = 5
 
 
 class Sizes:
-    """What is measured, on a GPU or with `--tiny`."""
+    """Sizes of the measurements, on a GPU or with `--tiny`."""
 
     def __init__(self, model: str, tiny: bool) -> None:
         dimensions = TINY[model] if tiny else MODEL_PRESETS[model]

@@ -1,4 +1,4 @@
-"""What HTTP costs: throughput and time to first token of one engine, called in its process and through the server.
+"""Cost of HTTP: throughput and time to first token of one engine, called in its process and through the server.
 
     python benchmarks/serve_overhead.py --model llama3-8b [--out FILE]     # 256 streams, 512 tokens in, 128 out
     python benchmarks/serve_overhead.py --tiny                             # a tiny model, seconds on a CPU

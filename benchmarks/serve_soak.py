@@ -64,7 +64,7 @@ class SoakError(Exception):
 
 @dataclass(frozen=True)
 class Content:
-    """What determines the text of a request."""
+    """Inputs that determine the text of a request."""
 
     prompt: tuple[int, ...]
     sampling: SamplingOptions

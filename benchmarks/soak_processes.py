@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEADER = struct.Struct("!II")
-"""What begins a message between engines: bytes of its JSON, and bytes beside it."""
+"""Header of a message between engines: bytes of its JSON, and bytes beside it."""
 READY = ("serving ", "routing ", "keeping ")
-"""What the line begins with that a process prints once it takes requests."""
+"""Beginnings of the line that a process prints once it takes requests."""
 PORTS = (20_000, 30_000)
 END_SECONDS = 30.0
 """Longest time that a process may take to end by SIGTERM."""

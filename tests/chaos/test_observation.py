@@ -1,4 +1,4 @@
-"""What a disturbed job is observed to do: new lines of its files, detection, recovery, and the verdict."""
+"""Observation of a disturbed job: new lines of its files, detection, recovery, and the verdict."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_time_of_a_step_is_that_of_the_last_ten(tmp_path: Path) -> None:
 
 
 def check(tmp_path: Path, job: dict[str, Any], losses: list[tuple[int, float]], **limits: Any) -> list[str]:
-    """What `_violations` says of a job whose metrics have the loss 1.5 at step 60, against `losses` of an undisturbed run."""
+    """Return the violations of a job with the loss 1.5 at step 60, against `losses` of an undisturbed run."""
     stage = observed(tmp_path, job)
     stage.run.mkdir(exist_ok=True)
     (stage.run / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 60, "loss": 1.5}) + "\n")

@@ -225,7 +225,7 @@ def test_a_wrong_token_and_nonsense_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def exchange(address: str, data: bytes) -> bytes:
-    """What the server sends in answer to `data` until it closes the connection."""
+    """Return the server's answer to `data` until it closes the connection."""
     where, _, port = address.rpartition(":")
     answer = b""
     with socket.create_connection((where, int(port)), timeout=5) as connection:

@@ -123,7 +123,7 @@ def test_a_rank_that_never_reports_ends_the_save_at_the_deadline(tmp_path: Path)
 
 
 def test_a_discarded_attempt_is_reported_to_the_first_rank(tmp_path: Path) -> None:
-    """What another writer does for one that was killed."""
+    """Another writer discards the attempt of a writer that was killed."""
     writers = new_writers(tmp_path, 2)
     save = writers.stage(2)
     first = threading.Thread(target=writers.do, args=(0, save))
@@ -158,7 +158,7 @@ def test_the_writer_imports_no_torch() -> None:
 
 
 def test_a_start_waits_for_a_writer_that_outlived_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it commits is what the new start continues from."""
+    """The new start continues from the checkpoint that this writer commits."""
     writers = new_writers(tmp_path, keep=5)
     writers.save(1)
     inside, go_on = threading.Event(), threading.Event()

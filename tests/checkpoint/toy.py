@@ -70,7 +70,7 @@ class ToyRank:
 
 
 def value(name: str, step: int, shape: torch.Size) -> torch.Tensor:
-    """What the tensor `name` holds after `step`."""
+    """Return the values of the tensor `name` after `step`."""
     start = step * 1000 + sorted(SIZES).index(name.rpartition(".")[2]) * 7 + (name.startswith("optimizer") * 3)
     return torch.arange(start, start + shape.numel(), dtype=torch.float32).view(shape)
 

@@ -24,7 +24,7 @@ NAMES = sorted(f"{kind}.{name}" for kind in ("model", "optimizer.exp_avg") for n
 
 @dataclass
 class Replies:
-    """What a writer answered."""
+    """Replies of a writer."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
 

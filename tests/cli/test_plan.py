@@ -210,7 +210,7 @@ def test_what_does_not_fit_ends_with_3_and_its_fixes() -> None:
 
 
 class Page(HTMLParser):
-    """What a page would load or run, and whether its elements close."""
+    """Parser of a page: the resources and scripts that it would load, and its open elements."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ SMALL_SECONDS = 0.002
 
 @dataclass
 class Faults:
-    """What one step does to the ranks; a rank is (stage, dp)."""
+    """Faults of the ranks in one step; a rank is (stage, dp)."""
 
     factor: Callable[[int, int, Action], float] = lambda stage, dp, action: 1.0
     """Of the duration of an action."""

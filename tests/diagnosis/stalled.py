@@ -132,7 +132,7 @@ class JobPlay:
         return found
 
     def _pending(self, rank: int) -> PendingWait | None:
-        """What the page of a rank has in a run on CPUs: receives, gathers, reductions and the sums around a step."""
+        """Return the wait on a rank's page in a run on CPUs: receives, gathers, reductions and sums around a step."""
         index, actions = self.device[rank], self.actions(rank)
         if index == len(actions):
             return PendingWait("all_reduce", -1, -1, -1, -1, 0)

@@ -104,7 +104,7 @@ def save_large(world: World, folder: str, layout: str, step: int = 1) -> str:
 
 
 def load_large(world: World, folder: str, layout: str, device_exchange: bool = False) -> dict[str, Any]:
-    """What of several large files this rank got right, and how many bytes it read of each.
+    """Load several large files; return whether this rank has them right, and the bytes that it read of each.
 
     With `device_exchange` the ranks exchange blocks as GPUs do, through a Gloo group.
     """

@@ -1,4 +1,4 @@
-"""What an engine does with some requests: run on one device and on a group of tensor ranks."""
+"""Results of an engine for some requests, on one device and on a group of tensor ranks."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def validate_and_compare(world: World, assignment: Assignment) -> tuple[list[boo
 
 
 def received_assignment(world: World, assignment: Assignment | None, full_disk: bool = False) -> Any:
-    """What `broadcast_assignment` returns or raises if rank 0 prepares `assignment`, or fails to prepare it."""
+    """Return the result or error of `broadcast_assignment` if rank 0 prepares `assignment`, or fails to prepare it."""
 
     def prepare() -> Assignment:
         if full_disk:

@@ -58,7 +58,7 @@ def test_bf16_stays_within_its_bound(pool: Pool) -> None:
 
 
 def every_operator(rank: int, group: str, ranks: int, batch: int) -> dict[str, tuple[torch.Tensor, ...]]:
-    """What each gives for numbers that are the rank's own, in float64."""
+    """Return the results of all operators for the rank's own numbers, in float64."""
     from meshwright.parallel import products
 
     draw = torch.Generator().manual_seed(rank)

@@ -123,7 +123,7 @@ def with_and_without_documents(
 
 @pytest.mark.parametrize("case", [Case("1f1b", ring=2, ulysses=2, micro=4)], ids=str)
 def test_bf16_stays_within_its_bound(pool: Pool, case: Case) -> None:
-    """That of test_equality: a ring's partial results are joined in fp32."""
+    """The bound of test_equality holds, as a ring's partial results are joined in fp32."""
     plan = replace(case.plan, precision=Precision(compute="bf16", reduce="fp32"))
     for masked in (True, False):
         results = pool.run(sharded, plan.ranks, LLAMA, plan, 1.0, 1, masked)

@@ -273,7 +273,7 @@ PAIRS = {name: entry for name, entry in BITS.items() if name != "fp32"} | {
 @pytest.mark.parametrize("accumulation", ["device", "host"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_hundred_steps_have_the_same_bits(pool: Pool, name: str, accumulation: Any) -> None:
-    """Those of a run without offload that never stops; with frequent clipping, skipped steps, and sums over micro-batches."""
+    """The truth is a run without offload or stop; with frequent clipping, skipped steps, and sums over micro-batches."""
     spec, tested_plan = PAIRS[name]
     without = tuple(replace(layer, offload="none") for layer in tested_plan.layers)
     truth = pool.run(clipped_steps, tested_plan.ranks, spec, replace(tested_plan, layers=without), -1)

@@ -110,7 +110,7 @@ Validations = dict[tuple[str, ...], list[tuple[int, Evaluation]]]
 
 @pytest.fixture(scope="module")
 def validated_alone() -> Validations:
-    """What one rank's validations found, by the overrides that say their size; filled by the first test that asks."""
+    """Validations of one rank by the overrides of their size; filled by the first test that needs them."""
     return {}
 
 

@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(pool: Pool, tiny: Path, runs: Path, count: int, stop_at: int = 0) -> Seen:
-    """What the first rank saw."""
+    """Train, and return the first rank's records."""
     assignment = prepared(tiny, runs, *SAMPLES, *ranks(count)).assignment
     return pool.run(cases_training.run, count, assignment, stop_at, 0, PREEMPT)[0]
 

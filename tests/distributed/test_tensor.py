@@ -91,7 +91,7 @@ def check(pool: Pool, spec: ModelSpec, case: Case) -> None:
 
 
 def test_bf16_stays_within_its_bound(pool: Pool) -> None:
-    """That of test_equality: partial sums that travel in bf16 are no worse than bf16 products."""
+    """The bound of test_equality holds: partial sums that travel in bf16 are no worse than bf16 products."""
     results = pool.run(sharded, 4, LLAMA, bf16(Case("1f1b", tensor=2, shard=2, micro=2).plan), 1.0, 1)
     compare(results, one_device(LLAMA)[:1], BF16_BOUND, weights=False)
 

@@ -52,7 +52,7 @@ def trained(
     poison: str = "",
     poison_rank: int = 1,
 ) -> list[Seen]:
-    """What every rank saw of the run in `runs/tiny`, from where its folder is; see `cases_training.run`."""
+    """Train `runs/tiny` from the state of its folder, and return every rank's records; see `cases_training.run`."""
     assignment = prepared(tiny, runs, *overrides).assignment
     return pool.run(cases.run, assignment.plan.ranks, assignment, stop_at, stop_rank, flag, poison, poison_rank)
 
@@ -124,7 +124,7 @@ def one_rank(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def compare(attempts: list[list[Seen]], truth: Seen) -> None:
-    """That the parts, one after another, are the run that `truth` is: samples, token sums, losses, final weights."""
+    """Assert that the attempts together equal the run `truth`: samples, token sums, losses, final weights."""
     read = [samples_by_step(ranks_seen) for ranks_seen in attempts]
     assert [step for steps in read for step in steps] == [
         list(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS)

@@ -1,4 +1,4 @@
-"""What each model family can do: Hugging Face folders in and out, axes of training, inference engine.
+"""Support of each model family: Hugging Face folders in and out, axes of training, inference engine.
 
 Every entry comes from the tests or from the engine itself. `python -m tests.docs.families` writes the table of the page.
 """

@@ -1,4 +1,4 @@
-"""Which features the equality tests combine, and which pairs are refused before a run starts.
+"""Pairs of features that the equality tests combine, and pairs that are refused before a run starts.
 
 A `Feature` recognises itself in a plan and adds itself to a plan. A new feature is an entry in `FEATURES` (or `ORDERS`), and its equality
 tests an entry in `compared`. `python -m tests.docs.features` writes the table of the page.

@@ -82,7 +82,7 @@ class Deployment:
         self.processes[name].wait()
 
     def state(self, name: str) -> dict[str, Any]:
-        """What the admin port tells."""
+        """Return the state of a server from its admin port."""
         url = f"http://127.0.0.1:{self.admin_ports[name]}/state"
         headers = {"authorization": "Bearer admin"}
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:

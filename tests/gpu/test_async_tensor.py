@@ -117,7 +117,7 @@ def be_rank(store: str, rank: int) -> None:
 def numbers(
     seed: int, dtype: torch.dtype, device: torch.device, batch: int, local_tokens: int
 ) -> dict[str, torch.Tensor]:
-    """What a round multiplies; ranks draw their own."""
+    """Return the operands of a round; ranks draw their own."""
     draw = torch.Generator(device).manual_seed(1000 * seed + device.index)
     outer_width, inner_width = 256, 192
 
@@ -133,7 +133,7 @@ def numbers(
 def all_of(
     tensors: dict[str, torch.Tensor], name: str, before_each: Callable[[], None] = lambda: None
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """What every operator gives, by its name; `before` is called before each."""
+    """Return the results of every operator by its name; `before_each` is called before each operator."""
     from meshwright.parallel import products
 
     x, y, row_weight, column_weight = (tensors[key] for key in ("x", "y", "rows", "columns"))

@@ -1,4 +1,4 @@
-"""What torch's flight recorder says about collectives of NCCL, on one device."""
+"""Records of torch's flight recorder about collectives of NCCL, on one device."""
 
 from __future__ import annotations
 

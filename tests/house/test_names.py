@@ -1,4 +1,4 @@
-"""Names and docstrings in plain English: no vague identifiers, and a first line that fits on one line."""
+"""Names and docstrings in plain English: no vague identifiers, and short first lines that name the value."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ KEPT_FIELDS = {("checkpoint/manifest.py", "kind")}
 """Fields that a written file or JSON output has as keys, by file."""
 FIRST_LINE = 120
 """Characters of a docstring's first line, without indentation and quotes."""
+PRONOUNS = {"What", "Who", "Whose", "Which", "Those", "That", "Theirs"}
+"""First words of docstrings that do not name the value: `What is kept` leaves open what that is."""
 PENDING: tuple[str, ...] = ()
 """Packages and files that do not follow these rules yet."""
 PENDING_TESTS: tuple[str, ...] = ()
@@ -98,6 +100,41 @@ def test_first_lines_of_docstrings_are_short() -> None:
         if text.strip() and len(text.strip().splitlines()[0]) > FIRST_LINE
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_docstrings_do_not_begin_with_a_pronoun() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} {_first_line(text)}"
+        for path in checked_files()
+        for line, text in documentation(parsed(path))
+        if begins_with_pronoun(text)
+    ]
+    message = (
+        "Begin with the noun of the value (State of …) or the verb of the function (Return …), not with a pronoun:"
+    )
+    assert not wrong, "\n".join([message, *wrong])
+
+
+def begins_with_pronoun(text: str) -> bool:
+    return bool(PRONOUNS.intersection(text.split(maxsplit=1)[:1]))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("What a step reads.", True),
+        ("\n    Those of the router.", True),
+        ("What-if analysis of steps.", False),
+        ("Whether a step is complete.", False),
+        ("", False),
+    ],
+)
+def test_pronouns_are_found(text: str, refused: bool) -> None:
+    assert begins_with_pronoun(text) == refused
 
 
 @pytest.mark.parametrize(

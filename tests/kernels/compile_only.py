@@ -20,7 +20,7 @@ compiled: dict[str, str | None] = {}
 
 
 class NoDevice:
-    """What the compiler asks a driver for."""
+    """Driver without a device: the target that the compiler asks for."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget

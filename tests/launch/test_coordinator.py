@@ -1,4 +1,4 @@
-"""What a coordinator remembers of an attempt when the next one begins."""
+"""Reports of agents to a coordinator: attempts, hangs, suspects and evidence."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_the_comparison_finds_mistakes() -> None:
 
 
 def outcome(jobset: Any, code: int) -> str:
-    """What Kubernetes does after a pod ended with `code`: the JobSet's action, or `retry` for one more pod.
+    """Return the reaction of Kubernetes to a pod's exit `code`: the JobSet's action, or `retry` for one more pod.
 
     A podFailurePolicy's first matching rule decides. FailJob fails the job with reason PodFailurePolicy and a message
     that ends with the rule's index; the JobSet's first rule that matches both decides then.

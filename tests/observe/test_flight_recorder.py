@@ -1,4 +1,4 @@
-"""What torch's flight recorder says about collectives of Gloo, in this process."""
+"""Records of torch's flight recorder about collectives of Gloo, in this process."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def simulated(name: str, ranks: int = 4, micro_batches: int = 8) -> Timeline:
 
 
 def as_recorded(timeline: Timeline, late: float = 0.0) -> list[StepSpans]:
-    """What ranks would have recorded of a simulated step: spans in the order each lane issued them."""
+    """Return a simulated step as its ranks would have recorded it: spans in the order each lane issued them."""
     spans_by_rank: dict[int, list[Span]] = defaultdict(list)
     for rank, lane, action, start, end in timeline.records:
         if action.paired or not action.pair:

@@ -1,4 +1,4 @@
-"""What is wrapped around a block (recompute, compilation) changes neither its results nor its parameters' names."""
+"""Recompute and compilation of a block change neither its results nor its parameters' names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers multiply in fp8, and which devices are refused."""
+"""Layers that multiply in fp8, and devices that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a visit keeps goes to the host and comes back, bit for bit and no more than is its own."""
+"""Saved tensors of a visit are offloaded to the host and restored bit for bit; tensors of others are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner says of checkpoints: closed forms of bytes, copies, stall and interval, and why training waits."""
+"""Predicted cost of checkpoints: closed forms of bytes, copies, stall and interval, and why training waits."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import sys
 
 
 def digest_on_baseline(module: str) -> str:
-    """What `digest()` of a module returns in such a process."""
+    """Return the result of `digest()` of a module in a process without vector instructions beyond the baseline."""
     probe = "import numpy; print(*(numpy._core._multiarray_umath.__cpu_dispatch__))"
     features = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
     answer = subprocess.run(

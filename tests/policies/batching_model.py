@@ -39,7 +39,7 @@ def next_token(content: int) -> int:
 
 @dataclass
 class Outcome:
-    """What a computed step gives: for each sampling part its new tokens."""
+    """Result of a computed step: for each sampling part its new tokens."""
 
     step: Step
     tokens: list[list[int]]

@@ -1,4 +1,4 @@
-"""Which failures lead to self-tests, of which hosts, and what follows their results."""
+"""Failures that lead to self-tests, the hosts that run them, and the consequences of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose exit code a job has, and when its launcher ends the ranks that still run; the clock is a number."""
+"""Exit code of a job, and the end of ranks that still run by its launcher; the clock is a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which instance gets a request: the fewest requests, and prefixes while they save more than a longer queue costs."""
+"""Choice of a request's instance: fewest requests, and prefixes while they save more than a longer queue costs."""
 
 from __future__ import annotations
 

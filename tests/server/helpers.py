@@ -66,7 +66,7 @@ def write_folder(folder: Path, spec: ModelSpec = LLAMA) -> Path:
 
 @dataclass
 class Answer:
-    """What an application has sent."""
+    """Answer of an application."""
 
     status: int
     headers: dict[bytes, bytes]

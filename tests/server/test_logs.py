@@ -1,4 +1,4 @@
-"""What the log of servers and router tells: requests, and changes of the servers behind the router."""
+"""Log of servers and router: requests, and changes of the servers behind the router."""
 
 from __future__ import annotations
 

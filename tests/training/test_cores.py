@@ -51,7 +51,10 @@ def test_without_topology_information_all_cores_count_as_near(tmp_path: Path) ->
 
 
 def kept(world: World) -> tuple[set[int], set[int], set[int]]:
-    """What this rank was allowed, and what it and a thread that ran before may use once it keeps to its own; undone behind it."""
+    """Keep to this rank's own cores, and undo it.
+
+    Returns the cores allowed before, and those of this thread and of an earlier thread afterwards.
+    """
     allowed, done = os.sched_getaffinity(0), threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()

@@ -319,7 +319,7 @@ def test_the_metrics_are_those_of_one_run(story: Story) -> None:
 
 
 def test_every_start_says_how_long_it_took_and_its_phases_add_up(story: Story) -> None:
-    """Those that a resume from an older checkpoint undid are gone, as their steps are; the last is of a launcher's ranks."""
+    """Starts undone by a resume from an older checkpoint are gone with their steps; a launcher's ranks have the last."""
     starts = [line for line in read_metrics(story.run / "metrics.jsonl") if line["kind"] == "start"]
     assert [line["step"] for line in starts] == [0, *story.preempted.checkpoints, *story.preempted.checkpoints]
     for line in starts:

@@ -39,7 +39,7 @@ class Node:
 
 
 def circle() -> weakref.ref[Node]:
-    """What only the collector ends."""
+    """Return a reference to a cycle, which only the garbage collector frees."""
     first, second = Node(), Node()
     first.other, second.other = second, first
     return weakref.ref(first)

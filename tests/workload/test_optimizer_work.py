@@ -1,4 +1,4 @@
-"""What the planner expects of an optimizer is what it allocates and computes."""
+"""Predicted memory and FLOPs of an optimizer equal those that it allocates and computes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Extent:
 
 
 class Holder:
-    """What refers to blocks of a text."""
+    """References to blocks of a text: private and cached ones."""
 
     __slots__ = ("private", "spans", "text")
 
