@@ -224,3 +224,18 @@ def test_with_a_buffer_for_each_chunk_the_update_waits_for_no_copy(
     begin, end = intervals[ends[-2]][1], intervals[ends[-1]][1]
     compute = UNITS * (FORWARD + backward)
     assert compute <= end - begin <= compute + 2 * CHUNKS * UPDATE
+
+
+def test_all_copies_are_launched_before_the_host_launches_updates_that_wait_for_the_norm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many copies are queued: while the host waits in a full launch queue it launches no more, and the link would idle."""
+    monkeypatch.setattr(RecordedEvent, "ends", False)
+    monkeypatch.setattr(copy_streams, "QUEUED_COPIES", 4)
+    buffers = 13
+    runtime, ends = recorded(monkeypatch, 3, buffers)
+    kinds = [operation.name.split()[0] for operation in runtime.operations]
+    for updates, end in enumerate(ends):
+        launched = kinds[: kinds.index("update", end)]
+        assert launched.count("offload") == updates * UNITS * CHUNKS
+        assert launched.count("fetch") == updates * UNITS * CHUNKS + buffers

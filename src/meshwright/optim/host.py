@@ -11,7 +11,8 @@ streamed chunk passes through:
 
 Streams of their own fetch, update and send, so both directions of the link are busy and no forward delays an update (`copy_streams`). A
 chunk is fetched as soon as its buffer is free: the first chunks of a step, as many as there are buffers, during the forward and backward
-before their update. Copies are launched throughout the step by `launch_copies`, a few at a time.
+before their update. Copies are launched throughout the step by `launch_copies`, a few at a time, and all that are left before the host
+launches updates that wait for the gradients' norm.
 
 Over all steps, sent <= updated <= fetched <= sent + buffers. As there are at most as many buffers as streamed chunks, a chunk's result of
 one step is on its way to the host before the chunk is fetched for the next step.
@@ -204,7 +205,8 @@ class HostAdamW:
         self._pending = _PendingUpdate(dict(gradients), table, concurrent_span, copies, results)
         self._copy_streams.begin_updates()
         self._span = concurrent_span
-        self.launch_copies()
+        # The updates that follow wait for the gradients' norm, and a full launch queue makes the host wait too.
+        self._launch_copies(0, every=True)
         self._launch(self._pending, 0)
         if not self.deferred:
             self.complete_updates()
@@ -367,9 +369,12 @@ class HostAdamW:
         """Launch copies in both directions unless many are queued. To be called often during a step."""
         self._launch_copies(0)
 
-    def _launch_copies(self, fetched: int) -> None:
-        """Launch copies until `fetched` chunks were fetched over all steps, or nothing is left; more while few are queued."""
-        while self._fetched < fetched or not self._copy_streams.crowded():
+    def _launch_copies(self, fetched: int, *, every: bool = False) -> None:
+        """Launch copies until `fetched` chunks were fetched over all steps, or nothing is left; more while few are queued.
+
+        `every`: launch all copies for which a buffer is free or an update was launched.
+        """
+        while every or self._fetched < fetched or not self._copy_streams.crowded():
             if self._fetched < self._sent + len(self._staging):
                 self._fetch()
             elif self._unsent:
