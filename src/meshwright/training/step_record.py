@@ -1,12 +1,13 @@
 """Conversion of a step's device values to its line in metrics.jsonl, one step late to avoid synchronisation.
 
-The host launches step n + 1 before it reads step n; then the device still has work, so reading costs nothing.
+The host launches step n + 1 before it reads step n; then the device still has work, so reading costs nothing. A stream of its own copies
+figures to the host: on the compute stream they would wait there behind chunks of an offloaded optimizer in the copy engine's queue.
 """
 
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +36,10 @@ class _Pending:
     end: Any
     loads: torch.Tensor | None = None
     lengths: np.ndarray | None = None
+    copied: Any = None
+    """The stamp after the copies of `values` and `loads`; None where nothing is copied."""
+    figures: StepFigures | None = None
+    """The copied tensors on the device, which must exist until then."""
 
 
 class FigureReader:
@@ -50,6 +55,7 @@ class FigureReader:
         self._tokens = tokens_before
         self._pending: list[_Pending] = []
         self._clock: Clock = clock_of(device)
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last_end = self._clock.stamp()
         further = ("prediction_loss",) if run.model.prediction_depth else ()
         routed = ("router_z_loss",) if run.train.router_z_loss else ()
@@ -66,17 +72,19 @@ class FigureReader:
         `lengths` are those of the step's samples over all ranks; None if all have `train.seq_len` tokens.
         """
         earlier = [] if self._device.type == "cpu" else self.drain()
-        loads = None
-        if figures.loads is not None and (step == 1 or step % loads_interval(figures.loads.numel()) == 0):
-            loads = self._to_host(figures.loads)
-        self._pending.append(_Pending(step, host, self._to_host(figures.values), self._clock.stamp(), loads, lengths))
+        loads = figures.loads
+        if loads is not None and step > 1 and step % loads_interval(loads.numel()):
+            loads = None
+        pending = _Pending(step, host, figures.values, self._clock.stamp(), loads, lengths)
+        self._pending.append(pending if self._copies is None else self._copied(pending, figures, self._copies))
         return self.drain() if self._device.type == "cpu" else earlier
 
-    def _to_host(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory, complete at the step's end."""
-        if self._device.type != "cuda":
-            return values
-        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    def _copied(self, pending: _Pending, figures: StepFigures, copies: torch.cuda.Stream) -> _Pending:
+        """The step with tensors in host memory, complete at its stamp `copied`."""
+        copies.wait_event(pending.end)
+        with torch.cuda.stream(copies):
+            values, loads = _to_host(pending.values), None if pending.loads is None else _to_host(pending.loads)
+            return replace(pending, values=values, loads=loads, copied=self._clock.stamp(), figures=figures)
 
     def drain(self) -> list[dict[str, Any]]:
         """Records of all added steps; waits for the device if necessary."""
@@ -97,6 +105,8 @@ class FigureReader:
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         self._clock.wait(pending.end)
+        if pending.copied is not None:
+            self._clock.wait(pending.copied)
         loss, norm, valid, token_sum, flag, skips, *of_model, z_loss = pending.values.tolist()
         seconds = self._clock.seconds(self._last_end, pending.end)
         self._last_end = pending.end
@@ -141,6 +151,11 @@ class FigureReader:
             for causal in (True, False)
         }
         return int(lengths @ counts), flops
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned host memory, launched on the current stream."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 def sample_figures(step: int, lengths: np.ndarray, padding: float) -> dict[str, Any]:
