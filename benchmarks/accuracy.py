@@ -6,8 +6,9 @@
     python benchmarks/accuracy.py --profile benchmarks/data/h200x2-profile.json benchmarks/data/h200x2-tcp-profile.json
     python benchmarks/accuracy.py --json
 
-A kept run is a layout that benchmarks/layouts.py ran, or this program's side of a comparison by benchmarks/dense.py. Its RunSpec is rebuilt
-from its overrides and run file, as `meshwright train` does; its plan is the one that ran. Runs on older, slower kernels are priced with
+A kept run is a layout that benchmarks/layouts.py ran, this program's side of a comparison by benchmarks/dense.py or offload_peers.py, or a
+run of `meshwright train` whose file has its plan. Its RunSpec is rebuilt from its overrides and run file, as `meshwright train` does; its
+plan is the one that ran. Runs on older, slower kernels are priced with
 those (own.yaml's `before`). Step seconds are predicted twice: by the simulator, with which the planner decides, and by the closed form,
 with which its search compares layouts. Memory is compared with the most that torch had allocated, without the framework's share. A star
 marks runs that the constants were not fitted on. Torch is not needed.
@@ -33,13 +34,18 @@ from sides import KERNELS
 from meshwright.config.load import load_run
 from meshwright.costs import constants as constants_module
 from meshwright.costs.constants import FILE, OWN_FILE, with_own
-from meshwright.costs.plan_costs import STACK, band, plan_time
+from meshwright.costs.offload_costs import rate_both_ways
+from meshwright.costs.plan_costs import STACK, band, number, plan_time, pricing
 from meshwright.planner.search import search
 from meshwright.simulator.step_simulation import memory_of, simulate_plan
 from meshwright.simulator.timeline import Timeline
+from meshwright.simulator.units import UnitCosts
 from meshwright.spec.fields import from_plain
+from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
+from meshwright.workload.buffers import STAGED_ELEMENTS
+from meshwright.workload.dtypes import state_bytes
 from meshwright.workload.plan_bytes import fullest
 
 HERE = Path(__file__).resolve().parent
@@ -63,6 +69,11 @@ NOT_MODELLED = {
     "mixtures deepseek-v2-lite-6, two H200, tensor 2": "the device waits for the host, kernels take 119 ms",
 }
 """Why mixtures are further from their predictions than `MIXTURE_LIMIT`."""
+WAITS = 0.8
+"""Share of the backward in which the host waited for the gradients' norm and launched no copies, in runs with `queued_copies`.
+
+Set by hand on the two runs of 3B in 2026-11-27-offload-peers-H200.json.
+"""
 WARM_UP = 4
 """First steps that are left out of a run's range."""
 
@@ -87,6 +98,8 @@ class KeptRun:
     """Seconds of a step's phases, on the device of rank 0."""
     kernels: int
     """Version of the kernels that it ran on (its file's `kernels`, see `sides.KERNELS`)."""
+    queued_copies: int | None = None
+    """Most copies of optimizer state that were queued while the host waited for the gradients' norm; None: all, as today."""
 
     @property
     def label(self) -> str:
@@ -101,10 +114,17 @@ class Check:
     timeline: Timeline
     closed: float
     memory_bytes: float
+    idle: float = 0.0
+    """Seconds that the step took longer because the link idled, see `idle_link`."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted by the simulator."""
+        return self.timeline.step_seconds + self.idle
 
     @property
     def error(self) -> float:
-        return self.timeline.step_seconds / self.kept_run.seconds - 1
+        return self.step_seconds / self.kept_run.seconds - 1
 
     @property
     def closed_error(self) -> float:
@@ -118,7 +138,7 @@ class Check:
     @property
     def inside(self) -> bool:
         """Whether the measured time is inside the printed band."""
-        low, high = band(self.timeline.step_seconds, self.kept_run.run.cluster, self.kept_run.plan)
+        low, high = band(self.step_seconds, self.kept_run.run.cluster, self.kept_run.plan)
         return low <= self.kept_run.seconds <= high
 
     @property
@@ -140,7 +160,7 @@ class Check:
             "name": self.kept_run.name,
             "fitted": self.fitted,
             "measured_seconds": self.kept_run.seconds,
-            "predicted_seconds": self.timeline.step_seconds,
+            "predicted_seconds": self.step_seconds,
             "closed_form_seconds": self.closed,
             "error": self.error,
             "measured_phases": self.kept_run.phases,
@@ -187,11 +207,12 @@ def arguments() -> argparse.Namespace:
 
 
 def kept_runs(folder: Path = RESULTS) -> list[KeptRun]:
-    """All kept runs by file, in the order they ran: of benchmarks/layouts.py, and this program's side of benchmarks/dense.py.
+    """All kept runs by file, in the order they ran: of benchmarks/layouts.py and of single calls, and this program's side of comparisons.
 
-    Runs with a device slowed on purpose are left out.
+    Runs with a device slowed on purpose are left out, and those that updated an offloaded optimizer after the backward.
     """
-    layouts = [kept_run for file in sorted(folder.glob("*.json")) for kept_run in _layout_runs(file)]
+    files = sorted(folder.glob("*.json"))
+    layouts = [kept_run for file in files for kept_run in (*_layout_runs(file), *_planned_runs(file))]
     return layouts + [kept_run for file in sorted(folder.glob("*.jsonl")) for kept_run in _dense_runs(file)]
 
 
@@ -252,7 +273,28 @@ def check(kept_run: KeptRun) -> Check:
         closed = plan_time(run.model, run.train, kept_run.plan, run.cluster)
     assert closed is not None  # the simulator would have refused
     by_category = fullest(memory_of(run.model, run.train, kept_run.plan, cpu=False))
-    return Check(kept_run, timeline, closed.seconds, float(sum(by_category.values()) - by_category["framework"]))
+    memory_bytes = float(sum(by_category.values()) - by_category["framework"])
+    return Check(kept_run, timeline, closed.seconds, memory_bytes, idle_link(kept_run, timeline.step_seconds))
+
+
+def idle_link(kept_run: KeptRun, step_seconds: float) -> float:
+    """Seconds by which a step of one rank exceeded `step_seconds` while at most `queued_copies` were queued before the norm.
+
+    The host launched updates ahead, which wait for the norm, and waited in a full launch queue for the last part of the backward. Once the
+    queued copies had ended, half of them in each direction, the link idled until the norm.
+    """
+    run, plan = kept_run.run, kept_run.plan
+    if kept_run.queued_copies is None or not any(layer.optimizer_offloaded for layer in plan.layers):
+        return 0.0
+    priced = pricing(run.model, run.train, plan, run.cluster)
+    assert priced is not None and plan.ranks == 1
+    costs = UnitCosts(run.model, plan, priced)
+    computes = [costs.compute(unit) for unit in ("embed", *range(run.model.layers), "head")]
+    waited = WAITS * plan.batch.accumulate * sum(part.backward_input + part.backward_weight for part in computes)
+    rate, width = number(rate_both_ways(priced.machine)), state_bytes(plan.precision)
+    queued = kept_run.queued_copies / 2 * STAGED_ELEMENTS * width / rate
+    copies = plan.offload_fraction * parameter_count(run.model) * width / rate
+    return max(0.0, copies + max(0.0, waited - queued) - step_seconds)
 
 
 def summary(checks: Sequence[Check]) -> dict[str, float]:
@@ -269,7 +311,7 @@ def show(checks: Sequence[Check], *, parts: bool) -> None:
     print(f"{'':38s} measured predicted  error  closed form   GiB measured predicted  error   ({STACK}'s constants)")
     for result in checks:
         kept_run, star = result.kept_run, " " if result.fitted else "*"
-        step = f"{kept_run.seconds:8.3f} {result.timeline.step_seconds:9.3f} {result.error:+6.1%}"
+        step = f"{kept_run.seconds:8.3f} {result.step_seconds:9.3f} {result.error:+6.1%}"
         closed = f"{result.closed:8.3f} {result.closed_error:+5.0%}"
         memory = f"{'':12s} {result.memory_bytes / 2**30:9.1f}"
         if kept_run.allocated_bytes is not None and result.memory_error is not None:
@@ -310,7 +352,7 @@ def _layout_runs(file: Path) -> Iterator[KeptRun]:
     results = json.loads(file.read_text(encoding="utf-8"))
     layouts = results.get("layouts", {})
     for name, entry in layouts.items():
-        if "plan" not in entry or "slowed" in entry or _exchanged_gradients(entry):
+        if "plan" not in entry or "slowed" in entry or "former_update" in entry or _exchanged_gradients(entry):
             continue
         yield KeptRun(
             file=file.name,
@@ -324,6 +366,26 @@ def _layout_runs(file: Path) -> Iterator[KeptRun]:
             phases={part: entry["phases"].get(part, 0.0) for part in MEASURED_PARTS},
             kernels=results.get("kernels", KERNELS),
         )
+
+
+def _planned_runs(file: Path) -> Iterator[KeptRun]:
+    """Runs of `meshwright train`, and this program's runs of benchmarks/offload_peers.py, whose files have their plans."""
+    results = json.loads(file.read_text(encoding="utf-8"))
+    if results.get("benchmark") not in ("train", "offload_peers"):
+        return
+    common = results.get("words") or [word for word in results["command"].split() if "=" in word]
+    for entry in (*results.get("rows", ()), *results.get("results", ())):
+        if "plan" not in entry:
+            continue
+        words = [*common, *entry.get("words", ()), f"plan.moments={entry['plan']['precision']['moments']}"]
+        peak = entry.get("memory_allocated_peak_gb")
+        yield KeptRun(
+            file=file.name, name=entry.get("row") or f"peers, {entry['method']}",
+            run=_run_of(HERE / "llama3-8b.yaml", words, results["environment"] | {"device_count": 1}), plan=_plan_of(entry),
+            seconds=entry["step_seconds"], steps=tuple(entry.get("step_seconds_all", [])[2:]) or (entry["step_seconds"],),
+            deviation=_step_deviation(entry), allocated_bytes=None if peak is None else peak * 1e9,
+            phases=entry.get("phases", {}), kernels=results.get("kernels", KERNELS), queued_copies=results.get("queued_copies"),
+        )  # fmt: skip
 
 
 def _dense_runs(file: Path) -> Iterator[KeptRun]:

@@ -67,16 +67,16 @@ def test_offloaded_bytes_equal_a_sum_by_hand_and_the_memory_account() -> None:
 
 
 def test_host_link_share_grows_with_fewer_devices() -> None:
-    assert [round(float(host_share(devices)), 3) for devices in (1, 3, 4, 8, 16)] == [1.0, 1.0, 0.8, 0.4, 0.4]
+    assert [round(float(host_share(devices)), 3) for devices in (1, 3, 4, 8, 16)] == [1.0, 0.97, 0.727, 0.364, 0.364]
 
 
 def test_copies_in_both_directions_at_once_are_slower() -> None:
     rates = [float(rate_both_ways(replace(MACHINE, per_node=devices))) / 1e9 for devices in (1.0, 2.0, 4.0, 8.0)]
-    assert rates == pytest.approx([43.5, 43.5, 26, 13])
+    assert rates == pytest.approx([48.4, 48.4, 25.8, 12.9])
 
 
 def test_an_optimizer_in_host_memory_costs_what_the_forward_does_not_hide_of_its_transfers() -> None:
-    """A rank owns an eighth of 8.03e9 parameters; 12 bytes of state each move in both directions at 13 GB/s.
+    """A rank owns an eighth of 8.03e9 parameters; 12 bytes of state each move in both directions at 12.9 GB/s.
 
     Hidden are the forwards of all but two of 33 units; with fp8 weights none.
     """
@@ -88,9 +88,9 @@ def test_an_optimizer_in_host_memory_costs_what_the_forward_does_not_hide_of_its
         return float(step_cost(MODEL, MACHINE, replace(ON_DEVICE, offload=1.0, **columns), K).optimizer) - launches
 
     exposed = optimizer()
-    assert exposed == pytest.approx(owned_parameters * 12 / 13e9 - forward * 31 / 33)
-    assert optimizer(state_bytes=8.0) == pytest.approx(exposed - owned_parameters * 4 / 13e9)
-    assert optimizer(gathered_bytes=1.0) == pytest.approx(owned_parameters * 12 / 13e9)
+    assert exposed == pytest.approx(owned_parameters * 12 / 12.9e9 - forward * 31 / 33)
+    assert optimizer(state_bytes=8.0) == pytest.approx(exposed - owned_parameters * 4 / 12.9e9)
+    assert optimizer(gathered_bytes=1.0) == pytest.approx(owned_parameters * 12 / 12.9e9)
     seconds = [step_cost(MODEL, MACHINE, replace(ON_DEVICE, offload=float(offload)), K) for offload in (0, 1)]
     assert float(seconds[1].seconds - seconds[0].seconds) == pytest.approx(
         float(seconds[1].optimizer - seconds[0].optimizer)

@@ -229,7 +229,7 @@ def test_with_a_buffer_for_each_chunk_the_update_waits_for_no_copy(
 def test_all_copies_are_launched_before_the_host_launches_updates_that_wait_for_the_norm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many copies are queued: while the host waits in a full launch queue it launches no more, and the link would idle."""
+    """However many are queued: while the host waits in a full launch queue it launches none, and the link would idle."""
     monkeypatch.setattr(RecordedEvent, "ends", False)
     monkeypatch.setattr(copy_streams, "QUEUED_COPIES", 4)
     buffers = 13

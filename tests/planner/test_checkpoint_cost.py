@@ -50,7 +50,7 @@ def test_the_copy_is_hidden_by_a_long_step_and_stalls_behind_a_short_one(tmp_pat
     cost = checkpoint_cost(run, plan)
     assert cost is not None and cost.beside_training
     assert cost.bytes == cost.host_bytes == 12 * parameter_count(run.model)
-    assert cost.copy_seconds == pytest.approx(cost.bytes / 2 / 50e9) and cost.stall_seconds == 0
+    assert cost.copy_seconds == pytest.approx(cost.bytes / 2 / 55e9) and cost.stall_seconds == 0
     short = replace(plan.predicted, step_seconds=0.05, memory_peak_bytes=80 << 30)
     stalled = checkpoint_cost(run, replace(plan, predicted=short))
     assert stalled is not None and stalled.stall_seconds is not None
@@ -197,7 +197,7 @@ def test_a_replica_on_another_host_takes_memory_of_one_copy_and_nothing_is_sent(
     alone, cost = cost_of(tmp_path, *hosts), cost_of(tmp_path, *hosts, "checkpoint.partner=host")
     assert cost.host_bytes == cost.bytes == 2 * alone.host_bytes
     assert cost.partner_seconds == cost.partner_link_share == 0 and cost.writing_seconds == alone.writing_seconds
-    assert cost.copy_seconds == pytest.approx(cost.bytes / 2 / 50e9)
+    assert cost.copy_seconds == pytest.approx(cost.bytes / 2 / 55e9)
     text = "\n".join(checkpoint_sentences(planned(tmp_path, *hosts)[0], cost))
     assert "its replica on another host writes, so nothing is sent" in text and "a copy takes" not in text
 

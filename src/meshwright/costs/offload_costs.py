@@ -18,10 +18,10 @@ from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
-HOST_SHARE, HOST_SHARE_DEVICES = 0.4, 8
+HOST_SHARE, HOST_SHARE_DEVICES = 20 / 55, 8
 """Share of its host link that a device reaches while all devices of the node copy, and the number of devices of that node.
 
-Measured on 8×H200: 20 of 50 GB/s, limited by host memory. Fewer devices reach more, up to the full link: a guess.
+Measured on 8×H200: 19.7 and 20.5 of 55 GB/s, limited by host memory. Fewer devices reach more, up to the full link: a guess.
 """
 
 GRADIENT_BYTES = 4.0
@@ -30,10 +30,11 @@ GRADIENT_BYTES = 4.0
 UNITS_GATHERED = 2
 """Units whose weights are updated before the first of them computes: it and the next one, which is gathered meanwhile."""
 
-BOTH_WAYS, BOTH_WAYS_ALONE = 0.26, 0.87
+BOTH_WAYS, BOTH_WAYS_ALONE = 12.9 / 55, 48.4 / 55
 """Share of the host link in each direction while copies run in both directions: of eight devices, and of a single device.
 
-Measured on 8×H200: 13 of 50 GB/s each way when all copy; 43.5 of 50 GB/s alone.
+Measured on H200: 12.9 of 55 GB/s each way when eight copy. Alone 43.5 GB/s on a host whose link has 50 one way; 46.4, 49.6 and 50.3 GB/s in
+the updates of three offloaded runs on others (2026-11-22-offload-H200.json, 2026-11-27-offload-H200.json).
 """
 
 

@@ -55,6 +55,10 @@ _V100 = {"fp16": 125e12, "fp32": 15.7e12}
 _PCIE3, _PCIE4, _PCIE5 = 12.5e9, 25e9, 50e9
 """Bytes/s of 16 PCIe lanes in one direction: links and host links of cards without NVLink.
 The line rates are 15.8, 31.5 and 63 GB/s."""
+_HOPPER_HOST = 55e9
+"""Bytes/s of copies between one H200 and pinned host memory, over 16 lanes of PCIe 5.
+
+Measured 54.7 to 55.4 GB/s on three of four hosts (benchmarks/data)."""
 _ETHERNET_10, _CLOUD_100, _CLOUD_400 = 1.25e9, 100e9 / 8 / 8, 400e9 / 8 / 8
 """Network bandwidth of cards that are not sold in clusters.
 10 Gb/s per card is a guess; 100 and 400 Gb/s for eight cards are what clouds rent."""
@@ -66,10 +70,10 @@ CHIPS = _table(
     Chip("T4", "turing", 15 * GiB, {"fp16": 65e12, "fp32": 8.1e12}, 0.32e12, _PCIE3, _CLOUD_100, host=_PCIE3, multiprocessors=40),
     Chip("A100", "ampere", 80 * GiB, _AMPERE, 2.04e12, 300e9, 25e9, multiprocessors=108, best_bf16_flops=271e12),
     Chip("A100-40GB", "ampere", 40 * GiB, _AMPERE, 1.555e12, 300e9, 25e9, multiprocessors=108, best_bf16_flops=271e12),
-    Chip("H800", "hopper", 80 * GiB, _HOPPER, 3.35e12, 200e9, 50e9, host=50e9, multiprocessors=132),
-    Chip("H100", "hopper", 80 * GiB, _HOPPER, 3.35e12, 450e9, 50e9, host=50e9, multiprocessors=132, best_bf16_flops=794.5e12),
-    Chip("H100-96GB", "hopper", 96 * GiB, _HOPPER, 2.4e12, 450e9, 50e9, host=50e9, multiprocessors=132),
-    Chip("H200", "hopper", 140 * GiB, _HOPPER, 4.8e12, 450e9, 50e9, host=50e9, multiprocessors=132, best_bf16_flops=794.5e12),
+    Chip("H800", "hopper", 80 * GiB, _HOPPER, 3.35e12, 200e9, 50e9, host=_HOPPER_HOST, multiprocessors=132),
+    Chip("H100", "hopper", 80 * GiB, _HOPPER, 3.35e12, 450e9, 50e9, host=_HOPPER_HOST, multiprocessors=132, best_bf16_flops=794.5e12),
+    Chip("H100-96GB", "hopper", 96 * GiB, _HOPPER, 2.4e12, 450e9, 50e9, host=_HOPPER_HOST, multiprocessors=132),
+    Chip("H200", "hopper", 140 * GiB, _HOPPER, 4.8e12, 450e9, 50e9, host=_HOPPER_HOST, multiprocessors=132, best_bf16_flops=794.5e12),
     Chip("B200", "blackwell", 179 * GiB, _B200, 8e12, 900e9, 50e9, host=50e9, multiprocessors=148, best_bf16_flops=1745e12),
     Chip("B300", "blackwell", 268 * GiB, _B300, 8e12, 900e9, 100e9, host=50e9, multiprocessors=148, best_bf16_flops=1745e12),
     Chip("GB200", "blackwell", 185 * GiB, _GB200, 8e12, 900e9, 50e9, 4, 64, host=225e9, multiprocessors=148, best_bf16_flops=1822e12),
