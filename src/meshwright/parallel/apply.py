@@ -198,7 +198,7 @@ def build_engine(
 def _routing(
     model: Decoder, plan: Plan, balance_loss: float, balance_bias: float, z_loss: float, device: torch.device
 ) -> RoutingStatistics | None:
-    """The statistics of the model's routers, which it tells whether to compute a z-loss; None for a dense model."""
+    """Enable or disable the z-loss of the model's routers, and return their statistics; None for a dense model."""
     if not model.spec.experts:
         return None
     mixtures = {number: block.moe for number, block in numbered_blocks(model) if block.routed}
@@ -229,7 +229,7 @@ def _host_memories(units: Sequence[Sequence[Unit]], plan: Plan, device: torch.de
 def _host_offloaded(
     model: Decoder, plan: Plan, units: Sequence[ShardedUnit]
 ) -> dict[str, Callable[[], torch.Tensor] | None]:
-    """See `Engine.host_offloaded`."""
+    """Return `Engine.host_offloaded`."""
     releases = {
         id(parameter.shard): parameter.release_master_weight
         for unit in units
@@ -247,7 +247,7 @@ def _host_offloaded(
 def _duplicate_rows(
     boxes_by_parameter: Mapping[str, Sequence[Box]], tied: TiedGradientSum | None
 ) -> dict[str, tuple[range, ...]]:
-    """See `Engine.duplicate_rows`."""
+    """Return `Engine.duplicate_rows`."""
     tied_copy = "embed.weight" if tied is not None and not tied.in_norm else None
     rows_by_parameter = {
         name: tuple(rows_of(box) for box in boxes if not box.primary or name == tied_copy)

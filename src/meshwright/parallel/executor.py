@@ -66,7 +66,7 @@ class Executor:
         self.on_action: Callable[[int], None] = _ignore
         """Called with the index of each action, before it runs."""
         self.before_gather: Callable[[ShardedUnit | None], bool] = _nothing_left
-        """Called with a unit before its weights are read, or None for all: launches what is left of their update, if anything."""
+        """Called with a unit before its weights are read, or None for all units: launches their deferred update, if any."""
         self.launch_copies: Callable[[], None] = lambda: None
         """Called before each action: launches copies of optimizer state in host memory."""
         self.z_loss = torch.zeros((), dtype=torch.float64, device=rank_model.device)
@@ -83,8 +83,8 @@ class Executor:
     ) -> Tensor:
         """Run this rank's actions of a schedule and return its share of the loss (float64 scalar; 0 without the last stage).
 
-        The stages of `schedule` are already divided into units. `batches` are the step's micro-batches by number, with whole sequences;
-        those with a number in an order of all ranks may leave micro-batches of the schedule out.
+        The stages of `schedule` are already divided into units. `batches` are the step's micro-batches by number, with whole sequences. If
+        all ranks number their micro-batches in a common order, a rank may have fewer than the schedule: others are left out.
         Losses are divided by `valid`, the number of valid tokens over all ranks, or summed if it is None. Collective: every rank of the
         job makes the same call.
         The first training step posts each message only when it is needed, because lazy kernel loading can deadlock otherwise.

@@ -24,7 +24,7 @@ from meshwright.spec.layout import Part, even_rows
 
 Stages = Generator[None, None, Tensor]
 LARGEST = 127
-"""Of int8, without -128."""
+"""Largest magnitude of a rounded value in int8; -128 is not used."""
 SCALE_BYTES = 4
 
 

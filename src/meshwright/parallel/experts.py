@@ -118,7 +118,7 @@ class DistributedExperts(Experts):
 
 
 class CopiedExperts(DistributedExperts):
-    """Experts of a layer of which a rank has its own and copies of others: rows whose expert is `present` stay on their rank."""
+    """This rank's experts of a layer and copies of others: rows of an expert that is `present` stay on their rank."""
 
     def __init__(self, whole: Experts, exchange: TokenExchange, present: PresentExperts) -> None:
         super().__init__(whole, exchange)

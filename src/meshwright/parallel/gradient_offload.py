@@ -31,7 +31,7 @@ class GradientOffload:
         self._position = -1
         self._on_host: dict[ShardedUnit, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self._fetches: dict[ShardedUnit, Any] = {}
-        """By unit that compute must wait for before it adds, the event to wait for (None on a CPU)."""
+        """By unit with a copy back, the event for which compute must wait before it adds (None on a CPU)."""
         self._sends: dict[ShardedUnit, tuple[int, Any]] = {}
         """By unit whose device memory is not freed yet, the compute after which its copies began, and the event at their end."""
 

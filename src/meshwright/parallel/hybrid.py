@@ -72,7 +72,7 @@ class DividedSamples:
         self._model, self._ranks = model, ranks
 
     def local_batch(self, batch: MicroBatch) -> MicroBatch:
-        """The batch, whose tokens are already this rank's."""
+        """Return the batch unchanged: its tokens are already this rank's."""
         return batch
 
     def shared_inputs(self, batch: MicroBatch, dtype: torch.dtype) -> SharedInputs:
@@ -92,12 +92,12 @@ class DividedSamples:
         return shared._replace(mask=SlotMask(shared.mask.dense, shared.mask.blocks, span, divided))
 
     def counted_tokens(self, counted: CountedTokens, shared: SharedInputs) -> CountedTokens:
-        """The counted tokens of a slot, with the part that the mask of its shared inputs tells."""
+        """Return the counted tokens of a slot, with the part from the mask of its shared inputs."""
         assert isinstance(shared.mask, SlotMask)
         return SlotTokens(counted.sample, counted.samples, shared.mask.span)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """The logits, which are those of whole sequences: no sample of a pass without targets is divided."""
+        """Return the logits unchanged: a pass without targets divides no sample."""
         return logits
 
 

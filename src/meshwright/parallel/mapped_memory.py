@@ -30,9 +30,9 @@ class ExportedMemory:
     """Memory that other processes of the host can map."""
 
     handle: bytes
-    """Of the allocation that contains the memory."""
+    """Handle of the allocation that contains the memory."""
     offset: int
-    """Byte of the allocation at which the memory starts."""
+    """Offset of the memory in the allocation, bytes."""
 
 
 def host_name() -> str:

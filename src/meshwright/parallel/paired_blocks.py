@@ -28,13 +28,13 @@ from meshwright.parallel.timetable import Visit
 from meshwright.parallel.unit_exchange import UnitExchange
 
 RouterLoss = Callable[[RoutedOutput], Tensor | None]
-"""Adds an output's statistics to those of the step; returns what its router adds to the loss, or None."""
+"""Function that adds an output's statistics to the step's and returns its router's loss, or None."""
 
 
 class PairedBlocks:
-    """The blocks in which two micro-batches of a step are together, between their forward and their backward.
+    """State of blocks that run two micro-batches of a step together, between their forward and their backward.
 
-    `exchange` has their inputs and gets their outputs, without graphs.
+    `exchange` has the inputs of the blocks and gets their outputs, without graphs.
     """
 
     def __init__(self, exchange: UnitExchange) -> None:
@@ -74,7 +74,7 @@ class PairedBlock:
     def __init__(self, parts: BlockParts, router_loss: RouterLoss, choose: Callable[[], None]) -> None:
         self._parts, self._router_loss, self._choose = parts, router_loss, choose
         self._graphs: list[_PartGraph] = []
-        """Of the parts without backward yet, in the order of their forwards."""
+        """Graphs of the parts without backward yet, in the order of their forwards."""
 
     def route(self, x: Tensor, shared: SharedInputs) -> None:
         """Run the first part for x `(batch, seq, hidden)`, a leaf that needs a gradient, and start to send its rows."""

@@ -35,7 +35,7 @@ class Tables:
 
     present: np.ndarray
     transfers: tuple[Transfer, ...]
-    """By expert and then by receiving rank, so that messages between two ranks match."""
+    """Transfers by expert and then by receiving rank, so that messages between two ranks match."""
     slot_of: np.ndarray
     expert_in: np.ndarray
     position: np.ndarray

@@ -20,8 +20,8 @@ class RoutingStatistics:
 
     `weight` is the coefficient of the balance loss, and `global_batch` the number of sequences in a step over all ranks: the step's loss
     includes `weight` times the mean balance loss of these sequences, or of samples of any length weighted by their counted tokens, and for
-    each layer `z_loss` times the mean squared log-sum-exp of the router logits of all their tokens. `biases` has by layer those that this
-    rank's routers add to the scores that choose experts `(experts,)`; `bias_step` is how far an update moves each.
+    each layer `z_loss` times the mean squared log-sum-exp of the router logits of all their tokens. `biases` has by layer the biases
+    `(experts,)` that this rank's routers add to the scores that choose experts; an update moves each bias by `bias_step`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RoutingStatistics:
     def begin_step(self, seq: int, counted: torch.Tensor | None = None) -> None:
         """Set all sums to 0, for a step of sequences of `seq` tokens, of which `counted` (default: all) count.
 
-        If some do not, balance losses are those of samples and come multiplied by their counted tokens.
+        If some tokens do not count, balance losses are per sample, multiplied by the sample's counted tokens.
         """
         self._sequences = self._global_batch if counted is None else counted
         self._tokens = self._global_batch * seq if counted is None else counted

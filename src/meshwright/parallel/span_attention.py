@@ -4,10 +4,10 @@ A span is the set of ranks that divide a sample. Rank i of k has part i: blocks 
 Parts may differ in length; each rank knows the lengths of all from the sample's. The ranks exchange tokens for heads
 (`parallel.span_heads`) or pass keys and values round a ring (`parallel.span_ring`); the part says which.
 
-A slot is a micro-batch `(1, capacity)` that begins with at most one part. Which part that is, an int64 tensor on the CPU says, whose shape
-does not depend on the span, so that a compiled block serves all slots.
+A slot is a micro-batch `(1, capacity)` that begins with at most one part. An int64 tensor on the CPU identifies the part. Its shape does
+not depend on the span, so a compiled block serves all slots.
 
-All ranks must run the spans that they share in the same order; the spans of a `policies.sample_balance.Balance` have one.
+Ranks must run the spans that they share in the same order; `policies.sample_balance.Balance` defines such an order.
 
 Shapes: q `(1, capacity, heads, head_dim)`, k and v `(1, capacity, kv_heads, head_dim)`; n tokens of the part come first.
 """

@@ -11,7 +11,7 @@ from meshwright.parallel.span_part import SpanPart
 
 @torch.library.custom_op("meshwright::sum_span_loads", mutates_args=())
 def sum_span_loads(loads: Tensor, span: Tensor, group: str) -> Tensor:
-    """Loads `(samples, experts)` of whole samples, of those of a slot's tokens.
+    """Return the loads `(samples, experts)` of whole samples, from the loads of a slot's tokens.
 
     `span` is a tensor of `SpanPart.encode`: the sample that its ranks divide is number 0. Collective over these ranks.
     """

@@ -1,4 +1,4 @@
-"""Sums the gradients of an embedding that the first and the last stage of a pipeline have a copy of each.
+"""Sums the gradients of an embedding with one copy on the first and one on the last stage of a pipeline.
 
 The last stage has it for a tied head or for modules that predict further tokens.
 

@@ -33,7 +33,7 @@ class Window(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where the rows of one layer and micro-batch go; see `kernels.token_exchange_triton.route`.
+    """Targets of the rows of one layer and micro-batch; see `kernels.token_exchange_triton.route`.
 
     `sent` `(rows,)` and `received` `(most rows received,)`: targets on the way out and back; `totals` `(3,)`: rows sent, rows received,
     and 1 if a rank's rows exceed the bound.
@@ -45,7 +45,7 @@ class Route(NamedTuple):
 
 
 class PeerExchange:
-    """This rank's side of the exchanges of `ranks` ranks. `open_window` is collective; its window has so many zero bytes.
+    """This rank's side of the exchanges of `ranks` ranks. `open_window(size)` is collective; it returns `size` zero bytes.
 
     `bound`: most rows received, as a multiple of the rows sent. `fp8`: rows go to the experts in e4m3 with one scale a row; gradients and
     the way back keep their dtype. A call that starts an exchange writes and signals; the one that finishes it waits and reads.

@@ -71,15 +71,15 @@ class ExpertDecisions:
         self._step = 0
         self._counts: dict[int, np.ndarray] = {}
         self._decided: dict[int, Future[Decision]] = {}
-        """By step; the last ones are kept, because the state of an earlier step may still be asked for."""
+        """Decisions by step; the last ones are kept, as a checkpoint of an earlier step may still need them."""
         self._due = min(layers, max(1, ELEMENTS // (ranks * experts)))
         """Layers that are decided in a step."""
         self._initial = self._decision(owned(self._even, ranks), {}, range(layers))
         self._latest = self._initial
         self._moved = 0
-        """The step before which owners moved last."""
+        """Step before which owners last moved."""
         self._states_before_move: dict[int, dict[str, Any]] = {}
-        """State of the steps before that move, which may still be asked for."""
+        """State of the steps before that move, which a checkpoint may still need."""
 
     @classmethod
     def open(
@@ -105,7 +105,7 @@ class ExpertDecisions:
         return cls(experts, presents, shape, first, group.rank(), costs, owners)
 
     def begin_step(self, step: int) -> bool:
-        """Make the experts that were decided for `step` present, before the first decision only those that ranks own.
+        """Make the experts of the decision for `step` present; without a decision, only those that ranks own.
 
         Returns whether owners have moved. That is collective over a stage.
         """
@@ -117,7 +117,7 @@ class ExpertDecisions:
         return moved
 
     def _move_owners(self, owners: ExpertOwners, step: int) -> bool:
-        """Let owners follow the window that ends before `step`, for which the host waits; returns whether they have moved."""
+        """Balance the owners by the loads of the window before `step`, for which the host waits; returns whether they moved."""
         self._thread.wait()
         window = [counts for number, counts in self._counts.items() if step - self._plan.window <= number < step]
         states = {number: self.state(number) for number in range(step - DELAY, step)}
@@ -133,7 +133,7 @@ class ExpertDecisions:
         return True
 
     def rank_loads(self, loads: Tensor) -> Tensor:
-        """This rank's rows `loads` `(blocks, experts)` in its place among those of all ranks, flat, to be summed."""
+        """Return `loads` `(blocks, experts)` at this rank's place in `(layers, ranks, experts)`, flat, to be summed over ranks."""
         by_rank = loads.new_zeros(self.shape)
         by_rank[:, self._rank] = loads[-self.shape[0] :]
         return by_rank.flatten()
@@ -147,7 +147,7 @@ class ExpertDecisions:
         self._decided[self._step + DELAY] = self._thread.submit(self._decide, self._step, host, ready)
 
     def by_number(self, loads: Tensor) -> Tensor:
-        """`loads` `(layers, experts)` by the experts' first numbers, which owners that move give other positions."""
+        """Return `loads` `(layers, experts)`, given by position, in the order of the experts' original numbers."""
         return loads if self.owners is None else self.owners.by_number(loads)
 
     def state(self, step: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class ExpertDecisions:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's state; from none if that has other ranks or slots, or no copies."""
+        """Restore a checkpoint's state; start without loads if the state has other ranks or slots, or no copies."""
         self._thread.wait()
         self._counts.clear()
         self._decided.clear()

@@ -56,11 +56,11 @@ class ExpertOwners:
         return order
 
     def by_number(self, loads: Tensor) -> Tensor:
-        """`loads` `(layers, experts)` by position, by first number."""
+        """Return `loads` `(layers, experts)`, given by position, in the order of the experts' original numbers."""
         return loads.gather(1, self.positions)
 
     def restore(self, numbers: np.ndarray) -> None:
-        """Continue with these experts at the positions, whose state is loaded."""
+        """Set the original numbers of the experts at all positions, as a loaded checkpoint has them."""
         self.numbers = numbers
         self._upload()
 

@@ -42,7 +42,7 @@ class Rollback(Exception):
 
 
 class NumericalPolicy:
-    """The history on which decisions rest, and what was skipped so far. Equal on all ranks."""
+    """History of good steps, and the steps and samples skipped so far. Equal on all ranks."""
 
     def __init__(self, train: TrainSpec, skip_samples: tuple[SampleRange, ...] = (), replicas: int = 1) -> None:
         """`replicas` is the number of copies of the model."""
@@ -65,7 +65,7 @@ class NumericalPolicy:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's state; samples to leave out that are given beside it are kept."""
+        """Restore a checkpoint's state; samples that the run itself leaves out are added to it."""
         self.skipped_steps = list(state.get("skipped_steps", []))
         self.skip_samples = merge_skips(
             self.skip_samples, [(first, end) for first, end in state.get("skip_samples", [])]

@@ -1,4 +1,4 @@
-"""Where copies of a rank's snapshots are (`checkpoint.partner: host`): at a partner host, or in the arena of a replica."""
+"""Copies of a rank's snapshots (`checkpoint.partner: host`): at a partner host, or in the arena of a replica."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from meshwright.spec.run import RunSpec
 def find_copies(
     run: RunSpec, plan: Plan, ranks: Ranks, say: Callable[[str], None]
 ) -> tuple[Partner | None, tuple[int, ...] | None]:
-    """The partner of this rank, or for each rank its replica on another host; at most one of them. Collective.
+    """Return this rank's partner, or by rank its replica on another host; at most one of the two. Collective.
 
-    Neither, on all ranks, without `checkpoint.partner` or if a host has no snapshot server. `say` receives one sentence about the
+    Returns neither, on all ranks, without `checkpoint.partner` or if a host has no snapshot server. `say` receives one sentence about the
     choice, or about why there is none.
     """
     if run.checkpoint.partner == "none":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.training.session import Session
 
 Tier = MemoryTier | Literal["storage"]
-"""Where a checkpoint is."""
+"""Location of a checkpoint: a tier of host memory, or storage."""
 
 log = logging.getLogger("meshwright")
 

@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, what beside its tensors goes into one, and whether training waits meanwhile."""
+"""Saves of a run: when a checkpoint is due, its plain files, and the choice between saves beside training and pauses."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from meshwright.training.session import Session
 from meshwright.training.stop import BUSY, NO_REQUEST, SAVE, UNREADY, StopFlags
 
 COUNTED_STEPS, FEWEST_STEPS = 50, 5
-"""Steps without a save whose median counts as what a step takes: at most, and at least."""
+"""Most and fewest steps without a save whose median is the step time."""
 WAIT_SECONDS = 2.0
-"""How long the first rank waits for the end of a save before it tells the other ranks that it still waits."""
+"""Longest time for which the first rank waits for a save before it answers the other ranks, seconds."""
 
 log = logging.getLogger("meshwright")
 
 
 class CheckpointTimer:
-    """Whether a checkpoint is due by the clock, under `checkpoint.every: auto`.
+    """Timer of the checkpoints that are due by the clock, under `checkpoint.every: auto`.
 
-    Clocks of ranks differ, so the first rank's decides: its answer goes to all ranks with the stop flags.
+    Clocks of ranks differ, so the first rank decides and sends its answer to all ranks with the stop flags.
     """
 
     def __init__(self, spec: CheckpointSpec, cluster: ClusterSpec) -> None:
@@ -52,11 +52,11 @@ class CheckpointTimer:
         return due_by_clock(self._spec, time.monotonic() - self._since, self._written, self._interval)
 
     def restart(self) -> None:
-        """Count a checkpoint that begins."""
+        """Count a checkpoint that begins, and start the interval again."""
         self._since, self._written = time.monotonic(), self._written + 1
 
     def measured(self, cost_seconds: float, save_seconds: float) -> None:
-        """Go on by what a checkpoint cost training, and how long it took until it was durable."""
+        """Set the interval from the training time that a checkpoint cost and the time until it was durable."""
         self._interval = auto_interval(cost_seconds, save_seconds, self._cluster.nodes, self._cluster.host_mtbf_hours)
 
 
@@ -68,11 +68,11 @@ class SaveCost:
         self._beside: list[float] = []
 
     def step(self, seconds: float, beside: bool) -> None:
-        """A step's time, and whether a save was in flight."""
+        """Count a step's time; `beside`: a save was in flight."""
         self._beside.append(seconds) if beside else self._free.append(seconds)
 
     def take(self) -> float | None:
-        """Seconds that the save cost which has ended; None where too few steps ran without one to say it."""
+        """Return the seconds that the finished save cost training; None if too few steps ran without a save."""
         beside, self._beside = self._beside, []
         if len(self._free) < FEWEST_STEPS:
             return None
@@ -80,15 +80,15 @@ class SaveCost:
 
     @property
     def step_seconds(self) -> float | None:
-        """The median step without a save in flight; None where too few steps were measured."""
+        """Median time of a step without a save in flight, seconds; None if too few steps were measured."""
         return statistics.median(self._free) if len(self._free) >= FEWEST_STEPS else None
 
 
 class Saver:
     """The checkpoints of one start, written beside training or, where that is not possible, while training waits.
 
-    Ranks decide alike, from the step and the flags of steps that all of them have read; the first rank's flags say whether a save is in
-    flight.
+    All ranks decide from the same values: the step, and the flags of steps that all ranks have read. The first rank's flags tell whether a
+    save is in flight.
     """
 
     def __init__(self, session: Session, reporter: Reporter, background: BackgroundSaver | None) -> None:
@@ -98,7 +98,7 @@ class Saver:
         self._timer = CheckpointTimer(session.run.checkpoint, session.run.cluster)
         self._cost = SaveCost()
         self._began = self._reported = self._committed = self._read = 0
-        """Steps: of the last save that began, that was reported, and that this start committed, and of the last step line."""
+        """Steps of the last save that began, of the last one reported and committed by this start, and of the last line."""
         self._tokens, self._parent = session.tokens, session.step or None
         self._skipped, self._delayed = 0, False
         spec = session.run.checkpoint
@@ -200,7 +200,7 @@ class Saver:
         return self._background is None or step == self._session.run.train.steps
 
     def read(self, record: Mapping[str, Any]) -> None:
-        """A step's line was read: its token count completes the save that began after the step."""
+        """Take the line of a step; its token count completes the save that began after the step."""
         self._read, self._tokens = record["step"], record["tokens"]
         self._cost.step(
             record["step_seconds"], beside=self._began > 0 and self._reported < self._began < record["step"]
@@ -210,7 +210,7 @@ class Saver:
             self._describe()
 
     def skip(self, record: Mapping[str, Any]) -> None:
-        """A step's line was read whose update was skipped. A save that began after it is given up; the next one follows soon."""
+        """Take the line of a step with a skipped update: give up a save that began after it, and begin another one soon."""
         self._read, self._tokens = record["step"], record["tokens"]
         if self._background is None:
             return
@@ -220,9 +220,9 @@ class Saver:
             self._reported, self._delayed = self._began, True
 
     def settle(self, step: int) -> int:
-        """Before a return behind `step`: give up a save from there on or of a step not read, wait for another.
+        """Settle the save in flight before a rollback; returns the first step whose snapshot must not be loaded. Collective.
 
-        Collective. Returns the first step whose snapshot must not be loaded.
+        A save of `step` or later is given up, as is one of a step whose line was not read; any other save is awaited.
         """
         if self._background is None:
             return step
@@ -234,7 +234,7 @@ class Saver:
         return step
 
     def restart_from(self, step: int) -> None:
-        """The run continues from `step` again."""
+        """Continue from the state after `step`, which a rollback has loaded."""
         self._began = self._reported = self._read = step
         self._committed, self._parent, self._tokens, self._delayed = 0, step, self._session.tokens, False
         self._timer.restart()
@@ -289,7 +289,7 @@ class Saver:
         return all(self._ranks.run_on_all("checking the state", check))
 
     def _busy(self, flags: StopFlags) -> bool:
-        """Whether a save is in flight as far as all ranks know, until the first rank has reported its end."""
+        """Whether a save is in flight by the flags that all ranks have read; true until the first rank reports its end."""
         return self._background is not None and self._began > 0 and (flags.busy or flags.step <= self._began)
 
     def _make_ready(self) -> None:
@@ -352,7 +352,7 @@ class Saver:
         return True
 
     def _wait(self, background: BackgroundSaver, step: int, deadline: float | None) -> bool:
-        """Wait until the first rank has no save in flight; False when that is so at the deadline no more. Collective."""
+        """Wait until the first rank has no save in flight; returns False if the deadline comes first. Collective."""
         while True:
             left = WAIT_SECONDS if deadline is None else min(WAIT_SECONDS, deadline - time.monotonic())
             ended, more = self._ranks.run_on_first(
@@ -402,7 +402,7 @@ def _raise_failure(result: SaveResult | None) -> SaveResult | None:
 
 
 def _texts(session: Session) -> dict[str, str]:
-    """The run's configuration and plan, as the run folder has them; the first rank's count."""
+    """Configuration and plan as texts of the run folder's files; empty on all ranks but the first, which writes them."""
     if not session.world.leads:
         return {}
     from meshwright.config.load import plan_yaml, resolved_yaml  # imported at the first save: a start needs none of it

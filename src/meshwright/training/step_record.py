@@ -23,9 +23,9 @@ from meshwright.training.train_step import StepFigures
 from meshwright.training.wire_count import WireCount
 
 LENGTHS_INTERVAL, MOST_LENGTHS = 50, 16_384
-"""Steps from one whose samples' lengths are recorded to the next, and most samples of such a step."""
+"""Interval in steps between records of sample lengths, and most samples of a recorded step."""
 SHORT_LOADS, LOADS_INTERVAL = 1024, 10
-"""Most loads of experts that every line of metrics.jsonl has; more are in the first and every tenth line."""
+"""Most expert loads in every line of metrics.jsonl, and the interval of lines with more loads than that."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def sample_figures(step: int, lengths: np.ndarray, padding: float) -> dict[str, 
 
 
 def loads_interval(counts: int) -> int:
-    """Every how many steps the loads of experts are recorded, `counts` numbers each time."""
+    """Return the interval in steps between records of expert loads, for `counts` loads a record."""
     return 1 if counts <= SHORT_LOADS else LOADS_INTERVAL
 
 
