@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -368,6 +369,13 @@ def test_a_truncated_shard_is_named(folder, bytes_left):
     path = second_file(folder)
     path.write_bytes(path.read_bytes()[:bytes_left])
     with pytest.raises(Damaged, match=f"{path.name}: .*cannot be read"):
+        import_hf(folder)
+
+
+def test_a_shard_without_permission_is_named(folder, monkeypatch):
+    path = second_file(folder)
+    monkeypatch.setattr("os.access", lambda file, mode: Path(file).name != path.name)
+    with pytest.raises(BadInput, match=f"{path.name}: permission denied"):
         import_hf(folder)
 
 

@@ -39,3 +39,19 @@ def test_sockets_that_cannot_be_made_are_one_sentence(tmp_path: Path, name: str)
     with pytest.raises(BadInput, match="transfer_address: cannot listen at unix:"):
         listen(f"unix:{tmp_path}/{name}")
     assert start_connecting(f"unix:{tmp_path}/{name}") is None
+
+
+def test_only_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
+    file, socket_file = tmp_path / "weights", tmp_path / "a"
+    file.write_text("precious")
+    with pytest.raises(BadInput, match="a file that is no socket is there; choose another"):
+        listen(f"unix:{file}")
+    assert file.read_text() == "precious"
+    listen(f"unix:{socket_file}").close()
+    assert socket_file.is_socket()
+    with closing(listen(f"unix:{socket_file}")):
+        with pytest.raises(BadInput, match="^address: cannot listen at unix:.*: another process listens there"):
+            listen(f"unix:{socket_file}", "address")
+        end = start_connecting(f"unix:{socket_file}")
+        assert end is not None
+        end.close()

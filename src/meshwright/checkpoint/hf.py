@@ -201,7 +201,7 @@ class HFReader:
         path = self.folder / file
         try:
             if file not in self._open:
-                self._open[file] = safe_open(path, framework="pt")
+                self._open[file] = _opened(path)
             return self._open[file].get_slice(name)
         except (SafetensorError, OSError) as error:
             raise Damaged(f"{path}: tensor {name} cannot be read ({error}); copy the file again") from error
@@ -225,6 +225,13 @@ def _dequantised(stored: Any, scales: Any, first: int, last: int) -> Tensor:
     return values * factors.repeat_interleave(FP8_BLOCK, 1)[:, : values.shape[1]]
 
 
+def _opened(path: Path) -> Any:
+    """The file's tensors. Raises BadInput without permission, for which safetensors says that there is no such file."""
+    if path.exists() and not os.access(path, os.R_OK):
+        raise BadInput(f"{path}: permission denied; this user must be able to read it")
+    return safe_open(path, framework="pt")
+
+
 def _weight_files(folder: Path) -> dict[str, str]:
     """File of each tensor by name: from the index, or from the header if there is a single file."""
     if (folder / INDEX).is_file():
@@ -238,7 +245,7 @@ def _weight_files(folder: Path) -> dict[str, str]:
         return listed
     if (folder / ONE_FILE).is_file():
         try:
-            with safe_open(folder / ONE_FILE, framework="pt") as stored:
+            with _opened(folder / ONE_FILE) as stored:
                 return dict.fromkeys(stored.keys(), ONE_FILE)
         except (SafetensorError, OSError) as error:
             raise Damaged(f"{folder / ONE_FILE}: cannot be read ({error}); copy the file again") from error

@@ -111,12 +111,15 @@ def check_writable(option: str, file: Path | None) -> None:
 
 
 def model_folder(text: Path, runs: Path = Path("runs")) -> Path:
-    """The folder `text`, or the run of that name in `runs`. Raises BadInput naming the nearest run."""
+    """The folder `text`, or the run of that name in `runs`. Raises BadInput naming the nearest one."""
     for folder in (text, runs / text):
         if folder.is_dir():
             return folder
     run_folders = {
-        path.parent.name: path.parent for folder in (runs, text.parent) for path in folder.glob("*/config.yaml")
+        path.parent.name: path.parent
+        for folder in (runs, text.parent)
+        for name in ("config.yaml", "config.json")  # of a run, and of a Hugging Face folder
+        for path in folder.glob(f"*/{name}")
     }
     near = nearest(text.name, run_folders)
     raise BadInput(f"{text}: no such folder" + (f"; nearest: {run_folders[near]}" if near else ""))

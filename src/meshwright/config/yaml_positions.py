@@ -136,7 +136,8 @@ def read_yaml(path: Path, shown: str | None = None) -> Document:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        close = nearest_file(path.name, [near.name for near in path.parent.glob("*.y*ml")])
+        others = [] if path.exists() else [near.name for near in path.parent.glob("*.y*ml")]
+        close = nearest_file(path.name, others)
         return _unreadable(file, None, None, "a readable file", (error.strerror or str(error)).lower(), close)
     if len(raw) > MAX_BYTES:
         return _unreadable(file, 1, 1, f"at most {MAX_BYTES >> 10} KiB of YAML", "a larger file")

@@ -230,7 +230,7 @@ class StoreServer:
 
 def run_store(address: str, key: str, most_bytes: int, say: Callable[[str], None]) -> None:
     """Keep blocks until SIGTERM or Ctrl-C; `say` receives the address once engines can connect. Raises BadInput."""
-    server, stopped = StoreServer(listen(address), key, most_bytes), []
+    server, stopped = StoreServer(listen(address, "address"), key, most_bytes), []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.append(True))
     say(f"keeping cache blocks at {address}")

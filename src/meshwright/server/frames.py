@@ -160,12 +160,15 @@ def is_list_of_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value)
 
 
-def listen(address: str) -> socket.socket:
-    """A socket that listens at `unix:PATH`, for processes of this user, or at HOST:PORT. Raises BadInput if it cannot."""
+def listen(address: str, key: str = "transfer_address") -> socket.socket:
+    """A socket that listens at `unix:PATH`, for processes of this user, or at HOST:PORT.
+
+    A socket that a dead process has left at the path is replaced. Raises BadInput, with the key, if it cannot listen.
+    """
     try:
         if address.startswith(UNIX):
             path = Path(address.removeprefix(UNIX))
-            path.unlink(missing_ok=True)
+            _remove_old_socket(path)
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             mask = os.umask(0o177)
             try:
@@ -177,9 +180,28 @@ def listen(address: str) -> socket.socket:
         else:
             end = socket.create_server(listen_address(address))
     except (OSError, ValueError) as error:
-        raise BadInput(f"transfer_address: cannot listen at {address}: {error}", key="transfer_address") from None
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"{key}: cannot listen at {address}: {reason}; choose another", key=key) from None
     end.setblocking(False)
     return end
+
+
+def _remove_old_socket(path: Path) -> None:
+    """Remove a socket at which nobody listens. Raises ValueError for another file, and for a socket that is in use."""
+    if not os.path.lexists(path):
+        return
+    if not path.is_socket():
+        raise ValueError("a file that is no socket is there")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end, _short_path(path) as name:
+        end.setblocking(False)
+        try:
+            end.connect(name)
+        except BlockingIOError:  # so many others wait for their connection
+            pass
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise ValueError("another process listens there")
 
 
 def start_connecting(address: str) -> socket.socket | None:
