@@ -186,7 +186,7 @@ CONVENTIONS = (
         because="forced balance",
     ),
 )
-"""In the order in which they are applied."""
+"""Conventions in the order in which they are applied."""
 
 
 def applicable_conventions(record: Record) -> tuple[Convention, ...]:

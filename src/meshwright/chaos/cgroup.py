@@ -25,7 +25,7 @@ time.sleep(60)
 
 
 def memory_group_obstacle() -> str | None:
-    """Why this process cannot limit the memory of a control group; None if it can."""
+    """Return why this process cannot limit the memory of a control group; None if it can."""
     parent = _parent()
     if parent is None:
         return "there is no memory controller below /sys/fs/cgroup"

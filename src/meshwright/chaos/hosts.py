@@ -18,7 +18,7 @@ PORT = 29400
 
 
 def namespace_obstacle() -> str | None:
-    """Why this process cannot make network namespaces; None if it can."""
+    """Return why this process cannot make network namespaces; None if it can."""
     if os.geteuid() != 0:
         return "needs root to make network namespaces"
     missing = [name for name in ("ip", "nsenter") if shutil.which(name) is None]

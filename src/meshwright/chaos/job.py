@@ -125,7 +125,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """Everything that the command has printed so far."""
+        """Text that the command has printed so far."""
         self.poll()
         return "\n".join(line for _, line in self.lines)
 

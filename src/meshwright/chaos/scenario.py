@@ -100,7 +100,7 @@ class Stage:
         """Parts of the promise that the injection itself saw broken."""
         self.injected: float | None = None
         self._ended: float | None = None
-        """When the process that the injection killed had ended; None if it kills none.
+        """Time when the process killed by the injection had ended; None if it kills none.
 
         A process with a GPU ends only after the driver has freed its memory, and nothing can detect its end earlier.
         """
@@ -352,7 +352,7 @@ class Scenario:
     same_losses: bool = True
     """Whether every loss equals that of an undisturbed run bit for bit."""
     unavailable: Callable[[], str | None] = field(default=lambda: None)
-    """Why this machine cannot run the scenario; None if it can."""
+    """Reason why this machine cannot run the scenario; None if it can."""
 
 
 def run_scenario(

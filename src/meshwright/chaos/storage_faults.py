@@ -21,7 +21,7 @@ FAILED_SAVE = "o checkpoint of step"
 
 
 def mount_obstacle() -> str | None:
-    """Why this process cannot mount file systems; None if it can."""
+    """Return why this process cannot mount file systems; None if it can."""
     if os.geteuid() != 0:
         return "needs root to mount a file system"
     missing = [name for name in ("mount", "umount", "mkfs.ext4", "fsfreeze") if shutil.which(name) is None]

@@ -340,7 +340,7 @@ class _SaveInFlight:
 def memory_obstacle(
     rank_bytes: int, ranks: Ranks, local_ranks: int, copies: Callable[[], int] = lambda: 0
 ) -> str | None:
-    """Why the hosts' memory does not hold `rank_bytes` for each rank, or None where it does.
+    """Return why the hosts' memory does not hold `rank_bytes` for each rank, or None where it does.
 
     `copies` returns the bytes that this host's copies of a partner host's snapshots will take beside that.
     Collective over `ranks`; the same answer on all.

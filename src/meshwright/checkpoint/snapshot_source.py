@@ -1,4 +1,4 @@
-"""Where a rank reads a snapshot from when its run resumes: its own arena, or the snapshot server of a host. Torch-free."""
+"""Source of a rank's snapshot when its run resumes: its own arena, or the snapshot server of a host. Torch-free."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SnapshotLocation:
 
 
 def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[SnapshotLocation] | None:
-    """Where the snapshots of the newest save are of which all are offered, in the order of its ranks; None without one.
+    """Return the snapshots of the newest completely offered save, in the order of its ranks; None without one.
 
     Snapshots are found by what they are, so ranks and hosts may have other numbers than at the save, and be fewer or more. Each is
     read by a rank of a host that has it: from an arena rather than from a copy, by its own rank where possible.

@@ -85,7 +85,7 @@ class Setup:
     peer_seconds: float = PEER_SECONDS
     folder_seconds: float = FOLDER_SECONDS
     partner: dict[str, Any] | None = None
-    """Where copies of the snapshots go (`partner_copy.Partner`); None if nowhere."""
+    """Destination of the snapshots' copies (`partner_copy.Partner`); None if there is none."""
     replica: int | None = None
     """The rank on another host whose snapshot follows in the arena, with the headers `replica_headers`."""
     replica_headers: list[Any] = field(default_factory=list)

@@ -172,7 +172,7 @@ class Answer:
 
     @property
     def planned_only(self) -> str | None:
-        """Why this release cannot train the plan, or None."""
+        """Reason why this release cannot train the plan, or None."""
         return untrainable(self.plan)
 
     @property

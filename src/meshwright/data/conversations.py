@@ -119,7 +119,7 @@ class ConversationWindows:
         return self._stream.locate(int(starts[number]) + at - int(lengths[:number].sum()))
 
     def _conversations(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where the conversations of a window begin in the stream, and how many of their tokens are read."""
+        """Return the starts of a window's conversations in the stream, and the numbers of their tokens that are read."""
         numbers = self._by_window[self._bounds[window] : self._bounds[window + 1]]
         return self._document_starts[numbers], self._lengths[numbers]
 

@@ -64,6 +64,6 @@ class DocumentSamples:
         return document, (samples - self._first_samples[document]) * self._seq_len
 
     def _offset(self, sample: int) -> int:
-        """Where in the stream a sample begins."""
+        """Return the start of a sample in the stream, in tokens."""
         document, begin = self._origins(np.array([sample]))
         return int(self._starts[document[0]] + begin[0])

@@ -87,7 +87,7 @@ class IndexedFile:
         return spans
 
     def document_bounds(self) -> np.ndarray:
-        """Where each document begins, in tokens, and where the last one ends: `(documents + 1,)` int64, from the whole index."""
+        """Starts of all documents in tokens, and the end of the last one: `(documents + 1,)` int64, from the whole index."""
         pointers = self._pointers.read(0, self.sequences) // self.dtype.itemsize
         return np.append(pointers, self.tokens)[self._document_starts.read(0, self.documents + 1)].astype(np.int64)
 

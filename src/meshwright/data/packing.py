@@ -89,7 +89,7 @@ class TokenStream:
         )
 
     def begins(self, start: int, stop: int) -> np.ndarray:
-        """Where in [start, stop) a document begins, from `start` on; the first, which may have begun earlier, at 0."""
+        """Starts of documents in [start, stop), relative to `start`; the first, which may have begun earlier, at 0."""
         return np.array([part.offset - start for part in self.parts(start, stop)], dtype=np.int64)
 
     def parts(self, start: int, stop: int) -> list[DocumentPart]:
@@ -114,7 +114,7 @@ class TokenStream:
         return set((np.searchsorted(self._starts, offsets, side="right") - 1).tolist())
 
     def document_ranges(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where each document begins in the stream, and its tokens, `(documents,)` int64 each."""
+        """Start of each document in the stream, and its number of tokens, `(documents,)` int64 each."""
         bounds = [file.document_bounds() for file in self.files]
         starts = [start + bound[:-1] for start, bound in zip(self._starts, bounds, strict=False)]
         return np.concatenate(starts), np.concatenate([np.diff(bound) for bound in bounds])

@@ -81,7 +81,7 @@ class Slot:
 
     @cached_property
     def cu_seqlens(self) -> np.ndarray:
-        """Where each part begins in the slot, and where the last one ends: `(parts + 1,)` int32."""
+        """Start of each part in the slot, and the end of the last one: `(parts + 1,)` int32."""
         return np.cumsum([0, *(part.tokens for part in self.parts)], dtype=np.int32)
 
     @property

@@ -268,7 +268,7 @@ def _deviations(measured: MeasuredSteps, parts: ComputeParts) -> tuple[list[int]
 
 
 def _centred(values: np.ndarray) -> np.ndarray:
-    """Of several micro-batches, the first axis, the differences from their mean in each step of a rank."""
+    """Return the differences of micro-batches (the first axis) from their mean in each step of a rank."""
     return values - values.mean(axis=0) if len(values) > 1 else values
 
 

@@ -45,7 +45,7 @@ class MeasuredSteps:
     microbatch: np.ndarray
     """Micro-batch, (node); −1 if it does not apply."""
     attention_work: np.ndarray
-    """Of the operation's micro-batch; −1 if it does not apply or was not recorded."""
+    """Attention work of the operation's micro-batch; −1 if it does not apply or was not recorded."""
 
     @property
     def stage_count(self) -> int:

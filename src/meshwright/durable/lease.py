@@ -113,7 +113,7 @@ def _boot_id() -> str:
 
 
 def _process_start(pid: int) -> int | None:
-    """When a process started, in the kernel's ticks since boot; None when there is no such process, or no /proc."""
+    """Return the start time of a process in kernel ticks since boot; None without such a process, or without /proc."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

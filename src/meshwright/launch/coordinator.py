@@ -146,7 +146,7 @@ class Coordinator:
         return bool(set(self._seen) - self._informed)
 
     def progress(self) -> JobProgress:
-        """Where the ranks of the attempt are."""
+        """Progress of the attempt's ranks."""
         seconds, state = self._watch.seconds(self._clock()), self.state
         ranks = [self._attempt.ranks[rank] for rank in sorted(self._attempt.ranks)]
         found = tuple(rank_snapshot(rank, self._host_of(rank.rank), seconds.get(rank.rank, 0.0)) for rank in ranks)

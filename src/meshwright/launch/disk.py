@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, and whether its disk has space for them. Torch-free."""
+"""Planned checkpoints of a run, and whether its disk has space for them. Torch-free."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     @property
     def url(self) -> str:
-        """Where the metrics are."""
+        """URL of the metrics."""
         host, port = self.server_address[:2]
         return f"http://{f'[{host}]' if self.address_family == socket.AF_INET6 else host}:{port}/metrics"
 

@@ -56,7 +56,7 @@ class Probe:
     measured: TypicalStep | None = None
     """Typical step after warm-up; None if the probe ended before."""
     ended: str = ""
-    """Why the probe ended before its last step; empty if it did not."""
+    """Reason why the probe ended before its last step; empty if it did not."""
 
     @property
     def predicted_seconds(self) -> float | None:

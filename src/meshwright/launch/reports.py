@@ -44,7 +44,7 @@ class Report:
     host: str
     """Name of the agent: unique within the job, shown to people."""
     address: str = "127.0.0.1"
-    """Where other hosts reach this one."""
+    """Address at which other hosts reach this one."""
     port: int = 0
     """Store port of the processes that wait to begin; 0 if none wait."""
     attempt: int = 0
@@ -94,7 +94,7 @@ class Directive:
     """Address and port of the store, on the host of rank 0."""
     assignment: str = ""
     cause: str = ""
-    """Why the ranks end."""
+    """Reason why the ranks end."""
     evidence: Evidence = Evidence()
     """The last failure. It stands in every answer, as an agent may get no order to end ranks that have all ended."""
     grace: float = 0.0

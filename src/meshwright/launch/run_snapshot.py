@@ -1,4 +1,4 @@
-"""Everything that `meshwright monitor` shows of a run, read again and again from the files in its folder."""
+"""Snapshot of a run for `meshwright monitor`, read again and again from the files in the run's folder."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SnapshotReader:
 
 
 def _modified_ns(path: Path) -> int:
-    """When a file was written last; 0 if it has been removed."""
+    """Return the modification time of a file, in ns; 0 if it has been removed."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -90,7 +90,7 @@ def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = N
 
 
 def export_obstacle(spec: ModelSpec) -> str | None:
-    """Why a Hugging Face folder of the model's family cannot hold it, and which family's can; None if it can."""
+    """Return why a Hugging Face folder of the model's family cannot hold it, and which family's can; None if it can."""
     if (obstacle := _obstacle(FAMILIES[spec.family], spec)) is None:
         return None
     able = [name for name, family in FAMILIES.items() if _obstacle(family, spec) is None]

@@ -214,7 +214,7 @@ def _step(account: Account) -> str:
 
 
 def why_unpredicted(account: Account) -> str:
-    """Why the account has no predicted step time. Memory is resident on CPUs only."""
+    """Return why the account has no predicted step time. Memory is resident on CPUs only."""
     return (
         "CPU times are not predicted without a profile" if account.resident else "no figures of this device are known"
     )

@@ -31,7 +31,7 @@ LEVELS = {MOMENTS[0]: 15, MOMENTS[1]: 31}
 """Highest exponent code of 8-bit moments: the first has 4 bits and a sign, the second 5; both have 3 bits of mantissa."""
 SECOND_MOMENT_SEED = 0x5BD1E995
 NEAREST = {"bf16": 1 << 15, "int8": 1 << 19}
-"""In place of random bits: rounds to the nearest value, ties away from zero."""
+"""Constant in place of random bits: rounds to the nearest value, ties away from zero."""
 INFINITY = 0x7F800000
 """Bits of an infinite fp32 value."""
 _MASK = 0xFFFFFFFF
@@ -160,7 +160,7 @@ def moment_of(packing: Packing, name: str, fields: Mapping[str, Tensor]) -> Tens
 
 
 def rounded_down_of(packing: Packing, fields: Mapping[str, Tensor]) -> Tensor:
-    """Of each master weight of a record, whether it is a tie that was rounded down (bool)."""
+    """Return whether each master weight of a record is a tie that was rounded down (bool)."""
     second = fields[MOMENTS[1]]
     if not packing.tie_bits:
         return torch.zeros(second.shape, dtype=torch.bool, device=second.device)

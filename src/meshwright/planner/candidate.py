@@ -122,7 +122,7 @@ def offload_penalty(run: RunSpec, plan: Plan) -> float:
 
 
 def untrainable(plan: Plan) -> str | None:
-    """Why this release cannot train the plan, although it plans and simulates it; None where it can."""
+    """Return why this release cannot train the plan, although it plans and simulates it; None where it can."""
     conflict = fp8_conflict(plan)
     parts = [f"products in fp8 with {conflict}"] if conflict else []
     parts += (
@@ -195,7 +195,7 @@ def _offloads_optimizer(layer: LayerStrategy) -> bool:
 
 
 def _copy_refusal(plan: Plan) -> str | None:
-    """Why copy engines cannot carry weights or tokens in this plan, or None."""
+    """Return why copy engines cannot carry weights or tokens in this plan, or None."""
     for key, engine, axis in (
         ("gather_engine", plan.gather_engine, _axis_across_nodes(plan, *SHARD_AXES)),
         ("tensor_engine", plan.tensor_engine, _axis_across_nodes(plan, "tensor")),
@@ -214,12 +214,12 @@ def _axis_across_nodes(plan: Plan, *axes: AxisName) -> MeshAxis | None:
 
 
 def why_kernel_gathers(run: RunSpec) -> str | None:
-    """Why the search gathers weights by kernels in every plan, or None where copy engines may; a pin overrides it."""
+    """Return why the search gathers weights by kernels in every plan, or None where copy engines may; a pin overrides it."""
     return _why_kernels(run, "gather_engine")
 
 
 def why_kernel_token_exchange(run: RunSpec, ranks: int) -> str | None:
-    """Why the search uses kernels for the tokens of `ranks` tensor ranks, or None where copy engines may; a pin overrides it."""
+    """Return why the search uses kernels for tokens of `ranks` tensor ranks; None where copy engines may. A pin overrides it."""
     if not run.cluster.is_cpu and ranks > COPY_TENSOR_RANKS:
         return (
             f"with more than {COPY_TENSOR_RANKS} tensor ranks copy engines were slower in measurements; "
@@ -229,7 +229,7 @@ def why_kernel_token_exchange(run: RunSpec, ranks: int) -> str | None:
 
 
 def _why_kernels(run: RunSpec, key: str) -> str | None:
-    """Why a run uses no copy engines unless the pin `key` asks for them, or None."""
+    """Return why a run uses no copy engines unless the pin `key` asks for them, or None."""
     if run.cluster.is_cpu:
         return "CPUs have no copy engines"
     names = [run.cluster.gpu, *(group.gpu for group in run.cluster.groups if group.gpu)]
@@ -240,7 +240,7 @@ def _why_kernels(run: RunSpec, key: str) -> str | None:
 
 
 def kernel_gathers_reason(run: RunSpec, plan: Plan) -> str | None:
-    """Why kernels gather the weights of `plan`, where that was not decided by seconds."""
+    """Return why kernels gather the weights of `plan`, where that was not decided by seconds."""
     across_nodes = (
         "the ranks that share weights are on several nodes" if _axis_across_nodes(plan, *SHARD_AXES) else None
     )
@@ -248,7 +248,7 @@ def kernel_gathers_reason(run: RunSpec, plan: Plan) -> str | None:
 
 
 def kernel_token_exchange_reason(run: RunSpec, plan: Plan) -> str | None:
-    """Why kernels exchange the tokens of `plan`'s tensor ranks, where that was not decided by seconds."""
+    """Return why kernels exchange the tokens of `plan`'s tensor ranks, where that was not decided by seconds."""
     across_nodes = "the tensor ranks are on several nodes" if _axis_across_nodes(plan, "tensor") else None
     return why_kernel_token_exchange(run, plan.axis_size("tensor")) or across_nodes
 

@@ -65,7 +65,7 @@ class CheckpointCost:
     beside_training: bool
     """Whether a checkpoint is written while training continues."""
     reason: str
-    """Why training waits for a save; empty if it does not."""
+    """Reason why training waits for a save; empty if it does not."""
     host_bytes: int
     """Memory of one host for snapshots, for copies of a partner host's, and for second buffers of an optimizer in host memory.
 
@@ -261,7 +261,7 @@ def checkpoint_sentences(run: RunSpec, cost: CheckpointCost) -> Iterator[str]:
 
 
 def _reason_to_wait(run: RunSpec, plan: Plan, rank_bytes: float, reserved: float, in_memory: _InMemory) -> str:
-    """Why training waits for saves, which need `reserved` bytes of each host's memory beside it; empty if it does not wait."""
+    """Return why training waits for saves, which need `reserved` bytes of each host's memory beside it; empty if it goes on."""
     mode = run.checkpoint.mode
     if mode == "sync":
         return "checkpoint.mode is sync"

@@ -1,4 +1,4 @@
-"""Why a deployment was chosen and others were not, in words."""
+"""Sentences about the choice of a deployment, and about the deployments that were not chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Option:
     goodput: Goodput
     """Goodput of one unit of the cluster (`deployment_space`)."""
     why_not: str = ""
-    """Why it was not chosen; empty for the chosen one."""
+    """Reason why it was not chosen; empty for the chosen one."""
 
 
 def choice_reasons(chosen: Option, alternatives: Sequence[Option], limits: ServeLimits) -> Iterator[str]:
@@ -39,7 +39,7 @@ def choice_reasons(chosen: Option, alternatives: Sequence[Option], limits: Serve
 
 
 def why_not(chosen: Option, other: Option) -> str:
-    """Why another deployment was not chosen."""
+    """Return why another deployment was not chosen."""
     if not other.goodput_per_gpu:
         return "does not meet the limits at any rate"
     loss = 1 - other.goodput_per_gpu / chosen.goodput_per_gpu

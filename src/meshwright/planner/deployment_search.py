@@ -67,7 +67,7 @@ class DeploymentAnswer:
     curve: tuple[tuple[float, float], ...] = ()
     """(requests per second and device, attainment) of the chosen deployment, ascending."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where the numbers come from."""
+    """Sources of the numbers."""
 
     @property
     def deployment(self) -> Deployment:

@@ -44,7 +44,7 @@ class Idle:
 
     used: int
     devices: int
-    """Of the whole cluster."""
+    """Devices of the whole cluster."""
     reason: str
     seconds_with_all: float | None
     """Step time of the best plan over all devices; None if no plan fits or its time is not known."""

@@ -113,7 +113,7 @@ def border(run: RunSpec, plan: Plan, axis: str) -> str:
 
 
 def reason_against(run: RunSpec, best: Candidate, other: Candidate) -> str:
-    """Why the planner chose `best` and not `other`, both plans for `run`."""
+    """Return why the planner chose `best` and not `other`, both plans for `run`."""
     if not other.fits:
         return f"does not fit: {shortfall(run, other.plan)}"
     best_prediction, other_prediction = best.plan.predicted, other.plan.predicted
@@ -135,7 +135,7 @@ def reason_against(run: RunSpec, best: Candidate, other: Candidate) -> str:
 
 
 def reason_for(best: Plan, other: Plan) -> str:
-    """Why `best` is taken when the two plans cannot be told apart (`finalists.simplest`)."""
+    """Return why `best` is taken when the two plans cannot be told apart (`finalists.simplest`)."""
     if complexity(best) <= complexity(other):
         return SIMPLER
     fuller = peak_bytes(other) > peak_bytes(best) and any(len(stages) > 1 for stages in other.schedule.stages)
@@ -146,7 +146,7 @@ def reason_for(best: Plan, other: Plan) -> str:
 
 
 def why_not_distinguished(best: Candidate, other: Candidate) -> str:
-    """Why the prediction does not show that `other` takes longer than `best`; empty where it does.
+    """Return why the prediction does not show that `other` takes longer than `best`; empty where it does.
 
     Plans within `SAME_TIME_TOLERANCE` of each other cannot be told apart, and the simplest is taken.
     Where `other` is predicted faster by more than that, the sentence says why it was not chosen.

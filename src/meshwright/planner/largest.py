@@ -24,7 +24,7 @@ from meshwright.spec.run import ModelSection, RunSpec
 from meshwright.workload.dtypes import bytes_of
 
 MOST_DEVIATION = 0.25
-"""Of layers per width from those of the given model."""
+"""Largest deviation of layers per width from those of the given model."""
 
 
 @dataclass(frozen=True)

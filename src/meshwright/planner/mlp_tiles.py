@@ -33,7 +33,7 @@ def with_tiles(run: RunSpec) -> RunSpec | None:
 
 
 def tile_reason(run: RunSpec, plan: Plan, fits: Callable[[Plan], bool]) -> str:
-    """Why the feed-forward networks of `plan` are in tiles; empty where they are not, or where that is pinned."""
+    """Return why the feed-forward networks of `plan` are in tiles; empty where they are not, or where that is pinned."""
     if not plan.mlp_tile or pins_of(run).mlp_tile is not None:
         return ""
     whole = replace(plan, mlp_tile=0)

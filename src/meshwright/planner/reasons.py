@@ -135,7 +135,7 @@ def _compare_values(
 
 
 def _transport_reasons(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> Iterator[str]:
-    """Why kernels or copy engines gather weights and exchange tokens, where the search could choose."""
+    """Yield the reasons why kernels or copy engines gather weights and exchange tokens, where the search could choose."""
     for option, kernel_reason in KERNEL_REASONS.items():
         ranks = option.ranks(best.plan)
         if ranks == 1 or option.pin(pins_of(run)) is not None or run.cluster.is_cpu:
@@ -247,7 +247,7 @@ def _unpinned(pins: object, keys: tuple[str, ...]) -> bool:
 
 
 def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> str:
-    """Why no plan fits into `budget` bytes: the memory of the plan that needs least."""
+    """Return why no plan fits into `budget` bytes: the memory of the plan that needs least."""
     smallest = min(
         candidates, key=lambda candidate: (host_excess_bytes(run, candidate.plan), peak_bytes(candidate.plan))
     ).plan
@@ -265,7 +265,7 @@ def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> 
 
 
 def no_layout(run: RunSpec) -> str:
-    """Why the run's pins and sizes allow no layout."""
+    """Return why the run's pins and sizes allow no layout."""
     pins, cluster, batch = pins_of(run), run.cluster, run.train.global_batch
     pipeline = pins.pipeline or len(pins.stages or ()) or 1
     model_ranks = pipeline * prod(size or 1 for size in (pins.tensor, pins.context_ring, pins.context_ulysses))
@@ -287,7 +287,7 @@ def no_layout(run: RunSpec) -> str:
 
 
 def _expert_misfit(run: RunSpec, expert: int) -> str | None:
-    """Why experts cannot be spread over `expert` ranks together with the pinned axes, or None."""
+    """Return why experts cannot be spread over `expert` ranks together with the pinned axes, or None."""
     pins, experts = pins_of(run), run.model.experts
     tensor, data_ranks = pins.tensor or 1, run.cluster.ranks
     for size in (pins.pipeline, pins.replicate, pins.tensor):

@@ -63,7 +63,7 @@ class SampleChoice:
     layouts: tuple[PlayedLayout, ...] = ()
     """The choice, then the others, fastest first; empty where nothing can be played."""
     obstacle: str = ""
-    """Why nothing can be played."""
+    """Reason why nothing can be played."""
 
     def leading(self, *, hybrid: bool) -> PlayedLayout | None:
         """The fastest layout of a kind, or None."""
@@ -135,7 +135,7 @@ def sample_layouts(run: RunSpec, longest: int) -> Iterator[SampleLayout]:
 
 
 def _obstacle(run: RunSpec) -> str:
-    """Why no layout of the run can be played, or nothing."""
+    """Return why no layout of the run can be played, or nothing."""
     pins = pins_of(run)
     pinned = [key for key in ("pipeline", "tensor") if (getattr(pins, key) or 1) > 1]
     if pinned:

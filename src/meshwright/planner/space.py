@@ -73,7 +73,7 @@ class Mesh:
     """Sizes of all axes, the number of expert ranks, and the order of the axes, outermost first."""
 
     sizes: tuple[int, ...]
-    """In the order of `AXES`."""
+    """Sizes in the order of `AXES`."""
     expert: int
     order: tuple[AxisName, ...]
 

@@ -21,7 +21,7 @@ LEAST_GAIN = 0.001
 
 
 def plans_with_staging(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) -> Iterator[Plan]:
-    """Of each schedule, the fastest simulated plan with the least staging that makes it about as fast as all that fits.
+    """Yield by schedule the fastest simulated plan with the least staging that is about as fast as all that fits.
 
     `candidates` are sorted, fastest first; `budget` is a device's memory in bytes. Only where a pin keeps state in host memory: else free
     memory holds state that is never copied, which is better.

@@ -309,7 +309,7 @@ class _UniformCosts:
 
     seconds: np.ndarray
     bytes: np.ndarray
-    """Of the fullest rank."""
+    """Bytes of device memory on the fullest rank."""
     host_bytes: np.ndarray
     """Bytes of host memory that all devices of one host use together."""
 

@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, by steps or by elapsed time, and how many that makes."""
+"""Times at which a run writes checkpoints, by steps or by elapsed time, and their number."""
 
 from __future__ import annotations
 

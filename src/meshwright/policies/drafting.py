@@ -1,4 +1,4 @@
-"""When requests get draft tokens: drafting pauses while too few drafts are accepted to pay for a step with drafts."""
+"""Pauses of requests in speculative decoding, while too few drafts are accepted to pay for a step with drafts."""
 
 from __future__ import annotations
 

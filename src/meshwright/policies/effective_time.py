@@ -27,7 +27,7 @@ class FailureClass:
 
     name: str
     share: float
-    """Of all failures."""
+    """Share of all failures."""
     detect_seconds: float
     restart_seconds: float
     """From detection until the ranks can load their state."""

@@ -1,4 +1,4 @@
-"""Where the rows of each rank go when an expert is present on several ranks, and how many rows each rank then computes.
+"""Routing of each rank's rows where an expert is present on several ranks, and the rows that each rank computes.
 
 A row is the activation of one token for one of its experts. Present on a rank are the experts that it owns and copies of others. A row
 goes to its own rank if its expert is present there; else to the ranks of its node that have it, in equal parts; else to all ranks that

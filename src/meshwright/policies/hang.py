@@ -1,4 +1,4 @@
-"""When a rank that makes no progress counts as hung: limits learned from the run's own steps, and by phase.
+"""Detection of a hung rank, one that makes no progress: limits learned from the run's own steps, and by phase.
 
 A pure state with an abstract clock: the caller gives the time in seconds with each report of progress.
 """

@@ -33,7 +33,7 @@ class Rooms:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each sample goes, `(S,)`, and the number of slots of each rank, `(ranks,)`."""
+    """Rank and slot of each sample, `(S,)`, and the number of slots of each rank, `(ranks,)`."""
 
     rank: np.ndarray
     slot: np.ndarray

@@ -14,7 +14,7 @@ SNAPSHOT_GROUPS = 32
 NEGLIGIBLE_SECONDS = 1e-6
 """A shorter stall counts as none."""
 STATE_BYTES, UPDATE_BYTES = 12, 28
-"""Of one parameter: the state, a master weight and two moments in fp32, and the memory traffic of its update.
+"""Bytes of a parameter's state, a master weight and two moments in fp32, and memory traffic of its update.
 
 The update reads and writes the state and reads the gradient.
 """

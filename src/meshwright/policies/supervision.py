@@ -87,7 +87,7 @@ class State:
     restart: Restart = field(default_factory=Restart)
     """How the next attempt resumes."""
     stop: Stop | None = None
-    """Why no further attempt follows; None while one may."""
+    """Reason why no further attempt follows; None while one may."""
     not_before: float = 0.0
     """Time before which no attempt begins."""
     short_since: float | None = None

@@ -109,7 +109,7 @@ def entry_of(name: str) -> Entry:
 
 
 def refusal(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> str | None:
-    """Why the schedule does not support these sizes, with the nearest supported ones; None if it does."""
+    """Return why the schedule does not support these sizes, with the nearest supported ones; None if it does."""
     entry = entry_of(name)
     for quantity, value in (
         ("pipeline ranks", ranks),

@@ -13,14 +13,14 @@ from typing import Literal
 from meshwright.schedules.action import COMPUTE, Action
 
 Gather = Literal["never", "start", "step", "stretch"]
-"""When a unit's parameters are gathered.
+"""Gathers of a unit's parameters.
 
 never: every rank has them whole. step: gathered at the first use and kept until the last (FSDP without resharding,
 ZeRO-2). start: the same, but gathered before the first action, so that ranks may run different numbers of micro-batches.
 stretch: freed after every stretch and gathered again (FSDP with resharding, ZeRO-3).
 """
 Reduce = Literal["never", "end", "once", "stretch"]
-"""When a unit's gradients are reduced.
+"""Reductions of a unit's gradients.
 
 never: there is one replica. once: after the unit's last backward of the step; the rank keeps the whole gradient until
 then. end: the same, but after the last backward of all units. stretch: after every run of consecutive backwards of the

@@ -55,7 +55,7 @@ class Engine:
     """
 
     runner_class: type[ModelRunner] = ModelRunner
-    """Of the forward pass."""
+    """Class of the runner of the forward pass."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class Update(NamedTuple):
     text: str
     """Their text, as far as it is certain; empty without a tokenizer."""
     reason: Reason | None
-    """Why the request has ended; None while it goes on."""
+    """Reason why the request has ended; None while it goes on."""
     error: str | None = None
     """Error message, with the reason "failed"."""
     logprobs: tuple[TokenLogprob, ...] = ()

@@ -100,7 +100,10 @@ class MappedBlocks:
         self._starts = np.array([memory.address for memory in self._memories])
 
     def addresses(self, tables: Sequence[Sequence[int]]) -> Integers:
-        """Of blocks, `(blocks, groups)`. Raises ValueError for a table of another shape and for a block that is not there."""
+        """Return the addresses of blocks, `(blocks, groups)`.
+
+        Raises ValueError for a table of another shape and for a block that is not there.
+        """
         blocks = np.array(tables)
         if blocks.ndim != 2 or blocks.shape[1] != len(self._counts) or blocks.dtype != np.int64:
             raise ValueError("tables: expected a list of integers for each block, one for each group")

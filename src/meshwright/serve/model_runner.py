@@ -115,7 +115,7 @@ class ModelRunner:
             self._graph_normed[:, :count].copy_(self.normed)
 
     def graph_normed(self, count: int) -> Tensor:
-        """Where the graph of a step of `count` tokens writes `normed`; there are prediction modules."""
+        """Return the memory to which the graph of a step of `count` tokens writes `normed`; there are prediction modules."""
         return self._graph_normed[:, :count]
 
     def release_graphs(self) -> None:

@@ -115,7 +115,7 @@ class RankEngine(Engine):
         self._calls: list[dict[str, Any]] = []
         """Calls on rank 0 that the others do not know yet."""
         self._checksum = 0
-        """Of the tokens of the last step, if all ranks draw the same."""
+        """Checksum of the last step's tokens, to compare it between the ranks."""
         self._failure: str | None = None
 
     def step(self) -> list[Update]:

@@ -58,7 +58,7 @@ class SamplingOptions:
     logprobs: bool = False
     """Whether the log probability of each new token is returned: that of the model, before any option applies."""
     top_logprobs: int = 0
-    """So many likeliest tokens are returned with their log probabilities, for each new token; needs `logprobs`."""
+    """Number of likeliest tokens returned with log probabilities, for each new token; needs `logprobs`."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():

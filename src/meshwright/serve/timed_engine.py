@@ -27,13 +27,13 @@ class TimedStep:
     """The most positions of one decode."""
     chunks: tuple[Chunk, ...]
     launch_begin: float
-    """When the host began to plan and launch it."""
+    """Time when the host began to plan and launch the step."""
     launch_end: float
     device_begin: float
-    """When the device could begin: its launch had begun, and the step before it had ended."""
+    """Time when the device could begin: the launch had begun, and the step before had ended."""
     device_end: float
     end: float
-    """When the host had its tokens."""
+    """Time when the host had the step's tokens."""
 
 
 class TimedEngine(Engine):
@@ -118,7 +118,7 @@ class TimedEngine(Engine):
         return None if self._origin is None else _recorded()
 
     def _time_of(self, event: torch.cuda.Event | None) -> float | None:
-        """When the device reached the event, by the timer."""
+        """Return the time when the device reached the event, by the timer."""
         if event is None or self._origin is None:
             return None
         event.synchronize()

@@ -1,4 +1,4 @@
-"""Where the server listens, and the keys that it asks for."""
+"""Addresses at which the server listens, and the keys that it requires."""
 
 from __future__ import annotations
 

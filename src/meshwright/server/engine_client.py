@@ -31,7 +31,7 @@ class News(NamedTuple):
     tokens: Sequence[int]
     """New tokens."""
     reason: Reason | None = None
-    """Why the text has ended; None while it goes on."""
+    """Reason why the text has ended; None while it goes on."""
     error: str | None = None
     """Error message, with the reasons "failed" and "refused"."""
     code: Literal["grammar"] | None = None
@@ -89,9 +89,9 @@ class _Text:
     prompt_tokens: int
     queued: float
     last: float
-    """When it had its newest tokens, or was queued."""
+    """Time when it had its newest tokens, or was queued."""
     first: float = 0.0
-    """When it had its first token."""
+    """Time when it had its first token."""
     tokens: int = 0
 
 
@@ -121,7 +121,7 @@ class EngineClient(asyncio.Protocol):
         self.ready: Mapping[str, int] | None = None
         """Context, vocabulary and sizes of the engine, once it is ready."""
         self.failure: tuple[str, int] | None = None
-        """Why the engine cannot continue, and the exit code."""
+        """Reason why the engine cannot continue, and the exit code."""
         self.failure_key: str | None = None
         """The setting that is why, if it is one."""
         self.paused = False

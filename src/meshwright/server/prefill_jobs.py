@@ -49,7 +49,7 @@ class PrefillRequest:
     first_block: int
     """Index of the first block that the receiver lacks."""
     options: Mapping[str, Any]
-    """Of `Engine.submit_samples`."""
+    """Options of `Engine.submit_samples`."""
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> PrefillRequest:

@@ -42,12 +42,12 @@ class RemotePrompt:
     """The message `submit` of the HTTP process."""
     number: int
     digests: Sequence[bytes]
-    """Of the blocks of the prompt, the last of which may not be full."""
+    """Digests of the prompt's blocks, the last of which may not be full."""
     peer: Peer | None = None
     """The peer that computes it; None while it waits for blocks."""
     reserved: ReservedBlocks | None = None
     heard: float = 0.0
-    """When its peer last said something."""
+    """Time of the last message from its peer."""
     intact: bool = True
     """Whether all blocks were as their checksums say. Blocks behind a damaged one are not written: no prefix leads to them."""
     aborted: set[int] = field(default_factory=set)
@@ -71,7 +71,7 @@ class Peer:
         """Tokens of others' prompts that it has still to compute."""
         self.prompts: dict[int, RemotePrompt] = {}
         self.retry = 0.0
-        """When to connect again."""
+        """Time of the next attempt to connect."""
 
     @property
     def tokens(self) -> int:

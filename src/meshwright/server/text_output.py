@@ -27,7 +27,7 @@ class TextOutput:
         self.tokens = 0
         """New tokens so far."""
         self.finish_reason: str | None = None
-        """Why the text has ended, as OpenAI names it; None while it goes on."""
+        """Reason why the text has ended, as OpenAI names it; None while it goes on."""
 
     def add(self, news: Sequence[News]) -> str:
         """The text that is certain after these news, which are of this text and in order."""

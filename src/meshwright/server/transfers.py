@@ -29,7 +29,7 @@ class TransferSetup:
 
     role: Role = "both"
     address: str | None = None
-    """Where other engines ask for prompts; None: nowhere."""
+    """Address at which other engines ask for prompts; None: they cannot."""
     peers: tuple[str, ...] = ()
     """Addresses of the engines that compute prompts."""
     store: str | None = None

@@ -34,7 +34,7 @@ class _Planned:
     def __init__(self, step: Step, positions: int, longest: int, chunks: Sequence[Part]) -> None:
         self.step, self.positions, self.longest, self.chunks = step, positions, longest, chunks
         self.launched = self.end = 0.0
-        """When the host has launched it, and when the device ends it."""
+        """Time when the host has launched the step, and time when the device ends it."""
         self.ends_with_launch = False
         """Whether the device computes as fast as the host launches it."""
 
@@ -62,7 +62,7 @@ class Instance:
         self._running: _Planned | None = None
         self._ahead: _Planned | None = None
         self._device_free = 0.0
-        """When the device ends the last step that was launched."""
+        """Time when the device ends the last step that was launched."""
         self._context = self._longest = 0
         self._run_begin, self._run_steps = 0.0, 0
         """Begin of the run of identical steps in flight, and their number; 0 steps: none."""
@@ -204,7 +204,7 @@ class Instance:
         return True
 
     def _run_end(self, steps: int) -> float:
-        """When the first `steps` steps of the run have ended."""
+        """Return the time when the first `steps` steps of the run have ended."""
         planned = self._running
         assert planned is not None
         fixed, each, of_longest = self._line

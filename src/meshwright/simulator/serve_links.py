@@ -11,11 +11,13 @@ class Port:
 
     bytes_per_second: float
     free: float = 0.0
-    """When its last transfer ends."""
+    """Time when the last transfer ends."""
 
 
 def transfer(sender: Port, receiver: Port, now: float, size: float, latency_seconds: float) -> float:
-    """When `size` bytes that are ready at `now` have come; both ports are taken until then, at the slower one's rate.
+    """Return the time when `size` bytes that are ready at `now` have arrived.
+
+    Both ports are taken until then, at the slower one's rate.
 
     A latency delays a transfer, but not the next one.
     """

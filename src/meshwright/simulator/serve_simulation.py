@@ -73,7 +73,7 @@ class _Prompt:
         self.reserved: ReservedBlocks | CountedReservation | None = None
         self.unsent: UnsentBlocks | CountedUnsent | None = None
         self.come = 0.0
-        """When the last of the blocks that were sent has come."""
+        """Time when the last of the sent blocks has arrived."""
 
 
 class _Member:

@@ -41,7 +41,7 @@ class _Channel:
     matched: int = 0
     """How many pairs of a send and its receive have been simulated."""
     free_at: float = 0.0
-    """When the last matched message ends."""
+    """Time when the last matched message ends."""
 
 
 @dataclass(slots=True)

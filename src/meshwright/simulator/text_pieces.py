@@ -31,7 +31,7 @@ class TextPieces:
         self._users: Counter[int] = Counter()
         """By prefix, the requests with a full block that begins in its last prefix block."""
         self._ends: defaultdict[int, set[int]] = defaultdict(set)
-        """Where the common blocks of requests end, by the prefix in which they do."""
+        """Ends of the common blocks of requests, by the prefix in which they end."""
         self._pieces: dict[tuple[int, int], int] = {}
         """Numbers of pieces, by the prefix in which they begin and their first block."""
         for request, prefixes in zip(requests, self.prefixes, strict=True):
@@ -55,7 +55,7 @@ class TextPieces:
         """The pieces that a request shares with others, and the block behind them."""
         end, pieces = self._common_end(self._requests[number]), []
         begin, users, origin = 0, 0, 0
-        """Of the piece: its first block, its users, and the prefix in which it begins."""
+        """First block of the piece, its users, and the prefix in which it begins."""
 
         def close(position: int, prefix: int) -> None:
             nonlocal begin, origin

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Order = Literal["after_backward", "compute_stream", "update_stream"]
-"""When and where updates run.
+"""Time and stream of the updates.
 
 after_backward: all after the backward, on the compute stream. compute_stream: a unit's before its gather, on the compute stream.
 update_stream: all on a stream of their own; the compute stream waits for a unit's updates before its gather.

@@ -47,7 +47,7 @@ class Speculation:
     longest: int = 4
     """Prompt lookup searches a text for its own last tokens, at most so many."""
     shortest: int = 2
-    """And at least so many."""
+    """Fewest last tokens that prompt lookup searches for."""
     least: float | None = None
     """Accepted drafts a step below which those of a request pause; 0 never, None by their cost (`policies.drafting`)."""
     mtp: bool = False

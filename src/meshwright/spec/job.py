@@ -130,7 +130,7 @@ ASYNC_BYTES = 32 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
-    """When checkpoints are written and how many are kept."""
+    """Times of checkpoints, and the number that is kept."""
 
     every: NotNegative | Literal["auto"] = "auto"
     """Steps between checkpoints; 0 writes only the last one.
@@ -185,7 +185,7 @@ class ObserveSpec:
     tensorboard: bool = False
     """Write TensorBoard events into the run folder (package `tensorboard`)."""
     wandb: WandbSpec | None = None
-    """Where to log on Weights & Biases (package `wandb`)."""
+    """Logging to Weights & Biases (package `wandb`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

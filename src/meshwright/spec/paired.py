@@ -14,7 +14,7 @@ SAMPLES_DIFFER = "its micro-batches would be filled differently by samples of an
 def paired_conflict(
     *, pipeline: int, exchange: str | None, recompute: Iterable[str | None], offload: Iterable[str | None]
 ) -> str | None:
-    """Why two micro-batches cannot run together, as the end of a sentence; None if they can, or if the values are not known."""
+    """Return why two micro-batches cannot run together, as the end of a sentence; None if they can, or if it is not known."""
     if pipeline > 1:
         return "it needs plan.pipeline 1"
     if exchange not in (None, "all_to_all"):

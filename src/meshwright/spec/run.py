@@ -43,7 +43,7 @@ class RunSpec:
     plan: PlanPins | str = "auto"
     """The parallel layout: `auto`, a plan file, or pins."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
-    """When checkpoints are written and how many are kept."""
+    """Times of checkpoints, and the number that is kept."""
     observe: ObserveSpec = field(default_factory=ObserveSpec)
     """Measurements and their destinations."""
     supervision: SupervisionSpec = field(default_factory=SupervisionSpec)

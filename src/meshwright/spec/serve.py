@@ -11,7 +11,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import Bound, NotNegative, Positive
 
 MTP = "mtp"
-"""In the place of a draft model: the model's own modules for multi-token prediction."""
+"""Value of `draft_model` that selects the model's own modules for multi-token prediction."""
 Port = Annotated[int, Bound(at_least=0, at_most=65_535)]
 
 
@@ -70,7 +70,7 @@ class ServeSpec(EngineSettings, HttpSettings):
     role: Role = "both"
     """Work of this engine: prompts for other engines, texts whose prompts others compute, or both and whole requests."""
     transfer_address: str | None = None
-    """Where other engines ask for prompts: `unix:PATH` for one host, or HOST:PORT, which needs `transfer_key`."""
+    """Address at which other engines ask for prompts: `unix:PATH` for one host, or HOST:PORT, which needs `transfer_key`."""
     transfer_key: str | None = None
     """Key that engines show each other; MESHWRIGHT_TRANSFER_KEY sets it too."""
     prefill_engines: str | None = None

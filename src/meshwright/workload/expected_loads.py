@@ -29,9 +29,9 @@ class BusiestRank:
     """Rows of the busiest of the ranks that share a layer's experts, relative to their mean."""
 
     imbalance: Array
-    """Of each layer's own busiest rank, the mean over layers and steps: a step waits for all of these."""
+    """Rows of each layer's own busiest rank, as the mean over layers and steps: a step waits for all of these."""
     stored_rows: Array
-    """Of one rank over all layers, in the step where that is most: it has to store them."""
+    """Rows of one rank over all layers, in the step with the most: the rank has to store them."""
 
 
 def usual_imbalance(expert_ranks: Array) -> Array:

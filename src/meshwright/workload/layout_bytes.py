@@ -136,7 +136,7 @@ class _ModelParameters:
 
     block: float
     experts: float
-    """Of a block's routed experts."""
+    """Parameters of a block's routed experts."""
     ends: EndParameters
 
 

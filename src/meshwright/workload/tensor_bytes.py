@@ -37,25 +37,25 @@ class Formats:
     reduce: Array = 4
     stored: Array = 4
     resident: Array = 2
-    """Of a weight on the device whose optimizer is in host memory."""
+    """Bytes of a weight on the device whose optimizer is in host memory."""
     record: Array = 10.0
-    """Of a parameter's state that is copied between host and device."""
+    """Bytes of a parameter's state that is copied between host and device."""
     offload_fraction: Array = 1.0
     """Share of the records that are in host memory."""
     staging: Array = 0.0
     """Bytes into which records in host memory are fetched ahead of their update; at least `STAGING_BUFFERS` chunks."""
     summed: Array = 4
-    """Of a gradient shard that is summed over micro-batches."""
+    """Bytes of a gradient shard that is summed over micro-batches."""
     sums_on_host: Array = 0
     """1 if these sums are in host memory between the backwards of their unit."""
     gathered: Array = 1.0
-    """Of a block's gathered weight, relative to `compute`."""
+    """Size of a block's gathered weight, relative to `compute`."""
     low: Array = 1.0
-    """Of a product's input that is saved for backward, relative to `compute`."""
+    """Size of a product's input that is saved for backward, relative to `compute`."""
     travelling: Array = 0
-    """Of the copies of gradients that replicas sum; 0 without copies."""
+    """Bytes of the copies of gradients that replicas sum; 0 without copies."""
     logit: Array = 2
-    """Of a logit in the loss: the fused kernel overwrites it with its gradient, plain operations add an fp32 copy."""
+    """Bytes of a logit in the loss: the fused kernel overwrites it with its gradient, plain operations add an fp32 copy."""
     mlp_tile: Array = 0
     """Tokens of a tile of dense feed-forward networks that the backward computes again; 0 without tiles."""
     chunk: Array = 4096
@@ -69,7 +69,7 @@ class Formats:
     exchange_room: Array = 0
     """Rows of tokens that a slot of the window of the token exchange between expert ranks holds, for each token."""
     block_states: Array = 2.0
-    """Of the optimizer per parameter of a block: number of state tensors in the stored dtype."""
+    """State tensors of the optimizer per parameter of a block, in the stored dtype."""
     end_states: Array = 2.0
     """As `block_states`, of embedding and head."""
     average: Array = 0
