@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import pwd
 import shutil
 import sysconfig
 import threading
@@ -11,6 +13,7 @@ from meshwright.data import corpus, stdlib
 from meshwright.data.manifest import Manifest, verify
 from meshwright.data.stdlib import ensure_stdlib, stdlib_folder
 from meshwright.spec.errors import BadInput
+from meshwright.spec.folders import compiler_cache
 
 PARTS = ("asyncio", "concurrent", "email", "json", "logging", "unittest", "urllib", "xml")
 
@@ -48,3 +51,13 @@ def test_the_folder_follows_the_cache_and_names_what_is_in_it(monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert stdlib_folder(512).parent == Path("/cache/meshwright")
     assert stdlib_folder(512) != stdlib_folder(4096)
+
+
+def test_a_user_without_a_home_learns_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 1_000_680_000)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as OpenShift's users, which have a number only
+    with pytest.raises(BadInput, match="user 1000680000 of this host has no home folder; set XDG_CACHE_HOME"):
+        stdlib_folder()
+    assert compiler_cache() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from meshwright.data.prepare import prepare
 from meshwright.data.request import Preparation, finished_manifests
 from meshwright.data.tokenizer import TRAIN_PREFIX
 from meshwright.spec.errors import BadInput
-from meshwright.spec.folders import user_cache
+from meshwright.spec.folders import CACHE_HINT, user_cache
 
 VOCABULARY = 4096
 HELD_OUT_FRACTION = 0.02
@@ -20,7 +21,7 @@ def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False)
     """Prepare the standard library in `folder` unless it is there; `folder`.
 
     2% of the files are held out. Any number of processes may call it at once: one works, the others wait for it.
-    Raises BadInput when the folder holds it with another vocabulary.
+    Raises BadInput when the folder holds it with another vocabulary, and when this user cannot make the folder.
     """
     preparation = Preparation((STDLIB,), f"{TRAIN_PREFIX}{vocab}", folder, held_out=HELD_OUT_FRACTION)
     for manifest in finished_manifests(preparation).values():
@@ -30,7 +31,17 @@ def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False)
                 f"{folder}: prepared with tokenizer {earlier_request}, asked for {preparation.tokenizer}; choose another folder"
             )
         return folder
-    prepare(preparation.inputs, preparation.tokenizer, folder, held_out=preparation.held_out, shown=shown, wait=True)
+    try:
+        prepare(
+            preparation.inputs, preparation.tokenizer, folder, held_out=preparation.held_out, shown=shown, wait=True
+        )
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise
+        reason = f"{error.filename or folder}: {error.strerror}"
+        raise BadInput(
+            f"{reason}; Python's standard library is prepared there as training text: {CACHE_HINT}"
+        ) from None
     return folder
 
 

@@ -6,10 +6,21 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshwright.spec.errors import BadInput
+
+CACHE_HINT = "set XDG_CACHE_HOME to a folder that this user can write"
+"""Advice to a user without a home."""
+
 
 def user_cache(env: Mapping[str, str] = os.environ) -> Path:
-    """Folder for data that can be made again: `$XDG_CACHE_HOME/meshwright`, or `~/.cache/meshwright`."""
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+    """Folder for data that can be made again: `$XDG_CACHE_HOME/meshwright`, or `~/.cache/meshwright`.
+
+    Raises BadInput for a user who has no home, as the numbered ones of containers.
+    """
+    try:
+        return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+    except RuntimeError:
+        raise BadInput(f"user {os.getuid()} of this host has no home folder; {CACHE_HINT}") from None
 
 
 def compiler_cache(env: Mapping[str, str] = os.environ) -> Path | None:
@@ -18,9 +29,9 @@ def compiler_cache(env: Mapping[str, str] = os.environ) -> Path | None:
     A later start then compiles nothing. Torch's default is in /tmp, which ends with the host or the container and in
     which any user can create files first.
     """
-    folder = user_cache(env) / "compiled"
     try:
+        folder = user_cache(env) / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or one that is read-only
+    except (OSError, BadInput):  # no home, or one that is read-only
         return None
     return folder if os.access(folder, os.W_OK) else None
