@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from meshwright.launch import machine
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.rank_environment import check_tasks, is_node_agent, started_by_launcher
 
 
@@ -26,6 +28,19 @@ def test_known_and_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory_gib": 24.0,
         "host_memory_gib": 2048,
     }
+
+
+def test_a_driver_that_hangs_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "NVIDIA_SMI_SECONDS", 0.1)
+    with pytest.raises(OutOfResources, match=r"nvidia-smi gave no answer in 0.1 s: .* set CUDA_VISIBLE_DEVICES= "):
+        machine.found_cluster()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.found_cluster()["gpu"] == "cpu"
 
 
 def test_a_local_run_on_gpus_that_are_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

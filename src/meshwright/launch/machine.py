@@ -11,12 +11,14 @@ from typing import Any
 
 from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec, chip_from_device_name
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.host_limits import memory_limits, usable_cores
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
 _DEVICE_NODES = ("nvidia[0-9]*", "kfd", "dxg")
 """Device files of GPUs that nvidia-smi may not list: in a container without it, of another vendor, under WSL."""
+NVIDIA_SMI_SECONDS = 60.0
+"""Time in which nvidia-smi answers on a host with eight GPUs whose driver must first be loaded, with a margin."""
 
 
 def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -87,11 +89,23 @@ def _gpu_memory_gib() -> float:
 
 
 def _query(field: str) -> list[str]:
-    """Return nvidia-smi's value of a field for each visible GPU; empty without GPUs."""
+    """Return nvidia-smi's value of a field for each visible GPU; empty without GPUs.
+
+    Raises OutOfResources if nvidia-smi does not answer.
+    """
     if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        answer = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
+            timeout=NVIDIA_SMI_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise OutOfResources(
+            f"nvidia-smi gave no answer in {NVIDIA_SMI_SECONDS:g} s: a GPU of this host or its driver hangs; see `dmesg`, or "
+            "set CUDA_VISIBLE_DEVICES= (empty) for a command that needs no GPU"
+        ) from None
     lines = [line.strip() for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return lines[: len(visible.split(","))] if visible else lines

@@ -13,6 +13,9 @@ from typing import Any
 import meshwright
 from meshwright.spec.host_limits import usable_cores
 
+GIT_SECONDS = 10.0
+"""Longest wait for an answer of git."""
+
 
 def environment() -> dict[str, Any]:
     """Software and hardware as JSON-ready values, without those that do not apply."""
@@ -69,17 +72,22 @@ def _driver() -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with `+changes` when files differ from it; None for an installed package."""
+    """The checkout's commit, with `+changes` when files differ; None for an installed package, or if git is silent."""
     package = Path(meshwright.__file__).resolve().parent
     top = package.parent.parent
     if package.parent.name != "src" or not (top / ".git").exists() or not shutil.which("git"):
         return None
-    commit = _git(top, "rev-parse", "HEAD")
-    return f"{commit}+changes" if commit and _git(top, "status", "--porcelain", "--untracked-files=no") else commit
+    try:
+        commit = _git(top, "rev-parse", "HEAD")
+        changed = _git(top, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.TimeoutExpired):  # sources on a busy network file system: the run starts without
+        return None
+    return f"{commit}+changes" if commit and changed else commit
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     process = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
-    )
+        ["git", "-C", str(folder), *arguments], stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
+        errors="replace", timeout=GIT_SECONDS, check=False,
+    )  # fmt: skip
     return process.stdout.strip() or None if process.returncode == 0 else None
