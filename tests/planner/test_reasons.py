@@ -165,6 +165,7 @@ def test_small_micro_batches_and_further_gathers_that_memory_asks_for_are_limits
         "cluster.emulate_nodes=2",
         "plan.schedule=1f1b",
         "plan.pipeline=1",
+        "plan.offload=optimizer",  # activations stay on the device, so that memory limits them
     )
     plan = search(run, trainable=True).best.plan
     memory_limits = [limit for limit in limits(run, plan) if limit.name == "memory"]

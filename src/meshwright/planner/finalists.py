@@ -334,22 +334,33 @@ def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 
 
 def _with_state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan, also with more recomputation, with the least offloaded optimizer state that fits, in thousandths of all.
+    """The plan with the least offloaded optimizer state that fits, in thousandths of all.
 
-    State that stays on the device is not copied, so recomputing activations may pay for it.
+    Also with more recomputation or offloaded activations: state that stays on the device is not copied, which may pay for it.
     """
     pins = pins_of(run)
     if budget is None or run.cluster.is_cpu or pins.offload_fraction is not None:
         return
     if not any(layer.optimizer_offloaded for layer in plan.layers):
         return
-    for layers in with_more_recompute(run, plan):
+    for layers in (*with_more_recompute(run, plan), *_with_all_activations_offloaded(run, plan)):
         shared = partial(_with_share, plan, layers)
         share = bisect_left(
             range(1, SHARES), True, key=lambda share: not any(overfull_ranks(run, shared(share), budget))
         )
         if share + 1 < SHARES:
             yield shared(share + 1)
+
+
+def _with_all_activations_offloaded(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
+    """The layers of a plan that offloads the activations of some, with those of all that offload their optimizer."""
+    pins = pins_of(run)
+    if pins.offload is not None or pins.layers is not None or not any(layer.offload == "both" for layer in plan.layers):
+        return
+    layers = [replace(layer, offload="both") if layer.optimizer_offloaded else layer for layer in plan.layers]
+    alike = {replace(layer, range="all") for layer in layers}
+    if any(layer.offload == "optimizer" for layer in plan.layers):
+        yield tuple(alike) if len(alike) == 1 else tuple(layers)
 
 
 def _with_share(plan: Plan, layers: tuple[LayerStrategy, ...], share: int) -> Plan:
