@@ -228,7 +228,8 @@ def test_a_hangup_asks_to_stop_unless_it_is_ignored(monkeypatch: pytest.MonkeyPa
 
 def test_signals_set_a_flag_and_are_answered_by_a_thread_of_their_own() -> None:
     """So that they are while the main thread waits in native code."""
-    previous = {number: signal.getsignal(number) for number in stop_signals()}
+    previous = {number: signal.getsignal(number) for number in (*stop_signals(), signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may run pytest, ignores it
     shown: queue.Queue[tuple[str, str]] = queue.Queue()
     try:
         stop = StopRequest(lambda text: shown.put((text, threading.current_thread().name)))
