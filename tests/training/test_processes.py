@@ -308,7 +308,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(story: Story) -> None:
 def test_ranks_that_a_launcher_started_join_and_finish_the_run(story: Story) -> None:
     assert [end.code for end in story.finished] == [0, 0], story.finished
     assert [path.name for path in sorted((story.run / "logs").iterdir())] == ["rank-00000.log", "rank-00001.log"]
-    assert f"step {STEPS}/{STEPS}" in story.finished[0].output and story.finished[1].output == ""
+    assert f"step {STEPS}/{STEPS}" in story.finished[0].output
+    # Torch says so on hosts without a name service.
+    assert [line for line in story.finished[1].output.splitlines() if "[c10d] The hostname of" not in line] == []
     assert intact(story.run)[-1] == STEPS and json.loads((story.run / "summary.json").read_text())["steps"] == STEPS
 
 
