@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,11 +17,13 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from meshwright.config.serve_file import load_settings
+from meshwright.server.deployment_servers import deployment_servers
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_process import load_engine
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.metrics import ServerMetrics
-from meshwright.spec.errors import BadConfig, BadInput, OutOfResources
+from meshwright.spec.deployment import Deployment, InstanceSpec
+from meshwright.spec.errors import BadConfig, BadInput, CommunicationFailure, OutOfResources
 from meshwright.spec.serve import ServeSpec
 from tests.cli.command import Answer, meshwright
 from tests.server.helpers import write_folder
@@ -271,3 +275,17 @@ def test_a_server_that_ends_while_its_engine_starts(folder: Path, lines: str, ex
         command = [sys.executable, "-m", "meshwright", "serve", str(folder), "--config", "serve.yaml"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     check(Answer(result.returncode, result.stdout, result.stderr), f"serve.yaml:{expected}")
+
+
+@pytest.mark.slow
+def test_a_router_that_ends_during_a_load_test_is_named(folder: Path) -> None:
+    deployment = Deployment(instances=(InstanceSpec(token_budget=64),))
+    with deployment_servers(folder, deployment, gpu=False) as running:
+        running.check()
+        (router,) = (int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()[-1:])
+        os.kill(router, signal.SIGKILL)
+        with pytest.raises(CommunicationFailure, match="^the router ended during the test, with code -9:\n"):
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline:
+                running.check()
+                time.sleep(0.02)

@@ -236,6 +236,7 @@ class _Test:
 
         test = LoadTest([running.url], self.vocab_size)
         asyncio.run(test.run(sample, [instance.url for instance in running.instances]))
+        running.check()
         return test
 
     def _result(self, rate: float, test: LoadTest, sample: Sequence[TimedRequest]) -> RateResult:

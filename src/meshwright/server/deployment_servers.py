@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from meshwright.config.deployment_file import deployment_yaml
 from meshwright.durable.writes import write_durable
 from meshwright.events.parent import PARENT
 from meshwright.spec.deployment import Deployment, Role
-from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.errors import CommunicationFailure, MeshwrightError
 from meshwright.spec.host_limits import usable_cores
 
 START_SECONDS = 600.0
@@ -58,6 +58,8 @@ class RunningDeployment:
     url: str
     """URL of the router."""
     instances: Sequence[RunningInstance]
+    check: Callable[[], None] = lambda: None
+    """Raises CommunicationFailure, with the end of its output, if a server or the router has ended."""
 
 
 @contextmanager
@@ -75,19 +77,26 @@ def deployment_servers(
         if file is None:
             write_durable(plan, deployment_yaml(deployment))
         servers: list[_Server] = []
-        router: _Process | None = None
+        processes: list[_Process] = []
+
+        def check() -> None:
+            for process in processes:
+                process.check()
+
         try:
             for role in ("prefill", "decode", "both"):
                 started = sum(server.devices for server in servers)
                 words = [str(folder), "--plan", str(plan), "--port", "0"]
-                servers += _start(words, deployment, role, Path(temporary), gpu, started)
+                for server in _start(words, deployment, role, Path(temporary), gpu, started):
+                    servers.append(server)
+                    processes.append(server)
             deadline = time.monotonic() + START_SECONDS
             instances = [RunningInstance(s.role, s.number, s.address(deadline)) for s in servers]
             router = _Process("router", ["route", *(instance.url for instance in instances), *ROUTER_WORDS], os.environ)
-            yield RunningDeployment(router.address(deadline), instances)
+            processes.append(router)
+            yield RunningDeployment(router.address(deadline), instances, check)
         finally:
-            processes = [router, *servers] if router is not None else servers
-            for process in processes:
+            for process in reversed(processes):
                 process.end()
             for process in processes:
                 process.close()
@@ -157,6 +166,14 @@ class _Process:
             error.exit_code = self._process.poll() or error.exit_code
             raise error
         return address
+
+    def check(self) -> None:
+        """Raise CommunicationFailure if it has ended."""
+        if (code := self._process.poll()) is not None:
+            ending = "\n".join(["", *self._lines[-LAST_LINES:]])
+            raise CommunicationFailure(
+                f"the {self._name} ended during the test, with code {code}{ending and ':'}{ending}"
+            )
 
     def end(self) -> None:
         """Tell it to end."""
