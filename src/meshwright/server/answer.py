@@ -115,7 +115,7 @@ class TextAnswer:
             raise RequestError(503, "the server is stopping")
 
     def _add(self, index: int, news: list[News]) -> tuple[str, list[TokenEntry] | None, Sequence[ToolCall]]:
-        """The text, log probabilities and calls that news give; a text that a stop string ends is ended in the engine."""
+        """Return the text, log probabilities and calls of the news; a stop string also ends the text in the engine."""
         output, calls = self._outputs[index], []
         text = output.add(news)
         if self._readers is not None:

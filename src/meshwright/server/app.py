@@ -123,7 +123,7 @@ class KeyCheck:
 
 
 class HostCheck:
-    """Refuses requests for another host than this one: a page whose name leads here must not read answers."""
+    """Refuses requests with another host than loopback in their Host header, as protection against DNS rebinding."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -139,7 +139,7 @@ class HostCheck:
 
 
 class DirectSend:
-    """Lets streams send their events past the applications around them, which need the head of an answer only."""
+    """Gives streams the server's own `send` for their events: the applications around them need the head of an answer only."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -42,7 +42,7 @@ class BlockStore:
 
     @property
     def read(self) -> int:
-        """Slots that somebody reads."""
+        """Number of slots that engines are reading."""
         return sum(map(bool, self._readers))
 
     def content(self, slot: int) -> memoryview:
@@ -50,7 +50,7 @@ class BlockStore:
         return self._memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     def begin_read(self, names: Sequence[str]) -> list[tuple[int, str]]:
-        """Slots and checksums of the first of `names` that are all here; call `end_read` for each slot."""
+        """Return slots and checksums of `names` up to the first that is not stored; call `end_read` for each slot."""
         found = []
         for name in names:
             if name not in self._blocks:
@@ -114,7 +114,7 @@ class StoreServer:
         self.connections: list[StoreConnection] = []
 
     def step(self, seconds: float = TICK_SECONDS) -> None:
-        """Take what engines send, waiting up to so many seconds for it."""
+        """Process the messages of engines; wait at most so many seconds for one."""
         for connection in list(self.connections):
             limit = HELLO_SECONDS if connection.identity is None else COPY_SECONDS if connection.reading else None
             if limit is not None and time.monotonic() > connection.heard + limit:
@@ -153,7 +153,7 @@ class StoreServer:
             self._put(connection, message, frame.payload)
 
     def _greet(self, connection: StoreConnection, hello: Mapping[str, Any]) -> None:
-        """Let an engine with the key in."""
+        """Accept the connection of an engine that shows the key."""
         if not hmac.compare_digest(str(hello["key"]).encode(), self._key):
             raise BadFrame("a wrong key")
         size, frames = hello["block_bytes"], connection.frames
@@ -170,7 +170,10 @@ class StoreServer:
         frames.send({"welcome": self.store.slots}, descriptor=self.store.descriptor if frames.local else None)
 
     def _answer(self, connection: StoreConnection, message: Mapping[str, Any]) -> None:
-        """Tell where the first of the blocks asked for are; they stay until they are copied or the connection ends."""
+        """Send the slots of the requested blocks up to the first that is not stored.
+
+        The blocks stay until they are copied or the connection ends.
+        """
         store, frames = self._opened_store, connection.frames
         most = len(message["names"]) if frames.local else MESSAGE_BYTES // store.block_bytes
         names = [f"{connection.identity}/{name}" for name in message["names"][:most]]
@@ -219,7 +222,7 @@ class StoreServer:
         self.connections.remove(connection)
 
     def close(self) -> None:
-        """End all connections, and listen no more."""
+        """Close all connections and the listening socket."""
         for connection in list(self.connections):
             self._close(connection)
         self._selector.close()

@@ -136,7 +136,7 @@ def _start(
 
 
 class _Process:
-    """A process that tells its address; a thread reads its output."""
+    """A process that prints its address; a thread reads its output."""
 
     def __init__(self, name: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self._name = name
@@ -176,11 +176,11 @@ class _Process:
             )
 
     def end(self) -> None:
-        """Tell it to end."""
+        """Send SIGTERM to the process."""
         self._process.terminate()
 
     def close(self) -> None:
-        """Wait for the end of the process that was told to end; kill it if that takes long."""
+        """Wait for the end of the process after `end`; kill it after `END_SECONDS`."""
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

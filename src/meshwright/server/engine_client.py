@@ -1,4 +1,4 @@
-"""The HTTP process's end of the engine: queues requests, and gives each HTTP request the news of its texts."""
+"""Client of the engine in the HTTP process: queues requests, and passes the output of texts to their HTTP requests."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class EngineClient(asyncio.Protocol):
         self.failure: tuple[str, int] | None = None
         """Reason why the engine cannot continue, and the exit code."""
         self.failure_key: str | None = None
-        """The setting that is why, if it is one."""
+        """Setting that caused the failure, if one did."""
         self.paused = False
         self.figures = EngineFigures()
         self.transfers = TransferFigures() if exchanges else None
@@ -153,7 +153,7 @@ class EngineClient(asyncio.Protocol):
         return self.ready is not None and self.failure is None
 
     def submit(self, request: EngineRequest, subscription: Subscription, first_index: int) -> list[int]:
-        """Queue the texts of a request; their ids. Their news go to `subscription`, with indexes from `first_index` on."""
+        """Queue the texts of a request and return their ids; news go to `subscription`, with indexes from `first_index` on."""
         now = self._clock()
         ids = list(itertools.islice(self._numbers, request.count))
         for offset, id in enumerate(ids):
@@ -245,7 +245,7 @@ class EngineClient(asyncio.Protocol):
                 self._take(message)
 
     def _take_step(self, entries: Sequence[Sequence[Any]]) -> None:
-        """Pass on the entries of a step: first tokens before the others, for their clients wait for nothing else."""
+        """Pass on the entries of a step; first tokens come before the others, as their clients have nothing yet."""
         self._step_arrived, texts = self._clock(), self._texts
         first, others, new_tokens = [], [], 0
         for entry in entries:
@@ -326,6 +326,6 @@ class EngineClient(asyncio.Protocol):
 
 
 async def connect(client: EngineClient, end: socket.socket) -> None:
-    """Let `client` talk to the engine at the other end of a socket."""
+    """Connect `client` to the engine at the other end of a socket."""
     end.setblocking(False)
     await asyncio.get_running_loop().connect_accepted_socket(lambda: client, end)

@@ -165,7 +165,7 @@ class EngineLoop:
         sampling: SamplingOptions,
         options: Mapping[str, Any],
     ) -> tuple[list[int], list[int]]:
-        """Report first tokens that came from another engine, and queue what follows; ids and numbers of the texts that go on."""
+        """Report first tokens from another engine and queue the texts that go on; returns the ids and numbers of these."""
         from meshwright.serve.engine import sample_options
 
         ids, numbers, entries = [], [], []
@@ -229,7 +229,7 @@ class EngineLoop:
             self._connection.send({"transfers": transfers, "figures": figures[1]})
 
     def _count_failure(self, updates: Sequence[Update]) -> None:
-        """Count a step by all its updates, those of other engines' prompts too; a step without errors ends the count."""
+        """Count failed steps in a row, by all updates of a step; raises EngineLost after `FAILED_STEPS` or a device error."""
         failure = next((update.error for update in reversed(updates) if update.error), None)
         if failure is None:
             self._failed_steps = 0

@@ -51,7 +51,7 @@ class EngineSetup:
     cluster: ClusterSpec | None = None
     """This host with a device for each rank; None: one process."""
     experts: ExpertRanks = ONE_RANK
-    """With several, these are the ranks."""
+    """Ranks that share the experts; if there are several, these are the ranks of the engine."""
     transfer: TransferSetup | None = None
     """Role and peers; None: the engine exchanges nothing with others."""
 
@@ -65,7 +65,7 @@ class EngineProcess:
     """The engine's processes; the first has the other end of a socket."""
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Start them; they load the model."""
+        """Start the processes, which load the model."""
         self._end, theirs = socket.socketpair()
         for end in (self._end, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -73,11 +73,11 @@ class EngineProcess:
             self._processes = [_start(setup, rank, theirs, store) for rank in range(setup.ranks)]
 
     async def connect(self, client: EngineClient) -> None:
-        """Let `client` talk to the engine."""
+        """Connect `client` to the engine."""
         await connect(client, self._end)
 
     async def watch(self, client: EngineClient) -> None:
-        """Let `client` fail once a rank beside the first has ended; the end of the first closes the socket."""
+        """Report a failure to `client` once a rank beside the first has ended; the end of the first closes the socket."""
         others = self._processes[1:]
         while others and all(process.poll() is None for process in others):
             await asyncio.sleep(WATCH_SECONDS)

@@ -94,7 +94,7 @@ class Fields:
 
 
 def parse_object(body: bytes) -> Fields:
-    """The object in the body of a request. Raises RequestError if it is none, or has numbers that JSON does not know."""
+    """Return the JSON object in a request's body. Raises RequestError for another value, and for NaN or infinity."""
     try:
         values = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError:

@@ -41,7 +41,7 @@ class Frame(NamedTuple):
 
 
 class FrameSocket:
-    """A connection to another engine. What the system does not take at once is sent by later calls of `flush`."""
+    """A connection to another engine. Bytes that the system does not accept at once are sent by later calls of `flush`."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -64,7 +64,7 @@ class FrameSocket:
 
     @property
     def sending(self) -> bool:
-        """Whether there is something that the system has not taken yet."""
+        """Whether bytes are left that the system has not accepted yet."""
         return bool(self._outgoing)
 
     def send(
@@ -86,7 +86,7 @@ class FrameSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left. Raises EOFError if the peer has closed."""
+        """Send the remaining bytes. Raises EOFError if the peer has closed."""
         try:
             while self._outgoing:
                 data = self._outgoing[0]
@@ -205,7 +205,7 @@ def _remove_old_socket(path: Path) -> None:
 
 
 def start_connecting(address: str) -> socket.socket | None:
-    """A socket that connects to an address, or will be in a moment; None if nobody listens there."""
+    """Return a socket that is connected or still connecting to an address; None if nothing listens there."""
     path = Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
     try:
         target: Any = None if path else listen_address(address)

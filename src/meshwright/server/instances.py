@@ -22,7 +22,7 @@ PREFIX_BYTES = 256
 """Bytes of a prompt's text in a block, for finding the server that has computed the same prefix."""
 MOST_PREFIX_BLOCKS = 128
 TOKEN_BYTES = 4
-"""Bytes of a token of text, about."""
+"""Approximate bytes of a token of text."""
 _PROMPT_KEYS = (b'"messages"', b'"prompt"')
 
 
@@ -30,7 +30,7 @@ class Connection(Protocol):
     """A connection to a server."""
 
     def abort(self) -> None:
-        """End it; a request on it ends or goes elsewhere."""
+        """Close the connection; its request ends or is sent to another server."""
         ...
 
 
@@ -50,7 +50,7 @@ class Instance:
     busy: set[Connection] = field(default_factory=set)
     """Connections with a request."""
     logged: tuple[bool, str] = (False, "both")
-    """Health and role that the log has last told."""
+    """Health and role that were logged last."""
 
     @property
     def usable(self) -> bool:
@@ -69,7 +69,7 @@ class Instance:
             log.info("%s %s", self.name, state)
 
     def fail(self) -> None:
-        """Take it as dead: its requests end or go elsewhere."""
+        """Mark the server as dead; its requests end or are sent to other servers."""
         self.healthy = False
         for connection in [*self.idle, *self.busy]:
             connection.abort()
@@ -91,7 +91,7 @@ class Instances:
         """Addresses of each target when its name was last found."""
         self._routing: RequestRouting[Instance] = RequestRouting()
         self.known = asyncio.Event()
-        """Set once a server takes requests, or all were asked: a router need not wait for one that is stuck."""
+        """Set once a server takes requests or all were checked, so that the router does not wait for a server that hangs."""
 
     @property
     def usable(self) -> list[Instance]:
@@ -107,13 +107,13 @@ class Instances:
         return self._routing.choose(free, prefix_hashes(body), PREFIX_BYTES / TOKEN_BYTES)
 
     async def watch(self) -> None:
-        """Look up addresses and ask for health for ever."""
+        """Look up addresses and check the servers' health until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(self._health_seconds)
 
     async def look(self) -> None:
-        """Look up addresses and ask for health once."""
+        """Look up addresses and check the servers' health once."""
         try:
             await self._refresh()
             await asyncio.gather(*(self._check(instance) for instance in list(self.all.values())))
@@ -134,7 +134,7 @@ class Instances:
             self.all.pop(address).log("has no address any more")
 
     async def _check(self, instance: Instance) -> None:
-        """Ask one server for its health; any error, as of an answer that is none, is that of an unhealthy server."""
+        """Check the health of a server; any error, also an answer of another form, makes it unhealthy."""
         status, role = 0, instance.role
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._silent_seconds):

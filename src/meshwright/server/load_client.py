@@ -18,7 +18,7 @@ CHUNK_BYTES = 1 << 16
 
 @dataclass
 class MeasuredRequest:
-    """A request with its times, in seconds from the begin of the test; infinite until it has come so far."""
+    """A request with the times of its events, in seconds since the start of the test; infinite before an event."""
 
     request: TimedRequest
     server: int

@@ -79,7 +79,7 @@ class MappedReceiver:
     def copy(self, message: Mapping[str, Any], reserved: ReservedBlocks) -> int:
         """Copy the blocks of a message by one kernel, and enter them into the prefix cache up to the first that is damaged.
 
-        Returns the number of those entered. Raises BadFrame for blocks that are not asked for, and what a wrong message causes.
+        Returns the number of blocks entered. Raises BadFrame for blocks that were not requested, and the errors of a wrong message.
         """
         tables, index = message["tables"], message["index"]
         targets = reserved.tables(index, len(tables))

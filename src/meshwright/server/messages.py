@@ -6,7 +6,7 @@ To the engine, each message has one of these keys:
 - `abort`: ids of requests
 - `pause`: whether steps stop
 - `load`: the folder with newer weights
-- `role`: what the engine does from now on
+- `role`: new role of the engine
 
 From the engine:
 

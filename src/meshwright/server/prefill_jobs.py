@@ -99,7 +99,7 @@ class PrefillConnection:
 
     def __init__(self, end: socket.socket, now: float) -> None:
         self.frames, self.silent_since = FrameSocket(end), now
-        """`silent_since`: from when its silence counts."""
+        """`silent_since`: time from which the receiver's silence counts."""
         self.staging: Staging | None = None
         """Memory for its blocks, once it has shown its key."""
         self.mapped_sender: MappedSender | None = None
@@ -170,7 +170,7 @@ class PrefillJobs:
             self.connections.append(PrefillConnection(end, time.monotonic()))
 
     def serve(self, connection: PrefillConnection, *, readable: bool) -> None:
-        """Send what is left to be sent to a receiver, and take its messages; a wrong one ends the connection."""
+        """Send the remaining bytes to a receiver and process its messages; a wrong message ends the connection."""
         if connection not in self.connections:
             return
         try:
@@ -200,7 +200,7 @@ class PrefillJobs:
             actions[key](connection, value)
 
     def _greet(self, connection: PrefillConnection, hello: Mapping[str, Any]) -> None:
-        """Let a peer with the key in, if it has the same weights."""
+        """Accept the connection of a peer that shows the key and has the same weights."""
         if not hmac.compare_digest(str(hello["key"]).encode(), self._key):
             raise BadFrame("a wrong key")
         if hello["identity"] != self._identity:
@@ -238,7 +238,7 @@ class PrefillJobs:
             self._store.fetch(prompt.tokens, queue)
 
     def _queue(self, connection: PrefillConnection, number: int, prompt: PrefillRequest) -> None:
-        """Queue a prompt that is still wanted. The store calls it at any time, so it closes the connection by itself."""
+        """Submit a prompt unless it was cancelled. The store calls this outside of `serve`, so errors are handled here."""
         if number not in connection.fetching or connection not in self.connections:
             return
         connection.fetching.remove(number)
@@ -266,7 +266,7 @@ class PrefillJobs:
         connection.staging.give_back(start, count)
 
     def _use_mapping(self, connection: PrefillConnection, mapped: bool) -> None:
-        """Let the receiver copy blocks itself from now on, or never."""
+        """Note whether the receiver has mapped the cache and copies blocks itself from now on."""
         if connection.mapped_sender is None:
             raise BadFrame("the cache was not offered")
         connection.mapped_sender.mapped = mapped is True
@@ -310,7 +310,7 @@ class PrefillJobs:
                 connection.frames.send({"first": job.number, "texts": firsts})
 
     def _send_run(self, connection: PrefillConnection, job: PrefillJob) -> bool:
-        """Send some blocks of a prompt, or all to a receiver that maps them; whether there was room for any."""
+        """Send some blocks of a prompt, or all to a receiver that maps them; returns whether there was room for any."""
         staging, size = connection.staging, self._blocks.block_bytes
         assert staging is not None
         if not connection.unacknowledged_blocks:
@@ -335,7 +335,7 @@ class PrefillJobs:
         return True
 
     def report_load(self) -> None:
-        """Tell receivers how many tokens of others' prompts go before theirs, which is also a sign of life."""
+        """Send receivers the number of tokens of other prompts before theirs; this also shows that the engine is alive."""
         total = sum(connection.prompt_tokens for connection in self.connections)
         for connection in list(self.connections):
             connection.load_due = connection.frames.sending  # reports to a receiver that is stuck would pile up
@@ -355,7 +355,7 @@ class PrefillJobs:
                 self._close(connection)
 
     def _end(self, connection: PrefillConnection, job: PrefillJob) -> None:
-        """Forget a prompt: what is computed stays in the prefix cache, the remainder is aborted."""
+        """Remove a prompt: its computed blocks stay in the prefix cache, the remainder is aborted."""
         del connection.jobs[job.number]
         for number in job.requests:
             if number in self._job_of_text:
@@ -376,7 +376,7 @@ class PrefillJobs:
         connection.frames.close()
 
     def close(self) -> None:
-        """End all connections, and listen no more."""
+        """Close all connections and the listening socket."""
         for connection in list(self.connections):
             self._close(connection)
         self.listening.close()

@@ -1,4 +1,4 @@
-"""Keeps what a process has loaded out of the garbage collector."""
+"""Excludes the objects that a process has loaded from garbage collection."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import gc
 
 
 def keep_loaded() -> None:
-    """Let the garbage collector skip all objects of now: a look at those of large packages takes as long as several steps."""
+    """Exclude all current objects from garbage collection: scanning those of large packages takes as long as several steps."""
     gc.collect()
     gc.freeze()

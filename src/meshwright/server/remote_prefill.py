@@ -1,8 +1,8 @@
 """The receiver of blocks: has prompts computed by other engines, and then continues the texts here.
 
 For each prompt, in order: reserve blocks of the cache, ask the peer with the fewest tokens to compute, copy the blocks that come, take the
-first tokens, release the reservation, submit the texts. Whatever goes wrong between, the texts are submitted at once: blocks that have
-come are found in the prefix cache, and the engine computes the others itself.
+first tokens, release the reservation, submit the texts. After any error the texts are submitted at once: received blocks are found in the
+prefix cache, and the engine computes the others itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RETRY_SECONDS = 0.5
 
 
 class Submit(Protocol):
-    """Submits the texts of a request; `firsts` has what is known of each: tokens, reason, error and log probabilities."""
+    """Submits the texts of a request; `firsts` has for each the first tokens, reason, error and log probabilities."""
 
     def __call__(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None: ...
 
@@ -93,7 +93,7 @@ class RemotePrefill:
         self._waiting: deque[RemotePrompt] = deque()
         self._numbers = itertools.count()
         self.received_blocks = self.damaged_blocks = self.lost_prompts = 0
-        """Blocks that came; those with a wrong checksum; prompts that a peer did not finish."""
+        """Numbers of received blocks, of blocks with a wrong checksum, and of prompts that a peer did not finish."""
 
     @property
     def prompts(self) -> list[RemotePrompt]:
@@ -184,13 +184,13 @@ class RemotePrefill:
                 self.lose(peer)
 
     def end_late(self, now: float) -> None:
-        """Give up peers that have said nothing about a prompt for too long."""
+        """Close connections to peers that have sent nothing about a prompt for too long."""
         for peer in self.peers:
             if any(now > prompt.heard + self._lease for prompt in peer.prompts.values()):
                 self.lose(peer)
 
     def serve(self, peer: Peer, *, readable: bool) -> None:
-        """Send what is left to be sent to a peer, and take its messages; a wrong one ends the connection."""
+        """Send the remaining bytes to a peer and process its messages; a wrong message ends the connection."""
         if peer.frames is None:
             return
         try:
@@ -307,7 +307,7 @@ class RemotePrefill:
         self._submit_wanted(prompt, firsts)
 
     def _submit_here(self, prompt: RemotePrompt) -> None:
-        """Compute what is missing of a prompt, and its first tokens, on this engine."""
+        """Compute the missing part of a prompt, and its first tokens, on this engine."""
         self._forget(prompt)
         self._submit_wanted(prompt, None)
 
@@ -324,7 +324,7 @@ class RemotePrefill:
         self._submit(prompt.request, firsts)
 
     def _forget(self, prompt: RemotePrompt) -> Peer | None:
-        """Release what a prompt holds."""
+        """Release the reserved blocks of a prompt, and take it from its peer; returns the peer."""
         peer = prompt.peer
         if peer is not None:
             del peer.prompts[prompt.number]
@@ -335,7 +335,7 @@ class RemotePrefill:
         return peer
 
     def lose(self, peer: Peer, retry: float | None = None) -> None:
-        """End the connection to a peer; its prompts are computed here. `retry`: when to connect again."""
+        """End the connection to a peer; its prompts are computed here. `retry`: time of the next attempt to connect."""
         if peer.frames is not None:
             peer.frames.close()
         if peer.mapped_receiver is not None:

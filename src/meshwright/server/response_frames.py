@@ -38,11 +38,11 @@ class ResponseFrames:
 
     @property
     def between_chunks(self) -> bool:
-        """Whether a chunk can follow what has come."""
+        """Whether the received bytes end between two chunks."""
         return self.chunked and not (self._left or self._line or self._trailer)
 
     def add(self, data: bytes) -> None:
-        """Take in the next bytes. Raises BadAnswer if they are none of an answer, or come after its end."""
+        """Process the next bytes. Raises BadAnswer if they belong to no HTTP/1.1 answer, or follow its end."""
         while not self.status:
             data = self._take_head(data)
             if not self.status and not data:

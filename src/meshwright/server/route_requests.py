@@ -19,7 +19,7 @@ class RoutedRequest:
     method: bytes
     path: bytes
     head: bytes
-    """With the empty line behind it."""
+    """Head of the request, with the empty line behind it."""
     key: bytes
     """Key in the header `authorization`, after `Bearer`."""
     length: int

@@ -212,7 +212,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(error)
 
     def retry(self, instance: Instance, *, same: bool = False, lost: bool = False) -> None:
-        """Send the request elsewhere, or with `same` to the same server on another connection; refuse it if `lost` twice."""
+        """Send the request to another server, or with `same` on another connection; refuse it if `lost` twice."""
         self.server = None
         if self.request is None:
             return

@@ -31,7 +31,7 @@ class Staging:
         return sum(self._used)
 
     def take(self, most: int) -> tuple[int, int]:
-        """The first free slots that follow one another, `most` at most: the first of them, and their number, which may be 0."""
+        """Take the first run of free slots, at most `most`; returns its first slot and their number, which may be 0."""
         if False not in self._used:
             return 0, 0
         start = self._used.index(False)

@@ -1,4 +1,4 @@
-"""An engine's end of a store of cache blocks: fetches the beginning of prompts, and hands in what the engine computes.
+"""Client of a store of cache blocks: fetches the beginnings of prompts, and hands in the blocks that the engine computes.
 
 Nothing waits for the store longer than `FETCH_SECONDS`, and what it does not have is computed. Blocks that find no room in staging memory
 are not handed in.
@@ -36,7 +36,7 @@ class Fetch:
     first: int
     """Index of the first block that is asked for."""
     done: Callable[[], None]
-    """Called once what the store has is in the cache, or will not come."""
+    """Called once the stored blocks are in the cache, or cannot be fetched."""
     since: float
 
 
@@ -68,7 +68,7 @@ class StoreClient:
         self._identity = identity
 
     def fetch(self, prompt: Sequence[int], done: Callable[[], None]) -> None:
-        """Bring what the store has of a prompt into the cache, and then call `done`; at once if there is nothing to ask for."""
+        """Copy the stored blocks of a prompt into the cache, then call `done`; at once if there is nothing to fetch."""
         digests = self._blocks.digests(prompt)
         missing = self._blocks.missing(digests)
         if not self.usable or not missing or self.frames is None:
@@ -106,7 +106,7 @@ class StoreClient:
             self._computing.pop(update.number, None)
 
     def _send_run(self, unsent: UnsentBlocks, names: Sequence[str]) -> bool:
-        """Send some blocks; whether there was room for any."""
+        """Send some blocks; returns whether there was room for any."""
         staging, frames, size = self._staging, self.frames, self._blocks.block_bytes
         if staging is None or frames is None:
             return False
@@ -123,7 +123,7 @@ class StoreClient:
         return True
 
     def tick(self, now: float) -> None:
-        """Connect if there is no connection, and give a store up that does not answer."""
+        """Connect if there is no connection, and close one to a store that does not answer."""
         if any(now > fetch.since + FETCH_SECONDS for fetch in self._fetches.values()):
             self._lose()
         if self.frames is not None or now < self._retry:
@@ -141,7 +141,7 @@ class StoreClient:
             self._lose()
 
     def serve(self, *, readable: bool) -> None:
-        """Send what is left to be sent, and take the store's messages; a wrong one ends the connection."""
+        """Send the remaining bytes and process the store's messages; a wrong message ends the connection."""
         if self.frames is None:
             return
         try:

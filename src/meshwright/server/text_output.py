@@ -30,7 +30,7 @@ class TextOutput:
         """Reason why the text has ended, as OpenAI names it; None while it goes on."""
 
     def add(self, news: Sequence[News]) -> str:
-        """The text that is certain after these news, which are of this text and in order."""
+        """Return the further text that is final after these news, which belong to this text and are in order."""
         tokens = [token for one in news for token in one.tokens] if len(news) > 1 else list(news[0].tokens)
         self.tokens += len(tokens)
         text = self._stream.add(tokens)

@@ -51,7 +51,7 @@ class TextRequest:
     count: int
     """Texts for each prompt."""
     new_tokens: int | None
-    """None: as many as the context has room for."""
+    """New tokens of a text at most; None: as many as the context has room for."""
     sampling: dict[str, Any]
     """Fields of `SamplingOptions`."""
     logprobs: int | None
@@ -59,12 +59,12 @@ class TextRequest:
     stop_ids: Sequence[int]
     stop_strings: Sequence[str]
     grammar: tuple[str, str] | None
-    """Notation and text."""
+    """Notation and text of a `Grammar`."""
     stream: bool
     include_usage: bool
     """Whether a stream ends with the numbers of tokens."""
     prompts: list[list[int]] = field(default_factory=list)
-    """Token ids."""
+    """Token ids of each prompt."""
     grammar_key: str = "response_format"
     """Key of the body that asks for the grammar."""
     calls: CallFormat | None = None
@@ -81,7 +81,7 @@ class TextRequest:
 
 
 def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tokens: int | None) -> TextRequest:
-    """The keys that completions and chats share. `new_tokens` holds without `max_tokens`. Raises RequestError."""
+    """The keys that completions and chats share. `new_tokens` is the default of `max_tokens`. Raises RequestError."""
     spec = limits.spec
     model = fields.text("model", limits.model)
     if model not in ("", limits.model):

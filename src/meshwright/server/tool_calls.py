@@ -22,7 +22,7 @@ class ToolCall(NamedTuple):
     id: str
     name: str
     arguments: str
-    """A JSON object."""
+    """Arguments as the text of a JSON object."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class ToolCall(NamedTuple):
 
 
 class CallFormat(NamedTuple):
-    """How a request's tool calls are found."""
+    """Format of the tool calls of a request."""
 
     notation: Notation
     parallel: bool = True
@@ -122,7 +122,7 @@ class ToolCallReader:
         return "", None, bool(start)
 
     def _search(self) -> tuple[str, None, bool]:
-        """Plain text up to what begins calls; white space before it does not count."""
+        """Return the plain text before the opening of calls, without white space at its end."""
         text, opening = self._held, self._syntax.opening
         if opening is None:
             self._held = ""

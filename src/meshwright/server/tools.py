@@ -18,7 +18,7 @@ class Tools:
     """The tools of a request."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
-    """For the template; None if the model may call none."""
+    """Tools for the chat template; None if the model may call none."""
     schema: Mapping[str, Any] | None = None
     """JSON schema of the calls, if there must be some."""
     parallel: bool = True

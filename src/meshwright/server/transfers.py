@@ -158,7 +158,7 @@ class Transfers:
         return updates
 
     def wait(self, client: int, busy: Callable[[], bool]) -> None:
-        """Take what peers send, and wait for it or for data at descriptor `client` unless the engine is `busy`."""
+        """Process the messages of peers; unless the engine is `busy`, wait for one, or for data at descriptor `client`."""
         self._receiver.start()
         self._watch()
         if client not in self._selector.get_map():
@@ -171,7 +171,7 @@ class Transfers:
             self._tick(now)
 
     def _tick(self, now: float) -> None:
-        """Give up who is late, after what has arrived was read, and connect to who is not connected."""
+        """Close connections that are late, once arrived messages were read, and connect to peers without a connection."""
         self._receiver.end_late(now)
         self._receiver.connect(now)
         if self._store is not None:
@@ -195,7 +195,7 @@ class Transfers:
             self._watched[descriptor] = frames, events
 
     def _connections(self) -> list[tuple[FrameSocket, Callable[..., None]]]:
-        """All connections, and what serves them."""
+        """Return all connections with the functions that serve them."""
         found: list[tuple[FrameSocket, Callable[..., None]]] = []
         if self._sender is not None:
             found += [(receiver.frames, partial(self._sender.serve, receiver)) for receiver in self._sender.connections]
@@ -205,7 +205,7 @@ class Transfers:
         return found + [(frames, serve) for frames, serve in peers if frames is not None]
 
     def close(self) -> None:
-        """End all connections, and listen no more."""
+        """Close all connections and the listening socket."""
         if self._store is not None:
             self._store.close()
         self._receiver.close()
