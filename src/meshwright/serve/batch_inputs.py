@@ -1,7 +1,7 @@
 """The tensors of one step, made from the policy's plan and copied to the device in one piece.
 
 Each running request has a row in the block tables and in the vector of newest tokens, both on the device. A decode reads its token and its
-block table there; the host copies only blocks that the request has got since.
+block table there; the host copies only blocks that were added to the request since.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class BatchInputs:
     def drafted(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Table rows, positions of newest tokens, numbers of drafts, and drafts `(size, drafts)` of a step of decodes with drafts.
 
-        `size` is its number of requests. Padding has position -1 and no drafts. Who draws the drafts on the device writes them there.
+        `size` is its number of requests. Padding has position -1 and no drafts. Drafts that are drawn on the device are written there.
         """
         rows, positions, lengths, drafts = self._buffer.views([size] * 3 + [size * self.drafts])[:4]
         return rows, positions, lengths, drafts.view(size, self.drafts)

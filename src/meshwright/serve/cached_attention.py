@@ -48,7 +48,7 @@ class CurrentStep:
         self.absorbs = True
         """Whether decodes attend to latents; if not, to keys and values that are expanded from them."""
         self.split: Callable[[Tensor, int, AttentionCall], Tensor] | None = None
-        """While the forward pass is captured in pieces, in the place of attention.
+        """Replacement of attention while the forward pass is captured in pieces.
 
         Called with the queries and the width of the results, it returns the memory of the results.
         """

@@ -23,7 +23,7 @@ class CopyBuffer:
         self._copied = [torch.cuda.Event() for _ in self._hosts] if cuda else []
         self._turn = 0
         self._views: tuple[list[int], list[Tensor]] = ([], [])
-        """Sizes of the last parts, and these: most steps are decodes of as many requests as the step before."""
+        """Sizes and views of the last parts, reused as most steps are decodes of as many requests as the step before."""
 
     def copy(self, arrays: Sequence[np.ndarray] | np.ndarray) -> list[Tensor]:
         """The arrays on the device, valid until the next call."""

@@ -1,4 +1,4 @@
-"""Draft tokens of an engine's requests: who proposes them, and the check of a step that has computed them.
+"""Draft tokens of an engine's requests: their sources, and the check of a step that has computed them.
 
 Requests with penalties or a grammar get no drafts: their logits depend on all tokens before, those of drafts included.
 """
@@ -113,7 +113,7 @@ class NoDrafter(Drafter):
 
 
 class LookupDrafter(Drafter):
-    """Drafts are what followed a text's last tokens where they came before."""
+    """Drafts by prompt lookup: the tokens that followed an earlier occurrence of a text's last tokens."""
 
     def __init__(self, options: Speculation, pauses: DraftPauses) -> None:
         super().__init__(options.tokens, pauses)

@@ -249,11 +249,11 @@ class Engine:
             self._weights_whole = True
 
     def prefix_blocks(self) -> PrefixBlocks:
-        """The prefix cache for other processes. Blocks are those of the weights of now, until `load_weights`."""
+        """The prefix cache for other processes. Blocks belong to the current weights, until `load_weights`."""
         return PrefixBlocks(self._model, self._policy, self._cache)
 
     def figures(self) -> EngineFigures:
-        """The engine's load now."""
+        """Current load of the engine."""
         policy = self._policy
         pools = policy.cache.pools
         usage = max(1 - pool.free / pool.blocks for pool in pools)
@@ -267,7 +267,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Compute one step; the updates of requests that got tokens or have ended.
+        """Compute one step; returns the updates of requests that got tokens or have ended.
 
         With overlap these are the tokens of the step that the call before has launched; if a prompt waits and they have come already,
         the call only reads them. If a step raises, its requests end with the reason "failed".

@@ -96,7 +96,7 @@ class ExpertEngine(RankEngine):
             self._calls.append(call)
 
     def _apply(self, call: Mapping[str, Any]) -> int:
-        """Submit or abort a request on this rank, if it is one of its own; the number of the request."""
+        """Submit or abort a request on this rank, if it is one of its own; returns the number of the request."""
         number = call["number"]
         if call["rank"] != self._world.rank:
             return number

@@ -61,7 +61,7 @@ class Generation:
         self._logprobs: list[TokenLogprob] = []
 
     def add(self, token: int, logprob: TokenLogprob | None = None) -> bool:
-        """Take in the next token; whether it ends the request."""
+        """Add the next token; returns whether it ends the request."""
         if token in self._stop_ids:
             return True
         self._tokens.append(token)
@@ -74,13 +74,13 @@ class Generation:
         return self._stops.complete
 
     def begin_after(self, tokens: Sequence[int]) -> None:
-        """Take in tokens that are reported already. Raises BadInput if they end the text."""
+        """Add tokens that are reported already. Raises BadInput if they end the text."""
         if any(self.add(token) for token in tokens):
             raise BadInput("the new tokens that are given end the text")
         self._tokens, self._text, self._logprobs = [], "", []
 
     def add_drafted(self, new: Sequence[tuple[int, TokenLogprob | None]]) -> tuple[list[int], bool]:
-        """Take in tokens up to the one that ends the request; returns these tokens, and whether they end it."""
+        """Add tokens up to the one that ends the request; returns these tokens, and whether they end it."""
         taken = []
         for token, logprob in new:
             taken.append(token)

@@ -92,12 +92,12 @@ class GrammarMatcher:
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * self._words)
 
     def advance(self, token: int) -> None:
-        """Take in the next token. Raises ValueError if the grammar does not allow it."""
+        """Advance by the next token. Raises ValueError if the grammar does not allow it."""
         if not self._matcher.consume_token(token):
             raise ValueError(f"token {token} does not follow the grammar: {_first_line(self._matcher.get_error())}")
 
     def accepted(self, drafts: Sequence[int]) -> int:
-        """How many of the draft tokens the grammar allows one after the other; the matcher stays where it is."""
+        """Number of leading draft tokens that the grammar allows; the matcher does not advance."""
         return self._matcher.validate_tokens(list(drafts))
 
 

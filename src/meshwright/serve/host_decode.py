@@ -39,7 +39,7 @@ class _Text(NamedTuple):
     """Keys and values of a text from some block on."""
 
     part: Part
-    """The decode that it is of: another request may have the same blocks with other content."""
+    """Decode of the text: another request may have the same blocks with other content."""
     blocks: list[int]
     """Cache blocks of the text when it was copied."""
     first: int
@@ -69,7 +69,7 @@ class HostDecode:
         assert rope is not None
         cos, sin = signed_tables((rope[0][0, :, 0], rope[1][0, :, 0]))
         self._rotations = torch.cat((cos[:, 0], sin[:, 0]), dim=1)
-        """`(context, 2 · head_dim)`: what `_rotation` has on its diagonal, and at the other half's places."""
+        """`(context, 2 · head_dim)`: diagonal elements of `_rotation`, and its elements between the two halves of a head."""
         self._rotation = weight.new_zeros(self._head_dim, self._head_dim)
         """Row vectors times this matrix are rotated to the step's position."""
         half, columns = self._head_dim // 2, torch.arange(self._head_dim)
@@ -198,7 +198,7 @@ def _blocks(model: Decoder) -> list[Block]:
 
 
 def _store_transposed(parameter: nn.Parameter) -> None:
-    """Let the values of a matrix lie column by column: a product of one token with it then takes about two thirds of the time."""
+    """Store a matrix in column-major order: a product of one token with it then takes about two thirds of the time."""
     if parameter.dim() == 2:
         parameter.data = parameter.data.t().contiguous().t()
 

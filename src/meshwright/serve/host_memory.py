@@ -1,4 +1,4 @@
-"""Memory of the host that costs nothing until it is used."""
+"""Host memory whose pages the system provides at their first use."""
 
 from __future__ import annotations
 

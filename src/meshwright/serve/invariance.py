@@ -1,4 +1,4 @@
-"""Results that do not depend on the batch, bit for bit: what the engine's parts do differently then.
+"""Batch-invariant inference: parts of the engine whose results do not depend on the batch, bit for bit.
 
 Libraries choose the order of additions by the size of a batch. On a GPU the products have a fixed order (`kernels.fixed_product`), and all
 attention is that of single tokens with a fixed number of parts (`serve.cached_attention`). On a CPU each token is computed by itself.

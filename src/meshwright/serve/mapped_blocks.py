@@ -56,7 +56,7 @@ class OwnBlocks:
         ]
 
     def map(self, offer: Sequence[Mapping[str, Any]]) -> MappedBlocks:
-        """Map the blocks of another engine by what it offers. Raises NotMappable, KeyError, TypeError or ValueError."""
+        """Map the blocks of another engine from its offer. Raises NotMappable, KeyError, TypeError or ValueError."""
         mapped = MappedBlocks(offer, self.sizes.tolist(), self._device)
         self._load_kernel()
         return mapped
@@ -66,7 +66,7 @@ class OwnBlocks:
         return self._copy(self._starts + np.array(tables) * self.sizes, np.int64(0))
 
     def copy(self, source: MappedBlocks, tables: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Integers:
-        """Copy blocks of another engine over blocks of this one; the checksums `(blocks, sums)` of what was copied.
+        """Copy blocks of another engine over blocks of this one; returns checksums `(blocks, sums)` of the copied content.
 
         Raises ValueError for tables of other shapes, and for blocks that the other engine does not have.
         """

@@ -16,9 +16,9 @@ class PackedDrafts(NamedTuple):
     """
 
     counts: tuple[int, ...]
-    """Tokens of each: the newest one and its drafts."""
+    """Tokens of each decode: the newest one and its drafts."""
     table_rows: Tensor
-    """`(drafted,)`."""
+    """`(drafted,)`: table rows of the decodes."""
     positions: Tensor
     """`(drafted,)`: positions of their newest tokens."""
     lengths: Tensor

@@ -37,7 +37,7 @@ class PrefixBlocks:
         """Blocks that other processes may map; None if several ranks have parts of them."""
 
     def identity(self) -> str:
-        """A digest of the weights of now, and of the layout of blocks. Reads all weights once."""
+        """Digest of the current weights and of the layout of blocks. Reads all weights once."""
         content = repr((self._weight_sums().tolist(), str(self._dtype), self._shapes))
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 

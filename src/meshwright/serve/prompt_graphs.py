@@ -130,7 +130,7 @@ class PromptGraphs:
         )
 
     def _keep_queries(self, size: int, queries: Tensor, width: int) -> Tensor:
-        """Copy queries `(size, heads, …)` to where attention reads them; the memory of its results, `(size, heads, width)`."""
+        """Copy queries `(size, heads, …)` to the input of attention; returns the memory of its results, `(size, heads, width)`."""
         if not self._queries.numel():
             most, heads = self._sizes[-1], queries.shape[1]
             self._queries, self._attended = (
@@ -147,7 +147,7 @@ class _Pass(NamedTuple):
     steps: list[tuple[Graph, AttentionCall]]
     """Graphs that end with the queries of a layer, and the attention of that layer."""
     last: Graph
-    """From the last layer's attention to the end."""
+    """Graph from the last layer's attention to the end."""
 
 
 class _Recording:
@@ -159,7 +159,7 @@ class _Recording:
         self._graph = graphs.begin()
 
     def split(self, queries: Tensor, width: int, attend: AttentionCall) -> Tensor:
-        """End the graph with these queries; the memory in which the next one finds the results of their attention."""
+        """End the graph with these queries; returns the memory from which the next graph reads their attention."""
         attended = self._keep_queries(queries, width)
         self._graph.end()
         self._steps.append((self._graph, attend))

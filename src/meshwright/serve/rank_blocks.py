@@ -1,6 +1,6 @@
 """The prefix cache of an engine on tensor ranks as rank 0 offers it to other processes; each rank has slices.
 
-What changes the pools on rank 0 is recorded for the other ranks; contents are gathered from all ranks to rank 0, or scattered from it.
+Changes of the pools on rank 0 are recorded for the other ranks; contents are gathered from all ranks to rank 0, or scattered from it.
 """
 
 from __future__ import annotations

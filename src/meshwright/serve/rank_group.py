@@ -170,7 +170,7 @@ class RankEngine(Engine):
         self._calls = []
 
     def _apply(self, call: Mapping[str, Any]) -> int:
-        """Submit or abort a request on this rank; the number of the request."""
+        """Submit or abort a request on this rank; returns the number of the request."""
         self._now = call["now"]
         if "abort" in call:
             super().abort(call["abort"])
@@ -178,10 +178,10 @@ class RankEngine(Engine):
         return super()._queue(TextRequest.from_plain(call["submit"]))
 
     def _take_part(self, message: Mapping[str, Any]) -> None:
-        """Do this rank's part of what a message of rank 0 asks for beside steps."""
+        """Carry out this rank's part of a message from rank 0 that is no step."""
 
     def _compute_step(self) -> list[Update]:
-        """Compute a step on this rank; its updates."""
+        """Compute a step on this rank; returns its updates."""
         return super().step()
 
     def _load_or_report(self, folder: Path) -> None:
@@ -217,11 +217,11 @@ class RankEngine(Engine):
             assign_parameter(self._model, name, value)
 
     def _tokens_have_come(self) -> bool:
-        """False: ranks whose devices differ by a moment would plan different steps."""
+        """Return False: ranks would plan different steps where their devices end at different times."""
         return False
 
     def _fail(self, step: Step, error: Exception, updates: list[Update]) -> None:
-        """Pass on the error of a step: the other ranks could not go on without its requests."""
+        """Raise the error of a step, which ends the group: the other ranks still have the requests of the step."""
         raise error
 
     @contextmanager

@@ -29,7 +29,7 @@ class LaunchedStep:
     logprobs: TokenLogprobs | None
     """Log probabilities on the host, if a request wants them."""
     copied: torch.cuda.Event | None
-    """None on a CPU."""
+    """Event at the end of the copies to the host; None on a CPU."""
     draft_counts: Sequence[int] = ()
     """Tokens of each part with drafts. These parts are the first; `tokens` ends with their numbers of accepted drafts."""
 

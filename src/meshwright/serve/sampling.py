@@ -67,7 +67,7 @@ class Sampler:
     def assign(
         self, table_row: int, options: SamplingOptions, tokens: Sequence[int] = (), prompt_tokens: int = 0
     ) -> None:
-        """A table row gets another request, with its text so far: the first `prompt_tokens` of `tokens` are its prompt."""
+        """Assign a table row to another request, with its text so far: the first `prompt_tokens` of `tokens` are its prompt."""
         self.release(table_row)
         temperature = options.temperature if options.draws else 0.0
         penalties = options.repetition_penalty, options.presence_penalty, options.frequency_penalty
@@ -79,7 +79,7 @@ class Sampler:
         self._count(options, 1)
 
     def release(self, table_row: int) -> None:
-        """A table row has no request any more."""
+        """Free a table row whose request has ended."""
         if (options := self._assigned.pop(table_row, None)) is not None:
             self._count(options, -1)
             self._history.end(table_row)
@@ -142,7 +142,7 @@ class Sampler:
         return TokenLogprobs(logprobs.gather(1, tokens.long()[:, None])[:, 0], top_tokens, top)
 
     def copy_options(self) -> None:
-        """Bring changed options to the device."""
+        """Copy changed options to the device."""
         self._floats.copy()
         self._integers.copy()
 
@@ -171,7 +171,7 @@ class _MirroredTable:
         self._changed = True
 
     def copy(self) -> None:
-        """Bring changes to the device."""
+        """Copy changes to the device."""
         if self._changed and self.here is not self._host:
             _copy(self._host, self.here)
         self._changed = False
@@ -217,7 +217,7 @@ class _TokenHistory:
         self._free: list[int] = []
 
     def begin(self, table_row: int, tokens: Sequence[int], prompt_tokens: int) -> int:
-        """Count the tokens of a request; its slot."""
+        """Count the tokens of a request; returns its slot."""
         if not self._free:
             slots = len(self.counts)
             self.counts = functional.pad(self.counts, (0, 0, 0, max(slots, 4)))

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen: its options and their ranges."""
+"""Sampling options of a request, and their ranges."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BIAS_RANGE = (-100, 100)
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How the next token of a request is chosen from its logits.
+    """Options by which the next token of a request is chosen from its logits.
 
     They apply in this order: repetition penalty, presence and frequency penalty, bias, temperature, top-k, top-p of the tokens
     that top-k leaves, min-p. Raises BadInput for a value out of range.
@@ -40,11 +40,11 @@ class SamplingOptions:
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token."""
     top_k: int = 0
-    """Only so many likeliest tokens are drawn, and those as likely as the last of them; 0 allows all."""
+    """Number of likeliest tokens that may be drawn, beside those as likely as the last of them; 0 allows all."""
     top_p: float = 1.0
-    """Only the likeliest tokens are drawn, as few as have this probability together; 1 allows all."""
+    """Probability of the tokens that may be drawn: as few of the likeliest as have it together; 1 allows all."""
     min_p: float = 0.0
-    """Only tokens are drawn that have this fraction of the likeliest token's probability; 0 allows all."""
+    """Least probability of a token that may be drawn, as a fraction of the likeliest token's; 0 allows all."""
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens in the prompt or the new text, and multiplies negative ones (arXiv 1909.05858)."""
     presence_penalty: float = 0.0

@@ -22,9 +22,9 @@ _DRAFT, _ACCEPT, _REPLACE = 0x2545F4914F6CDD1D, 0x61C8864680B583EB, 0x1F83D9ABFB
 
 
 class PromptLookup:
-    """Proposes what followed the last tokens of a text where they came before; memory and time are linear in the text.
+    """Proposes the tokens that followed an earlier occurrence of a text's last tokens; memory and time are linear.
 
-    Of all places, the last one counts where most of the last `longest` tokens came before, but at least `shortest`.
+    Of all earlier occurrences the longest counts, with `shortest` to `longest` tokens; of equally long ones, the last.
     """
 
     def __init__(self, tokens: Iterable[int] = (), *, longest: int = 4, shortest: int = 2) -> None:

@@ -49,7 +49,7 @@ class StepMessages:
         return json.loads(data)
 
     def acknowledge(self) -> None:
-        """Tell rank 0 that the last message has come; for the other ranks."""
+        """Acknowledge the last message to rank 0; for the other ranks."""
         dist.send(torch.zeros(1), 0, group=self._group)
 
     def wait_for_acknowledgement(self) -> None:

@@ -12,7 +12,7 @@ class StopStrings:
         self._strings = [string for string in strings if string]
         self._held = ""
         self.complete = False
-        """Whether a stop string has come; the text before it is complete."""
+        """Whether the text has reached a stop string; the text before it is complete."""
 
     def add(self, text: str) -> str:
         """The text that can be returned now: up to a stop string, or to where one may begin."""

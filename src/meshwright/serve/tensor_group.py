@@ -46,7 +46,7 @@ class TensorEngine(RankEngine):
         )
 
     def _apply(self, call: Mapping[str, Any]) -> int:
-        """Submit or abort a request or change a pool of blocks on this rank; the number of a new request."""
+        """Submit or abort a request or change a pool of blocks on this rank; returns the number of a new request."""
         if "change" in call:
             repeat_change(self._policy.cache, call["change"])
             return -1

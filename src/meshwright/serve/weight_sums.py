@@ -1,4 +1,4 @@
-"""Sums by which engines know that their weights are equal, however many tensor ranks divide the model."""
+"""Sums by which engines recognise equal weights, for any number of tensor ranks that divide the model."""
 
 from __future__ import annotations
 
