@@ -44,7 +44,6 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
-from meshwright.workload.buffers import STAGED_ELEMENTS
 from meshwright.workload.dtypes import state_bytes
 from meshwright.workload.plan_bytes import fullest
 
@@ -74,6 +73,8 @@ WAITS = 0.8
 
 Set by hand on the two runs of 3B in 2026-11-27-offload-peers-H200.json.
 """
+CHUNK = 1 << 23
+"""Elements of a chunk in those runs."""
 WARM_UP = 4
 """First steps that are left out of a run's range."""
 
@@ -292,7 +293,7 @@ def idle_link(kept_run: KeptRun, step_seconds: float) -> float:
     computes = [costs.compute(unit) for unit in ("embed", *range(run.model.layers), "head")]
     waited = WAITS * plan.batch.accumulate * sum(part.backward_input + part.backward_weight for part in computes)
     rate, width = number(rate_both_ways(priced.machine)), state_bytes(plan.precision)
-    queued = kept_run.queued_copies / 2 * STAGED_ELEMENTS * width / rate
+    queued = kept_run.queued_copies / 2 * CHUNK * width / rate
     copies = plan.offload_fraction * parameter_count(run.model) * width / rate
     return max(0.0, copies + max(0.0, waited - queued) - step_seconds)
 

@@ -123,7 +123,7 @@ def test_tensors_have_the_bytes_of_the_memory_account(
     plan = replace(plan, offload_fraction=fraction, precision=replace(plan.precision, moments=moments))
     ((device_bytes, on_host),) = pool.run(bytes_by_place, 1, WIDE, plan)
     count = parameter_count(WIDE)
-    monkeypatch.setattr(tensor_bytes, "STAGED_ELEMENTS", STAGED)
+    monkeypatch.setattr(tensor_bytes, "staged_elements", lambda record: STAGED)
     predicted = fullest_rank_memory(WIDE, TRAIN, plan, cpu=True)
     assert device_bytes["weights"] == predicted["weights"] == 2 * count
     assert device_bytes["gradients"] == predicted["gradients"] == (2 if accumulation == "bf16" else 4) * count

@@ -23,7 +23,7 @@ from meshwright.optim.host import HostAdamW
 from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Moments
-from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
+from meshwright.workload.buffers import STAGING_BUFFERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
@@ -177,7 +177,7 @@ def test_narrow_moments_have_the_bits_of_the_reference(masters: bool, moments: M
 
 
 def test_chunks_are_copied_in_both_directions_at_the_same_time() -> None:
-    weights = {"weight": torch.zeros(24 * STAGED_ELEMENTS, device="cuda")}
+    weights = {"weight": torch.zeros(24 * 10 * (1 << 20), device="cuda")}
     optimizer = HostAdamW(weights, {"weight": 0.1}, {}, coefficients=Coefficients(BETAS, EPSILON))
     start, spans = torch.cuda.Event(enable_timing=True), []
 
@@ -227,7 +227,7 @@ def test_device_memory_is_freed_and_losses_are_equal(tmp_path: Path) -> None:
     assert [step["loss"] for step in offloaded] == pytest.approx([step["loss"] for step in on_device], rel=BOUND)
     count = parameter_count(load_resolved(tmp_path / "optimizer" / "config.yaml").model)
     # Master weights and moments go, weights in bf16 and the chunks come.
-    freed_bytes = 10 * count - STAGING_BUFFERS * 10 * STAGED_ELEMENTS
+    freed_bytes = 10 * count - STAGING_BUFFERS * 10 * (1 << 23)
     assert freed_bytes > 0 and peak(on_device) - peak(offloaded) == pytest.approx(freed_bytes, rel=0.1)
 
 

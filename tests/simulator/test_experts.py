@@ -16,7 +16,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, layer_parameters
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan
-from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
+from meshwright.workload.buffers import STAGING_BUFFERS, staged_elements
 
 MIXTRAL = from_plain(ModelSpec, MODEL_PRESETS["mixtral-8x7b"])
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
@@ -113,14 +113,14 @@ def test_an_offloaded_optimizer_takes_its_transfer_time_and_no_device_memory() -
     hidden = sum(unit_costs.compute(unit).forward for unit in ("embed", *range(31)))
     assert offloaded_seconds > 10 * on_device_seconds
     # The first chunks are fetched before the update.
-    staged = STAGING_BUFFERS * STAGED_ELEMENTS
+    staged = STAGING_BUFFERS * staged_elements(10)
     assert offloaded_seconds == pytest.approx((owned - staged) * 10 / 13e9 - hidden, rel=0.02)
     memory = memory_of(LLAMA, job(offloaded), offloaded, cpu=False)[0]
-    assert memory["optimizer"] == STAGING_BUFFERS * 10 * STAGED_ELEMENTS
+    assert memory["optimizer"] == STAGING_BUFFERS * 10 * staged_elements(10)
 
 
 def test_staging_makes_the_update_shorter_only_beyond_the_buffers_that_exist_in_any_case() -> None:
-    least = STAGING_BUFFERS * STAGED_ELEMENTS * 10 / 1e9  # gigabytes
+    least = STAGING_BUFFERS * float(staged_elements(10)) * 10 / 1e9  # gigabytes
 
     def update_seconds(gigabytes: float) -> float:
         offloaded = replace(plan({"shard": 8}, offload="optimizer", accumulate=8), offload_staging=gigabytes)

@@ -10,7 +10,7 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, layer_parameters, parameter_count
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.workload.activations import activation_bytes
-from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
+from meshwright.workload.buffers import STAGING_BUFFERS
 from meshwright.workload.plan_bytes import FRAMEWORK_BYTES, allocated, fullest_rank_memory, memory_by_rank
 from meshwright.workload.tensor_bytes import Formats
 
@@ -221,8 +221,8 @@ def test_an_offloaded_optimizer_leaves_bf16_shards_and_gradient_sums() -> None:
     """Master weights and moments are in host memory; bf16 shards for gathers and gradient sums stay on the device."""
     on_device, offloaded = (fullest_memory(plan({"shard": 4}, offload=offload)) for offload in ("none", "optimizer"))
     # A record: two fp32 moments and 16 bits of the master weight, which the kernel unpacks in registers.
-    chunks = STAGING_BUFFERS * (4 + 4 + 2) * STAGED_ELEMENTS
-    assert 4 * BLOCK / 4 > STAGED_ELEMENTS, "a chunk is full even if only half of the blocks are offloaded"
+    chunks = STAGING_BUFFERS * (4 + 4 + 2) * (1 << 23)
+    assert 4 * BLOCK / 4 > 1 << 23, "a chunk is full even if only half of the blocks are offloaded"
     assert (2 * offloaded["weights"], offloaded["optimizer"]) == (on_device["weights"], chunks)
     assert all(offloaded[category] == on_device[category] for category in ("gradients", "gathered", "activations"))
     half = replace(
@@ -248,7 +248,7 @@ def test_an_offloaded_optimizer_leaves_master_weights_if_they_are_gathered() -> 
         )
         assert (offloaded["weights"], offloaded["optimizer"]) == (
             on_device["weights"],
-            STAGING_BUFFERS * 2 * STAGED_ELEMENTS * 4,
+            STAGING_BUFFERS * 2 * 10 * (1 << 20) * 4,
         )
 
 

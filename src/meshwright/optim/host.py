@@ -48,10 +48,10 @@ from meshwright.optim.copy_streams import CopyStreams
 from meshwright.optim.fused import Coefficients, StepInputs, new_count
 from meshwright.optim.host_snapshot import HostBuffers, SecondBuffers
 from meshwright.optim.packed_update import StepTable, update_segment
-from meshwright.optim.packing import MASTER, Packing
+from meshwright.optim.packing import BLOCK, MASTER, Packing
 from meshwright.spec.plan import Moments
 from meshwright.state.snapshot import SnapshotCopies
-from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
+from meshwright.workload.buffers import STAGING_BUFFERS, staged_elements
 
 LAUNCHED_AHEAD = 32
 """Chunks that the host launches on a GPU before they are needed, so that the link is busy while it launches other work.
@@ -102,7 +102,7 @@ class HostAdamW:
     `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none.
     `fraction` of the elements have their record in host memory, the first ones on the device. `staging` is the size of the staging buffers
     in bytes; at least `STAGING_BUFFERS` of them are allocated, or one for each streamed chunk. `chunk` is the most elements of a chunk: by
-    default `STAGED_ELEMENTS` on a GPU. `ahead` chunks are launched before they are needed: by default `LAUNCHED_AHEAD` on a GPU, none on a
+    default `staged_elements` on a GPU. `ahead` chunks are launched before they are needed: by default `LAUNCHED_AHEAD` on a GPU, none on a
     CPU, which does not run them beside the forward. Raises OutOfResources when host memory cannot be pinned.
     """
 
@@ -124,7 +124,9 @@ class HostAdamW:
         like = next(iter(parts.values()))
         self._device, self._dtype = like.device, like.dtype
         self._packing = Packing(bool(release), moments, like.dtype)
-        default = STAGED_ELEMENTS if self._device.type == "cuda" else CPU_CHUNK_ELEMENTS
+        default = CPU_CHUNK_ELEMENTS
+        if self._device.type == "cuda":
+            default = int(staged_elements(self._packing.bytes(BLOCK) / BLOCK))
         sizes = {name: part.numel() for name, part in parts.items()}
         self._chunks = plan_chunks(groups_in_order(sizes, decays), chunk or default)
         self._ahead = (LAUNCHED_AHEAD if self._device.type == "cuda" else 0) if ahead is None else ahead

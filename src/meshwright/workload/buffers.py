@@ -1,5 +1,11 @@
 """Numbers and sizes of the engine's buffers for transfers."""
 
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.workload.arrays import Array
+
 UNITS_IN_FLIGHT = 2
 """FSDP units with gathered weights at once, if these are freed after use: the computing unit and the next one."""
 RECEIVES_AHEAD = 2
@@ -14,13 +20,19 @@ BLOCK_SLOTS = 2
 
 The window is memory that all ranks have registered. It has one more slot, for the embedding or the head. See parallel/copy_engine.py.
 """
-STAGED_ELEMENTS, STAGING_BUFFERS = 1 << 23, 6
-"""Elements of a chunk of an offloaded optimizer (optim/host.py), and chunks on the device at once.
+STAGED_BYTES, STAGING_BUFFERS = 80 << 20, 6
+"""Bytes of a chunk of an offloaded optimizer (optim/host.py), and the least chunks on the device at once.
 
-Copies of 32 MiB reach the link's full rate. One chunk is copied out, one is updated, the others are copied in.
+Copies of 32 MiB reach the link's full rate, but the host takes up to 0.75 ms to launch the copies and the update of a chunk, in which the
+link copies 36 MB. One chunk is copied out, one is updated, the others are copied in.
 """
 TOKEN_SLOTS = 2
 """Slots of the window in which tensor ranks copy tokens; each holds the hidden vectors of a micro-batch.
 
 With two slots one synchronisation per exchange suffices (`PeerMemory`, parallel/peers.py).
 """
+
+
+def staged_elements(record: Array) -> Array:
+    """Elements of a chunk whose record has `record` bytes an element: whole groups of 65,536."""
+    return np.floor(STAGED_BYTES / np.asarray(record) / (1 << 16)) * (1 << 16)

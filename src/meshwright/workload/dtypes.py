@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.spec.plan import Accumulation, LayerStrategy, Linear, Plan, Precision
-from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
+from meshwright.workload.buffers import STAGING_BUFFERS, staged_elements
 from meshwright.workload.groups import shard_size
 
 GB = 1e9
@@ -33,7 +33,8 @@ def state_bytes(precision: Precision) -> float:
 
 def staging_bytes(gigabytes: float, precision: Precision) -> float:
     """Bytes of the staging buffers for `plan.offload_staging` gigabytes: at least those of six chunks (`optim/host.py`)."""
-    return max(GB * gigabytes, STAGING_BUFFERS * STAGED_ELEMENTS * state_bytes(precision))
+    record = state_bytes(precision)
+    return max(GB * gigabytes, STAGING_BUFFERS * float(staged_elements(record)) * record)
 
 
 def summed_bytes(precision: Precision, accumulation: Accumulation) -> int:

@@ -17,10 +17,10 @@ from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import (
     BLOCK_SLOTS,
     RECEIVES_AHEAD,
-    STAGED_ELEMENTS,
     STAGING_BUFFERS,
     TOKEN_SLOTS,
     UNITS_IN_FLIGHT,
+    staged_elements,
 )
 from meshwright.workload.optimizer_work import MUON_BUFFERS
 
@@ -179,7 +179,7 @@ def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     """Bytes of the categories that are the same at every moment."""
     stream = rank.tokens * rank.hidden * formats.compute
     on_device = 1 - rank.offloaded_share
-    chunk_elements = np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
+    chunk_elements = np.minimum(staged_elements(formats.record), rank.owned * rank.offloaded_share)
     records = rank.owned * rank.offloaded_share * formats.record
     staged = np.minimum(formats.staging, records * formats.offload_fraction)
     staged = np.maximum(staged, STAGING_BUFFERS * formats.record * chunk_elements)
