@@ -176,7 +176,7 @@ class Stage:
         self.culprit = Culprit(cause, rank, host)
 
     def expect_straggler(self, rank: int) -> None:
-        """From now on the straggler analysis has to name this rank, with one of `SLOW_RANK_CAUSES`.
+        """Expect that the straggler analysis of the following steps names this rank, with one of `SLOW_RANK_CAUSES`.
 
         It need not if the rank computed for less than `COMPUTE_SHARE` of the steps before, or if ranks wait for each other inside
         compute.

@@ -222,7 +222,7 @@ class BackgroundSaver:
         return self._current is None or self._current.join(seconds)
 
     def close(self) -> None:
-        """Let the writer finish what it has and end."""
+        """Let the writer complete its saves and end."""
         if self.writer is not None:
             self.writer.close()
 

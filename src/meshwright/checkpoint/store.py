@@ -334,7 +334,7 @@ def _names_up_to(at_most: int | None, paths: Sequence[Path]) -> list[str]:
 
 
 def _detached(tensors: Mapping[str, LocalTensor]) -> dict[str, Any]:
-    """The same memory without autograd, in the form that DCP accepts."""
+    """Return the memory of the tensors without autograd, in the form that DCP accepts."""
     return {
         name: tensor.detach() if isinstance(tensor, Tensor) else DCPParts(tensor) for name, tensor in tensors.items()
     }

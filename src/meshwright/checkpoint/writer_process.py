@@ -21,7 +21,7 @@ from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, MeshwrightError, Ou
 SILENT_SECONDS = 30.0
 """A writer that sends no heartbeat for so long is killed: it was stopped, or its host is overloaded."""
 STALLED_SECONDS = 300.0
-"""The same for a writer that lives and writes nothing: its storage hangs."""
+"""A writer that sends heartbeats and writes nothing for so long is killed: its storage hangs."""
 
 log = logging.getLogger("meshwright")
 

@@ -40,7 +40,7 @@ class EngineJob:
     weights: WeightFormat | None
     kv_cache: Fp8 | None
     experts: ExpertRanks
-    """With several, these are the ranks."""
+    """Ranks that share the experts; if there are several, these are the ranks of the engine."""
 
 
 def continue_prompts(job: EngineJob, environment: RankEnvironment) -> list[list[int]]:

@@ -64,7 +64,10 @@ def _pipeline(run: RunValues) -> int:
 
 
 def _kept(run: RunValues) -> Iterator[Mistake]:
-    """No collective of one micro-batch: units stay gathered and gradients whole, or the order is layered."""
+    """Yield the mistakes of settings by which one micro-batch has a collective of its own.
+
+    Units must stay gathered and gradients whole, or the order must be layered.
+    """
     schedule, allowed = run("plan.schedule"), schedules_of(_pipeline(run))
     if schedule not in (None, *allowed, *REFUSED_SCHEDULES):
         yield run.mistake("plan.schedule", f"{_either(allowed)}, as plan.hybrid is {run('plan.hybrid')}", SCHEDULES[0])

@@ -110,7 +110,7 @@ class Constants:
     sync_ms: Array
     """Time that each doubling of the number of nodes adds to a step, milliseconds."""
     moe_yearly: Array
-    """As `yearly`, for the cost of routing outside matrix products."""
+    """Yearly speed-up, as `yearly`, of routing outside matrix products."""
     moe_us: Array
     """Host time that each expert of a rank adds to a layer, microseconds."""
     moe_passes: Array
@@ -122,7 +122,7 @@ class Constants:
     Own engine: measured 0.485 over 0.471 s (benchmarks/results/2026-11-23-levers-one-gpu-H200.jsonl).
     """
     net_tax: Array = 0.05
-    """As `overlap_tax`, for communication across nodes, which takes longer and uses fewer multiprocessors of the device."""
+    """Value of `overlap_tax` for communication across nodes, which takes longer and uses fewer multiprocessors."""
     own_engine: Array = 0.0
     """1 for this program's engine, 0 for other stacks.
 

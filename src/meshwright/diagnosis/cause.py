@@ -29,13 +29,13 @@ from meshwright.diagnosis.what_if import typical_transfers
 FLAGGED_CONTRIBUTION = 0.02
 """A part that adds less than this share to the ideal step time is no straggler."""
 FLAGGED_JITTER = 0.1
-"""The same for compute times that vary without a pattern: a straggling job in the paper is 10% slower than ideal."""
+"""Least contribution of compute times that vary without a pattern: a straggling job in the paper is 10% slower than ideal."""
 SIGNIFICANT = 4.0
 """A steady excess must be this many standard errors, estimated from its variation over the steps."""
 CORRELATED = 0.9
 """Correlation of forward and backward of the same micro-batch from which the paper concludes unequal sequences."""
 WORK_CORRELATED = 0.7
-"""The same of compute time and recorded attention work, to which only a part of the time is proportional."""
+"""Least correlation of compute time and attention work for unequal sequences; only a part of the time is proportional."""
 ONE_RANK_SHARE = 0.75
 """If one rank (or host) has at least this share of the varying part's squared excesses, it is the cause, not the data."""
 CHANCE = 0.125
@@ -49,7 +49,7 @@ class Finding:
     """A part of the recorded durations and what it adds to the ideal step time."""
 
     cause: str
-    """As in docs/design/diagnosis.md.
+    """Cause as in docs/design/diagnosis.md.
 
     `host` without a stage: the ranks of a host are slow. `host` with a stage: the host thread of a rank launches late.
     """

@@ -127,7 +127,7 @@ class OperationTable:
         return OperationTable(**columns, host_of_rank=self.host_of_rank)
 
     def with_times(self, start_ns: np.ndarray, duration_ns: np.ndarray) -> OperationTable:
-        """The same operations at other times."""
+        """Return the operations with other times."""
         return replace(self, start_ns=start_ns, duration_ns=duration_ns)
 
     def last_steps(self, count: int) -> OperationTable:

@@ -37,7 +37,7 @@ class MeasuredSteps:
     launch_delay: np.ndarray
     """Time between the end of an operation's last dependency and its start."""
     step_seconds: np.ndarray
-    """From the first start to the last end over all ranks, (step)."""
+    """Time from the first start to the last end over all ranks, (step)."""
     rank: np.ndarray
     """Global rank, (stage, dp)."""
     virtual_stage: np.ndarray

@@ -68,7 +68,7 @@ def rotate_write(
 
 @triton.jit
 def _load_halves(source, half: tl.constexpr, used) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of the heads at `source`."""
+    """Load both halves of the heads at `source`."""
     return tl.load(source, mask=used, other=0.0), tl.load(source + half, mask=used, other=0.0)
 
 
@@ -76,7 +76,7 @@ def _load_halves(source, half: tl.constexpr, used) -> tuple[tl.tensor, tl.tensor
 def _rotate(
     source, angle, cosines, sines, half: tl.constexpr, used, ROTARY: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of the rotated heads at `source`, computed in fp32 and rounded once."""
+    """Return both halves of the rotated heads at `source`, computed in fp32 and rounded once."""
     first, second = _load_halves(source, half, used)
     if ROTARY:
         cos, sin = tl.load(cosines + angle), tl.load(sines + angle)

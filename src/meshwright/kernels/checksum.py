@@ -18,7 +18,7 @@ COLUMNS = 1024
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:
-    """Both sums of each tensor: int64 `(tensors, 2)` on the tensors' device, from one read of each.
+    """Return two sums of each tensor: int64 `(tensors, 2)` on the tensors' device, from one read of each.
 
     The word with index i has the weight 1 + 2·(i modulo `COLUMNS`). Odd weights have inverses modulo 2⁶⁴, so no change of one word is lost.
     """

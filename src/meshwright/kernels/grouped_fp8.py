@@ -111,4 +111,4 @@ def _autograd_backward(ctx: Any, grad: Tensor, scale_grad: Tensor | None) -> tup
 
 _grouped_linear_fp8.register_autograd(_autograd_backward, setup_context=_setup_context)
 GROUPED_FP8_OPERATOR = torch.ops.meshwright.grouped_linear_fp8.default
-"""As `grouped.GROUPED_OPERATOR`."""
+"""Operator of grouped products in fp8, used as `grouped.GROUPED_OPERATOR`."""

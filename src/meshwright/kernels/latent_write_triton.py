@@ -59,7 +59,7 @@ def rotate_write_latents(
 
 @triton.jit
 def _rotated(source, cos, sin, used) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of the rotated pairs of neighbours at `source`, computed in fp32 and rounded once."""
+    """Return both halves of the rotated pairs of neighbours at `source`, computed in fp32 and rounded once."""
     first = tl.load(source, mask=used, other=0.0).to(tl.float32)
     second = tl.load(source + 1, mask=used, other=0.0).to(tl.float32)
     dtype = source.dtype.element_ty

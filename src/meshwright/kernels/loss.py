@@ -151,7 +151,7 @@ def _gradient_fused(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> tup
 
 
 def _gradient_eager(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[LossSums, Tensor]:
-    """The same with few eager kernels: one buffer is converted in place from log-probabilities to the gradient."""
+    """Return losses and gradient by few eager kernels; a buffer is converted in place from log-probabilities to the gradient."""
     buffer = torch.log_softmax(logits, dim=-1, dtype=accumulate_dtype(logits.dtype))
     column = targets.clamp_min(0)[:, None]
     valid = (targets >= 0)[:, None].to(buffer.dtype)

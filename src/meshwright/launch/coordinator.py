@@ -422,7 +422,7 @@ class Coordinator:
         return f"restart {len(self.state.incidents)} of {self._rules.policy.restarts} {self._source()}"
 
     def _source(self) -> str:
-        """From where the next attempt resumes, in words."""
+        """Source of the next attempt's state, in words."""
         state = self.state
         # `resume_at_most` is set if the newest checkpoint is left out, as the same failure has occurred twice after it.
         newest = state.restart.resume_at_most or max(state.checkpoints, default=0)

@@ -216,7 +216,7 @@ class _Link:
         revive: Callable[[], object],
         observe: Callable[[Sequence[RankState]], object] = lambda ranks: None,
     ) -> None:
-        """`revive` is called now and then: it starts again what runs beside the agent and has died.
+        """`revive` is called regularly: it starts processes beside the agent again that have died.
 
         `observe` receives the states of this host's ranks as often.
         """

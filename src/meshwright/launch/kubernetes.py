@@ -205,7 +205,10 @@ def _config_map(job: SchedulerJob, name: str) -> str:
 
 
 def _network_policy(name: str) -> Object:
-    """Only pods of the run reach each other: stores and NCCL listen on all addresses of a pod, without a token."""
+    """Return the policy by which only pods of the run reach each other.
+
+    Stores and NCCL listen on all addresses of a pod, without a token.
+    """
     pods = {"matchLabels": {JOBSET_NAME_LABEL: name}}
     return {
         "apiVersion": "networking.k8s.io/v1",

@@ -200,7 +200,7 @@ def _plan_file(job: ServingJob) -> Object:
 
 
 def _network_policy(job: ServingJob) -> Object:
-    """Servers and cache are reached by pods of the deployment only; clients reach the router."""
+    """Return the policy by which only pods of the deployment reach servers and cache; clients reach the router."""
     pods = {"matchLabels": {NAME_LABEL: job.name}}
     others = [{"key": COMPONENT_LABEL, "operator": "NotIn", "values": ["router"]}]
     return {

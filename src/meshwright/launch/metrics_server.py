@@ -33,7 +33,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return f"http://{f'[{host}]' if self.address_family == socket.AF_INET6 else host}:{port}/metrics"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no error of the run."""
+        """Ignore the error of a client that hangs up."""
 
 
 class MetricsRequest(BaseHTTPRequestHandler):
@@ -52,4 +52,4 @@ class MetricsRequest(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
+        """Log no requests."""

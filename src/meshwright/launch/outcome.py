@@ -79,7 +79,7 @@ def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
 
 
 def _messages(states: Sequence[RankState]) -> Iterator[str]:
-    """Each message once, with the number of its rank unless that is 0."""
+    """Yield each message once, with the number of its rank unless that is 0."""
     messages_seen: set[str] = set()
     for state in states:
         assert state.failure is not None, "only ranks with a message are listed"

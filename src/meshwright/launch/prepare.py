@@ -1,4 +1,4 @@
-"""From a loaded run file to a run folder from which ranks can start: data, plan, resume.
+"""Preparation of a run folder from a loaded run file, so that ranks can start: data, plan, resume.
 
 A run folder holds config.yaml (resolved), plan.yaml, environment.json, lease.json, assignment.json, metrics.jsonl,
 checkpoints/, logs/ and report.html.

@@ -1,4 +1,4 @@
-"""`RUN/progress.json`: where every rank of a supervised job is, written once a second while the job runs.
+"""`RUN/progress.json`: progress of every rank of a supervised job, written once a second while the job runs.
 
 The process of the coordinator writes it, in a thread: a storage that hangs delays neither supervision nor training.
 """

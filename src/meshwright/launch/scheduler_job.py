@@ -30,7 +30,7 @@ STOP_CODES = (EXIT_BAD_INPUT, EXIT_NO_RESOURCES, EXIT_DAMAGED, EXIT_NUMERICAL, E
 REQUEUE_CODES = (EXIT_PREEMPTED,)
 """Exit codes after which the scheduler starts the job again, without counting. It counts the starts after all others."""
 STOP_MARGIN_SECONDS = 15
-"""For the processes to end after the last checkpoint and the other ranks."""
+"""Seconds for the processes to end after the last checkpoint and the other ranks."""
 UNKNOWN_STEP_SECONDS = 60.0
 """Step time where none is predicted."""
 LONGEST_NOTICE = 65_535

@@ -68,7 +68,7 @@ class LoadReport:
     limits: str
     """The limits in words."""
     rates: Sequence[RateResult]
-    """By rate, ascending."""
+    """Results of the rates, by rate, ascending."""
     starts: Sequence[float]
     """Seconds at which each rate began."""
     timelines: Sequence[InstanceTimeline]

@@ -107,7 +107,7 @@ def _collectives(rank: int, actions: Sequence[Action], step: StepSpans) -> list[
 
 
 def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
-    """Both ends of every message; the k-th send of a channel matches its k-th receive."""
+    """Records of both ends of every message; the k-th send of a channel matches its k-th receive."""
     rank_of, records = schedule.rank_of, []
     for source, target in schedule.channels:
         sends = [

@@ -99,7 +99,7 @@ class Optimizer:
             self._host.release_master_weights()
 
     def defer_updates(self) -> None:
-        """From now on leave updates of state in host memory to `complete_updates`, which gathers of weights must call."""
+        """Leave later updates of state in host memory to `complete_updates`, which gathers of weights must call."""
         if self._host is not None:
             self._host.deferred = True
 

@@ -51,9 +51,9 @@ class SaveRates:
     """Rates of one rank's save in bytes per second, for machines on which they were measured."""
 
     write: float = WRITE_RATE
-    """From host memory to storage."""
+    """Rate from host memory to storage."""
     host_copy: float | None = None
-    """From host memory to host memory. None: `HOST_COPY_RATE` beside a GPU, and no prediction for CPU ranks."""
+    """Rate from host memory to host memory. None: `HOST_COPY_RATE` beside a GPU, and no prediction for CPU ranks."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _InMemory:
 
     @property
     def nothing_sent(self) -> float | None:
-        """Figure of what is sent to a partner host if that is nothing: 0 as replicas have it, None if other hosts keep nothing."""
+        """Figure of copies to a partner host where none are sent: 0 with replicas, None if other hosts keep nothing."""
         return None if self.choice is None else 0.0
 
 

@@ -65,7 +65,7 @@ class Choice:
     """The best plan over all devices or a part of them."""
 
     run: RunSpec
-    """With the cluster that the plan is for."""
+    """The run with the cluster that the plan is for."""
     answer: Answer
     idle: Idle | None = None
 

@@ -41,15 +41,15 @@ class Assumptions:
     """Assumed times and shares of failures, which a run file does not state; `--assume KEY=VALUE` replaces values."""
 
     detect_seconds: float = 1.0
-    """Until a dead process is detected."""
+    """Time until a dead process is detected."""
     host_detect_seconds: float = 10.0
-    """Until a dead host is detected."""
+    """Time until a dead host is detected."""
     hang_detect_seconds: float = 30.0
-    """Until a hang is detected, but at least the time of 3 steps plus 5 s."""
+    """Time until a hang is detected, but at least that of 3 steps plus 5 s."""
     restart_seconds: float = 30.0
-    """From detection until ranks can load their state: a guess for warm spare processes."""
+    """Time from detection until ranks can load their state: a guess for warm spare processes."""
     replace_seconds: float = 600.0
-    """Until the cluster supplies another host: ByteRobust's requeue takes 454 to 768 s (arXiv 2509.16293, table 7)."""
+    """Time until the cluster supplies a host: ByteRobust's requeue takes 454 to 768 s (arXiv 2509.16293, table 7)."""
     hang_share: float = 0.15
     """Share of all failures that are hangs."""
     host_share: float = 0.78
@@ -191,7 +191,7 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
 
 
 def host_loss_alternatives(model: FailureModel) -> Iterator[tuple[str, FailureModel]]:
-    """The same run with other answers to a lost host: no spares, fewer hosts meanwhile, and enough spares."""
+    """Yield the run with other answers to a lost host: no spares, fewer hosts meanwhile, and enough spares."""
     enough = max(1, spares_needed(model))
     yield "no spares, wait for a host", replace(model, spares=0, wait_seconds=None)
     yield "no spares, continue on fewer hosts", replace(model, spares=0, wait_seconds=0.0)

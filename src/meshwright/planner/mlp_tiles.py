@@ -1,4 +1,4 @@
-"""Whether feed-forward networks are computed in tiles, and why."""
+"""Tiles of feed-forward networks in a plan, and the reason for them."""
 
 from __future__ import annotations
 

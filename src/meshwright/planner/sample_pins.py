@@ -42,7 +42,7 @@ def with_hybrid_ranks(run: RunSpec, memory_bytes: int | None) -> tuple[RunSpec, 
 
 
 def _reason(choice: SampleChoice) -> str:
-    """How long steps with other slots take."""
+    """Return a sentence about the step times with other slots."""
     best, *others = choice.layouts
     longer = [
         f"{seconds_text(other.seconds - best.seconds)} longer with {slots_text(other.layout)}"

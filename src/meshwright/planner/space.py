@@ -153,7 +153,7 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
 
 
 def with_kernel_engines(run: RunSpec, space: Points) -> Points:
-    """The same points with NCCL kernels in place of copy engines, except where copy engines are pinned."""
+    """Return the points with NCCL kernels in place of copy engines, except where copy engines are pinned."""
     pins, zeros = pins_of(run), np.zeros(len(space.meshes))
     pins_by_column = {option.column: option.pin(pins) for option in COPY_OPTIONS}
     return replace(

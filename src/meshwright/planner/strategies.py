@@ -52,7 +52,7 @@ OFFLOAD_PAIRS: tuple[tuple[Offload, Offload], ...] = (("none", "activations"), (
 """Values of offload that differ in activations only: (without, with)."""
 
 PLAIN = Strategy(End(False, "none"), End(False, "none"))
-"""No reshard, no recompute, no offload."""
+"""Strategy without reshard, recompute and offload."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class BatchPolicy:
     ) -> list[bytes]:
         """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them, for requests without a salt.
 
-        `generation` of weights, None: that of now.
+        `generation` of weights, None: the current one.
         """
         return self._batch.prompt_digests(prompt, self._batch.generation if generation is None else generation, tail)
 
@@ -251,7 +251,7 @@ class BatchPolicy:
         return steps
 
     def complete(self, step: Step, tokens: Sequence[int] | None, stopped: Collection[int] = ()) -> None:
-        """Take in the results of a step without drafts.
+        """Process the results of a step without drafts.
 
         `tokens` are the new tokens of `step.sampling`, in that order; None stands for unknown ones, of a simulated step.
         `stopped` are numbers of requests for which the new token is the last.
@@ -267,7 +267,7 @@ class BatchPolicy:
         self._finish(step, stopped)
 
     def complete_drafts(self, step: Step, tokens: Sequence[Sequence[int]], stopped: Collection[int] = ()) -> None:
-        """Take in the results of a step with drafts: for each of `step.sampling`, the accepted draft tokens and one more."""
+        """Process the results of a step with drafts: for each of `step.sampling`, the accepted draft tokens and one more."""
         for index, (part, new) in enumerate(zip(step.sampling, tokens, strict=True)):
             if not 0 < len(new) <= (part.count if index < step.decodes else 1):
                 raise ValueError(f"request {part.request.number}: {len(new)} new tokens from a part of {part.count}")

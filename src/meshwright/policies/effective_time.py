@@ -30,10 +30,10 @@ class FailureClass:
     """Share of all failures."""
     detect_seconds: float
     restart_seconds: float
-    """From detection until the ranks can load their state."""
+    """Time from detection until the ranks can load their state."""
     load_seconds: float
     lag_seconds: float = 0.0
-    """From the moment a copy of the state is taken until this class of failures can use it."""
+    """Time from a copy of the state until this class of failures can use the copy."""
     loses_host: bool = False
 
     @property
@@ -151,9 +151,9 @@ class MeasuredFailure:
     name: str
     """Class of the failure, such as crash or hang."""
     detected_seconds: float
-    """From the failure until it was detected."""
+    """Time from the failure until it was detected."""
     restarted_seconds: float
-    """From detection until the first new step began."""
+    """Time from detection until the first new step began."""
     lost_seconds: float
     """Training that was repeated: lost steps × step time."""
 

@@ -52,7 +52,7 @@ class ReservedBlocks:
         return self._tables.get(index)
 
     def tables(self, index: int, count: int) -> list[list[int]] | None:
-        """The same for `count` blocks from block `index` on; None if any of them is not reserved or is filled."""
+        """Empty blocks by group for `count` blocks from block `index` on; None if any is not reserved or is filled."""
         tables = [self._tables[block] for block in range(index, index + count) if block in self._tables]
         return tables if len(tables) == count else None
 

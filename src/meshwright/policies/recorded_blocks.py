@@ -48,7 +48,7 @@ class RecordedPool(BlockPool):
 
 
 def recorded_blocks(cache: CacheBlocks, record: Callable[[Change], None]) -> CacheBlocks:
-    """The same blocks; `record` gets each change that is made through the returned object."""
+    """Return the blocks as an object of which `record` gets each change that is made through it."""
 
     def note(group: int, name: str, first: Any, *others: Any) -> None:
         if first:  # a change of no blocks needs no message

@@ -66,7 +66,7 @@ class RankPool:
     heads: int = 1
     """Key/value heads of a rank, which ranks of a sample that exchange tokens for heads divide."""
     slot_unit: int | None = None
-    """As in `spec.plan.SamplePlan`; it divides the capacities."""
+    """Tokens of which slots are a multiple, as in `spec.plan.SamplePlan`; they divide the capacities."""
 
     def slot_tokens(self, filled: np.ndarray) -> np.ndarray:
         """Tokens of slots in which samples have `filled` tokens, with the padding; same shape."""

@@ -38,7 +38,7 @@ class SpanLimits:
     end: float
     """Time by which ranks should end."""
     always_exchange: bool = False
-    """As in `sample_time.SampleTime`."""
+    """Whether heads are always exchanged, as in `sample_time.SampleTime`."""
 
     def ends(self, busy: float, longest: float, seconds: float) -> float:
         """Time at which a rank would end with a further slot of `seconds`."""

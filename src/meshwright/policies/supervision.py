@@ -239,7 +239,7 @@ def _patience(state: State, rules: Rules) -> float | None:
 
 
 def _without_hosts(state: State, waited: float, rules: Rules) -> Answer:
-    """No attempt is possible: wait for hosts for a limited time if some are excluded or have no plan, then end the job."""
+    """Wait for hosts while no attempt is possible, if some are excluded or have no plan; then end the job."""
     if not (state.excluded or state.unplannable) or waited < rules.return_seconds:
         return state, ()
     reasons = [f"host {exclusion.host} failed the self-test" for exclusion in state.excluded]
@@ -410,7 +410,7 @@ def _lose(state: State, host: str, cause: str, now: float, rules: Rules) -> Answ
 
 
 def _request_stop(state: State, code: int) -> Answer:
-    """No further attempt is prepared; ranks that run or are about to end by themselves, with a checkpoint."""
+    """Request the end of the job: prepare no attempt; ranks that run end by themselves, with a checkpoint."""
     if state.status in ("preparing", "running"):
         return state, ()
     state = replace(state, stop=state.stop or Stop(code))

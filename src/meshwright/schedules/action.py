@@ -124,7 +124,7 @@ def overlap(forward: Action, backward: Action) -> Action:
 
 
 def together(first: Action, second: Action) -> Action:
-    """The same forward, or the same backward, of two micro-batches, which share the device part by part."""
+    """Return one action for the same forward or backward of two micro-batches, which share the device part by part."""
     return first._replace(micro_batch=-1, pair=(first, second))
 
 

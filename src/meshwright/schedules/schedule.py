@@ -59,11 +59,11 @@ class Schedule:
         return tuple(action for action in self.actions[rank] if action.op in COMPUTE)
 
     def in_turns(self) -> Schedule:
-        """The same step, but each message is exchanged only when its receiver needs it: for a run's first step (`transfers`)."""
+        """Return the step with each message exchanged only when its receiver needs it, for a run's first step (`transfers`)."""
         return replace(self, actions=in_turns(self.rank_of, self.actions))
 
     def only(self, micro_batches: Sequence[int]) -> Schedule:
-        """The same step without the other micro-batches; these are then counted from 0."""
+        """Return the step without the other micro-batches; the remaining ones are counted from 0."""
         numbers = {micro_batch: number for number, micro_batch in enumerate(micro_batches)}
         actions = tuple(
             tuple(kept for action in rank_actions if (kept := _renumbered(action, numbers)) is not None)

@@ -44,7 +44,7 @@ def with_transfers(rank_of: Sequence[int], compute: Sequence[Sequence[Action]]) 
 
 
 def in_turns(rank_of: Sequence[int], actions: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """The same actions with each message exchanged only when its receiver needs it.
+    """Return the actions with each message exchanged only when its receiver needs it.
 
     All ranks' actions follow one total order, in which a message's send and receive are adjacent. So there is no deadlock even
     if each action blocks its host until the device has finished all earlier work.

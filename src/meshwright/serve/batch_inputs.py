@@ -38,7 +38,7 @@ class StepInputs(NamedTuple):
     slots: Tensor
     """`(groups, tokens)`: places of the tokens in the cache of each group; -1 for padding."""
     block_tables: tuple[Tensor, ...]
-    """For each group `(sequences, blocks)`."""
+    """Block tables of each group, `(sequences, blocks)`."""
     context_lengths: Tensor
     """`(sequences,)`: tokens of each request up to the end of this step; 0 for padding."""
     query_starts: Tensor

@@ -91,7 +91,7 @@ class LoneTokens(NamedTuple):
     """Each token of a step as a sequence of its own."""
 
     block_tables: tuple[Tensor, ...]
-    """For each group `(tokens, blocks)`."""
+    """Block tables of each group, `(tokens, blocks)`."""
     context_lengths: Tensor
     """`(tokens,)` int32: tokens of the text up to this one; 0 for padding."""
     starts: Tensor

@@ -26,7 +26,7 @@ class MicroBatchRunner(ModelRunner):
     """Computes steps in micro-batches; one with chunks of prompts is a single one."""
 
     micro_batches = 1
-    """The same on all ranks of a group."""
+    """Number of micro-batches of a step, the same on all ranks of a group."""
 
     def compute_nothing(self) -> None:
         """Take part in the exchanges of a step without tokens of this rank."""

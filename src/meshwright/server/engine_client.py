@@ -54,7 +54,7 @@ class Subscription:
         """Whether the client has gone."""
 
     def add(self, news: News) -> None:
-        """Take in news, and wake the reader."""
+        """Append news, and wake the reader."""
         self._news.append(news)
         if not self._whole or not self.unfinished:
             self.wake()

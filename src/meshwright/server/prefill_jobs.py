@@ -86,7 +86,7 @@ class PrefillJob:
         self.requests = list(requests)
         """The engine's numbers."""
         self.firsts: dict[int, list[Any]] = {}
-        """By the engine's number: tokens, reason, error and log probabilities."""
+        """First tokens, reason, error and log probabilities, by the engine's number."""
 
     @property
     def computed(self) -> bool:
@@ -105,7 +105,7 @@ class PrefillConnection:
         self.mapped_sender: MappedSender | None = None
         """Blocks that it copies out of the cache; None if it cannot."""
         self.jobs: dict[int, PrefillJob] = {}
-        """By the receiver's number, in the order of their arrival."""
+        """Jobs by the receiver's number, in the order of their arrival."""
         self.fetching: set[int] = set()
         """Numbers of prompts that are looked up in the store."""
         self.load_due = False

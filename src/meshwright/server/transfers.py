@@ -131,7 +131,7 @@ class Transfers:
         return True
 
     def _begin_fetched(self, request: Mapping[str, Any]) -> None:
-        """Go on with a request when its prompt has been looked up."""
+        """Continue a request after the look-up of its prompt."""
         ids = set(request["ids"])
         wanted = not ids <= self._unwanted
         self._fetching -= ids

@@ -58,7 +58,7 @@ class ExtentPool(BlockPool):
         self.blocks = self.free = self.empty = blocks - 1
         """`empty`: blocks without references and without content."""
         self._extents: dict[int, list[Extent]] = {}
-        """By piece, ascending."""
+        """Extents by piece, ascending."""
         self._released: list[tuple[int, int, Extent]] = []
         """A heap of extents that were idle once: the release, the order within it, and the extent."""
 

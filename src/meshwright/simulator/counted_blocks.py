@@ -23,9 +23,9 @@ class CountedBlocks(CacheBlocks):
         self.pool = ExtentPool(blocks)
         self.pools: list[BlockPool] = [self.pool]
         self.texts = texts
-        """By name."""
+        """Texts by name."""
         self._holders: dict[int, Holder] = {}
-        """By the identity of a request's tables."""
+        """Holders by the identity of a request's tables."""
 
     def text(self, digests: Sequence[bytes]) -> Text:
         """The text of a request; empty if it has no digests."""

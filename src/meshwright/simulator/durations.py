@@ -60,7 +60,7 @@ def end_with_slowdown(start: float, work: float, slow_intervals: Iterable[SlowIn
 
 
 def _disjoint(slow_intervals: Iterable[SlowInterval]) -> list[SlowInterval]:
-    """The same slowdown as sorted intervals without overlap; the largest factor applies where intervals overlapped."""
+    """Return the slowdown as sorted intervals without overlap; the largest factor applies where intervals overlapped."""
     intervals = sorted(slow_intervals)
     if all(first[1] <= second[0] for first, second in pairwise(intervals)):
         return intervals

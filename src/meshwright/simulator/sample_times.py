@@ -28,7 +28,7 @@ def sample_time(
 def time_with_constants(
     model: ModelSpec, machine: Machine, k: Constants, capacity: int, recompute: float = 0.0
 ) -> SampleTime:
-    """The same with the constants `k`.
+    """Return the time of samples on a machine, with the constants `k` of the cost model.
 
     The cost model gives the time at `capacity` tokens, a half and a quarter, without rounding to whole waves of tiles. Returns the
     quadratic through the three.

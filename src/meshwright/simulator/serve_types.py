@@ -70,7 +70,7 @@ class ServedDeployment:
     requests: Sequence[RequestTimes]
     instances: Sequence[InstanceFigures]
     seconds: float
-    """From the first arrival to the last end."""
+    """Seconds from the first arrival to the last end."""
     transferred_bytes: float = 0.0
     """Keys and values that moved between instances."""
     occupancy: Sequence[Sequence[Occupancy]] = ()
@@ -102,7 +102,7 @@ class ServedDeployment:
         return self.share(self.meets_ttft & self.meets_tpot)
 
     def attainment_within(self, scale: float) -> float:
-        """The same with both limits multiplied by `scale`."""
+        """Attainment with both limits multiplied by `scale`."""
         limits = self.limits
         return self.share((self.ttft <= scale * limits.ttft_seconds) & (self.tpot <= scale * limits.tpot_seconds))
 

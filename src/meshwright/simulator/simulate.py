@@ -53,7 +53,7 @@ class _RankState:
     """Index of the next action."""
     compute_free_at: float = 0.0
     lane_free_at: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By lane of collectives."""
+    """Time when each lane of collectives becomes free."""
     compute_seconds: float = 0.0
     closing_seconds: float = 0.0
     """Time in the gradient norm and the optimizer."""

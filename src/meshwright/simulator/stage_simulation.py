@@ -30,7 +30,7 @@ Message = tuple[int, int, int, int, int]
 
 
 Units = Sequence[Sequence[LayerStrategy]]
-"""By stage and unit."""
+"""Layer strategies by stage and unit."""
 
 
 class ActionSeconds(NamedTuple):
@@ -45,7 +45,7 @@ class ActionSeconds(NamedTuple):
     exposed_after: float = 0.0
     """Wait for collectives after the action's message is sent."""
     until_reduction: float = 0.0
-    """From the start to the first reduction; 0 without a reduction."""
+    """Seconds from the start to the first reduction; 0 without a reduction."""
     single_reduction: bool = True
     """Whether the action issues at most one reduction, at its end."""
     last_reduction: float = 0.0

@@ -30,7 +30,7 @@ from meshwright.spec.errors import EXIT_COMMUNICATION
 MOST_HOSTS = 8
 """Hosts played at most. The rate of failures is the whole job's, so further hosts would not change the result."""
 REQUEUE_SECONDS = 600.0
-"""From the end of a job whose restarts are exhausted until a scheduler starts it again."""
+"""Seconds from the end of a job whose restarts are exhausted until a scheduler starts it again."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Timeline:
     start_seconds: tuple[float, ...]
     """By rank, the start of its first forward."""
     window_seconds: float
-    """From the first forward to the end of the last backward and of the copy of its gradients, over all ranks."""
+    """Seconds from the first forward to the end of the last backward and of the copy of its gradients, over all ranks."""
     records: tuple[Record, ...]
 
     @property

@@ -85,7 +85,7 @@ class TrainSpec:
     z_loss: Annotated[float, Bound(at_least=0)] = 0.0
     """Weight of the mean squared log-sum-exp of the logits, which keeps them near 0 (PaLM uses 1e-4); 0 disables it."""
     router_z_loss: Annotated[float, Bound(at_least=0)] = 0.0
-    """The same for router logits, for each layer with experts (ST-MoE uses 1e-3)."""
+    """Weight of the mean squared log-sum-exp of router logits, for each layer with experts (ST-MoE uses 1e-3)."""
     loss_chunk: Positive = 4096
     """Tokens whose logits are computed at a time."""
     on_nonfinite: Literal["stop", "skip", "rollback", "rollback_skip"] = "stop"

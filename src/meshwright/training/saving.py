@@ -274,7 +274,7 @@ class Saver:
             self._reporter.event(self._session.step, f"no checkpoint of step {result.step}: {result.failure}")
 
     def close(self) -> None:
-        """Let the writer finish what it has and end."""
+        """Let the writer complete its saves and end."""
         if self._background is not None:
             self._background.close()
         if self._mirror is not None:

@@ -73,7 +73,7 @@ class Exchange:
     changed: Tensor
 
     def read_sums(self) -> list[list[list[int]]]:
-        """Both sums by rank and group; waits for them."""
+        """Return both sums by rank and group; waits for them."""
         if self.event is not None:
             self.event.synchronize()
         return self.sums.tolist()
@@ -120,7 +120,7 @@ class StateDigests:
         self._factors = torch.tensor(factors, dtype=torch.int64, device=self._device).view(-1, 1)
 
     def compute(self) -> Tensor:
-        """Both sums of each piece, on the device: `(pieces, 2)`."""
+        """Return both sums of each piece, on the device: `(pieces, 2)`."""
         if not self.pieces:
             return torch.zeros((0, 2), dtype=torch.int64, device=self._device)
         return digests([piece.elements for piece in self.pieces])

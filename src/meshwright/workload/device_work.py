@@ -32,9 +32,9 @@ NORM, ROPE = 8.0, 4.0
 embedding, per element of queries and keys.
 """
 SWIGLU, GELU = 8.0, 5.0
-"""The same of the activation, per element of the feed-forward width."""
+"""Elements that the activation reads and writes, per element of the feed-forward width."""
 EMBEDDING_AND_NORM = 12.0
-"""The same of embedding and final norm, per element of the residual stream."""
+"""Elements that embedding and final norm read and write, per element of the residual stream."""
 QUANTISE = {"linear": 4.0, "expert": 3.0, "router": 0.0}
 """Bytes per element quantised to fp8, by role of the product.
 

@@ -71,7 +71,7 @@ class Formats:
     block_states: Array = 2.0
     """State tensors of the optimizer per parameter of a block, in the stored dtype."""
     end_states: Array = 2.0
-    """As `block_states`, of embedding and head."""
+    """State tensors of the optimizer per parameter of embedding and head, in the stored dtype."""
     average: Array = 0
     """1 if a moving average of the weights is kept."""
     widens: Array = 0
