@@ -28,8 +28,8 @@ KEYS = {
 def question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A question whose answer takes a second: few finalists and requests."""
     for name, value in {
-        "COARSE_REQUESTS": 100,
-        "FINE_REQUESTS": 100,
+        "COARSE_REQUESTS": (100, 100),
+        "FINE_REQUESTS": (100, 100),
         "FINALISTS": 3,
         "COLOCATED_FINALISTS": 2,
         "RESAMPLES": 1,
@@ -74,6 +74,11 @@ def test_loose_limits_colocate_and_the_text_says_why(
     assert "on all 2" in text and re.search(r"the workload's own \S+ requests/s are \d+% of that", text)
     for heading in ("instances", "attainment by", "why this deployment", "colocated: ", "where the numbers come from"):
         assert heading in answer.out
+
+
+def test_devices_that_no_instance_uses_are_named(question: Path) -> None:
+    words = ["model=llama3-70b", "cluster.gpus_per_node=3", "serve.limits={ttft_seconds: 5, tpot_seconds: 0.5}"]
+    assert "on all 3, 1 of them idle" in " ".join(meshwright("plan", question, *words).out.split())
 
 
 def test_limits_below_one_step_name_what_a_request_needs(question: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from math import log
@@ -92,6 +93,22 @@ def test_devices_that_no_instance_fits_are_refused_with_how_many_would() -> None
             fit(least, devices)
 
 
+@pytest.mark.parametrize("devices", range(1, 8))
+def test_one_more_device_leaves_all_deployments_possible(devices: int) -> None:
+    def deployments(count: int) -> set[tuple[tuple[Role, int], ...]]:
+        run = load_run(None, ["model=qwen3-30b-a3b", "cluster.gpu=H200", f"cluster.gpus_per_node={count}"])
+        space = deployment_space(run.model, run.cluster, Quantisation(), lambda instance: None)
+        return {
+            tuple((instance.role, instance.tensor) for instance in deployment.instances for _ in range(instance.count))
+            for deployment in space.deployments
+            if deployment.runnable and deployment.instances[0].expert == 1
+        }
+
+    more = [Counter(deployment) for deployment in deployments(devices + 1)]
+    for deployment in deployments(devices):
+        assert any(Counter(deployment) <= larger for larger in more), deployment
+
+
 def grouped(expert: int, budget: int = 2048) -> Deployment:
     return Deployment(instances=(InstanceSpec(count=4 // expert, tensor=2, expert=expert, token_budget=budget),))
 
@@ -161,7 +178,7 @@ def test_the_band_of_a_cliff_ends_at_the_rate_that_fails() -> None:
 def test_the_choice_is_near_the_best_of_all_deployments(
     ttft: float, tpot: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"COARSE_REQUESTS": 400, "FINE_REQUESTS": 400}.items():
+    for name, value in {"COARSE_REQUESTS": (400, 400), "FINE_REQUESTS": (400, 400)}.items():
         monkeypatch.setattr(deployment_search, name, value)
     limits = ServeLimits(ttft_seconds=ttft, tpot_seconds=tpot)
     requests = workload_requests(Workload(rate=10.0, input_tokens=1500, output_tokens=20))

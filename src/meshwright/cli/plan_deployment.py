@@ -116,9 +116,10 @@ def _alternative(option: Option) -> dict[str, Any]:
 
 def headline(plan: ServePlan) -> str:
     """Goodput with its band, in a sentence."""
-    answer = plan.answer
-    rate, cluster = answer.chosen.goodput_per_gpu, plan.spec.cluster
-    whole = f", {rate_text(rate * cluster.ranks)} on all {cluster.ranks}" if cluster.ranks > 1 else ""
+    answer, ranks = plan.answer, plan.spec.cluster.ranks
+    rate, idle = answer.chosen.goodput_per_gpu, ranks - answer.deployment.devices
+    whole = f", {rate_text(rate * ranks)} on all {ranks}" if ranks > 1 else ""
+    whole += f", {idle} of them idle" if idle else ""
     return f"{rate_text(rate)} requests/s a GPU (80%: {rate_text(answer.low)} to {rate_text(answer.high)}){whole}"
 
 

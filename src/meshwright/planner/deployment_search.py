@@ -32,8 +32,8 @@ PLACEMENTS: tuple[Placement, ...] = ("colocated", "roles", "experts")
 """Colocated instances, instances with roles, and colocated ones with several groups of experts."""
 FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
-COARSE_REQUESTS, FINE_REQUESTS = 1000, 4000
-"""Requests of a simulation that compares finalists, and of one that gives the printed figures: bursts are rare."""
+COARSE_REQUESTS, FINE_REQUESTS = (1000, 3000), (4000, 8000)
+"""Requests of a simulation that compares finalists, and of one that gives the printed figures: at least and at most."""
 COARSE, FINE = 0.06, 0.015
 """Relative distance of rates at which the bisection ends: for finalists, and for the best of each kind."""
 RESAMPLES = 4
@@ -250,9 +250,10 @@ def _band(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> tuple[
     factor the new one is harder. Where all requests meet the limits up to a rate and few do above it, all factors are 1,
     and the goodput is known as exactly as the bisection is.
     """
-    beside = [search.point(chosen, factor * goodput.rate, FINE_REQUESTS) for factor in BAND_RATES]
+    count = search.count(goodput.rate, FINE_REQUESTS)
+    beside = [search.point(chosen, factor * goodput.rate, count) for factor in BAND_RATES]
     curve = replace(goodput, points=tuple(sorted((*goodput.points, *beside), key=lambda point: point.rate)))
-    attained = [search.point(chosen, goodput.rate, FINE_REQUESTS, seed).attainment for seed in range(1, RESAMPLES + 1)]
+    attained = [search.point(chosen, goodput.rate, count, seed).attainment for seed in range(1, RESAMPLES + 1)]
     rates = sorted([goodput.rate, *(goodput.rate**2 / curve.rate_at(attainment) for attainment in attained)])
     tail = (1 - BAND) / 2
     failing = min((point.rate for point in goodput.points if point.rate > goodput.rate), default=goodput.rate)

@@ -69,12 +69,11 @@ def _fitting_budgets(
 ) -> dict[int, list[int]]:
     """By tensor degree, the token budgets with which an instance fits.
 
-    Degrees divide the devices of a node; in a single node that none of these fits, others leave devices idle.
+    Degrees divide the devices of a node; in a single node others may leave devices idle.
     """
     per_node = cluster.ranks_per_node
-    budgets, reason = _budgets_of(model, divisors(per_node), check)
-    if not budgets and cluster.ranks == per_node:
-        budgets, _ = _budgets_of(model, [tensor for tensor in range(2, per_node) if per_node % tensor], check)
+    single = cluster.ranks == per_node
+    budgets, reason = _budgets_of(model, range(1, per_node + 1) if single else divisors(per_node), check)
     if not budgets:
         larger = [degree for degree in (2, 4, 8, 16, 32, 64) if degree > per_node]
         fitting = min(_budgets_of(model, larger, check)[0], default=None)

@@ -49,7 +49,8 @@ class RunningBatch:
     def next_head(self) -> Progress | None:
         """The head of the queue, unless it was refused and no block has been released since."""
         head = self.queue.head()
-        return None if head is self._refused and self._refused_releases == self._releases() else head
+        refused = head is not None and head is self._refused and self._refused_releases == self._releases()
+        return None if refused else head
 
     def _releases(self) -> int:
         return sum([pool.releases for pool in self.cache.pools])

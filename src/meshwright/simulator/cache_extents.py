@@ -165,20 +165,18 @@ class ExtentPool(BlockPool):
 
     def _between(self, text: Text, first: int, end: int) -> list[Extent]:
         """The extents of these blocks, which are split from those outside."""
-        found = []
+        found: list[Extent] = []
         for piece, begin, stop in text:
             if begin >= end:
                 break
             if stop <= first:
                 continue
             for extent in [*self._extents.get(piece, ())]:
-                if extent.end <= first or extent.first >= end:
-                    continue
-                if extent.first < first:
-                    extent = self._split(extent, first)
-                if extent.end > end:
-                    self._split(extent, end)
-                found.append(extent)
+                if extent.end > first and extent.first < end:
+                    inside = self._split(extent, first) if extent.first < first else extent
+                    if inside.end > end:
+                        self._split(inside, end)
+                    found.append(inside)
         return found
 
     def _split(self, extent: Extent, position: int) -> Extent:
