@@ -1,4 +1,4 @@
-"""A scenario of fault injection: what is promised, what disturbs the job, and how the promise is checked."""
+"""A scenario of fault injection: its promise, the disturbance of the job, and the check of the promise."""
 
 from __future__ import annotations
 

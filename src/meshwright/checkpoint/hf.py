@@ -54,7 +54,7 @@ DTYPES = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
 """dtypes in which weights can be exported: torch's and safetensors' name."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8, SCALES = "F8_E4M3", "_scale_inv"
-"""dtype of weights that have a scale for each block, and what the name of their scales ends with."""
+"""dtype of weights that have a scale for each block, and the suffix of the name of their scales."""
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

@@ -1,4 +1,4 @@
-"""Record of a snapshot in an arena: what a process that did not write it needs to load it. Torch-free."""
+"""Record of a snapshot in an arena, with which another process than its writer can load it. Torch-free."""
 
 from __future__ import annotations
 

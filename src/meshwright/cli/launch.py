@@ -92,7 +92,7 @@ def launch(
 
 
 def _write(out: Path | None, text: str, summary: str) -> None:
-    """Write the rendered text to a file and say what it is, or print it."""
+    """Write the rendered text to a file and print a line about it, or print the text."""
     from meshwright.durable.writes import write_durable
 
     if out is None:

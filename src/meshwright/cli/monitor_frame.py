@@ -111,7 +111,7 @@ def _heat_rows(heat: HeatMap, label: int, *, colours: bool) -> list[Text]:
 
 
 def _axis(heat: HeatMap, label: int) -> Text:
-    """The first and last step below the map, and what a cell stands for."""
+    """The first and last step below the map, and the meaning of a cell."""
     first, last = f"{heat.steps[0][0]:,}", f"{heat.steps[-1][1]:,}"
     groups = (max(last - first + 1 for first, last in numbers) for numbers in (heat.ranks, heat.steps))
     ranks, steps = groups
@@ -173,7 +173,7 @@ def _state_line(group: Sequence[RankActivity], *, exact: bool) -> Text:
 
 
 def _wait_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
-    """The rank that holds up the others, and who waits for whom."""
+    """The rank that holds up the others, and the ranks that wait for it."""
     culprit = snapshot.culprit
     if culprit is None:
         if snapshot.progress_seconds is None:

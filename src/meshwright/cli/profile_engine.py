@@ -76,7 +76,7 @@ def _question(path: Path | None, overrides: Sequence[str]) -> tuple[ModelSpec, Q
 
 
 def _dimensions(model: ModelSpec) -> ModelSpec:
-    """The dimensions without what else a section `model` has, and a vocabulary if the tokenizer's is not known."""
+    """The dimensions without the other keys of a section `model`, and a vocabulary if the tokenizer's is not known."""
     from dataclasses import fields
 
     from meshwright.spec.model import ModelSpec

@@ -37,7 +37,7 @@ from meshwright.workload.cache_size import (
 OTHER_BYTES = 1 << 30
 """Memory of a GPU that neither weights, cache nor a step take: the driver's context and graphs."""
 SUM_SECONDS, RANK_SECONDS = 7.1e-6, 1.6e-6
-"""Latency of a sum over two tensor ranks' fast links, and what each further rank adds.
+"""Latency of a sum over two tensor ranks' fast links, and the latency that each further rank adds.
 
 NCCL's on H200s in a CUDA graph. A CPU's is longer, but short beside its steps.
 """

@@ -83,7 +83,7 @@ def _fitted(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -
 
 
 def _launch_seconds(steps: Sequence[StepTime], whole_tokens: int) -> list[float]:
-    """Least squares of the launches: a constant, what decodes add, and what each chunk adds that begins a long prompt."""
+    """Least squares of the launches: a constant, the time for decodes, and that for each chunk that begins a long prompt."""
     shapes = [[1.0, float(step.decodes > 0), whole_chunks(step.chunks, whole_tokens)] for step in steps]
     seconds = [step.launch_seconds for step in steps]
     return np.maximum(0.0, np.linalg.lstsq(np.array(shapes), np.array(seconds), rcond=None)[0]).tolist()

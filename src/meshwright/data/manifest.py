@@ -1,4 +1,4 @@
-"""A prepared data directory: what it holds, how it is found, and whether its files are the ones that were written.
+"""The manifest of a prepared data directory: contents, look-up, and the check that its files are as written.
 
     manifest.json   this record          tokenizer.json   the tokenizer the shards were made with
     shard-00000.bin, .idx                tokens, in Megatron's format (data/indexed.py)

@@ -30,7 +30,7 @@ TRAIN_PREFIX = "train:"
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer, the exact bytes of its file, and what a manifest says of it."""
+    """A tokenizer, the exact bytes of its file, and its entry in a manifest."""
 
     tokenizer: Tokenizer
     content: bytes

@@ -38,7 +38,7 @@ class ShardVerifier:
                 self._thread = thread  # started: whoever reads it may join it
 
     def check(self) -> None:
-        """Raise what the thread has found so far: Damaged for contents that differ from the manifest."""
+        """Raise the error that the thread has found so far: Damaged for contents that differ from the manifest."""
         if self._failure is not None:
             raise self._failure
 

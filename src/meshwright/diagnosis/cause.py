@@ -46,7 +46,7 @@ EQUALLY_SLOW = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A part of the recorded durations and what it adds to the ideal step time."""
+    """A part of the recorded durations and the time that it adds to the ideal step time."""
 
     cause: str
     """Cause as in docs/design/diagnosis.md.

@@ -41,7 +41,7 @@ def read_operations(folder: Path, last_steps: int) -> tuple[OperationTable, list
 
 
 def compute_seconds(table: OperationTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ranks, steps, seconds): what each rank computed in each step, waits for others left out; seconds is (rank, step)."""
+    """(ranks, steps, seconds): compute of each rank in each step without waits for others; seconds is (rank, step)."""
     compute = table.select(table.is_type(*MODEL_COMPUTE_TYPES))
     ranks, row = np.unique(compute.rank, return_inverse=True)
     steps, column = np.unique(compute.step, return_inverse=True)

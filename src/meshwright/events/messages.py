@@ -46,7 +46,7 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """Waiting process to launcher: what the self-test found wrong; empty if nothing.
+    """Waiting process to launcher: the errors that the self-test found; empty without any.
 
     `failure` is about the device, `exchange` about exchanges with other ranks. Not `exchanged`: they ended with an error.
     """

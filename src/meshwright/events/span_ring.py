@@ -187,7 +187,7 @@ class SpanWriter:
             self.dropped += len(records)
 
     def close(self) -> None:
-        """Write what was handed over and close the file, in at most `CLOSE_SECONDS`."""
+        """Write the spans handed over and close the file, in at most `CLOSE_SECONDS`."""
         if self._thread is not None:
             try:
                 self._batches.put(None, timeout=CLOSE_SECONDS)

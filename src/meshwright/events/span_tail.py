@@ -1,4 +1,4 @@
-"""Reads what is new in the ring files of a start's ranks, within a limit of bytes for each call; torch-free.
+"""Reads the new spans in the ring files of a start's ranks, within a limit of bytes for each call; torch-free.
 
 A call reads the newest records first, then older ones in later calls, so that the first picture of a large job comes soon.
 """

@@ -1,4 +1,4 @@
-"""Copies of memory ranges with checksums of what was read, for cache blocks in memory that another process owns.
+"""Copies of memory ranges with checksums of the bytes read, for cache blocks in memory that another process owns.
 
 Ranges are given by address, since a process that maps another's memory has no tensor of it. The sums are those of `checksum.digests`, so
 that either side computes them alone. On CUDA one Triton kernel copies all ranges and computes their sums.

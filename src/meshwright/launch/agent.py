@@ -108,7 +108,7 @@ class Agent:
         self._collected = Evidence()
 
     def poll(self, seconds: float) -> None:
-        """Wait up to `seconds` for a message of a rank, and take what has arrived."""
+        """Wait up to `seconds` for a message of a rank, and process the messages that have arrived."""
         if self._test is not None:
             self._poll_test(self._test)
         if self._running is None:
@@ -141,7 +141,7 @@ class Agent:
         )
 
     def obey(self, directive: Directive) -> None:
-        """Do what the coordinator decided."""
+        """Carry out a directive of the coordinator."""
         self._job = directive.job
         self._collect(directive.evidence)
         if self._test is not None and (directive.order, directive.attempt) != ("test", self._test.attempt):

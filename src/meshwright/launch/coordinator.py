@@ -157,7 +157,7 @@ class Coordinator:
         self._stop = number
 
     def receive(self, report: Report) -> Directive:
-        """Take an agent's report and return what the agent does now."""
+        """Process an agent's report and return the agent's directive."""
         if self._finished is not None and report.job == self._finished.job:
             return exit_directive(self._finished)
         now = self._clock()
@@ -167,7 +167,7 @@ class Coordinator:
         return replace(self._directive(report.host), job=self.state.job, evidence=self._evidence)
 
     def tick(self) -> None:
-        """Decide what follows from the passing of time. Called several times a second."""
+        """Apply the events that the passing of time causes. Called several times a second."""
         now = self._clock()
         if now - self._ticked > STOPPED_SECONDS:  # this process was stopped, and reports could not arrive
             self._watch.resume(now)
@@ -328,7 +328,7 @@ class Coordinator:
         self._apply(Prepared(self.state.attempt), now)
 
     def _apply(self, event: Event, now: float) -> None:
-        """Decide what follows an event, keep the new state, and carry out the actions."""
+        """Apply an event to the state, store the new state, and carry out the actions."""
         before = self.state
         self.state, actions = decide(before, event, now, self._rules)
         state = self.state

@@ -1,4 +1,4 @@
-"""Incidents of a run: which rank caused a failure, what it did, who waited for it, and what followed.
+"""Incidents of a run: the rank that caused a failure, its activity, the waiting ranks, and the reaction.
 
 The coordinator writes `RUN/incidents/NNNN-STEP/incident.json` before it ends the ranks; agents add `stacks/rank-R.txt`.
 """

@@ -56,7 +56,7 @@ class RunFigures:
 
 
 class FigureReader:
-    """Reads the figures of a run again and again; each call reads only what is new."""
+    """Reads the figures of a run again and again; each call reads only new lines."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -27,7 +27,7 @@ CATEGORIES: dict[str, str] = {
     "waiting_for_data": "steps waited for their batch",
     "idle": "no job ran, or rank 0 worked after the last step",
 }
-"""By category, what it counts."""
+"""Description of each category."""
 PAUSES = {"save": "saving", "validation": "productive", "rollback": "restarting"}
 """By kind of line, the category of its seconds."""
 

@@ -1,4 +1,4 @@
-"""The page of a load test: predicted beside measured attainment and latencies, and what each instance held over time."""
+"""The page of a load test: predicted and measured attainment and latencies, and each instance's occupancy over time."""
 
 from __future__ import annotations
 

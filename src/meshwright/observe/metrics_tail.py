@@ -60,7 +60,7 @@ class MetricsTail:
         self._clear()
 
     def update(self) -> None:
-        """Read what is new."""
+        """Read the new lines."""
         records, anew = self._lines.read()
         if anew:
             self._clear()

@@ -1,4 +1,4 @@
-"""The charts of a report, from the lines of metrics.jsonl, thinned to what a page can draw."""
+"""The charts of a report, from the lines of metrics.jsonl, thinned to as many points as a page can draw."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ class HostAdamW:
         )
 
     def _copy_device_state(self, target: Tensor) -> None:
-        """Copy what the records in host memory lack: records on the device, then the rounded weights by position."""
+        """Copy the state that the records in host memory lack: records on the device, then the rounded weights by position."""
         records = self._memory.device_records
         for piece in slices_within_parts(0, len(records)):
             target[piece].copy_(records[piece], non_blocking=True)

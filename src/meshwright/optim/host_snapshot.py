@@ -23,7 +23,7 @@ class SecondBuffers:
 
 
 class HostBuffers:
-    """The state after an update, as `HostState`: in `records` and, of what is on the device, in `copied` or else there."""
+    """The state after an update, as `HostState`: in `records`; state on the device in `copied`, or else still there."""
 
     def __init__(
         self,

@@ -126,7 +126,7 @@ def _(x: Tensor, group: str, ranks: int) -> Tensor:
 
 
 def _all_to_all(sent: Tensor, group: str) -> Tensor:
-    """Send `sent[rank]` to each rank; returns `(ranks, …)`, what each rank sent to this one."""
+    """Send `sent[rank]` to each rank; returns `(ranks, …)`, the tensors that the ranks sent to this one."""
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group_by_name(group))
     return received

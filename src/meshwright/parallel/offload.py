@@ -262,7 +262,7 @@ class ActivationOffload:
         return saved
 
     def end_forward(self, visit: Visit) -> None:
-        """Start to offload what the visit's forward saved."""
+        """Start to offload the tensors that the visit's forward saved."""
         if visit in self._saved:
             self._saved[visit].start_offload(self._span("offload", visit))
 

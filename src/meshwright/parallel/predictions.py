@@ -31,7 +31,7 @@ class PredictionLoss:
         self.loss.zero_()
 
     def add(self, losses: HeadLosses, valid: Tensor | None, routing: RoutingStatistics | None) -> Tensor:
-        """Add a micro-batch's losses; returns what they contribute to the step's loss, with the losses of routers.
+        """Add a micro-batch's losses; returns their part of the step's loss, with the losses of routers.
 
         Losses are divided by `valid`, the number of valid tokens over all ranks, or summed if it is None.
         """

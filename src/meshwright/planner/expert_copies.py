@@ -1,4 +1,4 @@
-"""Variants of a plan with copies and other owners of experts, where recorded loads say what they gain."""
+"""Variants of a plan with copies and other owners of experts, where recorded loads determine their gain."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class CacheBlocks:
         return whole if window is None else min(whole, -(-(window + chunk - 2) // size) + 1)
 
     def matching(self, digests: Sequence[bytes]) -> int:
-        """Length in blocks of the longest prefix of which all groups have cached what the next token attends to."""
+        """Length in blocks of the longest prefix for whose next token all groups have cached the attended blocks."""
         longest, consecutive = 0, [0] * len(self.pools)
         if None in self.windows:  # such a group needs all blocks of the prefix
             pool = self.pools[self.windows.index(None)]

@@ -48,7 +48,7 @@ class Unplannable:
 
 @dataclass(frozen=True)
 class SelfTestEnded:
-    """The self-test of `host` ended: what was wrong with the host itself, and with its exchanges; empty if nothing was."""
+    """The self-test of `host` ended, with errors of the host itself and of its exchanges; empty texts without errors."""
 
     attempt: int
     host: str

@@ -92,7 +92,7 @@ def pack_samples(
 
 
 def _new_slots(wanted: np.ndarray) -> Iterator[np.ndarray]:
-    """Whole slots for `wanted` ones, `(ranks,)`: as many as all want together, by largest remainders; then what each wants."""
+    """Yield whole slots for the `wanted` ones `(ranks,)`: by largest remainders with the sum rounded up; then each rounded up."""
     slots = np.floor(wanted).astype(np.int64)
     further = math.ceil(float(np.cumsum(wanted)[-1])) - int(slots.sum())
     slots[np.argsort(slots - wanted, kind="stable")[:further]] += 1

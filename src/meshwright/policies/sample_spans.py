@@ -47,7 +47,7 @@ class SpanLimits:
 
 @dataclass(frozen=True)
 class Spans:
-    """Samples on several ranks, in the order in which they were placed, and what they leave for others."""
+    """Samples on several ranks in the order of their placement, and the seconds that these take of each rank."""
 
     samples: list[int]
     first: list[int]

@@ -1,4 +1,4 @@
-"""The state of a supervised job, and what follows each event: which hosts train, when attempts begin and end.
+"""State machine of a supervised job: hosts that train, and the begin and end of attempts, by the events so far.
 
 An attempt is one start of all ranks. `decide` is a pure function of the state, an event and the time in seconds of any
 monotonic clock. The coordinator keeps the state in a file and carries out the actions.
@@ -354,7 +354,7 @@ def _grow(state: State, rules: Rules) -> Answer:
 
 
 def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
-    """Decide once what follows a failed attempt, and end its ranks."""
+    """Decide once on a restart or the end after a failed attempt, and end its ranks."""
     if state.status not in ("preparing", "running"):
         return state, ()
     if state.stop is not None:  # during the self-test before the end

@@ -78,7 +78,7 @@ class Drafter:
         return NO_DRAFTS
 
     def follow(self, packed: Packed) -> None:
-        """Compute what a draft model needs of a step, before the model computes it."""
+        """Run the draft model on a step, before the model computes it."""
 
     def check(self, packed: Packed, logits: Tensor, drawn: Tensor) -> CheckedStep:
         """Check the drafts of a step, if any, by its logits `(samples, vocab)` and the tokens `(samples,)` drawn from them."""

@@ -186,7 +186,7 @@ class Engine:
         return number
 
     def _prepare(self, request: TextRequest) -> tuple[Generation, Request]:
-        """The output of a request, and what the policy plans; raises as `submit`."""
+        """Return the generation of a request, and the policy's request; raises as `submit`."""
         ids, sampling, grammar = tuple(request.prompt), request.sampling, request.grammar
         check_request(ids, request.new_tokens, context=self.context, vocab=self.spec.vocab_size)
         if request.stop_strings and (self._tokenizer is None or not self.options.texts):

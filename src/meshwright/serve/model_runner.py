@@ -180,7 +180,7 @@ class ModelRunner:
         return cast("Tensor", add_and_norm(*self._residual(inputs), self._model.norm)[1])
 
     def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after all layers, `(1, tokens, hidden)`, and what is still to be added to it."""
+        """Return the residual stream after all layers, `(1, tokens, hidden)`, and the last output, not added to it yet."""
         self._step.inputs = inputs
         if self._host_decode is not None:
             self._host_decode.forget_text()

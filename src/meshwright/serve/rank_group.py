@@ -134,7 +134,7 @@ class RankEngine(Engine):
         self._load(folder)
 
     def close(self) -> None:
-        """Let `follow` return on the other ranks. Called on rank 0 when no step will follow; the engine is then of no use."""
+        """Let `follow` return on the other ranks. Called on rank 0 when no step will follow; the engine cannot be used afterwards."""
         if self._failure is None:
             self._send(end=True)
             self._messages.wait_for_acknowledgement()

@@ -26,7 +26,7 @@ TICK_SECONDS = 1.0
 
 
 class BlockStore:
-    """Blocks of one size. The least recently used of those that nobody reads makes room for a new one."""
+    """Blocks of one size. A new block replaces the least recently used one of those that no engine reads."""
 
     def __init__(self, block_bytes: int, most_bytes: int) -> None:
         self.block_bytes, self.slots = block_bytes, max(1, most_bytes // block_bytes)

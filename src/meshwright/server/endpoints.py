@@ -1,4 +1,4 @@
-"""The paths of the API: what each reads and answers."""
+"""Endpoints of the API: reading of their requests, and their answers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _RECEIVE_BYTES = 1 << 20
 
 
 class BadFrame(Exception):
-    """A message that no peer of this version sends; the connection is of no use after it."""
+    """A message that no peer of this version sends; the connection must be closed after it."""
 
 
 class Frame(NamedTuple):

@@ -67,7 +67,7 @@ class MappedReceiver:
 
     @classmethod
     def of_offer(cls, blocks: OwnBlocks | None, offer: Sequence[Mapping[str, Any]]) -> MappedReceiver | None:
-        """The end for what a sender offers; None if it cannot be mapped. Raises KeyError, TypeError or ValueError."""
+        """Return the receiver's end for a sender's offer; None if it cannot be mapped. Raises KeyError, TypeError or ValueError."""
         from meshwright.parallel.mapped_memory import NotMappable
 
         try:

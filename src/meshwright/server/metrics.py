@@ -16,7 +16,7 @@ _TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5)
 
 
 class ServerMetrics:
-    """Counts what the server does; times are those of the HTTP process, in seconds."""
+    """Counters and times of requests and tokens; times are those of the HTTP process, in seconds."""
 
     def __init__(self, model: str) -> None:
         self._labels = {"model_name": model}

@@ -109,7 +109,7 @@ class PrefillConnection:
         self.fetching: set[int] = set()
         """Numbers of prompts that are looked up in the store."""
         self.load_due = False
-        """Whether a report of the load waits until what was sent before has gone."""
+        """Whether a report of the load waits until earlier messages are sent."""
 
     @property
     def unacknowledged_blocks(self) -> int:
@@ -282,7 +282,7 @@ class PrefillJobs:
             self._end(connection, job)
 
     def after_step(self, updates: Sequence[Update]) -> list[Update]:
-        """Note the first tokens in the updates of a step, and send what is computed; returns the updates of other requests."""
+        """Note first tokens in a step's updates, and send the computed blocks; returns the updates of other requests."""
         others = []
         for update in updates:
             if update.number not in self._job_of_text:

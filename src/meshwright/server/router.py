@@ -408,7 +408,7 @@ class ServerConnection(asyncio.Protocol):
         self._release(keeps_open=False)
 
     def abort(self) -> None:
-        """End the connection; a request on it ends or goes elsewhere."""
+        """Close the connection; its request ends or is sent to another server."""
         if self._connected:
             self.transport.abort()
 

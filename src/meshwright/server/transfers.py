@@ -88,7 +88,7 @@ class Transfers:
         self.use_role(setup.role)
 
     def use_role(self, role: Role) -> None:
-        """Take new work by this role; what is under way goes on."""
+        """Take new work by this role; running work continues."""
         if self._sender is not None:
             self._sender.accepting = role != "decode"
             self._sender.report_load()
@@ -140,7 +140,7 @@ class Transfers:
             self._submit(request, None)
 
     def hand_in(self, number: int, prompt: Sequence[int]) -> None:
-        """Give the store what the engine computes of the prompt of its request `number`."""
+        """Hand the blocks that the engine computes for the prompt of its request `number` to the store."""
         if self._store is not None:
             self._store.hand_in(number, prompt)
 
@@ -150,7 +150,7 @@ class Transfers:
         self._receiver.abort(ids)
 
     def after_step(self, updates: Sequence[Update]) -> Sequence[Update]:
-        """Send what a step has computed for other engines; returns the updates of other requests."""
+        """Send the blocks that a step has computed for other engines; returns the updates of other requests."""
         if self._store is not None:
             self._store.after_step(updates)
         if self._sender is not None:

@@ -47,7 +47,7 @@ class LayoutTimes:
     """Times of a layout's micro-batches."""
 
     time: SampleTime
-    """Time of samples on a rank; `fixed` contains what each micro-batch takes beside its samples."""
+    """Time of samples on a rank; `fixed` contains the time of each micro-batch beside its samples."""
     ring: RingTime
     step_seconds: float
     """Seconds of a step beside its micro-batches: first gather, reduction of gradients, optimizer."""

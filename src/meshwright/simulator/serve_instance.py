@@ -57,7 +57,7 @@ class Instance:
         self.after_end: Callable[[int, float], None] = lambda number, now: None
         """Called for each request that ends."""
         self.between_steps: Action = lambda now: None
-        """Called when a step has ended and what was posted is done."""
+        """Called when a step has ended and the posted actions have run."""
         self._posted: list[Action] = []
         self._running: _Planned | None = None
         self._ahead: _Planned | None = None
@@ -92,7 +92,7 @@ class Instance:
         self.answered += 1
 
     def advance(self, now: float) -> None:
-        """End the step in flight, do what was posted, and begin the next step."""
+        """End the step in flight, run the posted actions, and begin the next step."""
         after_run = self._run_steps > 0
         if self._run_steps:
             self._end_run(self._run_steps)

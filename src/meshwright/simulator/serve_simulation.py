@@ -123,7 +123,7 @@ class _Simulation:
         self._prefills = [member for member in self._members if member.instance.role == "prefill"]
         self._prompts: dict[int, _Prompt] = {}
         self._events: list[tuple[float, int, int, Callable[[float], None] | None]] = []
-        """Time, 0 for what comes over a link and 1 for the end of a step, a number, and what happens."""
+        """Events: time, 0 for an arrival over a link and 1 for the end of a step, a number, and the event's function."""
         self._count = 0
         self._bytes = 0.0
 
@@ -194,7 +194,7 @@ class _Simulation:
         self._post(front, now, partial(self._submit if here else self._begin_elsewhere, number))
 
     def _submit(self, number: int, now: float) -> None:
-        """Queue a request at its front instance: whole, or what follows its first token."""
+        """Queue a request at its front instance: whole, or its continuation after the first token."""
         prompt = self._prompts[number]
         timed = prompt.times.request
         first = () if prompt.times.first_token > now else (0,)
@@ -294,7 +294,7 @@ class _Simulation:
         self._post(prompt.front, now, partial(self._enter, number, first, first + count, last))
 
     def _enter(self, number: int, first: int, end: int, last: bool, now: float) -> None:
-        """Put blocks that have come into the prefix cache; continue the text after the last of them."""
+        """Put received blocks into the prefix cache; continue the text after the last of them."""
         reserved = self._prompts[number].reserved
         assert reserved is not None
         if end > first:

@@ -1,4 +1,4 @@
-"""Times of simulated requests, and what follows from them for a deployment."""
+"""Times of simulated requests, and the figures of a deployment from them."""
 
 from __future__ import annotations
 

@@ -414,7 +414,7 @@ class _Compiler:
         return numbered
 
     def _exchange(self, forward: bool, stage: int, micro_batch: int, unit: int | None, number: int) -> list[Input]:
-        """The inputs that an action receives from another rank. Records the action as producer of what it sends."""
+        """The inputs that an action receives from another rank. Records the action as producer of its message."""
         rank_of, rank = self.rank_of, self.rank_of[stage]
         source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
         ends = (0, 0) if unit is None else (0, self.units[stage] - 1)

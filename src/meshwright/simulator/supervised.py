@@ -131,7 +131,7 @@ class _Job:
         return set(self.state.members) if self.state.status in ("preparing", "running") else set()
 
     def strike(self, failure: FailureClass) -> None:
-        """A failure: count what the run keeps, and schedule its detection and the return of a lost host."""
+        """Handle a failure: count the steps that the run keeps, and schedule its detection and the return of a lost host."""
         running = self.state.status == "running"
         if running and not self.failing and self.now > self.training_from:
             self._count(failure)

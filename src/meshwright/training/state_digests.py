@@ -48,7 +48,7 @@ class Coverage:
     total: int
 
     def text(self, every: int) -> str:
-        """The sentence about what a check every `every` steps covers."""
+        """The sentence about the coverage of a check every `every` steps."""
         share, host = self.replicated / self.total, self.host / self.total
         compared = (
             f"{share:.2%} of the state's bytes are compared with their copies on other ranks"

@@ -1,1 +1,1 @@
-"""Facts of the engine, without torch: what a plan makes it keep, compute and send."""
+"""Workload of the engine under a plan, without torch: tensors in memory, products and messages."""

@@ -19,7 +19,7 @@ class CopyOption:
     column: str
     """The column of a search that is 1 where copy engines carry the transfer."""
     transfer_name: str
-    """The name of what it transfers."""
+    """Name of the tensors that it transfers."""
     axes: tuple[AxisName, ...]
     """Axes between whose ranks it transfers."""
 
