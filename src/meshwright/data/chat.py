@@ -69,7 +69,7 @@ def read_chat_files(tokenizer: Path, template: Path | None) -> ChatFiles:
 
 
 class InexactTemplate(Exception):
-    """The text of a chat does not show which part of it a message is."""
+    """The range of a message in the text of a chat is not certain."""
 
 
 class ChatReader:

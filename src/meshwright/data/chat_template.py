@@ -100,7 +100,7 @@ def folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def copy_chat_files(source: Path, folder: Path) -> None:
-    """Copy what belongs to a tokenizer's chats, as far as `source` has it, and into `folder` as far as that does not."""
+    """Copy the files of a tokenizer's chats that `source` has and `folder` lacks."""
     for name in (TEMPLATE, TOKENIZER_CONFIG):
         if (source / name).is_file() and not (folder / name).exists():
             write_durable(folder / name, (source / name).read_bytes())

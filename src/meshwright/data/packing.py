@@ -68,7 +68,7 @@ class TokenStream:
         return self._starts[-1]
 
     def windows(self, seq_len: int) -> int:
-        """How many windows of `seq_len` inputs and one more target fit."""
+        """Number of windows of `seq_len` inputs and one more target that fit."""
         return max(len(self) - 1, 0) // seq_len
 
     def read(self, start: int, stop: int) -> np.ndarray:

@@ -72,7 +72,7 @@ class Slot:
     offloaded_layers: int = 0
     """Blocks of the model, from the first, whose activations are offloaded to host memory."""
     common: CommonNumber | None = None
-    """None if each rank counts its own slots."""
+    """Number in the common order of all ranks; None if each rank counts its own slots."""
 
     @property
     def divided(self) -> SamplePart | None:

@@ -125,7 +125,7 @@ class Source:
 
     @property
     def packing(self) -> PackingCounts | None:
-        """How the conversations of chats are packed; None for text."""
+        """Counts of the packed conversations of chats; None for text."""
         return self.layout.counts if isinstance(self.layout, ConversationWindows) else None
 
     def check_sizes(self) -> None:

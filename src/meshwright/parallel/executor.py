@@ -154,7 +154,7 @@ class _Step:
         self.gradient_offload = self.offload_of_gradients()
         self.reductions_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reduce_grad")
         self.frees_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reshard")
-        self.index = -1  # of the action in progress
+        self.index = -1  # index of the action in progress
         self.tokens = [batch.valid_tokens for batch in batches]
         self.host_blocks = self.rank_model.device.type == "cpu"
 

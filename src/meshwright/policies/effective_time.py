@@ -1,4 +1,4 @@
-"""Effective training time: the share of wall-clock time that advances a run which fails now and then, in closed form.
+"""Effective training time: the share of wall-clock time that advances a run with failures, in closed form.
 
 One checkpoint follows T seconds of training and costs δ seconds. Failures are a Poisson process with mean time M between
 them (wall-clock time; a failure may interrupt a recovery, which then starts again). Class c has the share p_c of all
@@ -172,7 +172,7 @@ class ScaledTime:
 def scale_measured(
     failures: Sequence[MeasuredFailure], shares: dict[str, float], mttf_seconds: float, checkpoint_share: float
 ) -> ScaledTime:
-    """Effective training time if failures as measured came once in `mttf_seconds`.
+    """Effective training time if the measured failures occurred once in `mttf_seconds`.
 
     `shares` is the share of each class among all failures, and sums to 1. `checkpoint_share` is the share of undisturbed
     training time that checkpoints took. Every failure takes its mean measured time, whatever the rate:

@@ -1,4 +1,4 @@
-"""How a job of several ranks ends: its exit code, and when the remaining ranks are stopped or killed.
+"""End of a job of several ranks: its exit code, and the time at which the remaining ranks are stopped or killed.
 
 Ranks are given by their exit codes, in rank order: the code that a rank reported, else that of its process (negative
 signal number if a signal killed it), None while it runs.

@@ -166,7 +166,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Note:
-    """Tell the operator `text`."""
+    """Show `text` to the operator."""
 
     text: str
 

@@ -17,7 +17,7 @@ class ReservedBlocks:
     """Empty blocks of a prompt, of the receiver: those from the end of its cached prefix on."""
 
     def __init__(self, cache: CacheBlocks, digests: Sequence[bytes], tokens: int | None = None) -> None:
-        """Count them; `take` takes them. The last block ends with the prompt's `tokens`; None: it is full."""
+        """Count the blocks; `take` reserves them. The last block ends with the prompt's `tokens`; None: it is full."""
         self._cache, self._digests = cache, digests
         self.cached = cache.matching(digests)
         """Blocks of the prompt that are cached."""

@@ -20,7 +20,7 @@ class RoutedInstance(Hashable, Protocol):
     """State of an instance that the routing rule reads."""
 
     requests: int
-    """Unfinished requests that it was given."""
+    """Unfinished requests that were sent to it."""
     answered: int
     """Requests that it has answered."""
 
@@ -33,7 +33,7 @@ class RequestRouting(Generic[InstanceT]):
 
     def __init__(self) -> None:
         self._instance_of: OrderedDict[Hashable, InstanceT] = OrderedDict()
-        """The instance that was given each prefix last."""
+        """Instance that received each prefix last."""
 
     def choose(
         self, instances: Sequence[InstanceT], prefixes: Sequence[Hashable] = (), prefix_tokens: float = 0.0

@@ -1,4 +1,4 @@
-"""Samples that fit on one rank: to ranks by work, and in a rank to time slots by tokens.
+"""Packing of samples that fit on one rank: to ranks by work, and inside a rank to time slots by tokens.
 
 A slot holds as many tokens as a micro-batch. Slots are opened for about as many tokens as ranks are to get beside the rooms that parts of
 long samples leave, which are filled first. A rank that would fill the last slot only a little gets none, and the others get its part, which
@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 import numpy as np
 
 LITTLE_FILL = 0.3
-"""Share of a slot below which a rank does without it."""
+"""Share of a slot below which a rank opens no further slot for its last samples."""
 FILL = 0.995
 """Share of a slot's tokens that samples of many lengths are expected to fill."""
 SLOT_BITS = 24

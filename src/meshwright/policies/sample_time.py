@@ -32,7 +32,7 @@ class SampleTime:
     exchange: float = math.inf
     """Seconds per token of a part to exchange tokens for heads (Ulysses), not overlapped; infinite: always a ring."""
     always_exchange: bool = False
-    """Exchange wherever the number of ranks divides the heads, even if a ring is faster."""
+    """Whether ranks exchange wherever their number divides the heads, even if a ring is faster."""
 
     def shared(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds `(S,)` of samples of `lengths` `(S,)` tokens, which ranks divide among them."""

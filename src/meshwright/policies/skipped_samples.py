@@ -1,4 +1,4 @@
-"""Samples that a run leaves out: which samples a step reads then.
+"""Samples that a run leaves out, and the samples that its steps read instead.
 
 Skipped samples are whole steps: ranges of global sample indexes, ascending, whose ends are positions between steps.
 """

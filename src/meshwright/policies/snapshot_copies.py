@@ -1,7 +1,8 @@
 """The part of a snapshot that is first copied within device memory, so that the next update waits less.
 
 The update runs in groups of parameters, and each group waits for the copy of its state. A copy within device memory takes a hundredth of
-the time of a copy to the host. Copied so are the groups that are updated first: their state then reaches the host last, from the buffer.
+the time of a copy to the host. The groups that are updated first are copied within the device; their state reaches the host last, from
+the buffer.
 """
 
 from __future__ import annotations

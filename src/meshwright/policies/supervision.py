@@ -85,7 +85,7 @@ class State:
     incidents: tuple[Incident, ...] = ()
     """Failures since the newest checkpoint was written, one for each failed attempt."""
     restart: Restart = field(default_factory=Restart)
-    """How the next attempt resumes."""
+    """Start of the next attempt: its delay, checkpoint and skipped step."""
     stop: Stop | None = None
     """Reason why no further attempt follows; None while one may."""
     not_before: float = 0.0
@@ -143,7 +143,7 @@ Answer = tuple[State, tuple[Action, ...]]
 
 
 def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
-    """The state after `event`, and what to do."""
+    """Return the state after `event`, and the actions to carry out."""
     match event:
         case _ if state.status == "finished":
             return state, ()

@@ -11,7 +11,7 @@ from meshwright.simulator.text_pieces import Text
 
 
 class CountedBlocks(CacheBlocks):
-    """`CacheBlocks` of one group without a window. Entries of its block tables mean nothing, only their number counts.
+    """`CacheBlocks` of one group without a window. Only the number of entries of its block tables counts, not their values.
 
     All digests of a request are the name of its text, the last one that of its prompt's end if that is meant.
     """
@@ -36,7 +36,7 @@ class CountedBlocks(CacheBlocks):
         return self.pool.cached_end(self.text(digests), 0, len(digests))
 
     def idle_matches(self, group: int, digests: Sequence[bytes], length: int) -> int:
-        """How many of these count as free."""
+        """Number of the blocks of `matching` that count as free."""
         return self.pool.idle_blocks(self.text(digests), length) if length else 0
 
     def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:

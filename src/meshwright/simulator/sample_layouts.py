@@ -15,7 +15,7 @@ from meshwright.spec.plan import SlotOffload
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """How samples are divided among ranks."""
+    """Division of samples among ranks."""
 
     ranks: int
     capacity: int

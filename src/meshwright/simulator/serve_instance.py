@@ -1,9 +1,9 @@
 """Instance of a deployment in simulated time: the engine's batching policy, and steps that take modelled seconds.
 
 An instance with overlap plans step n + 1 when the host has the tokens of step n - 1, as the engine does on a GPU; without, when step n
-ends. The host then launches it, and a step with a prompt takes it long: only behind the launch can it take in requests that have come,
-and tokens of step n unless the device computed them as fast as the host launched them. Identical steps of decodes are one event: they
-end early if something arrives (`BatchPolicy.extend`), so the times are those of single steps.
+ends. The host then launches it, which takes long for a step with a prompt. Only after the launch can it read requests that have
+arrived, and tokens of step n, unless the device computed them as fast as the host launched them. Identical steps of decodes are one
+event, which ends early if a request arrives (`BatchPolicy.extend`), so the times are those of single steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Action = Callable[[float], None]
 
 
 class _Planned:
-    """A planned step with what its cost depends on, which the policy changes when it plans the next one."""
+    """A planned step with the inputs of its cost, which the policy changes when it plans the next step."""
 
     __slots__ = ("chunks", "end", "ends_with_launch", "launched", "longest", "positions", "step")
 
@@ -75,7 +75,7 @@ class Instance:
         """Occupancy after each change; None if it is not recorded."""
 
     def post(self, now: float, action: Action) -> None:
-        """Do something when the host next takes in a step or has launched one, or at once if it does neither."""
+        """Run an action when the host next reads a step's tokens or has launched a step, or at once if it does neither."""
         self._posted.append(action)
         if self._running is None and self._ahead is None:
             self.wake = min(self.wake, now)
@@ -115,7 +115,7 @@ class Instance:
             self._begin_step(now)
 
     def _reads_first(self, running: _Planned) -> bool:
-        """Whether the host takes in the step that runs before it launches a prompt, as the device has ended it by then."""
+        """Whether the host reads the running step's tokens before it launches a prompt, as the device has ended it by then."""
         return self.costs.overlap and running.ends_with_launch and self.policy.prompts_wait
 
     def _begin_step(self, now: float) -> None:
@@ -149,7 +149,7 @@ class Instance:
         return planned
 
     def figures(self, seconds: float) -> InstanceFigures:
-        """How busy it was in the `seconds` of the simulation."""
+        """Figures of its use in the `seconds` of the simulation."""
         self._note_usage(seconds)
         policy, whole = self.policy, max(seconds, 1e-12)
         return InstanceFigures(
@@ -185,7 +185,7 @@ class Instance:
             self.after_end(ended.number, now)
 
     def _begin_run(self, now: float) -> bool:
-        """Let the step that begins stand for identical ones, if nothing that is known changes meanwhile."""
+        """Make the step that begins stand for identical ones, if no known event changes the batch meanwhile."""
         planned, policy = self._running, self.policy
         assert planned is not None
         if planned.chunks or not policy.extends(planned.step):

@@ -3,8 +3,8 @@
 A router gives each request to an instance (`policies.request_routing`). An instance of role `both` computes it whole. One of role
 `decode` reserves blocks for the prompt, in order of arrival, and has it computed by the prefill instance with the fewest
 prompt tokens to compute; after each chunk the full blocks move to the decode instance, and with the last block, which need not
-be full, the first token. Then the decode instance continues the text: it finds the blocks in its prefix cache. What concerns an
-instance happens between its steps.
+be full, the first token. Then the decode instance continues the text: it finds the blocks in its prefix cache. All
+actions at an instance run between its steps.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Simulation:
             heappush(self._events, (instance.wake, 1, member.index, None))
 
     def _at(self, now: float, happen: Callable[[float], None]) -> None:
-        """Let something happen later, before the steps that end at that time."""
+        """Schedule an event, before the steps that end at that time."""
         self._count += 1
         heappush(self._events, (now, 0, self._count, happen))
 

@@ -16,7 +16,7 @@ WARM_UP = 0.1
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Seconds, from the first arrival on, at which a request came so far; infinite before."""
+    """Times of a request's events in seconds since the first arrival; infinite before an event."""
 
     request: TimedRequest
     first_token: float = float("inf")
@@ -35,7 +35,7 @@ class RequestTimes:
 
 
 class InstanceFigures(NamedTuple):
-    """How busy an instance was."""
+    """Figures of an instance's use."""
 
     role: Role
     busy: float

@@ -74,7 +74,7 @@ class _Job:
         self.alive = {f"host-{index}" for index in range(self.rules.hosts + self.model.spares)}
 
     def after(self, seconds: float, event: Event) -> None:
-        """Let an event happen later."""
+        """Schedule an event."""
         self.steps += 1
         heapq.heappush(self.timers, (self.now + seconds, self.steps, event))
 
@@ -84,7 +84,7 @@ class _Job:
             self.take(Ready(host))
 
     def take(self, event: Event) -> None:
-        """Decide about an event and follow the decision."""
+        """Decide about an event and carry out the decision."""
         self.state, actions = decide(self.state, event, self.now, self.rules)
         for action in actions:
             self.follow(action)
@@ -104,7 +104,7 @@ class _Job:
                 self.after(REQUEUE_SECONDS, Ready(host))
 
     def play_until_failure(self) -> None:
-        """Let events happen until the next failure strikes."""
+        """Play events until the next failure occurs."""
         strike = self.now + self.random.expovariate(1 / self.model.mttf_seconds)
         while self.timers and self.timers[0][0] <= strike:
             self.now, _, event = heapq.heappop(self.timers)

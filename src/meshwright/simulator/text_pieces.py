@@ -43,7 +43,7 @@ class TextPieces:
     def texts(self, number: int) -> tuple[Text, Text]:
         """The text of a request with its new tokens, and its prompt with the block that this does not fill.
 
-        What it shares with others comes piece by piece, then one piece of its own.
+        The pieces that it shares with others come first, then one piece of its own.
         """
         request, size = self._requests[number], self._size
         shared, first = self._shared(number)

@@ -33,5 +33,5 @@ class BackgroundThread:
             future, function, arguments = self._calls.get()
             try:
                 future.set_result(function(*arguments))
-            except BaseException as error:  # raised where the result is asked for
+            except BaseException as error:  # raised where the caller reads the result
                 future.set_exception(error)

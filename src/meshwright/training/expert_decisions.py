@@ -201,7 +201,7 @@ class ExpertDecisions:
         if ready is not None:
             ready.synchronize()
         self._counts[step] = host.numpy().reshape(self.shape).astype(np.int64)
-        oldest = step - self._plan.window - 2 * DELAY  # the state of an earlier step may still be asked for
+        oldest = step - self._plan.window - 2 * DELAY  # a checkpoint of an earlier step may still need its state
         self._counts = {number: counts for number, counts in self._counts.items() if number > oldest}
         if self._costs is None:
             return self._initial
