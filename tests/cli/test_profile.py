@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.profile_engine import _question
 from meshwright.config.load import resolved_yaml
 from meshwright.config.profile_file import load_profile, to_json
 from meshwright.config.yaml_positions import dump_yaml
@@ -66,6 +67,13 @@ def test_a_measured_machine_prices_plans(capfd: pytest.CaptureFixture[str]) -> N
 def test_mistakes_are_reported_before_anything_is_measured(arguments: list[str], output: str) -> None:
     answer = meshwright("profile", *arguments)
     assert answer.code == 2 and output in answer.err
+
+
+@pytest.mark.parametrize("longest", [1, 128, 4096])
+def test_engines_of_any_context_are_measured(longest: int) -> None:
+    """The length of sequences in training, which no word gives here, does not matter."""
+    model, _, _ = _question(None, ["model=llama-nano", f"model.max_seq_len={longest}"])
+    assert (model.layers, model.max_seq_len) == (4, longest)
 
 
 @pytest.mark.slow

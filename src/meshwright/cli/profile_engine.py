@@ -72,7 +72,9 @@ def _question(path: Path | None, overrides: Sequence[str]) -> tuple[ModelSpec, Q
         )
     if path is None and not overrides:
         raise BadInput("profile --serve needs a model: a file with one, or e.g. model=llama3-8b")
-    return _dimensions(load_run(path, [*overrides, "cluster=auto"], detect=found_cluster).model), Quantisation(), here
+    unused = ["train.seq_len=1"] if path is None else []  # fits every model.max_seq_len
+    run = load_run(path, [*overrides, "cluster=auto", *unused], detect=found_cluster)
+    return _dimensions(run.model), Quantisation(), here
 
 
 def _dimensions(model: ModelSpec) -> ModelSpec:
