@@ -79,6 +79,7 @@ def test_engines_of_any_context_are_measured(longest: int) -> None:
 @pytest.mark.slow
 def test_the_engines_steps_join_a_machines_other_figures() -> None:
     Path("here.json").write_text(to_json(made_profile()))
+    machine = load_profile("here.json")
     words = [
         "profile",
         "--serve",
@@ -94,7 +95,7 @@ def test_the_engines_steps_join_a_machines_other_figures() -> None:
         assert answer.code == 0, answer.err
     assert "modelled ms" in answer.out
     result = load_profile("here.json")
-    assert result.products == made_profile().products
+    assert result.products and replace(result, engine=()) == replace(machine, engine=())
     (engine,) = result.engine
     assert (engine.model.layers, engine.model.max_seq_len, engine.overlap) == (4, 128, False)
     assert meshwright(*words, "--json").json["engine"]["model"]["layers"] == 4
