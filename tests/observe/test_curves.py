@@ -79,6 +79,7 @@ def test_a_value_range_is_never_empty_and_starts_where_it_should(curve, from_zer
 def test_one_spike_does_not_flatten_the_curve():
     curve = [1.0 + 0.01 * (i % 7) for i in range(200)]
     assert value_range([*curve, 500.0], from_zero=True)[1] < 2
+    assert value_range([*curve, 500.0], from_zero=True, outliers=True)[1] > 500
     falling = [10 * math.exp(-i / 300) + 2 for i in range(1000)]
     assert value_range(falling, from_zero=False)[1] > 12, "a loss that falls from high is no spike"
 

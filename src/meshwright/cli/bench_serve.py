@@ -17,6 +17,7 @@ import typer
 from meshwright.cli.options import Json, check_writable, model_folder, print_now, say
 from meshwright.cli.spread import check_deployment, cluster_here, model_in
 from meshwright.durable.writes import write_durable
+from meshwright.observe.number_text import duration
 from meshwright.observe.number_text import rate as rate_text
 from meshwright.spec.errors import BadInput, attach_key
 from meshwright.spec.fields import to_plain
@@ -327,7 +328,7 @@ class _Test:
 def _line(result: RateResult) -> str:
     predicted = "" if result.predicted is None else f", predicted {result.predicted.attainment:.1%}"
     figures = result.measured
-    times = f"{1e3 * figures.ttft_p90:.3g} ms, of TPOT {1e3 * figures.tpot_p90:.3g} ms"
+    times = f"{duration(figures.ttft_p90)}, of TPOT {duration(figures.tpot_p90)}"
     return f"{rate_text(result.rate)} requests/s: {figures.attainment:.1%} meet both limits{predicted}; p90 of TTFT {times}"
 
 

@@ -141,7 +141,7 @@ def rate_line(plan: ServePlan) -> str:
     needed, ranks = plan.devices_needed, plan.spec.cluster.ranks
     share = plan.rate / (plan.answer.chosen.goodput_per_gpu * ranks)
     more = f": it needs {needed:,} GPUs" if needed > ranks else ""
-    return f"the workload's own {rate_text(plan.rate)} requests/s are {share:.0%} of that{more}"
+    return f"the workload's own {rate_text(plan.rate)} requests/s are {share:,.0%} of that{more}"
 
 
 def search_line(answer: DeploymentAnswer) -> str:

@@ -80,17 +80,18 @@ def median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def value_range(values: Values, *, from_zero: bool) -> tuple[float, float]:
+def value_range(values: Values, *, from_zero: bool, outliers: bool = False) -> tuple[float, float]:
     """Limits of a y axis: around all values with a margin, or around 98% of them if the others are far higher.
 
-    Otherwise a spike or a first step with compilation would flatten the curve. An axis for a single value is centred on it.
+    Otherwise a spike or a first step with compilation would flatten the curve; with `outliers` all values are inside.
+    An axis for a single value is centred on it.
     """
     numbers = sorted(value for value in values if value is not None)
     if not numbers:
         return 0.0, 1.0
     low, high = numbers[0], numbers[-1]
     most_high, floor = numbers[int(0.98 * (len(numbers) - 1))], 0.0 if from_zero else numbers[int(0.02 * len(numbers))]
-    if len(numbers) >= 20 and high - floor > 3 * (most_high - floor) > 0:
+    if not outliers and len(numbers) >= 20 and high - floor > 3 * (most_high - floor) > 0:
         high = floor + 1.25 * (most_high - floor)
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)

@@ -129,7 +129,7 @@ def _lines(result: RateResult) -> list[tuple[str, ...]]:
 
 def _figures(figures: LatencyFigures) -> tuple[str, ...]:
     times = (figures.ttft_p50, figures.ttft_p90, figures.tpot_p50, figures.tpot_p90)
-    return (f"{figures.attainment:.1%}", *(f"{1e3 * seconds:.3g} ms" for seconds in times))
+    return (f"{figures.attainment:.1%}", *map(number_text.duration, times))
 
 
 def _role_timeline(report: LoadReport, gauge: str, title: str) -> str:
@@ -168,4 +168,5 @@ def _chart(
     )
     tables = {name: {"seconds": seconds} for name, (seconds, _) in curves.items()}
     unit = "requests, by rate tested" if gauge == "running" else "of its blocks, by rate tested"
-    return draw(Chart(key, title, unit, "short" if gauge == "running" else "percent", series), tables, axis)
+    chart = Chart(key, title, unit, "short" if gauge == "running" else "percent", series, outliers=True)
+    return draw(chart, tables, axis)

@@ -74,12 +74,14 @@ class Chart:
     from_zero: bool = True
     height: int = 200
     reference: tuple[str, float] | None = None
+    outliers: bool = False
+    """Whether the y axis includes values far above the others."""
 
     @cached_property
     def limits(self) -> tuple[float, float]:
         """Limits of the y axis."""
         levels = [self.reference[1]] if self.reference else []
-        return value_range([*self._drawn_values(), *levels], from_zero=self.from_zero)
+        return value_range([*self._drawn_values(), *levels], from_zero=self.from_zero, outliers=self.outliers)
 
     def y(self, value: float) -> float:
         """Pixels from the top; values outside of the axis are at its edge."""
