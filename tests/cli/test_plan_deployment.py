@@ -28,8 +28,8 @@ KEYS = {
 def question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A question whose answer takes a second: few finalists and requests."""
     for name, value in {
-        "COARSE_REQUESTS": (100, 100),
-        "FINE_REQUESTS": (100, 100),
+        "COARSE_REQUESTS": 100,
+        "FINE_REQUESTS": 100,
         "FINALISTS": 3,
         "COLOCATED_FINALISTS": 2,
         "RESAMPLES": 1,

@@ -17,7 +17,7 @@ from meshwright.costs.serve_costs import InstanceCosts, ServeCosts
 from meshwright.costs.serve_work import PromptPart
 from meshwright.costs.step_times import StepTimes
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
-from meshwright.planner.deployment_goodput import LIVES, GoodputSearch, RequestSample
+from meshwright.planner.deployment_goodput import GoodputSearch, RequestSample
 from meshwright.planner.deployment_space import TOKEN_BUDGETS, deployment_space
 from meshwright.simulator.serve_types import RequestTimes, ServedDeployment
 from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, ServeLimits, TimedRequest, Workload
@@ -55,7 +55,7 @@ def test_goodput_of_one_server_is_that_of_its_queue(estimate: float) -> None:
     times = accumulate(draw.expovariate(1.0) for _ in range(40_000))
     requests = [TimedRequest(time, 100, 1) for time in times]
     search = GoodputSearch(first_come_first_served, LIMITS, requests)
-    found = search.goodput(SINGLE, estimate, (len(requests), len(requests)))
+    found = search.goodput(SINGLE, estimate, len(requests))
     # So many requests estimate the attainment to about 0.3%, which is 2% of the rate.
     assert found.rate == pytest.approx(rate_of_md1(0.9), rel=0.05)
     assert found.binding == "ttft"
@@ -66,14 +66,14 @@ def test_a_rate_that_cannot_be_sustained_has_no_attainment() -> None:
     requests = workload_requests(Workload(rate=1.0, input_tokens=100, output_tokens=1))[:500]
     loose = replace(LIMITS, ttft_seconds=1000.0)
     search = GoodputSearch(lambda d, r: replace(first_come_first_served(d, r), limits=loose), loose, requests)
-    assert search.goodput(SINGLE, 1.0, (500, 500)).rate == pytest.approx(1 / SERVICE, rel=0.15)
+    assert search.goodput(SINGLE, 1.0, 500).rate == pytest.approx(1 / SERVICE, rel=0.15)
 
 
 def test_limits_that_no_rate_meets_give_no_goodput() -> None:
     tight = replace(LIMITS, ttft_seconds=SERVICE / 2)
     requests = workload_requests(Workload(rate=1.0, input_tokens=100, output_tokens=1))[:100]
     search = GoodputSearch(lambda d, r: replace(first_come_first_served(d, r), limits=tight), tight, requests)
-    assert search.goodput(SINGLE, 10.0, (100, 100)).rate == 0
+    assert search.goodput(SINGLE, 10.0, 100).rate == 0
 
 
 def test_a_sample_keeps_runs_of_requests_and_has_its_rate() -> None:
@@ -158,10 +158,3 @@ def test_degrees_that_do_not_fit_are_left_out() -> None:
 
     with pytest.raises(OutOfResources, match="no room"):
         deployment_space(RUN.model, RUN.cluster, Quantisation(), refuse)
-
-
-def test_simulations_are_long_beside_a_request() -> None:
-    limits = ServeLimits(ttft_seconds=1.0, tpot_seconds=0.05)
-    search = GoodputSearch(lambda deployment, requests: pytest.fail("no simulation"), limits, [TimedRequest(0, 9, 180)])
-    assert search.count(50.0, (1000, 4000)) == LIVES * 10 * 50
-    assert (search.count(1.0, (1000, 4000)), search.count(100.0, (1000, 4000))) == (1000, 4000)

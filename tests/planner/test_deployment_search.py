@@ -178,7 +178,7 @@ def test_the_band_of_a_cliff_ends_at_the_rate_that_fails() -> None:
 def test_the_choice_is_near_the_best_of_all_deployments(
     ttft: float, tpot: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"COARSE_REQUESTS": (400, 400), "FINE_REQUESTS": (400, 400)}.items():
+    for name, value in {"COARSE_REQUESTS": 400, "FINE_REQUESTS": 400}.items():
         monkeypatch.setattr(deployment_search, name, value)
     limits = ServeLimits(ttft_seconds=ttft, tpot_seconds=tpot)
     requests = workload_requests(Workload(rate=10.0, input_tokens=1500, output_tokens=20))

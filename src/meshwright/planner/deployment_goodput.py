@@ -17,11 +17,6 @@ BLOCKS = 8
 """Runs of consecutive requests that make a sample: arrivals stay as bursty as they are, and prefixes near each other."""
 SMALLEST_SHARE, LARGEST_SHARE = 1e-3, 1e3
 """Rates that are tried, as shares of the estimate; a deployment that fails even at the smallest has no goodput."""
-LIVES = 8
-"""Seconds of a simulation over those that a request takes at the limits, if its number of requests allows.
-
-Batches fill in one or two such times: shorter simulations give higher goodputs, the more so the more devices there are.
-"""
 SERVED_SHARE = 0.9
 """Share of the requests that have their first token when the last one arrives, at a rate that can be sustained."""
 
@@ -104,16 +99,16 @@ class GoodputSearch:
         self,
         deployment: Deployment,
         estimate: float,
-        bounds: tuple[int, int],
+        count: int,
         *,
         tolerance: float = 0.01,
         step: float = 1.25,
     ) -> Goodput:
         """Bisect the rate, from an estimate of it and a first factor, until two rates that meet and miss are within `tolerance`.
 
-        `bounds`: the fewest and the most requests of a simulation (`count`).
+        `count` requests are simulated (`RequestSample`).
         """
-        sample = RequestSample(self._requests, self.count(estimate, bounds))
+        sample = RequestSample(self._requests, count)
         points: list[RatePoint] = []
         low = high = 0.0
         best: ServedDeployment | None = None
@@ -134,12 +129,6 @@ class GoodputSearch:
                 step = min(4.0, step * step)
         points.sort(key=lambda point: point.rate)
         return Goodput(low, self._binding(points), tuple(points), best)
-
-    def count(self, rate: float, bounds: tuple[int, int]) -> int:
-        """Requests of a simulation at about this rate: those of `LIVES`, at least and at most `bounds`."""
-        new_tokens = sum(request.output_tokens for request in self._requests) / max(1, len(self._requests))
-        life = self._limits.ttft_seconds + new_tokens * self._limits.tpot_seconds
-        return min(bounds[1], max(bounds[0], int(LIVES * life * rate)))
 
     def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
         """Simulate `count` requests at one rate; a `seed` draws another sample of the requests."""
