@@ -88,6 +88,7 @@ def test_equal_requests_arrive_at_their_rate_and_share_whole_blocks() -> None:
     ("old", "new", "line", "key", "expected", "nearest"),
     [
         ("limits:", "limit:", 5, "serve.limit", "a key of serve", "limits"),
+        ("tpot_seconds", "tpot", 5, "serve.limits.tpot", "a key of serve.limits", "tpot_seconds"),
         ("0.01}", "0}", 5, "serve.limits.tpot_seconds", "number (> 0", None),
         ("0.01}", "0.01, attainment: 1.5}", 5, "serve.limits.attainment", "≤ 1", None),
         ("rate: 3, ", "", 4, "serve.workload", "a trace, or all of rate, input_tokens, output_tokens", None),

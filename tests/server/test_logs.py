@@ -34,8 +34,20 @@ def test_a_router_tells_when_a_server_becomes_ready_or_leaves(caplog: pytest.Log
 
     with caplog.at_level(logging.INFO, LOG):
         name = asyncio.run(check())
-    states = ["is ready, role decode", "is ready, role prefill", "is not ready"]
+    states = ["is not ready", "is ready, role decode", "is ready, role prefill", "is not ready"]
     assert [record.message for record in caplog.records] == [f"{name} {state}" for state in states]
+
+
+def test_a_router_tells_once_that_a_name_has_no_address(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        instances = Instances(["http://nowhere.invalid:80", "http://127.0.0.1:1"], 1, 1, 60)
+        for _ in range(2):
+            await instances.look()
+
+    with caplog.at_level(logging.INFO, LOG):
+        asyncio.run(check())
+    (first, second) = (record.message for record in caplog.records)
+    assert first.startswith("nowhere.invalid:80 has no address: ") and second == "127.0.0.1:1 does not answer"
 
 
 def test_requests_for_health_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:

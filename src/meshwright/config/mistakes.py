@@ -101,7 +101,8 @@ def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
     for table in (all_paths, _SYNONYMS if _has_model(cls) else {}):
         if word in table and str(table[word][0]) in hints_of(cls):
             return table[word]
-    close = get_close_matches(word, siblings, n=3, cutoff=0.6)
+    beginnings = [name for name in siblings if name.startswith(f"{word}_")]
+    close = get_close_matches(word, siblings, n=3, cutoff=0.6) or (beginnings if len(beginnings) == 1 else [])
     absent = [name for name in close if not document.has((*parent, name))]
     if close:
         # In a file a typo usually replaces a key that is absent; an override may mean a key that is present.

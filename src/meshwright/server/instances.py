@@ -49,7 +49,7 @@ class Instance:
     """Open connections without a request."""
     busy: set[Connection] = field(default_factory=set)
     """Connections with a request."""
-    logged: tuple[bool, str] = (False, "both")
+    logged: tuple[bool, str] | None = None
     """Health and role that were logged last."""
 
     @property
@@ -89,6 +89,8 @@ class Instances:
         self.all: dict[tuple[str, int], Instance] = {}
         self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
         """Addresses of each target when its name was last found."""
+        self._unknown: set[tuple[str, int]] = set()
+        """Targets without an address since the start that were logged."""
         self._routing: RequestRouting[Instance] = RequestRouting()
         self.known = asyncio.Event()
         """Set once a server takes requests or all were checked, so that the router does not wait for a server that hangs."""
@@ -123,9 +125,14 @@ class Instances:
     async def _refresh(self) -> None:
         """Look up the addresses of all host names; a server without an address ends its requests and gets no more."""
         for host, port in self._targets:
-            with contextlib.suppress(OSError, UnicodeError):  # the name server may be away for a while
+            try:
                 infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                self._addresses[host, port] = {(str(info[4][0]), port) for info in infos}
+            except (OSError, UnicodeError) as error:  # the name server may be away for a while
+                if (host, port) not in self._addresses and (host, port) not in self._unknown:
+                    self._unknown.add((host, port))
+                    log.info("%s:%d has no address: %s", host, port, getattr(error, "strerror", None) or error)
+                continue
+            self._addresses[host, port] = {(str(info[4][0]), port) for info in infos}
         found = {address for addresses in self._addresses.values() for address in addresses}
         for address in found - set(self.all):
             self.all[address] = Instance(*address)
