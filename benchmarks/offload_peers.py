@@ -7,7 +7,8 @@
 Every method trains in a process of its own: the same modules, initial weights and samples, micro-batches of one sequence, all blocks
 recomputed. `ours` clips by the norm and has fp32 masters; `ours-bf16` has bf16 moments. `fsdp2` has fp32 masters and moments, updates them
 on the host, and clips there. `torchao` has bf16 weights and moments, and does not clip: its fastest form. Prints and writes the median
-seconds of a step without the first ones, tokens/s, peak bytes of the device, and the losses. Methods that cannot run say why.
+seconds of a step without the first ones, tokens/s, peak bytes of the device, and the losses. Methods that cannot run say why; of a method
+that is stopped (--limit), the steps that had ended count.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import argparse
 import importlib.util
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bounded import run_for
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -40,7 +41,7 @@ from meshwright.spec.run import RunSpec
 OURS = {"ours": (), "ours-bf16": ("plan.moments=bf16",)}
 PEERS = ("fsdp2", "torchao")
 WARM_UP = 2
-"""Steps before those that are timed: compilation, pinning of host memory."""
+"""Steps before those that are timed: compilation, pinning of host memory. Of a stopped method with fewer the last step is timed."""
 RATE, CLIP = 1e-4, 1.0
 
 
@@ -59,16 +60,13 @@ def main() -> None:
         "plan.micro_batch=1", "plan.recompute=full", "plan.compute=bf16", "plan.offload=optimizer", "plan.offload_fraction=1",
     ]  # fmt: skip
     if options.peer:
-        print(json.dumps(train_peer(resolve_data(load_run(None, words), _no_note), options.peer)))
+        train_peer(resolve_data(load_run(None, words), _note), options.peer)
         return
     record: dict[str, Any] = {"benchmark": "offload_peers", "words": words, "environment": environment(), "results": []}
     for name in options.only.split(","):
         print(f"{name}: {options.steps} steps", file=sys.stderr, flush=True)
         start = time.perf_counter()
-        try:
-            result = measure(name, words, options)
-        except subprocess.TimeoutExpired:
-            result = {"method": name, "error": f"stopped after {options.limit:g} seconds (--limit)"}
+        result = measure(name, words, options)
         record["results"].append({**result, "seconds": time.perf_counter() - start})
         print(json.dumps(record["results"][-1]), flush=True)
         if options.out:  # after each method, so that a run that is stopped leaves the others
@@ -77,40 +75,50 @@ def main() -> None:
 
 def measure(name: str, words: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     """The result of one method, trained in processes of its own."""
-    if name in PEERS:
-        if name == "torchao" and importlib.util.find_spec("torchao") is None:
-            return {"method": name, "error": "torchao is not installed"}
-        given = [*options.words, "--steps", str(options.steps), "--peer", name]
-        command = [sys.executable, __file__, *given]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.limit)
-        if done.returncode:
-            return {"method": name, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
-        return {"method": name, **json.loads(done.stdout.splitlines()[-1])}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "meshwright", "train", "--runs", folder, "name=ours", *words, *OURS[name]]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.limit)
-        metrics = Path(folder) / "ours" / "metrics.jsonl"
-        if done.returncode:
-            return {"method": name, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
-        steps = [step for step in map(json.loads, metrics.read_text().splitlines()) if step.get("kind") == "step"]
-    run = load_run(None, words)
-    peak = max(step.get("memory_peak_bytes") or 0 for step in steps)
-    return {"method": name, **figures(run, [s["step_seconds"] for s in steps], [s["loss"] for s in steps], peak)}
+    if name == "torchao" and importlib.util.find_spec("torchao") is None:
+        return {"method": name, "error": "torchao is not installed"}
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        output, errors = folder / "output", folder / "errors"
+        command = [sys.executable, __file__, *options.words, "--steps", str(options.steps), "--peer", name]
+        if name in OURS:
+            command = [sys.executable, "-m", "meshwright", "train", "--runs", text, "name=ours", *words, *OURS[name]]
+        with output.open("w") as stdout, errors.open("w") as stderr:
+            code = run_for(command, options.limit, stdout, stderr)
+        lines = folder / "ours" / "metrics.jsonl" if name in OURS else output
+        steps = steps_of(lines.read_text() if lines.exists() else "")
+        reason = (errors.read_text().strip().splitlines() or ["no output"])[-1][:300]
+    result: dict[str, Any] = {"method": name}
+    if code is None:
+        result["error"] = (
+            f"stopped after {options.limit:g} seconds (--limit), {len(steps)} steps; last message: {reason}"
+        )
+    elif code:
+        return {**result, "error": reason}
+    return result | (figures(load_run(None, words), steps) if steps else {})
 
 
-def figures(run: RunSpec, seconds: Sequence[float], losses: Sequence[float], peak: int) -> dict[str, Any]:
-    """The figures of a method from the seconds of its steps."""
-    median = statistics.median(seconds[WARM_UP:])
-    tokens = run.train.global_batch * run.train.seq_len
+def steps_of(lines: str) -> list[dict[str, Any]]:
+    """The steps in the lines of a metrics file or of a peer; the last line may be cut off."""
+    records = [json.loads(line) for line in lines.splitlines() if line.startswith("{") and line.endswith("}")]
+    return [record for record in records if record.get("kind") == "step"]
+
+
+def figures(run: RunSpec, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a method from its steps, at least one."""
+    timed = [step["step_seconds"] for step in steps[WARM_UP:] or steps[-1:]]
+    median = statistics.median(timed)
     return {
-        "step_seconds": median, "tokens_per_second": tokens / median, "timed_steps": len(seconds[WARM_UP:]), "losses": list(losses),
-        "device_peak_bytes": peak,
+        "step_seconds": median, "tokens_per_second": run.train.global_batch * run.train.seq_len / median, "timed_steps": len(timed),
+        "step_seconds_all": [step["step_seconds"] for step in steps], "losses": [step["loss"] for step in steps],
+        "device_peak_bytes": max(step.get("memory_peak_bytes") or 0 for step in steps),
     }  # fmt: skip
 
 
-def train_peer(run: RunSpec, method: str) -> dict[str, Any]:
-    """Train with a peer's optimizer and return its figures."""
+def train_peer(run: RunSpec, method: str) -> None:
+    """Train with a peer's optimizer, and print each step as it ends."""
     device = torch.device("cpu" if run.cluster.is_cpu else "cuda")
+    _note(f"{torch.get_num_threads()} threads; building the model")
     model = build_model(run, device)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
@@ -119,14 +127,17 @@ def train_peer(run: RunSpec, method: str) -> dict[str, Any]:
             rank=0,
             world_size=1,
         )
-        step = fsdp2_step(model, device) if method == "fsdp2" else torchao_step(model)
-        if device.type == "cuda":  # initial values in fp32 do not count
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        seconds, losses = train(run, model, step, device)
-        dist.destroy_process_group()
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return figures(run, seconds, losses, peak)
+        try:
+            _note("building the optimizer")
+            step = fsdp2_step(model, device) if method == "fsdp2" else torchao_step(model)
+            if device.type == "cuda":  # initial values in fp32 do not count
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            _note("training")
+            for record in train(run, model, step, device):
+                print(json.dumps({"kind": "step", **record}), flush=True)
+        finally:
+            dist.destroy_process_group()
 
 
 def build_model(run: RunSpec, device: torch.device) -> Decoder:
@@ -179,18 +190,18 @@ def torchao_step(model: nn.Module) -> Callable[[], object]:
     return update
 
 
-def adamw(parameters: Iterable[nn.Parameter], optimizer_class: Any, **options: Any) -> Any:
-    """AdamW with the coefficients of a run."""
-    return optimizer_class(parameters, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **options)
+def adamw(parameters: Iterable[nn.Parameter], wrapper: Any, **options: Any) -> Any:
+    """AdamW with the coefficients of a run, by torch's class or one that wraps it."""
+    return wrapper(parameters, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **options)
 
 
 def train(
     run: RunSpec, model: Decoder, update: Callable[[], object], device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Seconds and loss per token of each step."""
+) -> Iterator[dict[str, float]]:
+    """Seconds, loss per token and peak bytes of the device of each step, once it has ended."""
     source = open_run_data(run)
     windows = Windows(source, global_batch=run.train.global_batch, data_rank=0, data_ranks=1, micro_batch=1)
-    seconds, losses, sample = [], [], 0
+    sample = 0
     for _ in range(run.train.steps):
         step, start, total = windows.read(sample), time.perf_counter(), torch.zeros((), device=device)
         sample += run.train.global_batch
@@ -206,13 +217,14 @@ def train(
             (loss / valid).backward()
             total += loss.detach() / valid
         update()
-        losses.append(float(total))  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return seconds, losses
+        loss = float(total)  # waits for the device
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        yield {"step_seconds": time.perf_counter() - start, "loss": loss, "memory_peak_bytes": peak}
 
 
-def _no_note(note: str) -> None:
-    """Print nothing: the last line of the output is the result."""
+def _note(note: str) -> None:
+    """Print what a peer does: the last line says where one that was stopped had arrived. The output has its steps."""
+    print(note, file=sys.stderr, flush=True)
 
 
 def moved(column: Tensor | None, device: torch.device) -> Tensor | None:
