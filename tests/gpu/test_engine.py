@@ -17,6 +17,7 @@ from tests.serve.helpers import PROMPTS, continued_texts, newer, record_logits, 
 
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.engine import Engine
+from meshwright.serve.graphs import Graphs
 from meshwright.serve.model_runner import ModelRunner
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.engine import EngineOptions, Speculation
@@ -44,6 +45,21 @@ def test_logits_are_within_the_bf16_spread_of_the_trainer(name: str, graphs: str
         error = (torch.stack(seen[number]).float().cpu() - truth).abs().max()
         assert error < 2 * (trained - truth).abs().max() + 0.02
     assert not engine.unfinished
+
+
+def test_an_error_during_a_capture_leaves_the_device_usable() -> None:
+    graphs, calls = Graphs(), []
+
+    def fail_in_the_capture() -> None:
+        calls.append(torch.zeros(4, device="cuda") + 1)
+        if len(calls) == 2:
+            raise ValueError("as asked")
+
+    with pytest.raises(ValueError, match="as asked"):
+        graphs.capture("failed", fail_in_the_capture)
+    assert torch.ones(4, device="cuda").sum().item() == 4
+    graphs.capture("works", lambda: calls.append(calls[0] * 2))
+    assert graphs.replay("works") and calls[-1].tolist() == [2.0] * 4
 
 
 @pytest.mark.parametrize("name", ["llama", "sliding"])

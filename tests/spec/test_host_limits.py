@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.spec.host_limits import memory_limits, usable_cores
+from meshwright.spec.host_limits import cgroup_memory, usable_cores
 
 GiB = 1 << 30
 
@@ -50,7 +50,7 @@ MEMORY = {
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_limits_of_memory(name: str, tmp_path: Path) -> None:
-    (limit,) = memory_limits(*tree(tmp_path, *MEMORY[name]))
+    (limit,) = cgroup_memory(*tree(tmp_path, *MEMORY[name]))
     assert (limit.limit, limit.left) == (8 * GiB, 6 * GiB)
 
 
@@ -59,17 +59,23 @@ def test_limits_of_all_groups_above_count(tmp_path: Path) -> None:
         "a/memory.max": "7\n",
         "a/memory.current": "9\n",
     }
-    limits = memory_limits(*tree(tmp_path, files, "0::/a/b\n"))
+    limits = cgroup_memory(*tree(tmp_path, files, "0::/a/b\n"))
     assert [(limit.limit, limit.left) for limit in limits] == [(8 * GiB, 6 * GiB), (7, 0)]
 
 
 @pytest.mark.parametrize(
-    "files", [{}, {"memory.max": "max\n", "memory.current": "5\n"}, {"memory.max": "\n", "memory.current": "x\n"}]
+    "files",
+    [
+        {},
+        {"memory.max": "max\n", "memory.current": "5\n"},
+        {"memory.max": "\n", "memory.current": "x\n"},
+        {"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "5\n"},
+    ],
 )
 @pytest.mark.parametrize("membership", ["", "0::/\n", "1:name=systemd:/\n0::/elsewhere\n", "no groups\n"])
 def test_hosts_without_limits(files: dict[str, str], membership: str, tmp_path: Path) -> None:
     cgroups, groups = tree(tmp_path, files, membership)
-    assert memory_limits(cgroups, groups) == []
+    assert cgroup_memory(cgroups, groups) == []
     assert usable_cores(cgroups, groups) == usable_cores(cgroups, tmp_path / "missing")
 
 

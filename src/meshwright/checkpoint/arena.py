@@ -21,7 +21,7 @@ from pathlib import Path
 import xxhash
 
 from meshwright.spec.errors import OutOfResources
-from meshwright.spec.host_limits import CGROUPS, MEMBERSHIP, memory_limits
+from meshwright.spec.host_limits import CGROUPS, MEMBERSHIP, cgroup_memory
 
 ARENA = "MESHWRIGHT_ARENA"
 """Environment variable with the path of the memfd that the launcher keeps for the rank: `/proc/LAUNCHER/fd/N`."""
@@ -153,7 +153,7 @@ def allocated_bytes(env: Mapping[str, str] = os.environ) -> int:
 
 def available_host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
     """Bytes of host memory that this process may still take, by the kernel's estimate and its control groups' limits."""
-    left = [limit.left for limit in memory_limits(cgroups, membership)]
+    left = [limit.left for limit in cgroup_memory(cgroups, membership)]
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return min([int(line.split()[1]) * 1024, *left])

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec, chip_from_device_name
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.host_limits import memory_limits, usable_cores
+from meshwright.spec.host_limits import cgroup_memory, usable_cores
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
 _DEVICE_NODES = ("nvidia[0-9]*", "kfd", "dxg")
@@ -71,7 +71,7 @@ def visible_gpus() -> int:
 def host_memory_bytes() -> int:
     """Physical memory of this host, or the lowest limit of the batch system or the container when that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *(limit.limit for limit in memory_limits())])
+    return min([total, *(limit.limit for limit in cgroup_memory())])
 
 
 def rank_threads(cluster: ClusterSpec) -> int:

@@ -32,7 +32,10 @@ INVARIANT_QUERIES = 512
 
 
 AttentionCall = Callable[[Tensor, Tensor], Tensor]
-"""Attention of a layer in the current step, of queries `(tokens, heads, …)` into other memory `(tokens, heads, …)`."""
+"""`attend(queries, out)` writes a layer's attention of the current step into `out` and returns it.
+
+Both are `(tokens, heads, …)`.
+"""
 
 
 class CurrentStep:
@@ -47,10 +50,10 @@ class CurrentStep:
         """Whether the bits of a token's attention do not depend on the other tokens of the step."""
         self.absorbs = True
         """Whether decodes attend to latents; if not, to keys and values that are expanded from them."""
-        self.split: Callable[[Tensor, int, AttentionCall], Tensor] | None = None
-        """Replacement of attention while the forward pass is captured in pieces.
+        self.at_attention: Callable[[Tensor, int, AttentionCall], Tensor] | None = None
+        """If set, called instead of attention with the queries, the width of the results, and the attention itself.
 
-        Called with the queries and the width of the results, it returns the memory of the results.
+        It returns the memory that the attention will fill before the rest of the pass runs (`serve.prompt_graphs`).
         """
         on_host = cache.tensors[0].device.type == "cpu"
         self._host_rope = signed_tables(rope) if on_host and rope is not None else None
@@ -119,15 +122,15 @@ class CachedAttention:
         if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
             return decodes.attend(q, k, v, self._cache)[None]
         step = self._step.inputs
-        # What an fp8 cache and an invariant step compute does not depend on where chunks begin: all keys come from the cache.
+        # With an fp8 cache and in invariant steps all keys are read from the cache, so results do not depend on where chunks begin.
         keys = torch.empty_like(k) if step.prompts and self._step.scales is None and not self._step.invariant else None
         slots = step.slots[self._group]
         rope, scales = self._step.rope, self._step.scales
         q = rotate_and_write(
             q, k, v, rope, step.positions, self._cache, slots, scales=scales, rotated_keys=keys, plain=plain
         )
-        if self._step.split is not None:
-            return self._step.split(q, q.shape[-1], partial(self._attend_all, plain))[None]
+        if self._step.at_attention is not None:
+            return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, plain))[None]
         if self._step.invariant and q.is_cuda:
             return self._attend_alone(q, plain)[None]
         if keys is None:
@@ -180,8 +183,8 @@ class CachedAttention:
 class CachedLatents:
     """`attend_latents` of one layer: writes latents and rotated keys into the cache and attends to all tokens of each request.
 
-    Prompts that begin in this step take the training form, which computes about a third of the scores' products. All other tokens
-    take the absorbed form.
+    Without graphs and fp8 cache, prompts that begin in this step take the training form, which computes about a third of the scores'
+    products. Other tokens take the absorbed form, decodes of an engine that does not absorb an expanded one.
     """
 
     def __init__(self, step: CurrentStep, cache_layer: Tensor, group: int) -> None:
@@ -202,10 +205,10 @@ class CachedLatents:
         q_plain, q_rotary = attention.split_queries(q[0])
         places = (self._step.rope, step.positions, self._cache, step.slots[self._group])
         q_rotated, key = rotate_and_write_latents(q_rotary, shared_key[0], latent, *places, plain=plain)
-        if self._step.split is not None:
+        if self._step.at_attention is not None:
             q = torch.cat((attention.absorb(q_plain), q_rotated), dim=-1)
             return attention.expand_values(
-                self._step.split(q, attention.kv_rank, partial(self._absorb_all, attention))
+                self._step.at_attention(q, attention.kv_rank, partial(self._absorb_all, attention))
             )[None]
         # As with other attention, an fp8 cache gives the same results wherever chunks begin.
         prompts = step.prompts if self._step.scales is None else ()

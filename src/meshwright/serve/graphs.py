@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Protocol
 
@@ -31,16 +31,23 @@ class CudaGraph:
 
 
 class Graphs:
-    """Graphs by key. They share memory, so what is allocated in one is valid until the next one runs."""
+    """CUDA graphs by key, in memory that they share.
+
+    A tensor that exists while later graphs are captured keeps its memory; memory that was freed before is used again. So graphs that pass
+    tensors on are replayed in the order of their capture, and the result of a graph is valid until another one runs. Graphs of a device
+    must not run at the same time: those of all objects share a stream for captures and its workspace of cuBLAS.
+    """
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, Graph] = {}
         self._pool: Any = None
+        self._open: Graph | None = None
+        """The graph that was begun last; while an error is raised, it may have no end."""
 
     def capture(self, key: Hashable, call: Callable[[], None]) -> None:
         """Capture the operations of `call`, which runs twice. Capture the largest first: the others use its memory."""
-        call()  # loads and tunes kernels, which a capture cannot
         with self.capturing():
+            call()  # loads and tunes kernels, which a capture cannot
             graph = self.begin()
             call()
             graph.end()
@@ -48,16 +55,27 @@ class Graphs:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context of captures: they need a stream that is not the default one."""
+        """Context of captures and of what runs before them: a stream that is not the default one.
+
+        If the context is left by an error, the graph that is being captured ends, so that the stream computes again.
+        """
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the graphs need this memory
         with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
-            yield
+            try:
+                yield
+            except BaseException:
+                if self._open is not None:
+                    with suppress(RuntimeError):  # it had ended, or its capture has failed
+                        self._open.end()
+                raise
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # memory that was freed in that stream serves no other one
 
     def begin(self) -> Graph:
-        """Begin to capture a graph, which is without a key."""
+        """Begin to capture a graph without a key, in the context of `capturing`."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        return CudaGraph(self._pool)
+        self._open = CudaGraph(self._pool)
+        return self._open
 
     def holds(self, key: Hashable) -> bool:
         """Whether there is such a graph."""
@@ -73,6 +91,7 @@ class Graphs:
     def clear(self) -> None:
         """Free all graphs."""
         self._graphs.clear()
+        self._pool = None
 
     def run(self, key: Hashable, call: Callable[[], None]) -> None:
         """Run the graph of `call`, or `call` itself if there is none."""

@@ -1,9 +1,9 @@
 """The forward pass of steps with prompts as CUDA graphs, between which the host launches attention.
 
-The host launches about a dozen kernels for each layer. For a prompt of fewer tokens than about 1,000 this takes longer than the device
-computes. The shapes of all operators but attention depend on the number of tokens only. So the pass is captured for some numbers of tokens,
-to which steps are padded: a graph ends where a layer attends, and the next graph begins behind that. Attention gets the shapes of each
-step. (vLLM has piecewise graphs of compiled code.)
+The host launches about a dozen kernels for each layer. For a prompt of up to about 1,000 tokens of an 8B model this takes longer than an
+H200 computes. The shapes of all operators but attention depend on the number of tokens only. So the pass is captured for some numbers of
+tokens, to which steps are padded: a graph ends where a layer attends, and the next graph begins after that attention, which is launched
+with the shapes of each step. (vLLM has piecewise graphs of compiled code.)
 """
 
 from __future__ import annotations
@@ -22,13 +22,18 @@ from meshwright.serve.cached_attention import AttentionCall, CurrentStep
 from meshwright.serve.graphs import Graph
 
 MOST_TOKENS = 2560
-"""Tokens of the largest graphs: the device computes more tokens for longer than the host launches their kernels."""
+"""Tokens of the largest graphs.
+
+They hold a usual step of 2,048 prompt tokens and 256 decodes, whose prompts a busy host still launches more slowly than they are computed
+(Llama-3-8B on an H200: 28 to 48 ms to launch, 60 to compute). Larger steps take longer on the device by far.
+"""
 
 
 def prompt_graph_sizes(step_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens for graphs of steps of up to `step_tokens` tokens, ascending: eight or fewer between powers of 2.
+    """Numbers of tokens to capture, ascending, up to the first that holds `step_tokens`, or to `MOST_TOKENS`.
 
-    Padding adds a tenth to a step on average; up to 64 tokens take equally long, as the weights are read.
+    At most four sizes lie between a power of 2 and the next one, so padding adds about a tenth. Below 64 tokens most of the time goes into
+    reading the weights: smaller graphs would not be faster.
     """
     sizes = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, MOST_TOKENS + 1, 256))
     return sizes[: bisect_left(sizes, step_tokens) + 1]
@@ -47,8 +52,9 @@ class GraphMaker(Protocol):
 class PromptGraphs:
     """Graphs of `compute`, which returns `(1, tokens, hidden)` of the tokens, positions and slots of a step.
 
-    `sizes` are the numbers of tokens, ascending; without any, no step has a graph. `normed` is the memory of results,
-    `(1, most tokens, hidden)`. Attention of all layers has equal shapes.
+    `step` has the inputs that attention reads. `sizes` are the numbers of tokens, ascending; without any, no step has a graph. `groups` is
+    the number of groups of layers with slots of their own. `normed` receives the results, `(1, most tokens, hidden)`. All layers must have
+    the same heads and widths: they share one buffer of queries and one of results of attention.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class PromptGraphs:
         groups: int,
         normed: Tensor,
     ) -> None:
+        assert not sizes or not step.invariant, "attention of invariant steps has an order of its own"
         self._step, self._compute, self._sizes = step, compute, tuple(sizes)
         most, device = max(self._sizes, default=0), normed.device
         self._tokens, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device)
@@ -69,9 +76,12 @@ class PromptGraphs:
 
     def capture(self, graphs: GraphMaker) -> None:
         """Capture the graphs of all sizes; they write nothing into the cache. The largest come first: the others use their memory."""
-        for size in reversed(self._sizes):
-            self._record(size, NoGraphs())  # loads and tunes kernels, which a capture cannot
-            with graphs.capturing():
+        if not self._sizes:
+            return
+        assert self._step.absorbs, "captured latents absorb"
+        with graphs.capturing():
+            for size in reversed(self._sizes):
+                self._record(size, NoGraphs())  # loads and tunes kernels, which a capture cannot
                 self._passes[size] = self._record(size, graphs)
 
     def run(self, inputs: StepInputs) -> Tensor | None:
@@ -90,7 +100,8 @@ class PromptGraphs:
         ):
             memory[..., :count].copy_(values)
             memory[..., count:size].fill_(padding)
-        self._attended[count:size].zero_()  # the results of padding are not used, but must not be NaN
+        # Results of padding are not used, but a NaN of an earlier step would spread by scales and router loads of all rows.
+        self._attended[count:size].zero_()
         self._step.inputs = inputs._replace(prompts=())
         queries, attended = self._queries[:count], self._attended[:count]
         steps, last = self._passes[size]
@@ -107,11 +118,11 @@ class PromptGraphs:
     def _record(self, size: int, graphs: GraphMaker) -> _Pass:
         inputs = self._padding(size)
         recording = _Recording(graphs, partial(self._keep_queries, size))
-        self._step.split = recording.split
+        self._step.at_attention = recording.split
         try:
             self._normed[:, :size].copy_(self._compute(inputs))
         finally:
-            self._step.split = None
+            self._step.at_attention = None
         return recording.end()
 
     def _padding(self, size: int) -> StepInputs:
@@ -142,7 +153,7 @@ class PromptGraphs:
 
 
 class _Pass(NamedTuple):
-    """A forward pass in pieces."""
+    """A forward pass in graphs, which pass tensors on and so must be replayed in this order (`serve.graphs`)."""
 
     steps: list[tuple[Graph, AttentionCall]]
     """Graphs that end with the queries of a layer, and the attention of that layer."""

@@ -1,9 +1,9 @@
 """Cached blocks of simulated texts as extents, which take less time than single blocks.
 
 A text is a path of pieces (`text_pieces`), which other texts may share. The cached blocks of a piece are extents: consecutive
-blocks with the same references. A request, a reservation or a sender refers to spans of its text; its other blocks are private,
-such as those of which equal ones were cached before. Blocks without references are idle if they are cached, else empty. Empty ones are
-taken first, then idle ones in the order of their release, as `BlockPool` does block by block.
+blocks with the same references. A request, a reservation or a sender refers to spans of its text. Blocks that are not in the cache are
+private to their holder, also a second copy of a cached block. Blocks without references are idle if they are cached, else empty. Empty
+ones are taken first, then idle ones in the order of their release, as `BlockPool` does block by block.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from meshwright.simulator.text_pieces import Text
 
 Span = tuple[int, int]
 """Blocks of a text: the first, and the one behind the last."""
+
+
+EMPTIED = -1
+"""References of an extent that is not cached any more, though it may stay in the heap of idle ones."""
 
 
 class Extent:
@@ -60,10 +64,12 @@ class ExtentPool(BlockPool):
         self._extents: dict[int, list[Extent]] = {}
         """Extents by piece, ascending."""
         self._released: list[tuple[int, int, Extent]] = []
-        """A heap of extents that were idle once: the release, the order within it, and the extent."""
+        """A heap of (release, order within it, extent); an entry is stale once its extent is used again or emptied."""
 
     def take_private(self, holder: Holder, count: int) -> None:
         """Give a holder so many free blocks without content."""
+        if count > self.free:
+            raise IndexError(f"{count} blocks are needed, and {self.free} are free")
         holder.private += count
         self.free -= count
         self.empty -= count
@@ -167,7 +173,7 @@ class ExtentPool(BlockPool):
         """The extents of these blocks, which are split from those outside."""
         found: list[Extent] = []
         for piece, begin, stop in text:
-            if begin >= end:
+            if begin >= end or first >= end:
                 break
             if stop <= first:
                 continue
@@ -193,7 +199,7 @@ class ExtentPool(BlockPool):
     def _drop(self, extent: Extent) -> None:
         extents = self._extents[extent.piece]
         extents.remove(extent)
-        extent.references = -1  # it is idle no more, though it stays in the heap
+        extent.references = EMPTIED
         if not extents:
             del self._extents[extent.piece]
 

@@ -15,11 +15,13 @@ from pathlib import Path, PurePosixPath
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+NO_LIMIT = 1 << 60
+"""Groups of version 1 without a limit have one of 2^63 bytes, less a page."""
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Memory of a control group in bytes. `reclaimable` is the part of `used` that the kernel frees under pressure."""
+    """Memory of a control group in bytes. Of `used` the kernel can free `reclaimable`, inactive pages of files, and some more."""
 
     limit: int
     used: int
@@ -31,12 +33,12 @@ class MemoryLimit:
 
 
 def usable_cores(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Cores of the affinity mask, at most the processor time that the control groups grant, rounded up."""
+    """Cores in the affinity mask, or fewer if the processor time of a control group, rounded up, is less."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *map(math.ceil, _core_quotas(cgroups, membership))]))
 
 
-def memory_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[MemoryLimit]:
+def cgroup_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[MemoryLimit]:
     """The limits of this process's control groups; none where it has no limit."""
     found = []
     for folder in _groups("memory", cgroups, membership):
@@ -45,8 +47,9 @@ def memory_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> lis
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             with suppress(OSError, ValueError):  # no such file, or the limit is `max`
-                numbers = int(_text(folder / limit)), int(_text(folder / used))
-                found.append(MemoryLimit(*numbers, _statistic(folder / "memory.stat", statistic)))
+                most, now = int(_text(folder / limit)), int(_text(folder / used))
+                if most < NO_LIMIT:
+                    found.append(MemoryLimit(most, now, _statistic(folder / "memory.stat", statistic)))
     return found
 
 
@@ -80,7 +83,7 @@ def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         top, parts = cgroups / controller if controllers else cgroups, PurePosixPath(path).parts[1:]
-        inside = parts if ".." not in parts else ()  # `..`: a group above the top that this process sees
+        inside = parts if ".." not in parts else ()  # `..`: the group lies outside the mounted tree
         for count in range(len(inside), -1, -1):
             yield top.joinpath(*inside[:count])
 

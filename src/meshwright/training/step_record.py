@@ -71,13 +71,18 @@ class FigureReader:
 
         `lengths` are those of the step's samples over all ranks; None if all have `train.seq_len` tokens.
         """
-        earlier = [] if self._device.type == "cpu" else self.drain()
         loads = figures.loads
         if loads is not None and step > 1 and step % loads_interval(loads.numel()):
             loads = None
         pending = _Pending(step, host, figures.values, self._clock.stamp(), loads, lengths)
-        self._pending.append(pending if self._copies is None else self._copied(pending, figures, self._copies))
-        return self.drain() if self._device.type == "cpu" else earlier
+        if self._copies is None:
+            self._pending.append(pending)
+            return self.drain()
+        # Stamped and copied before the host waits for the step before it.
+        pending = self._copied(pending, figures, self._copies)
+        earlier = self.drain()
+        self._pending.append(pending)
+        return earlier
 
     def _copied(self, pending: _Pending, figures: StepFigures, copies: torch.cuda.Stream) -> _Pending:
         """The step with tensors in host memory, complete at its stamp `copied`."""
@@ -88,8 +93,9 @@ class FigureReader:
 
     def drain(self) -> list[dict[str, Any]]:
         """Records of all added steps; waits for the device if necessary."""
-        records = [self._record(pending) for pending in self._pending]
-        self._pending.clear()
+        records = []
+        while self._pending:
+            records.append(self._record(self._pending.pop(0)))
         return records
 
     def pause(self) -> None:
@@ -104,9 +110,7 @@ class FigureReader:
             self._wire.pause()
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
-        self._clock.wait(pending.end)
-        if pending.copied is not None:
-            self._clock.wait(pending.copied)
+        self._clock.wait(pending.end if pending.copied is None else pending.copied)
         loss, norm, valid, token_sum, flag, skips, *of_model, z_loss = pending.values.tolist()
         seconds = self._clock.seconds(self._last_end, pending.end)
         self._last_end = pending.end
