@@ -109,15 +109,16 @@ class ExtentPool(BlockPool):
             if position >= last:
                 continue
             extents = self._extents.setdefault(piece, [])
-            for extent in [*extents]:
-                if extent.end <= position:
-                    continue
-                if extent.first > position:
-                    self._add(holder, extents, piece, position, min(extent.first, last))
-                position = extent.end
-                if position >= last:
-                    break
-            else:
+            if extents and extents[-1].end > position:
+                for extent in [*extents]:
+                    if extent.end <= position:
+                        continue
+                    if extent.first > position:
+                        self._add(holder, extents, piece, position, min(extent.first, last))
+                    position = extent.end
+                    if position >= last:
+                        break
+            if position < last:
                 self._add(holder, extents, piece, position, last)
 
     def _add(self, holder: Holder, extents: list[Extent], piece: int, first: int, end: int) -> None:
@@ -177,7 +178,13 @@ class ExtentPool(BlockPool):
                 break
             if stop <= first:
                 continue
-            for extent in [*self._extents.get(piece, ())]:
+            extents = self._extents.get(piece)
+            if extents is None:
+                continue
+            if len(extents) == 1 and extents[0].first >= first and extents[0].end <= end:
+                found.append(extents[0])
+                continue
+            for extent in [*extents]:
                 if extent.end > first and extent.first < end:
                     inside = self._split(extent, first) if extent.first < first else extent
                     if inside.end > end:

@@ -53,6 +53,8 @@ class TextPieces:
 
     def _shared(self, number: int) -> tuple[list[tuple[int, int, int]], int]:
         """The pieces that a request shares with others, and the block behind them."""
+        if not self.prefixes[number]:
+            return [], 0
         end, pieces = self._common_end(self._requests[number]), []
         begin, users, origin = 0, 0, 0
         """First block of the piece, its users, and the prefix in which it begins."""
