@@ -20,7 +20,11 @@ class RecordedGraphs:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         self._values: dict[int, Any] = {}
-        yield
+        try:
+            yield
+        except BaseException:
+            self.made[-1].end()
+            raise
 
     def begin(self) -> RecordedGraph:
         graph = RecordedGraph(self._values)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
 
+from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.engine import Engine
 from meshwright.serve.prompt_graphs import PromptGraphs, prompt_graph_sizes
 from meshwright.spec.engine import Speculation
@@ -65,6 +66,34 @@ def test_only_steps_with_prompts_that_fit_have_graphs() -> None:
     largest, smallest = graphs.made[:pieces], graphs.made[pieces:]
     assert {graph.replays for graph in largest} == {0}
     assert {graph.replays for graph in smallest} == {1}
+
+
+def test_an_engine_goes_on_without_graphs_of_prompts_that_fail_to_be_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny(LLAMA)
+    engine = engine_of(model)
+    graphs = RecordedGraphs()
+    with_graphs(engine)
+    runner = engine._runner
+    runner.prompt_sizes = SIZES
+    forward, calls = runner._prompt_graphs._compute, count()
+
+    def fail_later(inputs: StepInputs) -> torch.Tensor:
+        if next(calls) == 3:
+            raise RuntimeError("CUDA error: operation not permitted\nmore lines")
+        return forward(inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_graphs", graphs)
+        patch.setattr(runner._prompt_graphs, "_compute", fail_later)
+        runner.capture_graphs()
+    assert runner.prompt_sizes == ()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the host launches prompts without CUDA graphs: CUDA error: operation not permitted"
+    ]
+    assert texts(engine) == texts(engine_of(model))
+    assert all(graph.replays == 0 for graph in graphs.made)
 
 
 def test_padding_does_not_see_numbers_of_earlier_steps() -> None:

@@ -7,6 +7,7 @@ of its kernels by the host. Decodes with drafts have graphs of their own. Steps 
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from functools import partial
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.models.decoder import Block, Decoder
@@ -27,6 +29,8 @@ from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
 from meshwright.serve.prompt_graphs import PromptGraphs
 from meshwright.spec.errors import BadInput
+
+log = logging.getLogger("meshwright.server")
 
 
 class ModelRunner:
@@ -96,7 +100,7 @@ class ModelRunner:
 
         The steps captured are all padding: they write nothing into the cache.
         """
-        self._prompt_graphs.capture(self._graphs)
+        self._capture_prompts()
         shapes, drafts = [(size, 1) for size in self.decode_sizes], self._inputs.drafts
         if drafts:
             shapes += [(size, 1 + drafts) for size in drafted_sizes(self.decode_sizes, drafts)]
@@ -108,6 +112,17 @@ class ModelRunner:
                     self._graph_normed = torch.empty_like(self.normed)
             # Into one tensor for all graphs: the logits of each would stay allocated.
             self._graphs.capture((size, queries), partial(self._compute_into_graph_logits, packed, size * queries))
+
+    def _capture_prompts(self) -> None:
+        """Capture the graphs of steps with prompts. If an engine of one rank fails to, it goes on without them and says why."""
+        try:
+            self._prompt_graphs.capture(self._graphs)
+        except RuntimeError as error:  # of CUDA, or out of memory
+            if dist.is_initialized():
+                raise  # the other ranks would wait for this one
+            self._prompt_graphs.clear()
+            self.prompt_sizes = ()
+            log.warning("the host launches prompts without CUDA graphs: %s", str(error).partition("\n")[0])
 
     def _compute_into_graph_logits(self, packed: Packed, count: int) -> None:
         self._graph_logits[:count].copy_(self.forward(self._inputs.resolve(packed)))
