@@ -30,12 +30,13 @@ def run_script(folder: Path, *codes: int, overrides: tuple[str, ...] = ()) -> tu
     Returns the script's exit code, and a line for each call of `meshwright` and for each requeue.
     """
     calls = folder / "calls"
+    quoted = shlex.quote(str(calls))
     commands = {
         "srun": 'while [ "$1" != bash ]; do shift; done\nexec "$@"',
-        "scontrol": f'if [ "$1" = show ]; then printf "node-a\\nnode-b\\n"; else echo "$*" >> {calls}; fi',
+        "scontrol": f'if [ "$1" = show ]; then printf "node-a\\nnode-b\\n"; else echo "$*" >> {quoted}; fi',
         "meshwright": (
-            f'echo "meshwright $* coordinator=$MESHWRIGHT_COORDINATOR token=$(stat -c %a:%s "$MESHWRIGHT_TOKEN_FILE")" >> {calls}\n'
-            f"count=$(grep -c ^meshwright {calls})\n"
+            f'echo "meshwright $* coordinator=$MESHWRIGHT_COORDINATOR token=$(stat -c %a:%s "$MESHWRIGHT_TOKEN_FILE")" >> {quoted}\n'
+            f"count=$(grep -c ^meshwright {quoted})\n"
             f"code=$(echo {' '.join(map(str, codes))} | cut -d' ' -f$count)\n"
             'if [ "$code" -gt 130 ]; then kill -$((code - 128)) $$; fi; exit "$code"'
         ),

@@ -151,7 +151,7 @@ def test_a_full_disk_is_out_of_resources_and_loses_no_line(tmp_path, room):
         writer.write_event(1, "before")
         file = writer._file
         writer._file = Full(file, room)
-        with pytest.raises(OutOfResources, match=r"adding a line: \S+metrics.jsonl: No space left"):
+        with pytest.raises(OutOfResources, match=r"adding a line: .+metrics.jsonl: No space left"):
             writer.write_event(2, "while it is full")
         writer._file = file
         writer.write_event(3, "after")
