@@ -45,6 +45,8 @@ GRACE_SECONDS = 3.0
 """Time after a process is back in which its requests may still fail: the router has to learn of it."""
 START_SECONDS = 300.0
 """Longest time until all processes take requests."""
+HEALTHY_ANSWERS = 20
+"""Answers in turn after which both routers, of which either may answer, are taken to know the servers."""
 QUIET_SECONDS = 20.0
 """Longest time until nothing is in use after the last request."""
 RETRIABLE = (b'"server_lost"', b'"engine_failed"')
@@ -191,9 +193,12 @@ class DeploymentSoak:
         while missing := [process.name for process in self._processes if not process.ready.is_set()]:
             _check(time.monotonic() < deadline, f"not started within {START_SECONDS} s: {missing}")
             await asyncio.sleep(0.1)
-        while (await self._exchange(self._router_port, "GET", "/health"))[0] != 200:  # it has not learnt of the servers
+        healthy = 0
+        while healthy < HEALTHY_ANSWERS:
             _check(time.monotonic() < deadline, f"no healthy server within {START_SECONDS} s")
-            await asyncio.sleep(0.1)
+            status, _ = await self._exchange(self._router_port, "GET", "/health")
+            healthy = healthy + 1 if status == 200 else 0
+            await asyncio.sleep(0.1 if status != 200 else 0)
 
     async def _client(self, draw: random.Random, end: float) -> None:
         while (now := time.monotonic()) < end:
