@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.cli.plan_deployment import (
+from meshwright.cli.plan_words import machines_line
+from meshwright.cli.planned_deployment import (
     INSTANCE_HEADS,
     ServePlan,
     divisions,
@@ -13,7 +14,6 @@ from meshwright.cli.plan_deployment import (
     scaled_limits,
     search_line,
 )
-from meshwright.cli.plan_words import machines_line
 from meshwright.observe import number_text
 from meshwright.observe.attainment_chart import AttainmentCurve, attainment_chart, division_chart, limits_chart
 from meshwright.observe.page import document, header, listing, table, tile_list

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from meshwright.cli.plan_deployment import (
+from meshwright.cli.plan_words import machines_line
+from meshwright.cli.planned_deployment import (
     INSTANCE_HEADS,
     ServePlan,
     headline,
@@ -18,7 +19,6 @@ from meshwright.cli.plan_deployment import (
     scaled_limits,
     search_line,
 )
-from meshwright.cli.plan_words import machines_line
 from meshwright.observe.number_text import rate as rate_text
 from meshwright.observe.number_text import short
 from meshwright.spec.deployment import deployment_name
