@@ -63,7 +63,7 @@ USUAL: dict[str, tuple[str, ...]] = {
 }
 """Rows of each model without `--formats`."""
 PROMPTS_UNCHANGED = ("no graphs", "expanded")
-"""Rows that change decodes only."""
+"""Rows whose prompts compute the same numbers."""
 BYTES = 256
 """Vocabulary of the trained model."""
 HELD_OUT = 5

@@ -7,10 +7,10 @@ the other runs were used for neither.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import accuracy
 import pytest
 
 from meshwright.config.load import load_run
@@ -28,16 +28,6 @@ UNSTEADY = 0.1
 
 Other cards of the host used its memory.
 """
-
-
-@pytest.fixture(scope="module")
-def accuracy() -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import accuracy
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return accuracy
 
 
 def results(name: str) -> dict[str, Any]:
@@ -58,7 +48,7 @@ def test_the_link_copies_both_ways_at_the_rate_of_updates_after_the_backward() -
         assert [size / each for each in seconds] == pytest.approx([rate] * len(seconds), rel=0.05), model
 
 
-def test_steps_are_predicted_within_five_percent_and_memory_within_four(accuracy: Any) -> None:
+def test_steps_are_predicted_within_five_percent_and_memory_within_four() -> None:
     runs = [run for name in FILES for run in accuracy._planned_runs(BENCHMARKS / "results" / name)]
     checks = {check.kept_run.name: check for check in map(accuracy.check, runs)}
     unsteady = {name for name, check in checks.items() if spread(check) > UNSTEADY}

@@ -6,10 +6,10 @@ The runs and their measured steps are in `benchmarks/results/`; `benchmarks/accu
 from __future__ import annotations
 
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
+import accuracy
 import pytest
 
 from meshwright.costs.constants import OWN, table
@@ -52,22 +52,12 @@ NOT_COMPILED = {"levers-one-gpu-H200 no-compile"}
 
 
 @pytest.fixture(scope="module")
-def accuracy() -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import accuracy
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return accuracy
-
-
-@pytest.fixture(scope="module")
-def kept_runs(accuracy: Any) -> list[Any]:
+def kept_runs() -> list[Any]:
     return accuracy.kept_runs()
 
 
 @pytest.fixture(scope="module")
-def checks(accuracy: Any, kept_runs: list[Any]) -> list[Any]:
+def checks(kept_runs: list[Any]) -> list[Any]:
     return [
         accuracy.check(kept_run)
         for kept_run in kept_runs
@@ -91,7 +81,7 @@ def test_runs_with_current_kernels_are_predicted_within_4_5_percent(checks: list
     assert len(today) >= 24 and max(abs(error) for error in today.values()) < 0.045
 
 
-def test_mixtures_are_predicted_within_seven_percent(accuracy: Any, kept_runs: list[Any]) -> None:
+def test_mixtures_are_predicted_within_seven_percent(kept_runs: list[Any]) -> None:
     mixtures = [kept_run for kept_run in kept_runs if kept_run.run.model.experts] + accuracy.single_mixture_runs()
     errors = {check.kept_run.label: check.error for check in map(accuracy.check, mixtures)}
     assert len(errors) >= 27

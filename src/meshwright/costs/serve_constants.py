@@ -20,6 +20,7 @@ CACHE_SHARE, ATTENTION_SHARE = 0.95, 0.55
 TEXT_BYTES_PER_S = 3e10
 """Rate at which one program of a decode reads keys and values, where a profile says how many there are."""
 DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.3e-3, 12.7e-3, 7e-6, 50e-6
+"""`StepConstants` of these names. The launch of a prompt was measured before prompts had graphs (`serve.prompt_graphs`)."""
 
 
 def usual_constants(machine: Machine, weights: WeightFormat | None = None) -> StepConstants:
