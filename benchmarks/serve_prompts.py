@@ -22,13 +22,16 @@ import torch
 from meshwright.checkpoint.single_device import device_and_dtype
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.serve.engine_profile import random_model
+from meshwright.serve.prompt_graphs import prompt_graph_sizes
 from meshwright.serve.timed_engine import TimedEngine
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 
-PROMPTS, TINY_PROMPTS = (16, 100, 256, 400, 700, 1024, 1500, 2048), (5, 12)
-BESIDE, REPEATS, BUDGET = 16, 12, 2048
+BUDGET = 2048
+PROMPTS, TINY_PROMPTS = (16, 100, 400, 700, *prompt_graph_sizes(BUDGET)), (5, 12)
+PROMPTS_BESIDE = 16, 100, 256, 400, 700, 1024, 1500, 2048
+BESIDE, REPEATS = 16, 12
 
 
 def main() -> None:
@@ -54,7 +57,7 @@ def main() -> None:
             "free_bytes": torch.cuda.mem_get_info()[0] if device.type == "cuda" else None,
             "blocks": engine._policy.cache.pools[0].blocks,
             "alone": [measured(engine, size) for size in prompts],
-            "beside": [measured(engine, size, BESIDE) for size in prompts],
+            "beside": [measured(engine, size, BESIDE) for size in (prompts if options.tiny else PROMPTS_BESIDE)],
         }
         del model, engine
         gc.collect()

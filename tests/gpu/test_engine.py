@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import subprocess
 import sys
@@ -47,19 +48,38 @@ def test_logits_are_within_the_bf16_spread_of_the_trainer(name: str, graphs: str
     assert not engine.unfinished
 
 
-def test_an_error_during_a_capture_leaves_the_device_usable() -> None:
+@pytest.mark.parametrize("fault", ["error", "wait"])
+def test_an_error_during_a_capture_leaves_the_device_usable(fault: str) -> None:
+    """Also a call that no capture allows, after which it cannot end as usual."""
     graphs, calls = Graphs(), []
 
     def fail_in_the_capture() -> None:
         calls.append(torch.zeros(4, device="cuda") + 1)
+        if len(calls) == 2 and fault == "wait":
+            torch.cuda.synchronize()
         if len(calls) == 2:
-            raise ValueError("as asked")
+            raise RuntimeError("as asked")
 
-    with pytest.raises(ValueError, match="as asked"):
+    with pytest.raises(RuntimeError, match="as asked" if fault == "error" else "capturing"):
         graphs.capture("failed", fail_in_the_capture)
     assert torch.ones(4, device="cuda").sum().item() == 4
     graphs.capture("works", lambda: calls.append(calls[0] * 2))
     assert graphs.replay("works") and calls[-1].tolist() == [2.0] * 4
+
+
+def test_garbage_of_an_engine_does_not_disturb_the_captures_of_the_next() -> None:
+    options = EngineOptions(sequences=4, tokens_per_block=16, cache_blocks=64, context=64)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)  # it runs whenever it may
+    try:
+        for _ in range(3):
+            engine = Engine(tiny(LLAMA).to("cuda", torch.bfloat16), options=options)
+            assert engine._runner.prompt_sizes
+            cycle = [engine, None]
+            cycle[1] = cycle  # freed only by the garbage collector
+            del engine, cycle
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 @pytest.mark.parametrize("name", ["llama", "sliding"])

@@ -129,6 +129,12 @@ def test_steps_beside_snapshots_leave_the_state_to_them(chunk: int | None) -> No
     assert all(torch.equal(optimizer.state(*key), reference.state(*key)) for key in first)
 
 
+def without_ties(part: torch.Tensor) -> torch.Tensor:
+    """Values whose lower half is a tie that rounds down become the next ones below in magnitude, as `packing.put_master` says."""
+    bits = part.view(torch.int32)
+    return torch.where((bits & 0x1FFFF) == 0x8000, bits - 1, bits).view(torch.float32)
+
+
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_narrow_moments_have_the_bits_of_the_reference(masters: bool, moments: Moments) -> None:
@@ -142,6 +148,8 @@ def test_narrow_moments_have_the_bits_of_the_reference(masters: bool, moments: M
         parts, dict.fromkeys(parts, 0.1), release, moments=moments, chunk=1 << 20, coefficients=coefficients
     )
     optimizer.release_master_weights()
+    if masters and not packing.tie_bits:  # int8 moments leave no bit for ties
+        truth = {name: without_ties(part) for name, part in truth.items()}
     counts = [new_count(torch.device("cuda"))]
     held = {name: {state: torch.zeros_like(truth[name]) for state in MOMENTS} for name in names}
     for step in range(3):
@@ -219,8 +227,8 @@ def ran(folder: Path, name: str, *overrides: str) -> list[Record]:
 
 def test_device_memory_is_freed_and_losses_are_equal(tmp_path: Path) -> None:
     on_device, offloaded = (
-        ran(tmp_path, offload, f"plan.offload={offload}", "plan.offload_fraction=1")
-        for offload in ("none", "optimizer")
+        ran(tmp_path, offload, f"plan.offload={offload}", *words)
+        for offload, *words in (("none",), ("optimizer", "plan.offload_fraction=1", "plan.offload_staging=0"))
     )
     assert offloaded[0]["loss"] == on_device[0]["loss"]
     assert offloaded[0]["grad_norm"] == pytest.approx(on_device[0]["grad_norm"], rel=BOUND)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ from meshwright.spec.serve_profile import EngineProfile, StepTime
 DECODES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Decodes of the measured steps, up to the batch of the engine."""
 PROMPTS = 16, 64, *(factor << shift for shift in range(7, 20) for factor in (2, 3))
-"""Tokens of the measured prompts, up to the budget of a step."""
+"""Tokens of the measured prompts, up to the budget of a step, besides those of the engine's graphs.
+
+Products are not equally fast for all numbers of tokens, so one prompt of each graph's size is measured.
+"""
 BESIDE = (0, 16, 64)
 """Decodes beside a chunk of a prompt."""
 BESIDE_TOKENS = 256
@@ -162,6 +166,7 @@ class _Measurement:
         counts = [*(count for count in DECODES if count < most), most]
         short, mean = min(SHORT, context // 4), min(MEAN, context // 8)
         sizes = [*(size for size in PROMPTS if size < self._budget), self._budget]
+        graphs = {size for size in self._engine.prompt_sizes if size < self._budget} - set(sizes)
         texts = [[short] * count for count in counts] + [exponential_lengths(count, mean) for count in counts]
         texts += [even_lengths(count, mean) for count in counts if count <= MOST_EVEN]
         decodes = [
@@ -172,8 +177,7 @@ class _Measurement:
         planned = [(tokens, measure) for tokens, measure in decodes if tokens <= self._cache_tokens]
         planned += [
             (size * REPEATS + self._tokens_beside(beside), partial(self._prompt, size, beside))
-            for size in sizes
-            for beside in BESIDE
+            for size, beside in (*product(sizes, BESIDE), *((size, 0) for size in graphs))
             if beside < most and size + self._tokens_beside(beside) <= self._cache_tokens
         ]
         if self._budget >= PIECES:

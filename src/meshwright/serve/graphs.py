@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -42,7 +43,7 @@ class Graphs:
         self._graphs: dict[Hashable, Graph] = {}
         self._pool: Any = None
         self._open: Graph | None = None
-        """The graph that was begun last; while an error is raised, it may have no end."""
+        """The graph that was begun last: it may have no end yet."""
 
     def capture(self, key: Hashable, call: Callable[[], None]) -> None:
         """Capture the operations of `call`, which runs twice. Capture the largest first: the others use its memory."""
@@ -57,22 +58,27 @@ class Graphs:
     def capturing(self) -> Iterator[None]:
         """Context of captures and of what runs before them: a stream that is not the default one.
 
-        If the context is left by an error, the graph that is being captured ends, so that the stream computes again.
+        If the context is left by an error, the graph that is being captured ends, so that the stream computes again. Graphs that are
+        captured later have other memory, because a capture that has failed may keep the old one from use.
         """
         torch.cuda.synchronize()
-        with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        with _without_garbage_collection(), torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
             try:
                 yield
             except BaseException:
                 if self._open is not None:
                     with suppress(RuntimeError):  # it had ended, or its capture has failed
                         self._open.end()
+                self._pool = None
                 raise
+            finally:
+                self._open = None
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # memory that was freed in that stream serves no other one
 
     def begin(self) -> Graph:
         """Begin to capture a graph without a key, in the context of `capturing`."""
+        self._open = None  # not freed during the next capture
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._open = CudaGraph(self._pool)
         return self._open
@@ -97,6 +103,19 @@ class Graphs:
         """Run the graph of `call`, or `call` itself if there is none."""
         if not self.replay(key):
             call()
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Context in which no object of a reference cycle is freed: a graph that is freed, as of an earlier engine, ends a capture."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache
