@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from meshwright.policies.batch_request import CacheGroup, Ended, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.cache_blocks import CacheBlocks
 
 STOP = 0
 """Token that ends a request."""
@@ -50,7 +51,7 @@ class Outcome:
 class CacheModel:
     """Computes steps and checks every read and write of the cache, the limits and the order of positions."""
 
-    policy: BatchPolicy
+    policy: BatchPolicy[CacheBlocks]
     groups: list[CacheGroup]
     slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """Content by (group, block, slot)."""
@@ -156,7 +157,7 @@ class CacheModel:
         return self.policy.drain_ended()
 
 
-def check_blocks(policy: BatchPolicy) -> None:
+def check_blocks(policy: BatchPolicy[CacheBlocks]) -> None:
     """Reference counts are those of the tables, and each block is in use, cached or empty."""
     for group, pool in enumerate(policy.cache.pools):
         references = [0] * (pool.blocks + 1)

@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Ended, Request, Step
 from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.spec.errors import BadInput
 
@@ -13,9 +14,11 @@ SIZE = 4
 
 def make_policy(
     blocks: int = 64, tokens: int = 32, sequences: int = 8, window: int | None = None, **limits: float
-) -> BatchPolicy:
+) -> BatchPolicy[CacheBlocks]:
     """A policy with `blocks` usable blocks, none of them held in reserve."""
-    return BatchPolicy(BatchLimits(tokens, sequences, reserve=0.0, **limits), [CacheGroup(blocks + 1, window)], SIZE)
+    return BatchPolicy(
+        BatchLimits(tokens, sequences, reserve=0.0, **limits), CacheBlocks([CacheGroup(blocks + 1, window)], SIZE)
+    )
 
 
 def parts_of(step: Step | None) -> list[tuple[int, int, int]]:
@@ -23,7 +26,7 @@ def parts_of(step: Step | None) -> list[tuple[int, int, int]]:
     return [(part.request.number, part.start, part.count) for part in step.parts] if step else []
 
 
-def advance(policy: BatchPolicy, now: float = 0.0, token: int = 99) -> list[tuple[int, int, int]]:
+def advance(policy: BatchPolicy[CacheBlocks], now: float = 0.0, token: int = 99) -> list[tuple[int, int, int]]:
     """Plan and complete a step in which every sampled token is `token`; returns its parts."""
     step = policy.next_step(now)
     parts = parts_of(step)
@@ -32,7 +35,7 @@ def advance(policy: BatchPolicy, now: float = 0.0, token: int = 99) -> list[tupl
     return parts
 
 
-def finish(policy: BatchPolicy) -> list[list[tuple[int, int, int]]]:
+def finish(policy: BatchPolicy[CacheBlocks]) -> list[list[tuple[int, int, int]]]:
     steps = []
     while parts := advance(policy):
         steps.append(parts)
@@ -233,7 +236,7 @@ def test_blocks_outside_of_the_window_are_released() -> None:
 
 
 def test_a_prefix_of_windowed_layers_needs_the_blocks_in_the_window_only() -> None:
-    policy = BatchPolicy(BatchLimits(32, 4), [CacheGroup(64), CacheGroup(64, 4)], SIZE)
+    policy = BatchPolicy(BatchLimits(32, 4), CacheBlocks([CacheGroup(64), CacheGroup(64, 4)], SIZE))
     policy.add(Request(1, range(24), 1))
     finish(policy)
     policy.add(Request(2, range(24), 1))

@@ -7,10 +7,11 @@ import pytest
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.batching_player import play
+from meshwright.policies.cache_blocks import CacheBlocks
 
 
-def make_policy(tokens: int = 8, sequences: int = 8, blocks: int = 200) -> BatchPolicy:
-    return BatchPolicy(BatchLimits(tokens, sequences), [CacheGroup(blocks)], 4)
+def make_policy(tokens: int = 8, sequences: int = 8, blocks: int = 200) -> BatchPolicy[CacheBlocks]:
+    return BatchPolicy(BatchLimits(tokens, sequences), CacheBlocks([CacheGroup(blocks)], 4))
 
 
 def test_times_of_a_lone_request_have_closed_forms() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Ended, Request
 from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.cache_blocks import CacheBlocks
 from tests.policies.batching_model import STOP, VOCABULARY, CacheModel, Outcome, check_blocks, text_after
 
 SEEDS = st.integers(0, 2**32)
@@ -17,7 +18,7 @@ LAYOUTS = ((None,), (None, 5), (3,), (None, 6, 11))
 """Windows of the cache groups."""
 
 
-def make_policy(draw: random.Random) -> tuple[BatchPolicy, list[CacheGroup]]:
+def make_policy(draw: random.Random) -> tuple[BatchPolicy[CacheBlocks], list[CacheGroup]]:
     size = draw.choice([1, 2, 4])
     blocks = draw.choice([14, 18, 24, 60]) * 4 // size
     groups = [CacheGroup(blocks + draw.randrange(3), window) for window in draw.choice(LAYOUTS)]
@@ -25,7 +26,7 @@ def make_policy(draw: random.Random) -> tuple[BatchPolicy, list[CacheGroup]]:
     limits = BatchLimits(
         sequences + draw.randint(0, 12), sequences, prefix_cache=draw.random() < 0.7, priority_seconds=10.0
     )
-    return BatchPolicy(limits, groups, size), groups
+    return BatchPolicy(limits, CacheBlocks(groups, size)), groups
 
 
 def make_request(draw: random.Random, number: int, now: float, earlier: list[Request]) -> Request:
@@ -171,7 +172,7 @@ def test_draft_tokens_give_the_same_texts(seed: int) -> None:
     play_session(seed, drafts=True)
 
 
-def snapshot(policy: BatchPolicy) -> object:
+def snapshot(policy: BatchPolicy[CacheBlocks]) -> object:
     """All that decides what the policy does next."""
     pools = [
         (list(pool.references), list(pool._empty), list(pool._idle), dict(pool.block_of)) for pool in policy.cache.pools

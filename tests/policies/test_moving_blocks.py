@@ -132,7 +132,7 @@ def test_blocks_of_a_window_are_reserved_from_its_start(tokens: int) -> None:
 
 @pytest.mark.parametrize("sent", [False, True])
 def test_a_refused_request_is_admitted_after_the_release_of_moving_blocks(sent: bool) -> None:
-    policy = BatchPolicy(BatchLimits(64, 4), [CacheGroup(9)], SIZE)
+    policy = BatchPolicy(BatchLimits(64, 4), CacheBlocks([CacheGroup(9)], SIZE))
     digests = digests_of(list(range(6 * SIZE)))
     moving: ReservedBlocks | UnsentBlocks = ReservedBlocks(policy.cache, digests)
     if sent:

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
 from meshwright.serve.request_rows import RequestRows
 
@@ -44,7 +45,7 @@ class Player:
     def __init__(self, groups: list[CacheGroup], decode_sizes: tuple[int, ...], seed: int, unit: int = 1) -> None:
         self.draw, self.groups, self.decode_sizes = random.Random(seed), groups, decode_sizes
         self.unit = unit
-        self.policy = BatchPolicy(BatchLimits(STEP_TOKENS, SEQUENCES), groups, SIZE)
+        self.policy = BatchPolicy(BatchLimits(STEP_TOKENS, SEQUENCES), CacheBlocks(groups, SIZE))
         self.table_rows = RequestRows(2 * SEQUENCES)
         self.inputs = BatchInputs(
             table_rows=2 * SEQUENCES,
@@ -261,7 +262,7 @@ def test_a_row_with_another_request_has_its_table() -> None:
     """Both requests have as many blocks, so only `forget_row` tells them apart."""
     inputs = Player([FULL], (), seed=0).inputs
     for blocks in ([3, 4], [5, 6]):
-        policy = BatchPolicy(BatchLimits(STEP_TOKENS, SEQUENCES), [FULL], SIZE)
+        policy = BatchPolicy(BatchLimits(STEP_TOKENS, SEQUENCES), CacheBlocks([FULL], SIZE))
         policy.add(Request(7, list(range(SIZE + 1)), 2))
         step = policy.next_step(0.0)
         assert step is not None

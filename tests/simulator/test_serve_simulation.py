@@ -17,6 +17,7 @@ from meshwright.costs.step_times import StepTimes, soft_maximum
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.batching_player import play
+from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.serve.engine import Engine
 from meshwright.serve.readback import LaunchedStep
 from meshwright.simulator import serve_simulation
@@ -90,7 +91,7 @@ def test_one_instance_has_the_times_of_the_player(seed: int) -> None:
     requests = random_requests(60, seed, every=1.0)
     times = simple_times(0.2, token=0.01, position=0.001)
     served = simulate(COLOCATED, requests, costs_of(times, blocks=60), LIMITS)
-    policy = BatchPolicy(BatchLimits(8, 8, prefix_cache=True), [CacheGroup(60)], BLOCK)
+    policy = BatchPolicy(BatchLimits(8, 8, prefix_cache=True), CacheBlocks([CacheGroup(60)], BLOCK))
     played = play(
         policy,
         [

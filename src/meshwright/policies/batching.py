@@ -12,29 +12,25 @@ later steps only, so the steps must be computed in the order in which they are p
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from meshwright.policies.batch_queue import RequestQueue
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Ended, Part, Progress, Reason, Request, Step
-from meshwright.policies.cache_blocks import NO_SALT, CacheBlocks
+from meshwright.policies.batch_request import BatchLimits, Ended, Part, Progress, Reason, Request, Step
+from meshwright.policies.cache_blocks import NO_SALT, BlockTables
 from meshwright.policies.running_batch import RunningBatch
 from meshwright.spec.errors import BadInput
 
+Cache = TypeVar("Cache", bound=BlockTables)
 
-class BatchPolicy:
-    """Plans the steps of one model replica. `cache` replaces the blocks of `groups`."""
 
-    def __init__(
-        self,
-        limits: BatchLimits,
-        groups: Sequence[CacheGroup],
-        tokens_per_block: int,
-        cache: CacheBlocks | None = None,
-    ) -> None:
-        self.limits = limits
+class BatchPolicy(Generic[Cache]):
+    """Plans the steps of one model replica, which takes the blocks of its requests from `cache`."""
+
+    def __init__(self, limits: BatchLimits, cache: Cache) -> None:
+        self.limits, self.cache = limits, cache
         self._progress: dict[int, Progress] = {}
         self._queue = RequestQueue()
-        self._batch = RunningBatch(limits, cache or CacheBlocks(groups, tokens_per_block), self._queue)
-        self.cache = self._batch.cache
+        self._batch = RunningBatch(limits, cache, self._queue)
         self._last_parts: list[Part] | None = None
         self._ended: list[Ended] = []
         self._in_flight = self._steps = 0
@@ -83,7 +79,7 @@ class BatchPolicy:
         self.check(request)
         key = (request.arrival - request.priority * self.limits.priority_seconds, request.number)
         salt = NO_SALT + request.salt if self.limits.prefix_cache else None
-        progress = Progress(request, key, len(self.cache.pools), salt)
+        progress = Progress(request, key, len(self.cache.counts), salt)
         progress.digests.extend(digests)
         progress.tail = tail
         self._progress[request.number] = progress

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.policies.batch_request import Part, Reason, Request, Step
 from meshwright.policies.batching import BatchPolicy
@@ -41,7 +42,7 @@ class ServedRequest:
 
 
 def play(
-    policy: BatchPolicy, requests: Iterable[Request], cost: StepCost, longest_repeat: int = LONGEST_REPEAT
+    policy: BatchPolicy[Any], requests: Iterable[Request], cost: StepCost, longest_repeat: int = LONGEST_REPEAT
 ) -> list[ServedRequest]:
     """The times of all requests, in order of arrival. `policy` has no other requests."""
     arrivals = sorted(requests, key=lambda request: request.arrival)
@@ -85,7 +86,7 @@ def _step_ends(step: Step, context: int, now: float, until: float, cost: StepCos
     return ends
 
 
-def _note_ends(policy: BatchPolicy, served: dict[int, ServedRequest], now: float) -> None:
+def _note_ends(policy: BatchPolicy[Any], served: dict[int, ServedRequest], now: float) -> None:
     for ended in policy.drain_ended():
         record = served[ended.number]
         record.end, record.reason, record.new_tokens = now, ended.reason, ended.new_tokens

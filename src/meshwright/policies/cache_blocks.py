@@ -7,6 +7,7 @@ ids, from a root that depends on the salt. With 256 bits, equal digests mean equ
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -39,8 +40,8 @@ def extend_digests(digests: list[bytes], root: bytes, tokens: Sequence[int], blo
         digests.append(parent)
 
 
-class BlockPool:
-    """The blocks of one group. A block without references stays in the prefix cache until it is needed (LRU)."""
+class BlockCounts:
+    """Numbers of the blocks of one group."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks - 1
@@ -49,6 +50,13 @@ class BlockPool:
         """Blocks without references."""
         self.releases = 0
         """Times that references were removed: a request that found too few free blocks may find enough after one."""
+
+
+class BlockPool(BlockCounts):
+    """The blocks of one group. A block without references stays in the prefix cache until it is needed (LRU)."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
         self.references = [0] * blocks
         self.block_of: dict[bytes, int] = {}
         """Cached blocks by digest."""
@@ -138,17 +146,16 @@ class BlockPool:
         self._digest_of.clear()
 
 
-class CacheBlocks:
-    """The pools of all groups. `tables` of its methods are the block tables of one request, one for each group."""
+class BlockTables(ABC):
+    """Blocks of requests, as batching takes them. `tables` are the block tables of one request, one for each group."""
 
     alike = False
     """Whether blocks are only counted, so that requests may take them in any order."""
 
-    def __init__(self, groups: Sequence[CacheGroup], tokens_per_block: int) -> None:
-        self.tokens_per_block = tokens_per_block
-        self.pools = [BlockPool(group.blocks) for group in groups]
-        self.windows = [group.window for group in groups]
-        self.smallest_window = min((window for window in self.windows if window is not None), default=None)
+    def __init__(self, counts: Sequence[BlockCounts], windows: Sequence[int | None], tokens_per_block: int) -> None:
+        self.counts, self.windows, self.tokens_per_block = counts, windows, tokens_per_block
+        """`counts`: the numbers of the blocks of each group; `windows`: the tokens that a query attends to, None: all."""
+        self.smallest_window = min((window for window in windows if window is not None), default=None)
 
     def first_block(self, group: int, position: int) -> int:
         """Index of the first block that a query at `position` attends to."""
@@ -157,7 +164,7 @@ class CacheBlocks:
 
     def blocks_outside(self, position: int) -> int:
         """Number of first blocks that a query at `position` does not attend to in some group."""
-        return max(self.first_block(group, position) for group in range(len(self.pools)))
+        return max(self.first_block(group, position) for group in range(len(self.windows)))
 
     def most_held(self, group: int, tokens: int, chunk: int = 1) -> int:
         """Blocks of a group that a request of `tokens` holds at most, computed `chunk` tokens at a time."""
@@ -165,8 +172,63 @@ class CacheBlocks:
         whole = -(-tokens // size)
         return whole if window is None else min(whole, -(-(window + chunk - 2) // size) + 1)
 
+    def room(self, tables: list[list[int]]) -> int:
+        """Positions that `tables` can cover with the free blocks."""
+        blocks = min(len(table) + pool.free for pool, table in zip(self.counts, tables, strict=True))
+        return blocks * self.tokens_per_block
+
+    @abstractmethod
     def matching(self, digests: Sequence[bytes]) -> int:
         """Length in blocks of the longest prefix for whose next token all groups have cached the attended blocks."""
+
+    @abstractmethod
+    def idle_matches(self, group: int, digests: Sequence[bytes], length: int) -> int:
+        """How many blocks of a matching prefix of `length` blocks count as free."""
+
+    @abstractmethod
+    def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:
+        """Begin `tables` with a matching prefix of `length` blocks."""
+
+    @abstractmethod
+    def claim(self, tables: list[list[int]], digest: bytes) -> bool:
+        """Add the cached block of a digest to each table, for the request alone, which may write to it.
+
+        False, and nothing is done, if a group has none without references.
+        """
+
+    @abstractmethod
+    def append(self, tables: list[list[int]]) -> bool:
+        """Add a block to each table; false, and nothing is done, if a group has none."""
+
+    @abstractmethod
+    def grow(self, tables: list[list[int]], tokens: int) -> None:
+        """Take blocks until `tables` cover `tokens` positions; `room` says whether that is possible."""
+
+    @abstractmethod
+    def leave_window(self, tables: list[list[int]], position: int) -> None:
+        """Release the blocks that no query from `position` on attends to."""
+
+    @abstractmethod
+    def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
+        """Enter blocks `first` … `last - 1`, which are computed, in the prefix cache."""
+
+    @abstractmethod
+    def release(self, tables: list[list[int]]) -> None:
+        """Release all blocks, the last one first, so that a chain is evicted from its end."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Empty the prefix cache: the weights have changed."""
+
+
+class CacheBlocks(BlockTables):
+    """The pools of all groups."""
+
+    def __init__(self, groups: Sequence[CacheGroup], tokens_per_block: int) -> None:
+        self.pools = [BlockPool(group.blocks) for group in groups]
+        super().__init__(self.pools, [group.window for group in groups], tokens_per_block)
+
+    def matching(self, digests: Sequence[bytes]) -> int:
         longest, consecutive = 0, [0] * len(self.pools)
         if None in self.windows:  # such a group needs all blocks of the prefix
             pool = self.pools[self.windows.index(None)]
@@ -184,12 +246,10 @@ class CacheBlocks:
         return longest
 
     def idle_matches(self, group: int, digests: Sequence[bytes], length: int) -> int:
-        """How many blocks of a matching prefix of `length` blocks count as free."""
         first = self.first_block(group, length * self.tokens_per_block)
         return self.pools[group].idle_of(digests[first:length])
 
     def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:
-        """Begin `tables` with a matching prefix of `length` blocks."""
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
             first = self.first_block(group, length * self.tokens_per_block)
             table.extend([UNUSED_BLOCK] * first)
@@ -198,23 +258,13 @@ class CacheBlocks:
             table.extend(blocks)
 
     def claim(self, tables: list[list[int]], digest: bytes) -> bool:
-        """Add the cached block of a digest to each table, for the request alone, which may write to it.
-
-        False, and nothing is done, if a group has none without references.
-        """
         if not all(digest in pool.block_of and pool.idle_of((digest,)) for pool in self.pools):
             return False
         for pool, table in zip(self.pools, tables, strict=True):
             table.append(pool.claim(digest))
         return True
 
-    def room(self, tables: list[list[int]]) -> int:
-        """Positions that `tables` can cover with the free blocks."""
-        blocks = min(len(table) + pool.free for pool, table in zip(self.pools, tables, strict=True))
-        return blocks * self.tokens_per_block
-
     def append(self, tables: list[list[int]]) -> bool:
-        """Add a block to each table; false, and nothing is done, if a group has none."""
         for pool in self.pools:
             if not pool.free:
                 return False
@@ -223,13 +273,11 @@ class CacheBlocks:
         return True
 
     def grow(self, tables: list[list[int]], tokens: int) -> None:
-        """Take blocks until `tables` cover `tokens` positions; `room` says whether that is possible."""
         blocks = -(-tokens // self.tokens_per_block)
         for pool, table in zip(self.pools, tables, strict=True):
             table.extend(pool.take_all(max(0, blocks - len(table))))
 
     def leave_window(self, tables: list[list[int]], position: int) -> None:
-        """Release the blocks that no query from `position` on attends to."""
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
             for index in range(self.first_block(group, position) - 1, -1, -1):
                 if table[index] == UNUSED_BLOCK:
@@ -238,16 +286,13 @@ class CacheBlocks:
                 table[index] = UNUSED_BLOCK
 
     def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
-        """Enter blocks `first` … `last - 1`, which are computed, in the prefix cache."""
         for pool, table in zip(self.pools, tables, strict=True):
             pool.register_all(table[first:last], digests[first:last])
 
     def release(self, tables: list[list[int]]) -> None:
-        """Release all blocks, the last one first, so that a chain is evicted from its end."""
         for pool, table in zip(self.pools, tables, strict=True):
             pool.release_all(reversed(table))
 
     def forget(self) -> None:
-        """Empty the prefix cache: the weights have changed."""
         for pool in self.pools:
             pool.forget()

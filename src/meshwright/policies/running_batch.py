@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
 from meshwright.policies.batch_request import BatchLimits, Part, Progress, Request, Step
-from meshwright.policies.cache_blocks import NO_SALT, CacheBlocks, block_digest, extend_digests, root_digest
+from meshwright.policies.cache_blocks import NO_SALT, BlockTables, block_digest, extend_digests, root_digest
 from meshwright.spec.errors import BadInput
 
 
 class RunningBatch:
     """Requests that have been admitted and have not ended, with their blocks."""
 
-    def __init__(self, limits: BatchLimits, cache: CacheBlocks, queue: RequestQueue) -> None:
+    def __init__(self, limits: BatchLimits, cache: BlockTables, queue: RequestQueue) -> None:
         self.limits, self.cache, self.queue = limits, cache, queue
         self.requests: dict[int, Progress] = {}
         self.decodes: list[Part] = []
@@ -31,7 +31,7 @@ class RunningBatch:
     def check_size(self, request: Request) -> None:
         """Raise BadInput if the cache could not hold the request alone."""
         tokens = len(request.prompt) + request.new_tokens
-        for group, pool in enumerate(self.cache.pools):
+        for group, pool in enumerate(self.cache.counts):
             needed = self.cache.most_held(group, tokens - 1)
             if needed > pool.blocks:
                 size = f"{len(request.prompt)} tokens and {request.new_tokens} new ones need {needed} cache blocks"
@@ -53,7 +53,7 @@ class RunningBatch:
         return None if refused else head
 
     def _releases(self) -> int:
-        return sum([pool.releases for pool in self.cache.pools])
+        return sum([pool.releases for pool in self.cache.counts])
 
     def admit_head(self, budget: int) -> bool:
         """Start the request at the head of the queue, if it gets a slot and blocks."""
@@ -120,7 +120,7 @@ class RunningBatch:
     def _fits(self, progress: Progress, digests: Sequence[bytes], matched: int, budget: int) -> bool:
         """Whether every group has free blocks for all known tokens of a request, beside what running prefills still need."""
         tokens = len(progress.tokens)
-        for group, pool in enumerate(self.cache.pools):
+        for group, pool in enumerate(self.cache.counts):
             held = matched - self.cache.first_block(group, matched * self.cache.tokens_per_block)
             blocks = min(self.cache.most_held(group, tokens, min(budget, tokens)), pool.blocks) - held
             owed = sum(self._owed(group, running, budget) for running in self.prefills)
@@ -212,7 +212,7 @@ class RunningBatch:
             if more > 0:
                 wanted.append((index, part))
                 missing += more
-        if missing > min([pool.free for pool in self.cache.pools]):
+        if missing > min([pool.free for pool in self.cache.counts]):
             return False
         for index, part in wanted:
             self.cache.grow(part.tables, part.start + most)
@@ -228,7 +228,7 @@ class RunningBatch:
             for position in range(len(part.tables[0]) * size, part.start + most, size):
                 events.setdefault(position - part.start, []).append(index)
         for offset in sorted(events):
-            if min(pool.free for pool in self.cache.pools) < len(events[offset]):
+            if min(pool.free for pool in self.cache.counts) < len(events[offset]):
                 return offset
             for index in events[offset]:
                 part = step.parts[index]

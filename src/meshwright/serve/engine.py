@@ -21,6 +21,7 @@ from meshwright.kernels.grouped import sizes_stay_on_device
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.serve.batch_inputs import NO_DRAFTS, PROMPT_UNIT, BatchInputs, Packed
 from meshwright.serve.drafters import check_speculation, drafter_for
 from meshwright.serve.figures import EngineFigures
@@ -85,8 +86,7 @@ class Engine:
                 sequences=options.sequences,
                 prefix_cache=options.prefix_cache,
             ),
-            cache_groups,
-            options.tokens_per_block,
+            CacheBlocks(cache_groups, options.tokens_per_block),
         )
         # Requests of the step in flight and of the next one have table rows at the same time.
         rows = 2 * options.sequences

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.serve.kv_cache import KVCache
 from meshwright.serve.mapped_blocks import OwnBlocks
@@ -24,7 +25,7 @@ from meshwright.spec.layout import WHOLE
 class PrefixBlocks:
     """Reserves, holds, reads and writes blocks of one engine's cache, between its steps."""
 
-    def __init__(self, model: Decoder, policy: BatchPolicy, cache: KVCache) -> None:
+    def __init__(self, model: Decoder, policy: BatchPolicy[CacheBlocks], cache: KVCache) -> None:
         self._model, self._policy, self._cache = model, policy, policy.cache
         self._contents = [tensor.view(torch.uint8).view(len(tensor), -1) for tensor in cache.tensors]
         """Bytes of all blocks of each group, `(blocks, bytes)`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.world import World, world_group
 from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.recorded_blocks import recorded_blocks
 from meshwright.serve.head_slices import HeadSlices
 from meshwright.serve.kv_cache import KVCache
@@ -27,7 +28,9 @@ from meshwright.spec.model import ModelSpec
 class RankSlices(PrefixBlocks):
     """This rank's slices of all blocks. The methods are collective, with the same tables on all ranks."""
 
-    def __init__(self, model: Decoder, spec: ModelSpec, policy: BatchPolicy, cache: KVCache, world: World) -> None:
+    def __init__(
+        self, model: Decoder, spec: ModelSpec, policy: BatchPolicy[CacheBlocks], cache: KVCache, world: World
+    ) -> None:
         """`spec` has the dimensions of the whole model."""
         super().__init__(model, policy, cache)
         self._spec, self._world = spec, world
@@ -70,7 +73,7 @@ class LeadingBlocks(RankSlices):
         self,
         model: Decoder,
         spec: ModelSpec,
-        policy: BatchPolicy,
+        policy: BatchPolicy[CacheBlocks],
         cache: KVCache,
         world: World,
         *,

@@ -8,6 +8,7 @@ import torch
 
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request
 from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.serve.batch_inputs import BatchInputs
 from meshwright.serve.model_runner import ModelRunner
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
@@ -34,7 +35,7 @@ def warm_up(
     if tokens < 1:
         return
     limits = BatchLimits(tokens=tokens, sequences=len(SAMPLING), prefix_cache=False)
-    policy = BatchPolicy(limits, groups, size)
+    policy = BatchPolicy(limits, CacheBlocks(groups, size))
     rows = {number: number for number in range(min(len(SAMPLING), inputs.padding_row))}
     for number in rows:
         sampler.assign(number, SAMPLING[number])

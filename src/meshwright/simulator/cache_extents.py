@@ -3,7 +3,7 @@
 A text is a path of pieces (`text_pieces`), which other texts may share. The cached blocks of a piece are extents: consecutive
 blocks with the same references. A request, a reservation or a sender refers to spans of its text. Blocks that are not in the cache are
 private to their holder, also a second copy of a cached block. Blocks without references are idle if they are cached, else empty. Empty
-ones are taken first, then idle ones in the order of their release, as `BlockPool` does block by block.
+ones are taken first, then idle ones in the order of their release, as `policies.cache_blocks.BlockPool` does block by block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import insort
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from meshwright.policies.cache_blocks import BlockPool
+from meshwright.policies.cache_blocks import BlockCounts
 from meshwright.simulator.text_pieces import Text
 
 Span = tuple[int, int]
@@ -54,13 +54,13 @@ class Holder:
             spans.append((first, end))
 
 
-class ExtentPool(BlockPool):
+class ExtentPool(BlockCounts):
     """The numbers of free and empty blocks, and the cached ones as extents."""
 
     def __init__(self, blocks: int) -> None:
-        super().__init__(1)
-        self.blocks = self.free = self.empty = blocks - 1
-        """`empty`: blocks without references and without content."""
+        super().__init__(blocks)
+        self.empty = self.blocks
+        """Blocks without references and without content."""
         self._extents: dict[int, list[Extent]] = {}
         """Extents by piece, ascending."""
         self._released: list[tuple[int, int, Extent]] = []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshwright.policies.batch_request import CacheGroup
-from meshwright.policies.cache_blocks import BlockPool, CacheBlocks
+from meshwright.policies.cache_blocks import BlockTables, CacheBlocks
 from meshwright.simulator.cache_extents import ExtentPool, Holder
 from meshwright.simulator.text_pieces import Text
 
 
-class CountedBlocks(CacheBlocks):
-    """`CacheBlocks` of one group without a window. Only the number of entries of its block tables counts, not their values.
+class CountedBlocks(BlockTables):
+    """The blocks of one group without a window. Only the number of entries of its block tables counts, not their values.
 
     All digests of a request are the name of its text, the last one that of its prompt's end if that is meant.
     """
@@ -19,9 +18,8 @@ class CountedBlocks(CacheBlocks):
     alike = True
 
     def __init__(self, blocks: int, tokens_per_block: int, texts: Mapping[bytes, Text]) -> None:
-        super().__init__([CacheGroup(1)], tokens_per_block)
         self.pool = ExtentPool(blocks)
-        self.pools: list[BlockPool] = [self.pool]
+        super().__init__([self.pool], [None], tokens_per_block)
         self.texts = texts
         """Texts by name."""
         self._holders: dict[int, Holder] = {}
@@ -32,33 +30,24 @@ class CountedBlocks(CacheBlocks):
         return self.texts[digests[-1]] if digests else ()
 
     def matching(self, digests: Sequence[bytes]) -> int:
-        """Cached blocks of a request that its next prompt takes."""
         return self.pool.cached_end(self.text(digests), 0, len(digests))
 
     def idle_matches(self, group: int, digests: Sequence[bytes], length: int) -> int:
-        """Number of the blocks of `matching` that count as free."""
         return self.pool.idle_blocks(self.text(digests), length) if length else 0
 
     def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:
-        """Begin `tables` with `length` cached blocks."""
         holder = self._holders[id(tables)] = Holder(self.text(digests))
         if length:
             tables[0].extend([1] * length)
             self.pool.share(holder, 0, length)
 
     def claim(self, tables: list[list[int]], digest: bytes) -> bool:
-        """Add the cached block behind those of `tables` to them, no longer cached; false if it is not cached or has references."""
         if not self.pool.take_cached(self._holders[id(tables)], self.texts[digest]):
             return False
         tables[0].append(1)
         return True
 
-    def room(self, tables: list[list[int]]) -> int:
-        """Positions that `tables` can cover with the free blocks."""
-        return (len(tables[0]) + self.pool.free) * self.tokens_per_block
-
     def append(self, tables: list[list[int]]) -> bool:
-        """Add a block; false if there is none."""
         if not self.pool.free:
             return False
         tables[0].append(1)
@@ -66,7 +55,6 @@ class CountedBlocks(CacheBlocks):
         return True
 
     def grow(self, tables: list[list[int]], tokens: int) -> None:
-        """Take blocks until `tables` cover `tokens` positions."""
         table = tables[0]
         more = -(-tokens // self.tokens_per_block) - len(table)
         if more > 0:
@@ -74,15 +62,24 @@ class CountedBlocks(CacheBlocks):
             self.pool.take_private(self._holders[id(tables)], more)
 
     def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
-        """Enter blocks `first` … `last - 1` of a request in the prefix cache."""
         holder = self._holders[id(tables)]
         holder.text = self.texts[digests[last - 1]]
         self.pool.enter(holder, first, last)
 
     def release(self, tables: list[list[int]]) -> None:
-        """Release the blocks of a request; cached ones stay in the prefix cache."""
         if id(tables) in self._holders:
             self.pool.release(self._holders.pop(id(tables)))
+
+    def leave_window(self, tables: list[list[int]], position: int) -> None:
+        """Release nothing: there is no window."""
+
+    def forget(self) -> None:
+        """Raise RuntimeError: the weights of a simulation do not change."""
+        raise RuntimeError("simulated weights do not change")
+
+
+SimulatedBlocks = CacheBlocks | CountedBlocks
+"""Blocks of a simulated instance: those of the engine, or in less time counts."""
 
 
 class CountedReservation:

@@ -13,9 +13,9 @@ from math import sqrt
 
 from meshwright.costs.serve_costs import InstanceCosts
 from meshwright.costs.step_times import soft_maximum
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
+from meshwright.policies.batch_request import BatchLimits, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
-from meshwright.policies.cache_blocks import CacheBlocks
+from meshwright.simulator.counted_blocks import SimulatedBlocks
 from meshwright.simulator.serve_types import InstanceFigures, Occupancy
 from meshwright.spec.deployment import Role
 
@@ -42,11 +42,10 @@ class _Planned:
 class Instance:
     """Plays steps. `wake` is the time of its next event; the caller calls `advance` then, and `post` for what arrives."""
 
-    def __init__(self, role: Role, costs: InstanceCosts, token_budget: int, cache: CacheBlocks | None = None) -> None:
+    def __init__(self, role: Role, costs: InstanceCosts, token_budget: int, cache: SimulatedBlocks) -> None:
         self.role, self.costs = role, costs
-        limits, groups = BatchLimits(token_budget, costs.sequences), [CacheGroup(costs.blocks, costs.window)]
-        self.policy = BatchPolicy(limits, groups, costs.tokens_per_block, cache)
-        (self._pool,) = self.policy.cache.pools
+        self.policy = BatchPolicy(BatchLimits(token_budget, costs.sequences), cache)
+        (self._pool,) = cache.counts
         self.wake = NEVER
         self.prompt_tokens = 0
         """Tokens of the prompts that a prefill instance has still to compute."""

@@ -19,7 +19,7 @@ from meshwright.policies.batch_request import CacheGroup, Part, Request
 from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.policies.request_routing import RequestRouting
-from meshwright.simulator.counted_blocks import CountedBlocks, CountedReservation, CountedUnsent
+from meshwright.simulator.counted_blocks import CountedBlocks, CountedReservation, CountedUnsent, SimulatedBlocks
 from meshwright.simulator.serve_instance import NEVER, Instance
 from meshwright.simulator.serve_links import Port, transfer
 from meshwright.simulator.serve_types import RequestTimes, ServedDeployment
@@ -158,7 +158,7 @@ class _Simulation:
             occupancy=[member.instance.occupancy for member in self._members if member.instance.occupancy is not None],
         )
 
-    def _cache(self, prices: InstanceCosts) -> CacheBlocks:
+    def _cache(self, prices: InstanceCosts) -> SimulatedBlocks:
         if self._counted:
             return CountedBlocks(prices.blocks, prices.tokens_per_block, self._texts)
         cache = CacheBlocks([CacheGroup(prices.blocks, prices.window)], prices.tokens_per_block)
@@ -248,10 +248,12 @@ class _Simulation:
         request = Request(number, tokens, 1, arrival=arrival, continued_elsewhere=True)
         instance.add(request, prompt.digests, prompt.tail)
         cache, digests, first = instance.policy.cache, prompt.moved_digests, prompt.reserved.first
-        counted = isinstance(cache, CountedBlocks)
-        prompt.unsent = CountedUnsent(cache, digests, first) if counted else UnsentBlocks(cache, digests, first)
+        if isinstance(cache, CountedBlocks):
+            prompt.unsent = CountedUnsent(cache, digests, first)
+        else:
+            prompt.unsent = UnsentBlocks(cache, digests, first)
 
-    def _reservation(self, cache: CacheBlocks, prompt: _Prompt) -> ReservedBlocks | CountedReservation:
+    def _reservation(self, cache: SimulatedBlocks, prompt: _Prompt) -> ReservedBlocks | CountedReservation:
         digests = prompt.moved_digests
         if isinstance(cache, CountedBlocks):
             return CountedReservation(cache, digests)
