@@ -107,7 +107,7 @@ class Graphs:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Context in which no object of a reference cycle is freed: a graph that is freed, as of an earlier engine, ends a capture."""
+    """Context in which no reference cycle is freed: a graph that is freed, as of an earlier engine, ends a capture."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
