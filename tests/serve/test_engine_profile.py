@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from meshwright.costs.serve_costs import ServeCosts
-from meshwright.serve.engine_profile import even_lengths, exponential_lengths, measure_engine
+from meshwright.serve.engine_profile import BETWEEN, _Measurement, even_lengths, exponential_lengths, measure_engine
+from meshwright.serve.timed_engine import TimedEngine, TimedStep
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec
 from meshwright.spec.engine import EngineOptions, EngineSettings
 from meshwright.spec.serve_profile import Chunk
 from tests.models.tiny import LLAMA
+from tests.serve.helpers import tiny
 
 SPEC = replace(LLAMA, max_seq_len=64)
 BOTH = exponential_lengths, even_lengths
@@ -30,8 +34,9 @@ def test_shapes_are_those_asked_for_and_their_steps_price_an_instance() -> None:
         least, more = sum(lengths) + 8 * len(lengths), sum(lengths) > 32
         assert least <= positions <= least + 2 * more * len(lengths)
         assert max(lengths) + 8 <= longest <= max(lengths) + 8 + 2 * more
-    prompts = [step.chunks for step in measured.steps if step.chunks]
-    assert prompts == [(Chunk(start=0, count=count),) for count in (16, 32)] + [(Chunk(start=0, count=8),) * 4]
+    prompts = [(step.decodes, step.chunks) for step in measured.steps if step.chunks]
+    with_a_decode = [(1, (Chunk(start=0, count=count),)) for count in (15, 31)]
+    assert len(prompts) == 3 and {*prompts} == {*with_a_decode, (0, (Chunk(start=0, count=8),) * 4)}
     assert all(step.seconds > 0 for step in measured.steps) and measured.item_bytes == 4
     costs = ServeCosts(SPEC, ClusterSpec(), settings=EngineSettings(sequences=4), profile=measured)
     assert costs.of(InstanceSpec()).times.constants is measured.constants
@@ -52,4 +57,27 @@ def test_engines_with_few_tokens_a_step_and_a_short_context_are_measured(step_to
     options = EngineOptions(step_tokens=step_tokens, sequences=2, tokens_per_block=4, cache_blocks=40, context=24)
     measured = measure_engine(SPEC, options, ClusterSpec(), seconds=60.0)
     assert {step.decodes for step in measured.steps if not step.chunks} >= {1}
-    assert {step.chunks for step in measured.steps if step.chunks} == {(Chunk(start=0, count=step_tokens),)}
+    prompts = {(step.decodes, step.chunks) for step in measured.steps if step.chunks}
+    beside = int(step_tokens > 1)  # one of the step's tokens
+    assert prompts == {(beside, (Chunk(start=0, count=step_tokens - beside),))}
+
+
+def test_measured_prompts_take_a_third_of_the_time() -> None:
+    """At the power limit, which prompts one behind another reach, a GPU is slower than under a load."""
+    steps: list[TimedStep] = []
+
+    class Kept(TimedEngine):
+        def forget_steps(self) -> None:
+            steps.extend(self.steps)
+            super().forget_steps()
+
+    options = EngineOptions(step_tokens=64, sequences=4, tokens_per_block=4, cache_blocks=400, context=800)
+    engine = Kept(tiny(replace(SPEC, max_seq_len=800)), options, time.perf_counter)
+    measured = _Measurement(engine, float("inf"))._prompt(63, 1)
+    assert [(step.decodes, step.tokens) for step in measured] == [(1, 64)]
+    begins = [index for index, step in enumerate(steps) if step.decodes and step.chunks]
+    assert len(begins) == 12
+    for begin, stop in pairwise(begins):
+        prompt, last = steps[begin], steps[stop - 1]
+        share = (prompt.device_end - prompt.device_begin) / (last.device_end - prompt.device_begin)
+        assert share <= 1 / 3 or stop - begin == 1 + BETWEEN

@@ -2,6 +2,9 @@
 
 Requests are made so that a few steps of each wanted shape follow one another; each step's time is that from the end of the
 one before it, or from its own launch if that was later. On a GPU it is taken by events on the device.
+
+Prompts one behind another would take a GPU to its power limit, where it lowers its clock: on an H200 such prompts took up to 14% longer
+than those of a load. So measured prompts take about a third of the time, and decodes or waiting the rest.
 """
 
 from __future__ import annotations
@@ -37,12 +40,11 @@ from meshwright.spec.serve_profile import EngineProfile, StepTime
 DECODES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Decodes of the measured steps, up to the batch of the engine."""
 PROMPTS = 16, 64, *(factor << shift for shift in range(7, 20) for factor in (2, 3))
-"""Tokens of the measured prompts, up to the budget of a step, besides those of the engine's graphs.
-
-Products are not equally fast for all numbers of tokens, so one prompt of each graph's size is measured.
-"""
-BESIDE = (0, 16, 64)
-"""Decodes beside a chunk of a prompt."""
+"""Tokens of the measured prompts, up to the budget of a step."""
+BESIDE = (16, 64)
+"""Decodes beside a chunk of a prompt. Steps with one decode have exactly the tokens of `PROMPTS` and of the engine's graphs."""
+BETWEEN, SHARE = 24, 1 / 3
+"""Steps of decodes after each prompt, at most, and the share of the time that prompts take."""
 BESIDE_TOKENS = 256
 """Tokens of the texts of these decodes."""
 SHORT, MEAN = 32, 1024
@@ -166,7 +168,10 @@ class _Measurement:
         counts = [*(count for count in DECODES if count < most), most]
         short, mean = min(SHORT, context // 4), min(MEAN, context // 8)
         sizes = [*(size for size in PROMPTS if size < self._budget), self._budget]
-        graphs = {size for size in self._engine.prompt_sizes if size < self._budget} - set(sizes)
+        exact = sorted({*sizes, *(size for size in self._engine.prompt_sizes if size < self._budget)})
+        one = int(most > 1)
+        prompts = [(size - one, one) if size > 1 else (1, 0) for size in exact]
+        prompts += [(size, beside) for size, beside in product(sizes, BESIDE) if beside < most]
         texts = [[short] * count for count in counts] + [exponential_lengths(count, mean) for count in counts]
         texts += [even_lengths(count, mean) for count in counts if count <= MOST_EVEN]
         decodes = [
@@ -177,10 +182,10 @@ class _Measurement:
         planned = [(tokens, measure) for tokens, measure in decodes if tokens <= self._cache_tokens]
         planned += [
             (size * REPEATS + self._tokens_beside(beside), partial(self._prompt, size, beside))
-            for size, beside in (*product(sizes, BESIDE), *((size, 0) for size in graphs))
-            if beside < most and size + self._tokens_beside(beside) <= self._cache_tokens
+            for size, beside in prompts
+            if size + self._tokens_beside(beside) <= self._cache_tokens
         ]
-        if self._budget >= PIECES:
+        if min(self._budget, most) >= PIECES:
             planned += [(self._budget * REPEATS, self._pieces)]
         return [measure for _, measure in sorted(planned, key=lambda entry: entry[0])]
 
@@ -207,28 +212,44 @@ class _Measurement:
             engine.step()
         for _ in range(REPEATS + 2):
             self._submit([size], 1)
-            for _ in range(1 + 2 * bool(beside)):
-                self._step()
+            self._step()
+            if beside:
+                self._decode_until_cool(min(BETWEEN, new_tokens // (REPEATS + 2) - 1))
         for number in numbers:
             engine.abort(number)
         return self._finish(lambda step: step.decodes == beside and [chunk.count for chunk in step.chunks] == [size])
+
+    def _decode_until_cool(self, most: int) -> None:
+        """Launch steps of decodes, one to `most`, until the newest prompt has taken no more than its share of the time since its begin."""
+        steps = self._engine.steps
+        for _ in range(max(1, most)):
+            self._step()
+            newest = next((step for step in reversed(steps) if step.chunks), None)
+            if newest and newest is not steps[-1]:
+                since = steps[-1].device_end - newest.device_begin
+                if newest.device_end - newest.device_begin <= SHARE * since:
+                    return
 
     def _text_beside(self, beside: int) -> tuple[int, int]:
         """Prompt and new tokens of each of so many texts that decode beside prompts until these were measured."""
         context = self._engine.context
         length = min(BESIDE_TOKENS, context // 4)
-        return length, min(context - length - 1, 6 * REPEATS + -(-beside * length // self._budget))
+        new = (1 + BETWEEN) * (REPEATS + 2) + -(-beside * length // self._budget)
+        return length, min(context - length - 1, new)
 
     def _tokens_beside(self, beside: int) -> int:
         """Tokens of these texts in the cache."""
         return beside * sum(self._text_beside(beside))
 
     def _pieces(self) -> list[StepTime]:
-        """Steps with several prompts that share the budget."""
+        """Steps with several prompts that share the budget, and nothing beside them."""
         pieces = [self._budget // PIECES] * PIECES
         for _ in range(REPEATS):
+            begin = time.perf_counter()
             self._submit(pieces, 1)
-            self._step()
+            while self._engine.unfinished:
+                self._engine.step()
+            time.sleep((1 / SHARE - 1) * (time.perf_counter() - begin))
         return self._finish(lambda step: [chunk.count for chunk in step.chunks] == pieces and not step.decodes)
 
     def _step(self) -> None:
