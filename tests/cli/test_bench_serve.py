@@ -40,11 +40,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("bench") / "tiny")
 
 
+NAMES: list[str] = []
+"""Names of the tests that were run."""
+
+
 class Instant(LoadTest):
     """A load test whose requests take 10 ms to the first token and 1 ms for each other one, of two busy servers."""
 
     async def run(self, requests: Sequence[TimedRequest], watched: Sequence[str] = (), every: float = 0.25) -> None:
         assert self.urls == ["http://router"] and watched == ["http://0", "http://1"]
+        NAMES.append(self.name)
         for each in requests:
             first = each.arrival_seconds + 0.01
             self.measured.append(MeasuredRequest(each, 0, 0.0, first, first + 1e-3 * (each.output_tokens - 1)))
@@ -77,6 +82,7 @@ def test_the_report_has_predicted_beside_measured(
         assert result["measured"]["ttft_p90"] == pytest.approx(0.01)
         assert result["measured"]["tpot_p50"] == pytest.approx(1e-3)
         assert result["predicted"]["attainment"] == 1.0
+    assert NAMES == ["warm-up", "rate 1", "rate 2"]  # no rate finds the prompts of another in the prefix cache
     HTMLParser().feed(text := report.read_text())
     assert "<h1>tiny</h1>" in text and "asked for 90%" in text and 'data-value="0"></b>' in text
     for part in ("Predicted beside measured", "Attainment", "prefill 0", "decode 0"):
@@ -101,6 +107,7 @@ def test_a_deployment_serves_its_workload_and_the_report_shows_it(folder: Path, 
         assert (result["requests"], result["failed"]) == (20, 0)
         assert result["measured"]["attainment"] == 1.0 == result["predicted"]["attainment"]
         assert 0 < result["measured"]["ttft_p50"] <= result["measured"]["ttft_p90"] < 500
+    assert NAMES == ["warm-up", "rate 1", "rate 2"]  # no rate finds the prompts of another in the prefix cache
     HTMLParser().feed(text := report.read_text())
     assert "Predicted beside measured" in text and "Attainment" in text
     assert "Requests in the batch, by instance" in text and "Cache that requests hold, by instance" in text

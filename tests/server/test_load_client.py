@@ -20,6 +20,8 @@ def test_prompts_have_their_length_and_share_their_blocks() -> None:
     assert first[:512] == second[:512] and first[512:] != second[512:]
     assert len(prompt_tokens(0, TimedRequest(0, 100, 1, (7,)), 1000)) == 100
     assert first == prompt_tokens(0, TimedRequest(0, 600, 1, (7,)), 1000)
+    other = prompt_tokens(0, TimedRequest(0, 600, 1, (7,)), 1000, "another test")
+    assert other[:16] != first[:16]  # a cache block; a simulation begins with an empty cache too
 
 
 async def replay(handlers: list[Handler], requests: list[TimedRequest]) -> tuple[LoadTest, list[list[dict[str, Any]]]]:

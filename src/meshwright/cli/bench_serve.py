@@ -217,13 +217,13 @@ class _Test:
 
         with deployment_servers(folder, self.deployment, gpu=not self.spec.cluster.is_cpu, file=self.plan) as running:
             first = [request._replace(arrival_seconds=0.0) for request in requests[: len(running.instances)]]
-            self._replay(running, first)
+            self._replay(running, first, "warm-up")
             begin = 0.0
             for number, rate in enumerate(rates, 1):
                 count = max(FEWEST_REQUESTS, round(rate * seconds))
                 say(f"rate {number} of {len(rates)}: {count:,} requests at {rate_text(rate)}/s, {count / rate:.3g} s")
                 sample = RequestSample(requests, count).at(rate)
-                test = self._replay(running, sample)
+                test = self._replay(running, sample, f"rate {number}")
                 result = self._result(rate, test, sample)
                 tell(_line(result))
                 self._results.append(result)
@@ -232,10 +232,10 @@ class _Test:
                 begin += max([entry.end for entry in test.measured if not entry.error], default=0.0)
         return self._report(running.instances)
 
-    def _replay(self, running: RunningDeployment, sample: Sequence[TimedRequest]) -> LoadTest:
+    def _replay(self, running: RunningDeployment, sample: Sequence[TimedRequest], name: str) -> LoadTest:
         from meshwright.server.load_client import LoadTest
 
-        test = LoadTest([running.url], self.vocab_size)
+        test = LoadTest([running.url], self.vocab_size, name=name)
         asyncio.run(test.run(sample, [instance.url for instance in running.instances]))
         running.check()
         return test

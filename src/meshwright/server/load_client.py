@@ -47,6 +47,8 @@ class LoadTest:
     vocab_size: int
     key: str | None = None
     """API key of the servers."""
+    name: str = ""
+    """Tests of different names have different prompts: none finds those of an earlier test in the prefix cache."""
     measured: list[MeasuredRequest] = field(default_factory=list)
     occupancy: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
     """(seconds from the begin, watched server, its gauges)."""
@@ -71,7 +73,7 @@ class LoadTest:
         running[server] += 1
         entry.sent = time.perf_counter() - begin
         try:
-            await self._stream(entry, prompt_tokens(number, request, self.vocab_size), begin)
+            await self._stream(entry, prompt_tokens(number, request, self.vocab_size, self.name), begin)
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
             entry.error, entry.first_token, entry.end = str(error), float("inf"), float("inf")
         finally:
@@ -130,12 +132,12 @@ class LoadTest:
         return reader, writer
 
 
-def prompt_tokens(number: int, request: TimedRequest, vocab_size: int) -> list[int]:
-    """The prompt of a request: random token ids, those of its prefix blocks by the ids of the blocks."""
+def prompt_tokens(number: int, request: TimedRequest, vocab_size: int, test: str = "") -> list[int]:
+    """The prompt of a request of a test: random token ids, those of its prefix blocks by the ids of the blocks."""
     tokens: list[int] = []
     for block in request.prefix_blocks:
-        tokens += random.Random(f"block {block}").choices(range(vocab_size), k=PREFIX_BLOCK)
-    own = random.Random(f"request {number}")
+        tokens += random.Random(f"{test} block {block}").choices(range(vocab_size), k=PREFIX_BLOCK)
+    own = random.Random(f"{test} request {number}")
     missing = max(0, request.input_tokens - len(tokens))
     return (tokens + own.choices(range(vocab_size), k=missing))[: request.input_tokens]
 
