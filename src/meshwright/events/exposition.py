@@ -77,4 +77,4 @@ def _value_text(value: float) -> str:
         return "NaN"
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
-    return repr(value)
+    return repr(int(value) if isinstance(value, bool) else value)
