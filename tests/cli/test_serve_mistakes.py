@@ -73,6 +73,33 @@ def test_settings_of_a_server(folder: Path, lines: str, expected: str) -> None:
     check(meshwright("serve", folder, "--config", "serve.yaml"), f"serve.yaml:{expected}")
 
 
+def positions(answer: Answer) -> list[str]:
+    """File, line, column and key of each mistake that the command has reported."""
+    assert answer.code == 2 and not answer.out
+    head, *lines = answer.err.splitlines()
+    assert head == f"meshwright: {len(lines)} mistakes in the configuration:", answer.err
+    return [line.partition(": ")[0] + " " + line.split(": ")[1] for line in lines]
+
+
+def test_mistakes_of_a_server_that_do_not_depend_on_each_other(folder: Path) -> None:
+    """Between settings, with the model, the environment and a folder."""
+    lines = ["invariant: true", "tensor: 3", "admin_port: 0", "host: 0.0.0.0", "role: decode", "draft_model: nowhere"]
+    Path("serve.yaml").write_text("\n".join([*lines, "follow: true", "block_cache: here"]))
+    answer = meshwright("serve", folder, "--config", "serve.yaml")
+    assert positions(answer) == [
+        "serve.yaml:2:9 tensor", "serve.yaml:3:13 admin_port", "serve.yaml:4:7 host", "serve.yaml:5:7 role",
+        "serve.yaml:6:14 draft_model", "serve.yaml:7:9 follow", "serve.yaml:8:14 block_cache",
+    ]  # fmt: skip
+
+
+def test_mistakes_of_a_router_that_do_not_depend_on_each_other() -> None:
+    Path("route.yaml").write_text("instances:\n- ftp://a\n- http://b:1\n- c\nhost: 0.0.0.0\n")
+    answer = meshwright("route", "--config", "route.yaml")
+    assert positions(answer) == ["route.yaml:2:3 instances.0", "route.yaml:4:3 instances.2", "route.yaml:5:7 host"]
+    answer = meshwright("route", "--host", "0.0.0.0")
+    assert positions(answer) == ["command line instances", "command line host"]
+
+
 def test_an_option_replaces_a_key_and_is_named_as_such(folder: Path) -> None:
     Path("serve.yaml").write_text("tensor: 1\n")
     answer = meshwright("serve", folder, "--config", "serve.yaml", "--tensor", "3")
@@ -166,6 +193,23 @@ def test_load_tests(folder: Path, model: str, instances: str, expected: str) -> 
     Path("serve.yaml").write_text(cpu.replace("1200", "12"))
     Path("d.yaml").write_text(f"instances: {instances}\n")
     check(meshwright("bench-serve", "serve.yaml", "--plan", "d.yaml", "--rates", "1"), expected)
+
+
+def test_mistakes_of_a_load_test_that_do_not_depend_on_each_other(folder: Path) -> None:
+    """In both files: first those of single keys, then those between keys, and with the model."""
+    words = ["bench-serve", "serve.yaml", "--plan", "d.yaml", "--model", folder, "--rates", "1"]
+    Path("serve.yaml").write_text(QUESTION.replace("rate:", "rates:"))
+    Path("d.yaml").write_text("instances:\n- {tensr: 2}\n")
+    assert positions(meshwright(*words)) == ["serve.yaml:4:14 serve.workload.rates", "d.yaml:2:4 instances.0.tensr"]
+    model = f"model:\n  init: hf:{folder}\n  layers: 3\n  hidden: 128\n"
+    Path("serve.yaml").write_text(
+        QUESTION.replace("model: llama3-8b\n", model).replace("H200", "cpu").replace("1200", "12")
+    )
+    Path("d.yaml").write_text("instances:\n- {tensor: 3}\n- {role: prefill}\n- {expert: 2}\n")
+    assert positions(meshwright(*words)) == [
+        "serve.yaml:3:11 model.layers", "serve.yaml:4:11 model.hidden",
+        "d.yaml:2:1 instances", "d.yaml:2:12 instances.0.tensor", "d.yaml:4:12 instances.2.expert",
+    ]  # fmt: skip
 
 
 def test_files_of_another_command(folder: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import signal
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,12 +18,14 @@ from meshwright.cli.spread import check_deployment, cluster_here, model_in
 from meshwright.durable.writes import write_durable
 from meshwright.observe.number_text import duration
 from meshwright.observe.number_text import rate as rate_text
-from meshwright.spec.errors import BadInput, attach_key
+from meshwright.spec.errors import BadInput, attach_key, call_all, raise_together
 from meshwright.spec.fields import to_plain
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from meshwright.config.reading import Located
+    from meshwright.config.yaml_positions import Position
     from meshwright.costs.serve_costs import ServeCosts
     from meshwright.observe.load_report import InstanceTimeline, LatencyFigures, LoadReport, RateResult
     from meshwright.server.deployment_servers import RunningDeployment, RunningInstance
@@ -98,15 +99,21 @@ def bench_serve(
 
     check_writable("--out", out)
     tested = None if rates is None else read_rates(rates)
-    question, planned = deployment_question(words), None if plan is None else read_deployment(plan)
+    files: list[Any] = call_all(
+        lambda: deployment_question(words), lambda: None if plan is None else read_deployment(plan)
+    )
+    question: Located[DeploymentSpec] = files[0]
+    planned: Located[Deployment] | None = files[1]
     spec = question.value
     with question.at_keys():
         folder = model_folder(model) if model is not None else _folder_of(spec)
-        served = _served_model(spec, folder)
+        served, _ = model_in(folder)
+    call_all(lambda: _check_model(question, served, folder), lambda: _check_file(planned, served, spec.cluster, plan))
+    with question.at_keys():
         requests, costs = workload_requests(spec.serve.workload), _costs(spec)
         deployment = _planned(spec, requests) if planned is None else planned.value
-    with nullcontext() if planned is None else planned.at_keys():
-        _check_deployment(deployment, served, spec.cluster, str(plan or words[0]))
+    if planned is None:
+        _check_deployment(deployment, served, spec.cluster, words[0])
     tested = tested or _rates_of(deployment)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers are stopped on the way out
     say(f"{deployment_name(deployment)}: starting {deployment.devices} device{'s' * (deployment.devices > 1)}")
@@ -139,21 +146,32 @@ def _folder_of(spec: DeploymentSpec) -> Path:
         return model_folder(Path(folder))
 
 
-def _served_model(spec: DeploymentSpec, folder: Path) -> ModelSpec:
-    """The model in `folder`. Raises BadInput unless its dimensions are those of the file."""
-    served, _ = model_in(folder)
+def _check_model(question: Located[DeploymentSpec], served: ModelSpec, folder: Path) -> None:
+    """Raise BadConfig unless the dimensions of the model in `folder` are those of the file."""
+    differences: dict[Position, BadInput] = {}
+    """By position: the dimensions of a preset have that of its name, where one difference says enough."""
     for name in SAME_DIMENSIONS:
-        theirs, ours = getattr(served, name), getattr(spec.model, name)
+        theirs, ours = getattr(served, name), getattr(question.value.model, name)
         if theirs != ours:
-            raise BadInput(
-                f"model.{name}: expected {theirs}, as in the weights {folder}, got {ours}", key=f"model.{name}"
-            )
-    return served
+            problem = f"model.{name}: expected {theirs}, as in the weights {folder}, got {ours}"
+            position = question.document.value_position(("model", name))
+            differences.setdefault(position, BadInput(problem, key=f"model.{name}"))
+    with question.at_keys():
+        raise_together(differences.values())
+
+
+def _check_file(file: Located[Deployment] | None, model: ModelSpec, cluster: ClusterSpec, path: Path | None) -> None:
+    if file is not None:
+        with file.at_keys():
+            _check_deployment(file.value, model, cluster, str(path))
 
 
 def _check_deployment(deployment: Deployment, model: ModelSpec, cluster: ClusterSpec, source: str) -> None:
     """Raise BadInput for a deployment that this host cannot serve, or the simulator cannot predict; `source` is its file."""
-    check_deployment(deployment, model)
+    call_all(lambda: check_deployment(deployment, model), lambda: _check_instances(deployment, cluster, source))
+
+
+def _check_instances(deployment: Deployment, cluster: ClusterSpec, source: str) -> None:
     with attach_key("instances"):
         if len(roles := {instance.role for instance in deployment.instances}) > 1 and "both" in roles:
             listed = ", ".join(instance.role for instance in deployment.instances)

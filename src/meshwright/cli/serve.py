@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from meshwright.cli.options import model_folder, print_now
 from meshwright.cli.setting_options import add_options
 from meshwright.cli.spread import check_experts, check_split, cluster_here, model_in
 from meshwright.spec.engine import ExpertRanks
-from meshwright.spec.errors import BadInput, attach_key
+from meshwright.spec.errors import BadInput, attach_key, call_all
 from meshwright.spec.serve import MTP, ServeSpec
 
 if TYPE_CHECKING:
@@ -54,18 +55,44 @@ def serve(
 
     planned = {} if plan is None else planned_settings(read_deployment(plan), options.get("role"))
     given = {key: value for key, value in options.items() if value is not None}
-    settings, folder = load_settings(ServeSpec, config, given, planned), model_folder(model)
+    folder = model_folder(model)
+    settings = load_settings(ServeSpec, config, given, planned, partial(_check, folder))
     values = {key: setting.value for key, setting in planned.items()}
     with settings.at_keys():
         spec, experts = settings.value, _experts(values)
-        if experts.count > 1 and (spec.invariant or spec.speculate or spec.draft_model or spec.exchanges):
-            expected = "expected 1 with invariant, speculate, draft_model or roles"
-            raise BadInput(f"expert: {expected}, got {experts.count}", key="expert")
         if spec.draft_model not in (None, MTP):
-            with attach_key("draft_model"):
-                spec = replace(spec, draft_model=str(model_folder(Path(spec.draft_model))))
+            spec = replace(spec, draft_model=str(_draft_folder(spec.draft_model)))
         cluster = _devices(folder, spec.tensor, experts.count)
         run_server(folder, spec, print_now, cluster, experts, absorb=values.get("absorb", True))
+
+
+def _check(folder: Path, values: Mapping[str, Any]) -> None:
+    """Raise the errors of settings that need a model, a machine or keys of the environment."""
+    from meshwright.server.addresses import ADDRESSES, check_addresses, with_keys
+    from meshwright.server.follow import newest
+
+    addresses = ServeSpec(**{key: values[key] for key in ADDRESSES if key in values})
+    draft = values.get("draft_model")
+    call_all(
+        lambda: check_addresses(with_keys(addresses)),
+        lambda: _check_experts(values, exchanges=addresses.exchanges or values.get("role", "both") != "both"),
+        lambda: _devices(folder, values.get("tensor", 1), values.get("expert", 1)),
+        lambda: None if draft in (None, MTP) else _draft_folder(draft),
+        lambda: newest(folder) if values.get("follow") else None,
+    )
+
+
+def _check_experts(values: Mapping[str, Any], *, exchanges: bool) -> None:
+    """Raise BadInput for devices that share experts beside settings for one device."""
+    count = _experts(values).count
+    if count > 1 and (exchanges or any(values.get(key) for key in ("invariant", "speculate", "draft_model"))):
+        expected = "expected 1 with invariant, speculate, draft_model or roles"
+        raise BadInput(f"expert: {expected}, got {count}", key="expert")
+
+
+def _draft_folder(name: str) -> Path:
+    with attach_key("draft_model"):
+        return model_folder(Path(name))
 
 
 def _experts(planned: Mapping[str, Any]) -> ExpertRanks:

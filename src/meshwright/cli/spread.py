@@ -7,17 +7,18 @@ import shutil
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput, attach_key
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput, attach_key, call_all
 from meshwright.spec.host_limits import usable_cores
 
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
-    from meshwright.spec.deployment import Deployment
+    from meshwright.spec.deployment import Deployment, InstanceSpec
     from meshwright.spec.model import ModelSpec
     from meshwright.spec.plan import Plan
     from meshwright.training.spread import Answer, Continuation, Measurement
@@ -127,17 +128,22 @@ def check_experts(model: ModelSpec, ranks: int, option: str) -> None:
 
 
 def check_deployment(deployment: Deployment, model: ModelSpec) -> None:
-    """Raise BadInput, with the key of the deployment, for an instance that cannot be served or does not fit the model."""
+    """Raise BadInput, with the keys of the deployment, for instances that cannot be served or do not fit the model."""
     from meshwright.spec.deployment import release_error
 
-    for index, instance in enumerate(deployment.instances):
+    def check_expert(index: int, instance: InstanceSpec) -> None:
         with attach_key(f"instances.{index}.expert"):
             if (problem := release_error(instance, deployment.quantisation)) is not None:
                 raise BadInput(problem)
             if instance.expert > 1:
                 check_experts(model, instance.expert, "expert")
+
+    def check_tensor(index: int, instance: InstanceSpec) -> None:
         with attach_key(f"instances.{index}.tensor"):
             check_split(model, instance.tensor, "tensor")
+
+    instances = enumerate(deployment.instances)
+    call_all(*(partial(check, *entry) for entry in instances for check in (check_expert, check_tensor)))
 
 
 def cluster_here(ranks: int, source: str, remedy: str, *, launched: bool = False) -> ClusterSpec:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from meshwright.config.schema import accepts, annotation_at, literal_options, validate
 from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, KeyPath
-from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake, Refusal
+from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake, Refusal, raise_together, single_errors
 from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.run import RunSpec
 
@@ -87,21 +87,36 @@ class Located(Generic[T]):
 def errors_at_keys(document: Document, cls: type) -> Iterator[None]:
     """Raise errors of the `with` block that name a key of `cls` as BadConfig, at the position of that key in `document`.
 
-    For mistakes between keys, and between keys and a model or a machine, which only later work finds. Errors that name no
-    key, or one that is neither on the command line nor in a file, stay as they are.
+    For mistakes between keys, and between keys and a model or a machine, which only later work finds. Of several at one key only
+    the first is reported. Errors that name no key, or one that is neither on the command line nor in a file, stay as they are;
+    beside others the command line is the position of such a key.
     """
     try:
         yield
-    except BadConfig:
-        raise
     except MeshwrightError as error:
-        key = error.key or ""
-        path: KeyPath = tuple(int(step) if step.isdigit() else step for step in key.split("."))
-        position = document.value_position(path)
-        if path[0] not in (*hints_of(cls), *document.data) or (position.line is None and not document.has(path[:1])):
+        errors = single_errors(error)
+        placed = [_at_key(document, cls, each, alone=len(errors) == 1) for each in errors]
+        if placed == [error]:
             raise
-        mistake = Refusal(position.file, position.line, position.column, key, "", str(error))
-        raise BadConfig([mistake], error.exit_code) from error
+        try:
+            raise_together(placed)
+        except BadConfig as found:
+            first: dict[str, Mistake] = {}
+            for mistake in found.mistakes:
+                first.setdefault(mistake.key, mistake)
+            raise BadConfig(in_reading_order(first.values(), document.top.file), found.exit_code) from error
+
+
+def _at_key(document: Document, cls: type, error: MeshwrightError, *, alone: bool) -> MeshwrightError:
+    """An error as BadConfig at the position of the key that it names; the error itself if there is none."""
+    key = error.key or ""
+    path: KeyPath = tuple(int(step) if step.isdigit() else step for step in key.split("."))
+    if isinstance(error, BadConfig) or path[0] not in (*hints_of(cls), *document.data):
+        return error
+    position = document.value_position(path)
+    if alone and position.line is None and not document.has(path[:1]):
+        return error
+    return BadConfig([Refusal(position.file, position.line, position.column, key, "", str(error))], error.exit_code)
 
 
 def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from meshwright.config.mistakes import schema_mistakes
 from meshwright.config.reading import Located, errors_at_keys, in_reading_order
 from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, Position, read_yaml
-from meshwright.spec.errors import BadConfig
+from meshwright.spec.errors import BadConfig, call_all
 from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.route import RouteSpec
 from meshwright.spec.serve import ServeSpec
@@ -24,11 +24,12 @@ def load_settings(
     path: Path | None,
     options: Mapping[str, Any],
     planned: Mapping[str, PlannedSetting] | None = None,
+    check: Callable[[Mapping[str, Any]], Any] = lambda values: None,
 ) -> Located[T]:
     """The settings in the file at `path`; `options` of the command line replace those of a plan, these the file's own.
 
-    Settings of the plan that are no keys of `settings` are in the result's document only. Raises BadConfig with every mistake
-    of single keys, or with the first between keys.
+    Settings of the plan that are no keys of `settings` are in the result's document only. `check` gets all values that are given,
+    and raises errors with keys. Raises BadConfig with every mistake of single keys, or with those between keys and of `check`.
     """
     document = Document({}, Position(COMMAND_LINE)) if path is None else read_yaml(path)
     refuse_question(document, "settings of a server or router; `meshwright plan` and `bench-serve` read this file")
@@ -47,4 +48,6 @@ def load_settings(
     for key, (value, position) in others.items():
         document.put((key,), value, position)
     with errors_at_keys(document, settings):
-        return Located(from_plain(settings, values), document)
+        given = {**values, **{key: setting.value for key, setting in others.items()}}
+        spec, _ = call_all(lambda: from_plain(settings, values), lambda: check(given))
+        return Located(spec, document)

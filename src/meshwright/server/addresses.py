@@ -7,11 +7,17 @@ import ipaddress
 import os
 import socket
 from dataclasses import replace
+from functools import partial
 
 from meshwright.server.frames import UNIX
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, call_all
 from meshwright.spec.listen_address import listen_address
 from meshwright.spec.serve import ServeSpec
+
+ADDRESSES = (
+    "host", "api_key", "admin_port", "admin_key", "transfer_address", "transfer_key", "prefill_engines", "block_cache",
+)  # fmt: skip
+"""Settings that `check_addresses` reads."""
 
 
 def with_keys(spec: ServeSpec) -> ServeSpec:
@@ -25,22 +31,30 @@ def with_keys(spec: ServeSpec) -> ServeSpec:
 
 
 def check_addresses(spec: ServeSpec) -> None:
-    """Raise BadInput for an address that needs a key and has none."""
-    if not is_loopback(spec.host) and spec.api_key is None:
-        raise BadInput(
-            f"host: {spec.host} can be reached from other machines; set api_key, or use 127.0.0.1", key="host"
-        )
-    if spec.admin_port is not None and spec.admin_key is None:
-        raise BadInput("admin_port: needs admin_key", key="admin_port")
+    """Raise BadInput for addresses that need a key and have none."""
     addresses = {
         "transfer_address": [spec.transfer_address],
         "prefill_engines": spec.prefill_addresses,
         "block_cache": [spec.block_cache],
     }
-    for key, given in addresses.items():
-        for address in given:
-            if address is not None and not address.startswith(UNIX):
-                check_transfer(key, address, spec.transfer_key)
+    transfers = [
+        partial(check_transfer, key, address, spec.transfer_key)
+        for key, given in addresses.items()
+        for address in given
+        if address is not None and not address.startswith(UNIX)
+    ]
+    call_all(lambda: check_host(spec.host, spec.api_key), lambda: _check_admin_key(spec), *transfers)
+
+
+def _check_admin_key(spec: ServeSpec) -> None:
+    if spec.admin_port is not None and spec.admin_key is None:
+        raise BadInput("admin_port: needs admin_key, or MESHWRIGHT_ADMIN_KEY in the environment", key="admin_port")
+
+
+def check_host(host: str, api_key: str | None) -> None:
+    """Raise BadInput for an address that other machines reach without a key."""
+    if not is_loopback(host) and api_key is None:
+        raise BadInput(f"host: {host} can be reached from other machines; set api_key, or use 127.0.0.1", key="host")
 
 
 def check_transfer(key: str, address: str, transfer_key: str | None) -> None:

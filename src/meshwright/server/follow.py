@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from meshwright.server.engine_client import EngineClient
-from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.errors import MeshwrightError, attach_key
 
 log = logging.getLogger("meshwright.server")
 
@@ -16,7 +16,8 @@ def newest(folder: Path) -> Path:
     """The newest committed checkpoint of the run in `folder`. Raises BadInput or Damaged without one."""
     from meshwright.checkpoint.verify import newest_checkpoint
 
-    return newest_checkpoint(folder, contents=False)
+    with attach_key("follow"):
+        return newest_checkpoint(folder, contents=False)
 
 
 async def follow(client: EngineClient, run: Path, served: Path, seconds: float) -> None:

@@ -9,13 +9,14 @@ import logging
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import xxhash
 
 from meshwright.policies.request_routing import RequestRouting
-from meshwright.spec.errors import BadInput, attach_key
+from meshwright.spec.errors import BadInput, attach_key, call_all
 
 log = logging.getLogger("meshwright.server")
 PREFIX_BYTES = 256
@@ -80,11 +81,8 @@ class Instances:
     """All servers of a router."""
 
     def __init__(self, urls: Sequence[str], most_requests: int, health_seconds: float, silent_seconds: float) -> None:
-        """Raises BadInput for a URL that is none."""
-        self._targets = []
-        for index, url in enumerate(urls):
-            with attach_key(f"instances.{index}"):
-                self._targets.append(target_of(url))
+        """Raises BadInput for URLs that are none."""
+        self._targets = targets_of(urls)
         self._most, self._health_seconds, self._silent_seconds = most_requests, health_seconds, silent_seconds
         self.all: dict[tuple[str, int], Instance] = {}
         self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
@@ -189,6 +187,16 @@ def prefix_hashes(body: bytes) -> list[int]:
         previous = xxhash.xxh3_64_intdigest(body[at : at + PREFIX_BYTES], previous)
         hashes.append(previous)
     return hashes
+
+
+def targets_of(urls: Sequence[str]) -> list[tuple[str, int]]:
+    """Host and port of each URL. Raises BadInput, with the number of each, for those of another form."""
+
+    def target(index: int, url: str) -> tuple[str, int]:
+        with attach_key(f"instances.{index}"):
+            return target_of(url)
+
+    return call_all(*(partial(target, index, url) for index, url in enumerate(urls)))
 
 
 def target_of(url: str) -> tuple[str, int]:

@@ -6,15 +6,15 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from meshwright.server.addresses import is_loopback, listening_socket, url_of
-from meshwright.server.instances import Instances
+from meshwright.server.addresses import check_host, listening_socket, url_of
+from meshwright.server.instances import Instances, targets_of
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.router import ClientConnection, Router
 from meshwright.server.run import logging_on_stderr, loop_factory
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, call_all
 from meshwright.spec.route import RouteSpec
 
 BACKLOG = 1024
@@ -23,12 +23,7 @@ BACKLOG = 1024
 def run_router(spec: RouteSpec, say: Callable[[str], None]) -> None:
     """Pass requests on until SIGTERM or Ctrl-C; `say` receives the address. Raises BadInput for wrong settings."""
     spec = replace(spec, api_key=spec.api_key or os.environ.get("MESHWRIGHT_API_KEY") or None)
-    if not spec.instances:
-        raise BadInput("instances: expected the URL of at least one server", key="instances")
-    if not is_loopback(spec.host) and spec.api_key is None:
-        raise BadInput(
-            f"host: {spec.host} can be reached from other machines; set api_key, or use 127.0.0.1", key="host"
-        )
+    call_all(lambda: _check_urls(spec.instances), lambda: check_host(spec.host, spec.api_key))
     instances = Instances(spec.instances, spec.requests, spec.health_seconds, spec.silent_seconds)
     with (
         listening_socket(spec.host, spec.port, "port", shared=spec.share_port) as end,
@@ -36,6 +31,12 @@ def run_router(spec: RouteSpec, say: Callable[[str], None]) -> None:
         logging_on_stderr(requests=True),
     ):
         runner.run(route(Router(spec, instances), end, say))
+
+
+def _check_urls(urls: Sequence[str]) -> None:
+    if not urls:
+        raise BadInput("instances: expected the URL of at least one server", key="instances")
+    targets_of(urls)
 
 
 async def route(router: Router, end: socket.socket, say: Callable[[str], None]) -> None:

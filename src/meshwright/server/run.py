@@ -23,7 +23,7 @@ from meshwright.server.process_memory import keep_loaded
 from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.engine import ONE_RANK, ExpertRanks
-from meshwright.spec.errors import BadInput, MeshwrightError, attach_key
+from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.serve import ServeSpec
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def run_server(
     _check_packages()
     spec = with_keys(spec)
     check_addresses(spec)
-    with attach_key("follow"):
-        served = newest(folder) if spec.follow else folder
+    served = newest(folder) if spec.follow else folder
     setup = EngineSetup(
         folder=str(served.absolute()),
         tokenizer=None if (file := tokenizer_file(served)) is None else str(file),

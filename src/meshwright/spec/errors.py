@@ -7,12 +7,13 @@ Exit codes (docs/reference/exit-codes.md lists them for users): 0 done, 1 intern
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 EXIT_DONE = 0
 EXIT_INTERNAL = 1
@@ -24,6 +25,8 @@ EXIT_NUMERICAL = 6
 EXIT_REPEATED = 7
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
+
+T = TypeVar("T")
 
 
 class MeshwrightError(Exception):
@@ -102,8 +105,47 @@ def attach_key(key: str) -> Iterator[None]:
     try:
         yield
     except MeshwrightError as error:
-        error.key = error.key or key
+        for each in single_errors(error):
+            each.key = each.key or key
         raise
+
+
+class SeveralErrors(BadInput):
+    """Errors of checks that do not depend on each other; `exit_code` is that of the most serious one."""
+
+    def __init__(self, errors: Sequence[MeshwrightError]) -> None:
+        super().__init__("\n".join(map(str, errors)))
+        self.errors, self.exit_code = tuple(errors), max(error.exit_code for error in errors)
+
+
+def single_errors(error: MeshwrightError) -> tuple[MeshwrightError, ...]:
+    """The errors of SeveralErrors, else the error itself."""
+    return error.errors if isinstance(error, SeveralErrors) else (error,)
+
+
+def call_all(*calls: Callable[[], T]) -> list[T]:
+    """The results of calls that do not depend on each other. Raises their errors together (`raise_together`)."""
+    results, errors = [], []
+    for call in calls:
+        try:
+            results.append(call())
+        except MeshwrightError as error:
+            errors.append(error)
+    raise_together(errors)
+    return results
+
+
+def raise_together(errors: Iterable[MeshwrightError]) -> None:
+    """Raise an error as it is, and several as one: BadConfig if all are, else SeveralErrors."""
+    found = [single for error in errors for single in single_errors(error)]
+    configs = [error for error in found if isinstance(error, BadConfig)]
+    if len(found) == 1:
+        raise found[0]
+    if found and len(configs) == len(found):
+        mistakes = chain.from_iterable(error.mistakes for error in configs)
+        raise BadConfig(mistakes, max(error.exit_code for error in configs))
+    if found:
+        raise SeveralErrors(found)
 
 
 @dataclass(frozen=True)

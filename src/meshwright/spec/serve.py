@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from meshwright.spec.deployment import Role
 from meshwright.spec.engine import EngineSettings
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, raise_together
 from meshwright.spec.fields import Bound, NotNegative, Positive
 
 MTP = "mtp"
@@ -82,19 +83,23 @@ class ServeSpec(EngineSettings, HttpSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        raise_together(self._conflicts())
+
+    def _conflicts(self) -> Iterator[BadInput]:
+        """The mistakes between settings."""
         names = ("invariant", "speculate", "draft_model")
         given = [name for name in names if getattr(self, name)]
         if self.tensor > 1 and given:
-            raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor", key="tensor")
+            yield BadInput(f"{' and '.join(given)}: for one device only; leave out tensor", key="tensor")
         if not self.exchanges:
             return
         if self.draft_model not in (None, MTP) or not self.prefix_cache:
             key = "draft_model" if self.prefix_cache else "prefix_cache"
-            raise BadInput("roles: for an engine with a prefix cache and no draft_model", key=key)
+            yield BadInput("roles: for an engine with a prefix cache and no draft_model", key=key)
         if self.role == "prefill" and self.transfer_address is None:
-            raise BadInput("role prefill: needs transfer_address, where others ask for prompts", key="role")
+            yield BadInput("role prefill: needs transfer_address, where others ask for prompts", key="role")
         if self.role == "decode" and not self.prefill_addresses:
-            raise BadInput("role decode: needs prefill_engines, which compute its prompts", key="role")
+            yield BadInput("role decode: needs prefill_engines, which compute its prompts", key="role")
 
     @property
     def exchanges(self) -> bool:
