@@ -42,7 +42,7 @@ DECODES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 PROMPTS = 16, 64, *(factor << shift for shift in range(7, 20) for factor in (2, 3))
 """Tokens of the measured prompts, up to the budget of a step."""
 BESIDE = (16, 64)
-"""Decodes beside a chunk of a prompt. Steps with one decode have exactly the tokens of `PROMPTS` and of the engine's graphs."""
+"""Decodes beside a chunk of a prompt. Steps with one decode have just the tokens of `PROMPTS` and of the graphs."""
 BETWEEN, SHARE = 24, 1 / 3
 """Steps of decodes after each prompt, at most, and the share of the time that prompts take."""
 BESIDE_TOKENS = 256
@@ -220,7 +220,7 @@ class _Measurement:
         return self._finish(lambda step: step.decodes == beside and [chunk.count for chunk in step.chunks] == [size])
 
     def _decode_until_cool(self, most: int) -> None:
-        """Launch steps of decodes, one to `most`, until the newest prompt has taken no more than its share of the time since its begin."""
+        """Launch one to `most` steps of decodes, until the newest prompt has had no more than its share of the time."""
         steps = self._engine.steps
         for _ in range(max(1, most)):
             self._step()
