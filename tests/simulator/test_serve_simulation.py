@@ -21,6 +21,7 @@ from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.serve.engine import Engine
 from meshwright.serve.readback import LaunchedStep
 from meshwright.simulator import serve_simulation
+from meshwright.simulator.serve_instance import Instance
 from meshwright.simulator.serve_simulation import simulate
 from meshwright.simulator.serve_types import ServedDeployment
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, Role, TimedRequest
@@ -150,6 +151,25 @@ def _counted_and_single(
     counted = simulate(deployment, requests, costs, LIMITS, watched=True)
     monkeypatch.setattr(serve_simulation, "can_count", lambda *_: False)
     return counted, simulate(deployment, requests, costs, LIMITS, watched=True)
+
+
+@pytest.mark.parametrize("seed", quick_first(1, range(12)))
+def test_blocks_that_come_during_a_run_change_no_times(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = random_requests(80, seed, every=4.0, longest=300)
+    times = simple_times(0.1, token=0.001, position=0.00013, longest=0.0002)
+    costs = costs_of(times, blocks=4000, overlap=True, rate=1e4)
+    divided: list[bool] = []
+    divide = Instance.divide_run
+
+    def noted(instance: Instance, now: float) -> bool:
+        divided.append(divide(instance, now))
+        return divided[-1]
+
+    monkeypatch.setattr(Instance, "divide_run", noted)
+    served = simulate(DIVIDED, requests, costs, LIMITS)
+    assert sum(divided) > 50
+    monkeypatch.setattr(Instance, "divide_run", lambda *_: False)
+    assert simulate(DIVIDED, requests, costs, LIMITS).requests == served.requests
 
 
 def test_an_instance_with_the_prefix_gets_the_request_and_computes_the_remainder() -> None:

@@ -7,7 +7,7 @@ request of which all known tokens but the newest are cached begins with a decode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -23,7 +23,7 @@ class Request:
     number: int
     """Identity; no two requests of a policy have the same."""
     prompt: Sequence[int]
-    """Token ids, each in [0, 2**32); at least one."""
+    """Token ids, each in [0, 2**32); at least one. Those of `bytes`, of a simulation, are only counted."""
     new_tokens: int
     """New tokens at most; at least 1."""
     priority: int = 0
@@ -93,8 +93,10 @@ class Progress:
         Those of the prompt are entered when they are computed, those of new tokens when the request loses its blocks: to
         hash them one by one would take as long as the rest of a decode step.
         """
-        self.tokens = [*request.prompt, *request.given]
+        prompt = request.prompt
+        self.tokens: MutableSequence[int] = bytearray(prompt) if isinstance(prompt, bytes) else list(prompt)
         """Prompt and new tokens so far."""
+        self.tokens.extend(request.given)
         self.total = len(request.prompt) + request.new_tokens
         """Tokens at the end at most."""
         self.final = self.total - 2

@@ -249,6 +249,10 @@ class CacheBlocks(BlockTables):
         first = self.first_block(group, length * self.tokens_per_block)
         return self.pools[group].idle_of(digests[first:length])
 
+    def has_any(self, digests: Sequence[bytes], first: int, end: int) -> bool:
+        """Whether any of the blocks `first` … `end - 1` of a request is cached."""
+        return any(digest in pool.block_of for pool in self.pools for digest in digests[first:end])
+
     def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
             first = self.first_block(group, length * self.tokens_per_block)

@@ -192,7 +192,7 @@ class RunningBatch:
         if not self._grow_at_once(step, reached, most):
             most = self._grow_in_order(step, reached, most)
         more = most - 1
-        unknown = [0] * more
+        unknown = bytes(more)
         for part in step.parts:
             part.start += more
             missing = part.start + 1 - len(part.tokens)
@@ -232,7 +232,7 @@ class RunningBatch:
                 return offset
             for index in events[offset]:
                 part = step.parts[index]
-                part.tokens.extend([0] * (part.start + offset + 1 - len(part.tokens)))
+                part.tokens.extend(bytes(part.start + offset + 1 - len(part.tokens)))
                 self.begin_block(step, index, part, part.start + offset)
         return most
 
@@ -287,20 +287,21 @@ class RunningBatch:
         """Enter the computed full blocks of a request in the prefix cache, at most the first `blocks`."""
         if not progress.shares or progress.generation != self.generation:
             return
-        full = progress.confirmed_positions() // self.cache.tokens_per_block
+        confirmed = progress.confirmed_positions()
+        full = confirmed // self.cache.tokens_per_block
         if blocks is not None and blocks < full:
             full = blocks
         if full > progress.registered:
             self._extend_digests(progress, full)
             self.cache.register(progress.tables, progress.digests, progress.registered, full)
             progress.registered = full
-        if progress.request.continued_elsewhere and progress.registered == full:
+        if progress.request.continued_elsewhere and confirmed == len(progress.request.prompt):
             self._register_tail(progress, full)
 
     def _register_tail(self, progress: Progress, full: int) -> None:
         """Enter the block behind the `full` ones of a computed prompt, which is not full, in the prefix cache."""
         size, prompt = self.cache.tokens_per_block, progress.request.prompt
-        if progress.confirmed_positions() == len(prompt) > full * size and full == len(prompt) // size:
+        if progress.registered == full == len(prompt) // size and len(prompt) > full * size:
             self._extend_digests(progress, full)
             digests = [*progress.digests[:full], self._tail_digest(progress)]
             self.cache.register(progress.tables, digests, full, full + 1)

@@ -453,7 +453,7 @@ class _Piece(NamedTuple):
         return cls(part, table_row, part.start, part.count, part.samples)
 
 
-def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> list[int]:
+def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> Sequence[int]:
     """Return the piece's tokens; -1 - table_row stands for the newest one if it is on the device only (`resolve`)."""
     known = piece.part.tokens[piece.start : piece.start + piece.count]
     missing = piece.count - len(known)

@@ -83,12 +83,22 @@ class ExtentPool(BlockCounts):
             if stop <= position:
                 continue
             for extent in self._extents.get(piece, ()):
-                if extent.first > position:
-                    break
-                position = max(position, extent.end)
+                if extent.end > position:
+                    if extent.first > position:
+                        break
+                    position = extent.end
             if position < stop or position >= end:
                 break
         return min(position, end)
+
+    def has_any(self, text: Text, first: int, end: int) -> bool:
+        """Whether any of the blocks `first` … `end - 1` of a text is cached."""
+        return any(
+            extent.first < end and extent.end > first
+            for piece, begin, stop in text
+            if begin < end and stop > first
+            for extent in self._extents.get(piece, ())
+        )
 
     def idle_blocks(self, text: Text, end: int) -> int:
         """Idle blocks among the first `end` of a text."""
@@ -105,7 +115,7 @@ class ExtentPool(BlockCounts):
     def enter(self, holder: Holder, first: int, end: int) -> None:
         """Put private blocks of a holder into the cache, except those of which equal ones are there already."""
         for piece, begin, stop in holder.text:
-            position, last = max(first, begin), min(end, stop)
+            position, last = first if first > begin else begin, end if end < stop else stop
             if position >= last:
                 continue
             extents = self._extents.setdefault(piece, [])
@@ -148,12 +158,26 @@ class ExtentPool(BlockCounts):
         holder.spans = [(end, holder.spans[0][1])] if end < holder.spans[0][1] else []
 
     def _release(self, text: Text, first: int, end: int, *, forward: bool) -> None:
+        shared: set[int] = set()
         for extent in self._between(text, first, end):
             extent.references -= 1
-            if not extent.references:
+            if extent.references:
+                shared.add(extent.piece)
+            else:
                 self.free += extent.end - extent.first
                 extent.stamp, extent.forward = self.releases, forward
                 self._note_idle(extent)
+        for piece in shared:
+            self._join(self._extents[piece])
+
+    @staticmethod
+    def _join(extents: list[Extent]) -> None:
+        """Make one extent of consecutive ones with the same references."""
+        for index in range(len(extents) - 1, 0, -1):
+            before, behind = extents[index - 1], extents[index]
+            if before.end == behind.first and before.references == behind.references > 0:
+                before.end, behind.references = behind.end, EMPTIED
+                del extents[index]
 
     def _note_idle(self, extent: Extent) -> None:
         heappush(self._released, (extent.stamp, extent.first if extent.forward else -extent.first, extent))
@@ -164,7 +188,7 @@ class ExtentPool(BlockCounts):
         extents = self._extents.get(piece, ())
         if not extents or extents[-1].end != end or extents[-1].references:
             return False
-        extent = extents[-1] if extents[-1].first == end - 1 else self._split(extents[-1], end - 1)
+        extent = extents[-1] if extents[-1].first == end - 1 else self._split(extents, -1, end - 1)
         self._drop(extent)
         self.free -= 1
         holder.private += 1
@@ -184,21 +208,23 @@ class ExtentPool(BlockCounts):
             if len(extents) == 1 and extents[0].first >= first and extents[0].end <= end:
                 found.append(extents[0])
                 continue
-            for extent in [*extents]:
-                if extent.end > first and extent.first < end:
-                    inside = self._split(extent, first) if extent.first < first else extent
-                    if inside.end > end:
-                        self._split(inside, end)
-                    found.append(inside)
+            for index in range(len(extents) - 1, -1, -1):
+                extent = extents[index]
+                if extent.end <= first:
+                    break
+                if extent.first < end:
+                    if extent.end > end:
+                        self._split(extents, index, end)
+                    found.append(self._split(extents, index, first) if extent.first < first else extent)
         return found
 
-    def _split(self, extent: Extent, position: int) -> Extent:
-        """Divide an extent before a block; returns the second part."""
+    def _split(self, extents: list[Extent], index: int, position: int) -> Extent:
+        """Divide an extent of a piece before a block; returns the second part."""
+        extent = extents[index]
         behind = Extent(extent.piece, position, extent.end, extent.references)
         behind.stamp, behind.forward = extent.stamp, extent.forward
         extent.end = position
-        extents = self._extents[extent.piece]
-        extents.insert(extents.index(extent) + 1, behind)
+        extents.insert(index % len(extents) + 1, behind)
         if not behind.references:
             self._note_idle(behind)
         return behind
@@ -217,12 +243,13 @@ class ExtentPool(BlockCounts):
             if extent.references or extent.stamp != stamp:
                 heappop(self._released)
                 continue
-            count = min(extent.end - extent.first, -self.empty)
-            self.empty += count
-            if count == extent.end - extent.first:
+            count = -self.empty
+            if count >= extent.end - extent.first:
+                count = extent.end - extent.first
                 heappop(self._released)
                 self._drop(extent)
             elif extent.forward:
                 extent.first += count
             else:
                 extent.end -= count
+            self.empty += count

@@ -35,6 +35,10 @@ class CountedBlocks(BlockTables):
     def idle_matches(self, group: int, digests: Sequence[bytes], length: int) -> int:
         return self.pool.idle_blocks(self.text(digests), length) if length else 0
 
+    def has_any(self, digests: Sequence[bytes], first: int, end: int) -> bool:
+        """Whether any of the blocks `first` … `end - 1` of a request is cached."""
+        return self.pool.has_any(self.text(digests), first, end)
+
     def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:
         holder = self._holders[id(tables)] = Holder(self.text(digests))
         if length:

@@ -63,8 +63,10 @@ class Instance:
         self._device_free = 0.0
         """Time when the device ends the last step that was launched."""
         self._context = self._longest = 0
-        self._run_begin, self._run_steps = 0.0, 0
-        """Begin of the run of identical steps in flight, and their number; 0 steps: none."""
+        self._run_begin, self._run_steps, self._run_passed = 0.0, 0, 0
+        """Begin of the run of identical steps in flight, and their number, 0: no run; unplanned steps before it."""
+        self._divisible = False
+        """Whether the run has blocks up to its last step, wherever it begins anew."""
         self._line = 0.0, 0.0, 0.0
         """`StepTimes.decode_line` of the run."""
         self._one_more_step = False
@@ -80,6 +82,27 @@ class Instance:
             self.wake = min(self.wake, now)
         elif self._run_steps:
             self._cut_run(now)
+
+    def divide_run(self, now: float) -> bool:
+        """Begin the run in flight anew after its current step, as a posted action does; false if it does not go on then.
+
+        The policy plans the steps so far with the others, so the action may change neither the batch nor the free blocks.
+        """
+        if not self._run_steps or not self._divisible:
+            return False
+        if self._run_passed and now <= self._run_begin:
+            return True
+        steps, planned = self._step_at(now), self._running
+        assert planned is not None
+        if steps + 2 > self._run_steps:
+            return False
+        begin, end = self._run_end(steps), self._run_end(steps + 1)
+        self._note_end(planned, end)
+        planned.positions += planned.step.decodes * steps
+        planned.longest += steps
+        self._run_begin, self._run_steps, self._run_passed = begin, self._run_steps - steps, self._run_passed + steps
+        self.wake = self._run_end(self._run_steps)
+        return True
 
     def add(self, request: Request, digests: Sequence[bytes], tail: bytes) -> None:
         """Queue a request; only in a posted action or in `after_chunk` and `after_end`."""
@@ -192,13 +215,15 @@ class Instance:
         if self.costs.overlap and policy.unfinished > policy.running:
             return False  # the step after the run is planned before the run's last requests release their blocks
         parts, cache = planned.step.parts, policy.cache
-        steps = min([part.progress.final - part.start for part in parts]) + 1
+        most = min([part.progress.final - part.start for part in parts]) + 1
         # So many steps need no more blocks than are free, wherever in their blocks the requests are.
         room = self._pool.free // len(parts) * cache.tokens_per_block
-        steps = min(steps, room, LONGEST_RUN)
+        steps = min(most, room, LONGEST_RUN)
         if steps < 2:
             return False
         self._run_begin, self._run_steps, self._line = now, steps, self.costs.times.decode_line(len(parts))
+        # However many steps are planned, a part has taken a block more at most than these have filled.
+        self._divisible = self.costs.overlap and cache.alike and most + cache.tokens_per_block <= min(room, LONGEST_RUN)
         self.wake = self._run_end(steps)
         return True
 
@@ -213,6 +238,10 @@ class Instance:
 
     def _cut_run(self, now: float) -> None:
         """End the run with the step in flight, and plan the next one if that is done ahead."""
+        if self._run_passed and now <= self._run_begin:
+            self.wake, self._one_more_step = self._run_begin, True
+            self._plan_run(1)
+            return
         steps = self._step_at(now)
         self.wake = self._run_end(steps)
         self._one_more_step = self.costs.overlap and steps < self._run_steps
@@ -236,18 +265,26 @@ class Instance:
         return steps
 
     def _end_run(self, steps: int) -> None:
-        """Make the policy plan the steps of the run, of which the first is planned."""
         planned = self._running
         assert planned is not None
         steps += self._one_more_step
-        end = self._run_end(steps)
+        self._note_end(planned, self._run_end(steps))
+        self._plan_run(steps)
+
+    def _note_end(self, planned: _Planned, end: float) -> None:
+        """Let the device end a planned step at another time."""
         self._busy += end - planned.end
         planned.end = self._device_free = end
-        if steps > 1 and self.policy.extend(planned.step, steps) != steps:
+
+    def _plan_run(self, steps: int) -> None:
+        """Make the policy plan the steps of the run, of which the first of all is planned."""
+        planned, whole = self._running, self._run_passed + steps
+        assert planned is not None
+        if whole > 1 and self.policy.extend(planned.step, whole) != whole:
             raise AssertionError("a run of decodes was planned without blocks for it")
         self._context = planned.positions = planned.positions + planned.step.decodes * (steps - 1)
         self._longest = planned.longest = planned.longest + steps - 1
-        self._run_steps = 0
+        self._run_steps = self._run_passed = 0
 
     def _note_usage(self, now: float) -> None:
         share = 1 - self._pool.free / self._pool.blocks

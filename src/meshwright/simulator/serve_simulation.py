@@ -166,11 +166,15 @@ class _Simulation:
         return cache
 
     def _post(self, member: _Member, now: float, action: Callable[[float], None]) -> None:
-        instance = member.instance
-        before = instance.wake
-        instance.post(now, action)
-        if instance.wake != before:
-            heappush(self._events, (instance.wake, 1, member.index, None))
+        before = member.instance.wake
+        member.instance.post(now, action)
+        self._note_wake(member, before)
+
+    def _note_wake(self, member: _Member, before: float) -> None:
+        """Schedule the next event of an instance, unless that is done."""
+        wake = member.instance.wake
+        if wake != before:
+            heappush(self._events, (wake, 1, member.index, None))
 
     def _at(self, now: float, happen: Callable[[float], None]) -> None:
         """Schedule an event, before the steps that end at that time."""
@@ -201,7 +205,7 @@ class _Simulation:
         # The salt tells apart texts that begin with less than a block.
         request = Request(
             number,
-            [0] * timed.input_tokens,
+            bytes(timed.input_tokens),
             timed.output_tokens,
             arrival=timed.arrival_seconds,
             salt=str(number),
@@ -244,8 +248,7 @@ class _Simulation:
         prompt = self._prompts[number]
         assert prompt.reserved is not None
         timed = prompt.times.request
-        arrival, tokens = timed.arrival_seconds, [0] * timed.input_tokens
-        request = Request(number, tokens, 1, arrival=arrival, continued_elsewhere=True)
+        request = Request(number, bytes(timed.input_tokens), 1, arrival=timed.arrival_seconds, continued_elsewhere=True)
         instance.add(request, prompt.digests, prompt.tail)
         cache, digests, first = instance.policy.cache, prompt.moved_digests, prompt.reserved.first
         if isinstance(cache, CountedBlocks):
@@ -293,7 +296,15 @@ class _Simulation:
             prompt.unsent.copied(count)
             if sender.instance.wake == NEVER and sender.instance.policy.unfinished:
                 self._post(sender, now, lambda _: None)
-        self._post(prompt.front, now, partial(self._enter, number, first, first + count, last))
+        front, instance, end = prompt.front, prompt.front.instance, first + count
+        cache, before = instance.policy.cache, instance.wake
+        # Blocks of which none is cached change nothing for requests that decode, in whatever step they are entered.
+        quiet = not last and not front.waiting and not cache.has_any(prompt.moved_digests, first, end)
+        if quiet and instance.divide_run(now):
+            self._enter(number, first, end, last, now)
+            self._note_wake(front, before)
+        else:
+            self._post(front, now, partial(self._enter, number, first, end, last))
 
     def _enter(self, number: int, first: int, end: int, last: bool, now: float) -> None:
         """Put received blocks into the prefix cache; continue the text after the last of them."""
