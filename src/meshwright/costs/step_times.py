@@ -49,10 +49,9 @@ class StepTimes:
         """
         if not chunks:
             return self._decode_seconds(decodes, positions, longest)
-        computed = soft_maximum(
-            self._computed(decodes, positions, chunks, longest), self.launch_seconds(decodes, chunks)
-        )
-        return computed * self._factor(decodes, chunks)
+        tokens = self.computed_tokens(decodes, chunks)
+        computed = self._computed(tokens, decodes, positions, chunks, longest)
+        return soft_maximum(computed, self.launch_seconds(decodes, chunks)) * self._factor(tokens)
 
     def launch_seconds(self, decodes: int, chunks: Sequence[PromptPart]) -> float:
         """Seconds in which the host launches a step."""
@@ -68,25 +67,25 @@ class StepTimes:
         """Seconds in which the device computes a step that the host has launched."""
         if not chunks:
             return self._decode_seconds(decodes, positions, longest)
-        return self._computed(decodes, positions, chunks, longest) * self._factor(decodes, chunks)
+        tokens = self.computed_tokens(decodes, chunks)
+        return self._computed(tokens, decodes, positions, chunks, longest) * self._factor(tokens)
 
     def _decode_seconds(self, decodes: int, positions: int, longest: int) -> float:
         fixed, each, of_longest = self.decode_line(decodes)
         return fixed + each * positions + of_longest * (longest or positions / max(1, decodes))
 
-    def _computed(self, decodes: int, positions: int, chunks: Sequence[PromptPart], longest: int) -> float:
-        """`device_seconds` of a step with chunks, without its factor."""
+    def _computed(self, tokens: int, decodes: int, positions: int, chunks: Sequence[PromptPart], longest: int) -> float:
+        """`device_seconds` of a step with chunks and so many `computed_tokens`, without its factor."""
         k, work, groups = self.constants, self.work, self.groups
-        tokens = self.computed_tokens(decodes, chunks)
         total = k.decode_seconds + self.product_seconds(tokens, decodes + len(chunks))
-        total += self._attended(decodes, positions) * work.cache_bytes / (k.cache_bytes_per_s * groups)
         if decodes:
+            total += self._attended(decodes, positions) * work.cache_bytes / (k.cache_bytes_per_s * groups)
             total += self._longest_seconds(decodes) * self._attended(1, longest or positions // decodes)
         total += work.pairs(chunks) * work.attention_flops / (k.attention_flops_per_s * groups)
         return total + (decodes * k.sequence_seconds + len(chunks) * k.chunk_seconds) / groups
 
-    def _factor(self, decodes: int, chunks: Sequence[PromptPart]) -> float:
-        return interpolated_factor(self.constants.prompt_factors, self.computed_tokens(decodes, chunks))
+    def _factor(self, tokens: int) -> float:
+        return interpolated_factor(self.constants.prompt_factors, tokens)
 
     def computed_tokens(self, decodes: int, chunks: Sequence[PromptPart]) -> int:
         """Tokens of a step with chunks, with those to which its graph pads it."""

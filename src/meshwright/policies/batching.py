@@ -149,13 +149,15 @@ class BatchPolicy(Generic[Cache]):
         decodes = batch.current_decodes()
         if not decodes and not chunks:
             return None
-        step.final = [progress for progress in step.final if progress.live]
-        step.decodes = len(decodes)
-        step.tokens = len(decodes) + sum(part.count for part in chunks)
+        if step.final:
+            step.final = [progress for progress in step.final if progress.live]
+        step.decodes = step.tokens = len(decodes)
+        step.parts = step.sampling = decodes
+        if chunks:
+            step.tokens += sum([part.count for part in chunks])
+            step.parts, step.sampling = decodes + chunks, decodes + [part for part in chunks if part.samples]
         if drafts:
             self._add_drafts(step, decodes, drafts)
-        step.parts = decodes + chunks if chunks else decodes
-        step.sampling = decodes + [part for part in chunks if part.samples] if chunks else decodes
         step.unchanged = step.parts is self._last_parts and not step.drafts
         self._last_parts = None if step.drafts else step.parts
         for progress in step.final:
@@ -254,7 +256,7 @@ class BatchPolicy(Generic[Cache]):
         """
         if step.drafts or (step.repeat > 1 and tokens is not None):
             raise ValueError("a step with drafts is completed by complete_drafts, a repeated one without tokens")
-        values = [0] * len(step.sampling) if tokens is None else tokens
+        values = bytes(len(step.sampling)) if tokens is None else tokens
         for part, token in zip(step.sampling, values, strict=True):
             if part.progress.live:
                 part.tokens.append(token)

@@ -174,7 +174,7 @@ class BlockTables(ABC):
 
     def room(self, tables: list[list[int]]) -> int:
         """Positions that `tables` can cover with the free blocks."""
-        blocks = min(len(table) + pool.free for pool, table in zip(self.counts, tables, strict=True))
+        blocks = min([len(table) + pool.free for pool, table in zip(self.counts, tables, strict=True)])
         return blocks * self.tokens_per_block
 
     @abstractmethod
@@ -199,6 +199,10 @@ class BlockTables(ABC):
     @abstractmethod
     def append(self, tables: list[list[int]]) -> bool:
         """Add a block to each table; false, and nothing is done, if a group has none."""
+
+    @abstractmethod
+    def append_all(self, wanted: Sequence[tuple[list[list[int]], int]]) -> None:
+        """Add so many blocks to the tables of each of these requests. Raises IndexError if there are not so many."""
 
     @abstractmethod
     def grow(self, tables: list[list[int]], tokens: int) -> None:
@@ -275,6 +279,11 @@ class CacheBlocks(BlockTables):
         for pool, table in zip(self.pools, tables, strict=True):
             table.append(pool.take())
         return True
+
+    def append_all(self, wanted: Sequence[tuple[list[list[int]], int]]) -> None:
+        for tables, more in wanted:
+            for pool, table in zip(self.pools, tables, strict=True):
+                table.extend(pool.take_all(more))
 
     def grow(self, tables: list[list[int]], tokens: int) -> None:
         blocks = -(-tokens // self.tokens_per_block)

@@ -83,8 +83,8 @@ class UnsentBlocks:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def extend(self) -> None:
-        """Take references on the blocks that follow in the prompt, as far as they are cached."""
+    def extend(self) -> int:
+        """Take references on the blocks that follow in the prompt, as far as they are cached; returns their number."""
         pools, following = self._cache.pools, self._digests[self.next + len(self._tables) :]
         for pool in pools:
             following = list(takewhile(pool.block_of.__contains__, following))
@@ -92,6 +92,7 @@ class UnsentBlocks:
         for pool, own in zip(pools, blocks, strict=True):
             pool.share_all(own)
         self._tables.extend(map(list, zip(*blocks, strict=True)))
+        return len(following)
 
     def take(self, count: int) -> list[list[int]]:
         """The blocks of each group of the next `count` blocks; call `copied` when they are copied."""

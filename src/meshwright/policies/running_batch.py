@@ -123,7 +123,7 @@ class RunningBatch:
         for group, pool in enumerate(self.cache.counts):
             held = matched - self.cache.first_block(group, matched * self.cache.tokens_per_block)
             blocks = min(self.cache.most_held(group, tokens, min(budget, tokens)), pool.blocks) - held
-            owed = sum(self._owed(group, running, budget) for running in self.prefills)
+            owed = sum([self._owed(group, running, budget) for running in self.prefills])
             reserve = int(self.limits.reserve * pool.blocks) if self.requests else 0
             if pool.free - self.cache.idle_matches(group, digests, matched) < blocks + owed + reserve:
                 return False
@@ -205,18 +205,17 @@ class RunningBatch:
         """Take all blocks of these parts, if there are enough and it does not matter which request takes which block when."""
         if not self.cache.alike:
             return False
-        size, wanted, missing = self.cache.tokens_per_block, [], 0
+        size, grown, wanted = self.cache.tokens_per_block, [], []
         for index in reached:
             part = step.parts[index]
             more = -(-(part.start + most) // size) - len(part.tables[0])
             if more > 0:
-                wanted.append((index, part))
-                missing += more
-        if missing > min([pool.free for pool in self.cache.counts]):
+                grown.append(index)
+                wanted.append((part.tables, more))
+        if sum([more for _, more in wanted]) > min([pool.free for pool in self.cache.counts]):
             return False
-        for index, part in wanted:
-            self.cache.grow(part.tables, part.start + most)
-            step.grown.append(index)
+        self.cache.append_all(wanted)
+        step.grown.extend(grown)
         return True
 
     def _grow_in_order(self, step: Step, reached: Sequence[int], most: int) -> int:

@@ -65,12 +65,13 @@ class ExtentPool(BlockCounts):
         """Extents by piece, ascending."""
         self._released: list[tuple[int, int, Extent]] = []
         """A heap of (release, order within it, extent); an entry is stale once its extent is used again or emptied."""
+        self._brief: list[tuple[Holder, int, int]] = []
+        """Holders with spans of blocks that have other references, in which theirs are not counted yet."""
 
-    def take_private(self, holder: Holder, count: int) -> None:
-        """Give a holder so many free blocks without content."""
+    def take(self, count: int) -> None:
+        """Take so many free blocks, as private ones of holders. Raises IndexError if there are not so many."""
         if count > self.free:
             raise IndexError(f"{count} blocks are needed, and {self.free} are free")
-        holder.private += count
         self.free -= count
         self.empty -= count
         if self.empty < 0:
@@ -93,16 +94,20 @@ class ExtentPool(BlockCounts):
 
     def has_any(self, text: Text, first: int, end: int) -> bool:
         """Whether any of the blocks `first` … `end - 1` of a text is cached."""
-        return any(
-            extent.first < end and extent.end > first
-            for piece, begin, stop in text
-            if begin < end and stop > first
-            for extent in self._extents.get(piece, ())
-        )
+        return bool(self._overlapping(text, first, end))
+
+    def _overlapping(self, text: Text, first: int, end: int) -> list[Extent]:
+        """The extents with any of these blocks of a text."""
+        found: list[Extent] = []
+        for piece, begin, stop in text:
+            if stop > first and begin < end:
+                found += [each for each in self._extents.get(piece, ()) if each.first < end and each.end > first]
+        return found
 
     def idle_blocks(self, text: Text, end: int) -> int:
         """Idle blocks among the first `end` of a text."""
-        return sum([each.end - each.first for each in self._between(text, 0, end) if not each.references])
+        idle = [each for each in self._overlapping(text, 0, end) if not each.references]
+        return sum([min(each.end, end) - each.first for each in idle])
 
     def share(self, holder: Holder, first: int, end: int) -> None:
         """Let a holder refer to cached blocks."""
@@ -111,6 +116,20 @@ class ExtentPool(BlockCounts):
                 self.free -= extent.end - extent.first
             extent.references += 1
         holder.add(first, end)
+
+    def share_briefly(self, holder: Holder, first: int, end: int) -> None:
+        """`share`, which costs less if the blocks have references and `release_first` is the next release."""
+        if all(extent.references for extent in self._overlapping(holder.text, first, end)):
+            self._brief.append((holder, first, end))
+            holder.add(first, end)
+        else:
+            self.share(holder, first, end)
+
+    def _count_brief(self) -> None:
+        for holder, first, end in self._brief:
+            for extent in self._between(holder.text, first, end):
+                extent.references += 1
+        self._brief.clear()
 
     def enter(self, holder: Holder, first: int, end: int) -> None:
         """Put private blocks of a holder into the cache, except those of which equal ones are there already."""
@@ -154,10 +173,15 @@ class ExtentPool(BlockCounts):
     def release_first(self, holder: Holder, first: int, end: int) -> None:
         """Release the first blocks of a holder's only span, the first one first."""
         self.releases += 1
-        self._release(holder.text, first, end, forward=True)
+        if (holder, first, end) in self._brief:
+            self._brief.remove((holder, first, end))
+        else:
+            self._release(holder.text, first, end, forward=True)
         holder.spans = [(end, holder.spans[0][1])] if end < holder.spans[0][1] else []
 
     def _release(self, text: Text, first: int, end: int, *, forward: bool) -> None:
+        if self._brief:
+            self._count_brief()
         shared: set[int] = set()
         for extent in self._between(text, first, end):
             extent.references -= 1

@@ -54,16 +54,19 @@ class CountedBlocks(BlockTables):
     def append(self, tables: list[list[int]]) -> bool:
         if not self.pool.free:
             return False
-        tables[0].append(1)
-        self.pool.take_private(self._holders[id(tables)], 1)
+        self.append_all([(tables, 1)])
         return True
 
+    def append_all(self, wanted: Sequence[tuple[list[list[int]], int]]) -> None:
+        self.pool.take(sum([more for _, more in wanted]))
+        for tables, more in wanted:
+            tables[0].extend([1] * more)
+            self._holders[id(tables)].private += more
+
     def grow(self, tables: list[list[int]], tokens: int) -> None:
-        table = tables[0]
-        more = -(-tokens // self.tokens_per_block) - len(table)
+        more = -(-tokens // self.tokens_per_block) - len(tables[0])
         if more > 0:
-            table.extend([1] * more)
-            self.pool.take_private(self._holders[id(tables)], more)
+            self.append_all([(tables, more)])
 
     def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
         holder = self._holders[id(tables)]
@@ -106,7 +109,8 @@ class CountedReservation:
     def take(self) -> None:
         """Take the blocks, and references on the cached prefix."""
         self._cache.pool.share(self._holder, 0, self.first)
-        self._cache.pool.take_private(self._holder, len(self))
+        self._cache.pool.take(len(self))
+        self._holder.private += len(self)
 
     def enter(self, index: int, count: int) -> None:
         """Put `count` blocks from `index` on into the prefix cache."""
@@ -127,12 +131,14 @@ class CountedUnsent:
     def __len__(self) -> int:
         return self._count
 
-    def extend(self) -> None:
-        """Hold the blocks that follow, as far as they are cached."""
+    def extend(self) -> int:
+        """Hold the blocks that follow, as far as they are cached; returns their number."""
         first = self.next + self._count
         end = self._pool.cached_end(self._holder.text, first, self._end)
-        self._pool.share(self._holder, first, end)
-        self._count = end - self.next
+        if end > first:
+            self._pool.share_briefly(self._holder, first, end)
+            self._count += end - first
+        return end - first
 
     def copied(self, count: int) -> None:
         """Release the next `count` blocks."""

@@ -55,7 +55,7 @@ class Instance:
         """Called for each chunk of a prompt that is computed."""
         self.after_end: Callable[[int, float], None] = lambda number, now: None
         """Called for each request that ends."""
-        self.between_steps: Action = lambda now: None
+        self.between_steps: Action | None = None
         """Called when a step has ended and the posted actions have run."""
         self._posted: list[Action] = []
         self._running: _Planned | None = None
@@ -128,7 +128,8 @@ class Instance:
         posted, self._posted = self._posted, []
         for action in posted:
             action(now)
-        self.between_steps(now)
+        if self.between_steps is not None:
+            self.between_steps(now)
         if self._running is None and (after_run or not self.costs.overlap):
             self._running = self._launch(now)
         if self._running is not None and self._reads_first(self._running):

@@ -186,7 +186,7 @@ class _Simulation:
         times = self._times[number]
         text, prompt = self._pieces.texts(number)
         if self._counted:
-            name, end = _names(number)
+            name, end = b"text%d" % number, b"prompt%d" % number
             self._texts[name], self._texts[end] = text, prompt
             digests = [name] * text[-1][2]
         else:
@@ -273,9 +273,7 @@ class _Simulation:
         prompt = self._prompts[number]
         unsent, front = prompt.unsent, prompt.front
         assert unsent is not None
-        first = unsent.next + len(unsent)
-        unsent.extend()
-        count = unsent.next + len(unsent) - first
+        count = unsent.extend()
         if count:
             size = count * sender.instance.costs.block_bytes
             self._bytes += size
@@ -283,17 +281,19 @@ class _Simulation:
         if last:
             sender.instance.prompt_tokens -= prompt.times.request.input_tokens
         if count or last:
-            self._at(max(now, prompt.come), partial(self._receive, sender, number, first, count, last))
+            self._at(max(now, prompt.come), partial(self._receive, sender, number, count, last))
 
-    def _receive(self, sender: _Member, number: int, first: int, count: int, last: bool, now: float) -> None:
+    def _receive(self, sender: _Member, number: int, count: int, last: bool, now: float) -> None:
         """Release the sender's references on blocks that have come, and let the decode instance enter them.
 
         A sender whose next prompt found no free blocks goes on.
         """
         prompt = self._prompts[number]
-        assert prompt.unsent is not None
+        unsent = prompt.unsent
+        assert unsent is not None
+        first = unsent.next
         if count:
-            prompt.unsent.copied(count)
+            unsent.copied(count)
             if sender.instance.wake == NEVER and sender.instance.policy.unfinished:
                 self._post(sender, now, lambda _: None)
         front, instance, end = prompt.front, prompt.front.instance, first + count
@@ -330,11 +330,7 @@ class _Simulation:
             self._end(number, now)
 
     def _end(self, number: int, now: float) -> None:
-        self._prompts.pop(number).times.end = now
-        for name in _names(number):
+        prompt = self._prompts.pop(number)
+        prompt.times.end = now
+        for name in (*prompt.digests[:1], prompt.tail):
             self._texts.pop(name, None)
-
-
-def _names(number: int) -> tuple[bytes, bytes]:
-    """Names of a request's text, and of its prompt with the block that this does not fill."""
-    return b"text%d" % number, b"prompt%d" % number

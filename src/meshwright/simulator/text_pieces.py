@@ -56,7 +56,7 @@ class TextPieces:
         if not self.prefixes[number]:
             return [], 0
         end, pieces = self._common_end(self._requests[number]), []
-        begin, users, origin = 0, 0, 0
+        begin, users, origin, behind = 0, 0, 0, 0
         """First block of the piece, its users, and the prefix in which it begins."""
 
         def close(position: int, prefix: int) -> None:
@@ -67,7 +67,7 @@ class TextPieces:
             begin, origin = position, prefix
 
         for index, prefix in enumerate(self.prefixes[number]):
-            first, behind = self._first_block(index), self._first_block(index + 1)
+            first, behind = behind, self._first_block(index + 1)
             if first >= end:
                 break
             if self._users[prefix] != users:
@@ -75,9 +75,10 @@ class TextPieces:
                 users = self._users[prefix]
             if users == 1:
                 return pieces, first
-            for cut in sorted(self._ends.get(prefix, ())):
-                if cut < min(behind, end):
-                    close(cut, prefix)
+            if prefix in self._ends:
+                for cut in sorted(self._ends[prefix]):
+                    if cut < min(behind, end):
+                        close(cut, prefix)
         close(end, 0)
         return pieces, end
 
