@@ -42,7 +42,7 @@ class _Pickler(pickle.Pickler):
 
         if type(value) is not torch.Tensor or value.requires_grad or value.layout is not torch.strided:
             return NotImplemented
-        return _tensor, (value.contiguous().view(-1).view(torch.uint8).numpy(), value.dtype, value.shape)
+        return _tensor, (value.contiguous().view(-1).view(torch.uint8).cpu().numpy(), value.dtype, value.shape)
 
 
 def _tensor(content: Any, dtype: Any, shape: Any) -> Any:

@@ -227,7 +227,7 @@ def ran(folder: Path, name: str, *overrides: str) -> list[Record]:
 
 def test_device_memory_is_freed_and_losses_are_equal(tmp_path: Path) -> None:
     on_device, offloaded = (
-        ran(tmp_path, offload, f"plan.offload={offload}", *words)
+        ran(tmp_path, offload, "plan.schedule=1f1b", f"plan.offload={offload}", *words)
         for offload, *words in (("none",), ("optimizer", "plan.offload_fraction=1", "plan.offload_staging=0"))
     )
     assert offloaded[0]["loss"] == on_device[0]["loss"]

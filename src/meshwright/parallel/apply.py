@@ -315,7 +315,7 @@ def _parts(block: Block, mode: Recompute, compiled: Callable[..., Any] | None, t
 
 
 def _forward_with_recompute(forward: Callable[..., Any], mode: Recompute, block: Block, *inputs: Any) -> Any:
-    return with_recompute(partial(forward, block), mode, block.routed)(*inputs)
+    return with_recompute(partial(forward, block), mode, block.routed, compiled=True)(*inputs)
 
 
 def local_weights(model: Decoder, division: Division = UNDIVIDED) -> dict[str, StateParts]:

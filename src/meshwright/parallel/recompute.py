@@ -30,13 +30,17 @@ from meshwright.spec.plan import Recompute
 Forward = Callable[..., Any]
 
 
-def with_recompute(forward: Forward, mode: Recompute, routed: bool = False) -> Forward:
-    """Return `forward` with the recompute `mode`; `routed` tells whether it contains a router of a mixture of experts."""
+def with_recompute(forward: Forward, mode: Recompute, routed: bool = False, compiled: bool = False) -> Forward:
+    """Return `forward` with the recompute `mode`; `routed` tells whether it contains a router of a mixture of experts.
+
+    `compiled`: it will be part of a compiled function. The compiler of torch 2.11 then learns from a policy only that it must not save
+    the products inside of autograd functions, such as those of a split backward.
+    """
     if mode == "none":
         return forward
     checkpointed = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     if mode == "full":
-        return partial(checkpointed, context_fn=_routing_contexts) if routed else checkpointed
+        return partial(checkpointed, context_fn=_routing_contexts) if routed or compiled else checkpointed
     return partial(checkpointed, context_fn=_selective_contexts if mode == "selective" else _attention_contexts)
 
 
