@@ -18,6 +18,7 @@ from meshwright.spec.fields import to_plain
 from tests.cli.command import meshwright
 from tests.profile.made import made_profile
 from tests.profile.test_feedback import PLAN, RUN
+from tests.server.helpers import write_folder
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,17 @@ def test_engines_of_any_context_are_measured(longest: int) -> None:
     assert (model.layers, model.max_seq_len) == (4, longest)
 
 
+def test_the_engine_is_measured_with_the_model_of_a_folder() -> None:
+    folder = write_folder(Path("tiny"))
+    Path("serve.yaml").write_text(
+        f"model: {{init: hf:{folder}}}\ncluster: {{gpu: cpu, gpus_per_node: 2}}\n"
+        "serve:\n  workload: {rate: 1, input_tokens: 8, output_tokens: 8}\n  limits: {ttft_seconds: 1, tpot_seconds: 1}\n"
+    )
+    for path, words in ((None, [f"model.init=hf:{folder}"]), (Path("serve.yaml"), [])):
+        model, _, _ = _question(path, words)
+        assert (model.layers, model.heads) == (2, 4)
+
+
 @pytest.mark.slow
 def test_the_engines_steps_join_a_machines_other_figures() -> None:
     Path("here.json").write_text(to_json(made_profile()))
@@ -93,7 +105,7 @@ def test_the_engines_steps_join_a_machines_other_figures() -> None:
     for arguments in (["--json"], []):
         answer = meshwright(*words, *arguments, env={"CUDA_VISIBLE_DEVICES": ""})
         assert answer.code == 0, answer.err
-    assert "modelled ms" in answer.out
+    assert "modelled ms" in answer.out and " GFLOP/s" in answer.out
     result = load_profile("here.json")
     assert result.products and replace(result, engine=()) == replace(machine, engine=())
     (engine,) = result.engine

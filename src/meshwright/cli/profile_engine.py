@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.cli.profile_table import flops_text
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput
 from meshwright.spec.host_limits import usable_cores
@@ -57,13 +58,14 @@ def _question(path: Path | None, overrides: Sequence[str]) -> tuple[ModelSpec, Q
     from meshwright.config.deployment_file import asks_for_deployment, load_deployment_spec
     from meshwright.config.load import load_run
     from meshwright.launch.machine import found_cluster
+    from meshwright.models.families import folder_spec
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.deployment import Quantisation
     from meshwright.spec.fields import from_plain
 
     here = from_plain(ClusterSpec, {**found_cluster(), "gpus_per_node": 1})
     if path is not None and asks_for_deployment(path, overrides):
-        question = load_deployment_spec(path, overrides, detect=found_cluster)
+        question = load_deployment_spec(path, overrides, detect=found_cluster, model_reader=folder_spec)
         return _dimensions(question.model), question.serve.quantisation, here
     other = next((word for word in overrides if not word.startswith(("model.", "model="))), None)
     if other is not None:
@@ -73,7 +75,7 @@ def _question(path: Path | None, overrides: Sequence[str]) -> tuple[ModelSpec, Q
     if path is None and not overrides:
         raise BadInput("profile --serve needs a model: a file with one, or e.g. model=llama3-8b")
     unused = ["train.seq_len=1"] if path is None else []  # fits every model.max_seq_len
-    run = load_run(path, [*overrides, "cluster=auto", *unused], detect=found_cluster)
+    run = load_run(path, [*overrides, "cluster=auto", *unused], detect=found_cluster, model_reader=folder_spec)
     return _dimensions(run.model), Quantisation(), here
 
 
@@ -133,8 +135,8 @@ def _table(measured: EngineProfile) -> list[str]:
         )
     return [
         *lines,
-        f"weights {k.weight_bytes_per_s / 1e9:,.0f} GB/s, products {k.flops_per_s / 1e12:,.1f} TFLOP/s, keys and values "
-        f"{k.cache_bytes_per_s / 1e9:,.0f} GB/s, attention of prompts {k.attention_flops_per_s / 1e12:,.1f} TFLOP/s",
+        f"weights {k.weight_bytes_per_s / 1e9:,.4g} GB/s, products {flops_text(k.flops_per_s)}, keys and values "
+        f"{k.cache_bytes_per_s / 1e9:,.4g} GB/s, attention of prompts {flops_text(k.attention_flops_per_s)}",
         f"a step {1e3 * k.decode_seconds:.3f} ms, launch with a prompt {1e3 * k.prompt_seconds:.3f} ms, "
         f"median error of steps left out {100 * measured.median_error:.1f}%",
     ]

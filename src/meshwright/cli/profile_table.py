@@ -27,9 +27,12 @@ def _products(profile: MachineProfile) -> Iterator[tuple[str, str]]:
         rates = sorted(products, key=_rate)
         burst = max(_rate(entry, burst=True) for entry in products)
         shapes = " to ".join(
-            f"{_flops(_rate(entry))} ({entry.m} × {entry.k} × {entry.n})" for entry in (rates[0], rates[-1])
+            f"{flops_text(_rate(entry))} ({entry.m} × {entry.k} × {entry.n})" for entry in (rates[0], rates[-1])
         )
-        yield f"products {number_format}", f"{len(products)} shapes: {shapes}; on a rested device up to {_flops(burst)}"
+        yield (
+            f"products {number_format}",
+            f"{len(products)} shapes: {shapes}; on a rested device up to {flops_text(burst)}",
+        )
 
 
 def _rate(entry: ProductTime, *, burst: bool = False) -> float:
@@ -49,11 +52,12 @@ def _attention(profile: MachineProfile) -> Iterator[tuple[str, str]]:
         ]
         yield (
             "attention",
-            f"{len(rates)} shapes: {_flops(min(rates))} to {_flops(max(rates))}, causal, forward and backward",
+            f"{len(rates)} shapes: {flops_text(min(rates))} to {flops_text(max(rates))}, causal, forward and backward",
         )
 
 
-def _flops(rate: float) -> str:
+def flops_text(rate: float) -> str:
+    """A rate in floating-point operations a second, as text."""
     return f"{rate / 1e12:.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.4g} GFLOP/s"
 
 
