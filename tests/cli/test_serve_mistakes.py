@@ -218,8 +218,9 @@ def test_files_of_another_command(folder: Path) -> None:
         answer = meshwright("serve", folder, *words)
         check(answer, "serve.yaml:4:3: serve: expected " + ("a deployment" if "--plan" in words else "settings of a"))
     Path("d.yaml").write_text("instances:\n- {role: both}\n")
-    answer = meshwright("plan", "d.yaml")
-    assert answer.code == 2 and "d.yaml:1:1: instances: expected no key of a run file; `serve --plan`" in answer.err
+    for command in ("plan", "train"):
+        check(meshwright(command, "d.yaml"), "d.yaml:1:1: instances: expected no key of a run file; `serve --plan`")
+    check(meshwright("train", "serve.yaml"), "serve.yaml:3:1: serve: expected no key of a run file; `meshwright plan`")
 
 
 def test_an_interrupted_plan_says_so_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

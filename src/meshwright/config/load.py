@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.config.complete import ModelReader, complete, complete_batch
 from meshwright.config.key_rules import cross_checks, plan_file_checks
-from meshwright.config.mistakes import schema_mistakes
+from meshwright.config.mistakes import KEYS_OF_OTHER_FILES, schema_mistakes
 from meshwright.config.plan_file import drop_removed_keys, plan_rules
 from meshwright.config.profile_file import load_profile
 from meshwright.config.reading import Reading, in_reading_order
@@ -71,13 +71,18 @@ def read_run(
     detect: Detect | None = None,
     model_reader: ModelReader | None = None,
 ) -> Reading:
-    """The values that `load_run` reads, with their positions and mistakes. Does not raise for a mistake."""
+    """The values that `load_run` reads, with their positions and mistakes. Does not raise for a mistake.
+
+    A file of another command has this mistake alone.
+    """
     document = gather(path, overrides, detect or one_cpu_rank)
     notes = _complete(document, path, runs, detect, model_reader)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable) + _plan_file_mistakes(document, unusable)
     mistakes += profile_mistakes(document, unusable) + _expert_load_mistakes(document, unusable)
     mistakes += _lengths_mistakes(document, unusable)
+    if other := [mistake for mistake in mistakes if mistake.key in KEYS_OF_OTHER_FILES]:
+        mistakes, document.partial = other, True  # what the run lacks is in no file: later checks leave it out too
     return Reading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes))
 
 

@@ -29,6 +29,11 @@ _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, exp
 _NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses, hybrid and expert"
 _REDUCE_ENGINE = "no such key; it was removed because exchange gained nothing, and the reduce-scatter is always used: delete the line"
 _OTHER_PARALLELISM = ("sequence", "context", "experts", "sequence_parallel")
+KEYS_OF_OTHER_FILES = {
+    "serve": "`meshwright plan` and `bench-serve` read a file with it",
+    "instances": "`serve --plan` and `bench-serve --plan` read a deployment",
+}
+"""Top-level keys of files that are no run files, and which commands read these."""
 _SYNONYMS: dict[str, KeyPath] = {
     "lr": ("train", "learning_rate"),
     "max_steps": ("train", "steps"),
@@ -137,10 +142,8 @@ def _unknown_key_mistake(cls: type, document: Document, path: KeyPath, meant: Ke
 def _refusal(path: KeyPath) -> str | None:
     """The reason why a key of other trainers or of earlier releases does not exist."""
     section, name = path[0], str(path[-1])
-    if path == ("serve",):
-        return "no key of a run file; `meshwright plan` and `bench-serve` read a file with it"
-    if path == ("instances",):
-        return "no key of a run file; `serve --plan` and `bench-serve --plan` read a deployment"
+    if len(path) == 1 and name in KEYS_OF_OTHER_FILES:
+        return f"no key of a run file; {KEYS_OF_OTHER_FILES[name]}"
     if name.endswith(("dropout", "dropout_p", "dropout_prob")):
         return _NO_DROPOUT
     if section == "model" and (name.startswith(("moe", "expert")) or name == "num_experts"):
