@@ -113,6 +113,7 @@ def test_equal_requests_arrive_at_their_rate_and_share_whole_blocks() -> None:
             "at most 131071, as model.max_se",
             None,
         ),
+        ("sharing: 0.5", "sharing: 0.4", 4, "serve.workload.prefix_sharing", "0, or at least 0.427: prompts of", None),
     ],
 )
 def test_a_mistake_is_reported_at_its_token(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from meshwright.config.reading import Located, in_reading_order
 from meshwright.config.trace_file import read_trace
 from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
 from meshwright.config.yaml_positions import Document, KeyPath, Position, dump_yaml, format_value, read_yaml
-from meshwright.spec.deployment import Deployment, DeploymentSpec, ServeLimits, release_error, role_error
+from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, DeploymentSpec, ServeLimits, release_error, role_error
 from meshwright.spec.errors import BadConfig, BadInput, Mistake
 from meshwright.spec.fields import from_plain, hints_of, to_plain
 
@@ -199,7 +199,22 @@ def _workload_rules(document: Document) -> Iterator[Mistake]:
     elif missing := [key for key in _SYNTHETIC[:3] if key not in workload]:
         expected = f"a trace, or all of {', '.join(_SYNTHETIC[:3])}"
         yield document.mistake(_WORKLOAD, expected, "none of them" if len(missing) == 3 else f"no {', '.join(missing)}")
-    elif (context := _context(document)) is not None:
+    else:
+        yield from _sharing_rule(document, workload["input_tokens"], workload.get("prefix_sharing", 0))
+        yield from _context_rule(document, workload)
+
+
+def _sharing_rule(document: Document, tokens: int, share: float) -> Iterator[Mistake]:
+    """Prompts share whole blocks."""
+    if share and int(share * tokens) < PREFIX_BLOCK:
+        more = f", or at least {PREFIX_BLOCK / tokens:.3g}" if tokens > PREFIX_BLOCK else ""
+        expected = f"0{more}: prompts of {tokens} tokens share whole blocks of {PREFIX_BLOCK}"
+        yield document.mistake((*_WORKLOAD, "prefix_sharing"), expected, str(share))
+
+
+def _context_rule(document: Document, workload: Mapping[str, Any]) -> Iterator[Mistake]:
+    """The model's context holds a request."""
+    if (context := _context(document)) is not None:
         most = {"input_tokens": context - 1, "output_tokens": max(1, context - workload["input_tokens"])}
         key = next((key for key in most if workload[key] > most[key]), None)
         if key is not None:

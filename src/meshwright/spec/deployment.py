@@ -173,7 +173,7 @@ class Workload:
     output_tokens: Positive | None = None
     """New tokens of each request; not with a trace."""
     prefix_sharing: Annotated[float, Bound(at_least=0, less_than=1)] = 0.0
-    """Fraction of each prompt that all prompts begin with; not with a trace."""
+    """Fraction of each prompt that all prompts begin with, in whole blocks of 512 tokens; not with a trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
