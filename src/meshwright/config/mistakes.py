@@ -60,6 +60,7 @@ _SHORTHANDS: dict[KeyPath, str] = {
     ("data", "mix"): "a data directory or ",
     ("observe", "wandb"): "a project's name or ",
     ("serve", "quantisation"): "fp8, int8 or ",
+    ("quantisation",): "fp8, int8 or ",
 }
 
 
