@@ -78,7 +78,10 @@ NOT_RUN = {
         "docs/how-to/measure-a-machine.md",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m meshwright profile --out cluster.json",
     ),
-    ("docs/how-to/measure-a-machine.md", "meshwright profile --serve model=llama3-8b --out h200.json"),
+    (
+        "docs/how-to/measure-a-machine.md",
+        "meshwright profile --serve serve.yaml --out h200.json    # or model=llama3-8b",
+    ),
     ("docs/how-to/measure-a-machine.md", "meshwright profile --from-run runs/quickstart --out here.json"),
     ("docs/reference/serve.md", "meshwright serve runs/quickstart"),
     (

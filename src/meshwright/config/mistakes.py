@@ -60,7 +60,6 @@ _SHORTHANDS: dict[KeyPath, str] = {
     ("data", "mix"): "a data directory or ",
     ("observe", "wandb"): "a project's name or ",
     ("serve", "quantisation"): "fp8, int8 or ",
-    ("quantisation",): "fp8, int8 or ",
 }
 
 
@@ -89,6 +88,15 @@ def _missing_dimensions(cls: type, document: Document) -> list[KeyPath]:
         return []
     paths: list[KeyPath] = [("model", name) for name in required_dimensions(model) if model.get(name) is None]
     return [path for path in paths if not _is_rejected(document, path)]
+
+
+def _shorthands(cls: type, path: KeyPath) -> str:
+    """What a section may be instead, as the begin of a sentence."""
+    if path == ("quantisation",):  # of a deployment
+        path = ("serve", *path)
+    elif not _has_model(cls):
+        return ""
+    return _SHORTHANDS.get(path, "")
 
 
 def _has_model(cls: type) -> bool:
@@ -172,7 +180,7 @@ def _missing_key_mistakes(cls: type, document: Document, paths: list[KeyPath]) -
 
 def _value_mistake(cls: type, document: Document, path: KeyPath) -> Mistake:
     annotation, value = annotation_at(cls, path), document.get(path)
-    expected = (_SHORTHANDS.get(path, "") if _has_model(cls) else "") + expected_text(annotation)
+    expected = _shorthands(cls, path) + expected_text(annotation)
     if isinstance(value, int) and value > LARGEST_COUNT and accepts(annotation, int) and "<" not in expected:
         expected += f" of at most {LARGEST_COUNT:,}"
     return _mistake(document.value_position(path), path, expected, format_value(value), _near_value(annotation, value))
