@@ -91,7 +91,7 @@ def _missing_dimensions(cls: type, document: Document) -> list[KeyPath]:
 
 
 def _shorthands(cls: type, path: KeyPath) -> str:
-    """What a section may be instead, as the begin of a sentence."""
+    """The words that a section may be instead, as the begin of a sentence."""
     if path == ("quantisation",):  # of a deployment
         path = ("serve", *path)
     elif not _has_model(cls):
