@@ -19,8 +19,8 @@ CACHE_SHARE, ATTENTION_SHARE = 0.95, 0.55
 """Shares of the memory bandwidth that decodes reach with keys and values, and of the peak in the attention of prompts."""
 TEXT_BYTES_PER_S = 3e10
 """Rate at which one program of a decode reads keys and values, where a profile says how many there are."""
-DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.3e-3, 12.7e-3, 7e-6, 50e-6
-"""`StepConstants` of these names. The launch of a prompt was measured before prompts had graphs (`serve.prompt_graphs`)."""
+DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.3e-3, 7e-3, 7e-6, 50e-6
+"""`StepConstants` of these names. Prompts are launched in pieces of graphs, beside decodes (`serve-prediction-H200`)."""
 
 
 def usual_constants(machine: Machine, weights: WeightFormat | None = None) -> StepConstants:
