@@ -40,13 +40,14 @@ class RequestRouting(Generic[InstanceT]):
     ) -> InstanceT:
         """The instance for a request; `prefixes` of its prompt, each longer by `prefix_tokens` than the one before."""
         known: dict[InstanceT, float] = {}
+        instance_of = self._instance_of
         for number, prefix in enumerate(prefixes, 1):
-            if (instance := self._instance_of.get(prefix)) is not None:
+            if (instance := instance_of.get(prefix)) is not None:
                 known[instance] = number * prefix_tokens
         chosen = min(instances, key=lambda each: (REQUEST_TOKENS * each.requests - known.get(each, 0.0), each.answered))
         for prefix in prefixes:
-            self._instance_of[prefix] = chosen
-            self._instance_of.move_to_end(prefix)
-        while len(self._instance_of) > MOST_PREFIXES:
-            self._instance_of.popitem(last=False)
+            instance_of[prefix] = chosen
+            instance_of.move_to_end(prefix)
+        while len(instance_of) > MOST_PREFIXES:
+            instance_of.popitem(last=False)
         return chosen

@@ -291,7 +291,8 @@ class RunningBatch:
         if blocks is not None and blocks < full:
             full = blocks
         if full > progress.registered:
-            self._extend_digests(progress, full)
+            if len(progress.digests) < full:
+                self._extend_digests(progress, full)
             self.cache.register(progress.tables, progress.digests, progress.registered, full)
             progress.registered = full
         if progress.request.continued_elsewhere and confirmed == len(progress.request.prompt):

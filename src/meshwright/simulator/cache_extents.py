@@ -80,17 +80,11 @@ class ExtentPool(BlockCounts):
     def cached_end(self, text: Text, first: int, end: int) -> int:
         """The end of the consecutive cached blocks of a text from `first` on, at most `end`."""
         position = first
-        for piece, _, stop in text:
-            if stop <= position:
-                continue
-            for extent in self._extents.get(piece, ()):
-                if extent.end > position:
-                    if extent.first > position:
-                        break
-                    position = extent.end
-            if position < stop or position >= end:
+        for extent in self._overlapping(text, first, end):
+            if extent.first > position:
                 break
-        return min(position, end)
+            position = extent.end
+        return position if position < end else end
 
     def has_any(self, text: Text, first: int, end: int) -> bool:
         """Whether any of the blocks `first` … `end - 1` of a text is cached."""
@@ -117,13 +111,23 @@ class ExtentPool(BlockCounts):
             extent.references += 1
         holder.add(first, end)
 
-    def share_briefly(self, holder: Holder, first: int, end: int) -> None:
-        """`share`, which costs less if the blocks have references and `release_first` is the next release."""
-        if all(extent.references for extent in self._overlapping(holder.text, first, end)):
-            self._brief.append((holder, first, end))
-            holder.add(first, end)
-        else:
-            self.share(holder, first, end)
+    def share_cached(self, holder: Holder, first: int, end: int) -> int:
+        """Let a holder refer to the consecutive cached blocks from `first` on; returns their end.
+
+        It costs less if the blocks have references and `release_first` is the next release.
+        """
+        position, referenced = first, True
+        for extent in self._overlapping(holder.text, first, end):
+            if extent.first > position:
+                break
+            position, referenced = extent.end, referenced and extent.references > 0
+        position = position if position < end else end
+        if not referenced:
+            self.share(holder, first, position)
+        elif position > first:
+            self._brief.append((holder, first, position))
+            holder.add(first, position)
+        return position
 
     def _count_brief(self) -> None:
         for holder, first, end in self._brief:

@@ -134,11 +134,9 @@ class CountedUnsent:
     def extend(self) -> int:
         """Hold the blocks that follow, as far as they are cached; returns their number."""
         first = self.next + self._count
-        end = self._pool.cached_end(self._holder.text, first, self._end)
-        if end > first:
-            self._pool.share_briefly(self._holder, first, end)
-            self._count += end - first
-        return end - first
+        count = self._pool.share_cached(self._holder, first, self._end) - first
+        self._count += count
+        return count
 
     def copied(self, count: int) -> None:
         """Release the next `count` blocks."""

@@ -132,14 +132,12 @@ class Instance:
             self.between_steps(now)
         if self._running is None and (after_run or not self.costs.overlap):
             self._running = self._launch(now)
-        if self._running is not None and self._reads_first(self._running):
-            self.wake = max(self._running.end, now)
-        elif self._running is None or not self._begin_run(now):
+        running = self._running
+        if running is not None and running.ends_with_launch and self.policy.prompts_wait:
+            # The host reads the running step's tokens before it launches a prompt, as the device has ended it by then.
+            self.wake = max(running.end, now)
+        elif running is None or running.chunks or not self._begin_run(running, now):
             self._begin_step(now)
-
-    def _reads_first(self, running: _Planned) -> bool:
-        """Whether the host reads the running step's tokens before it launches a prompt, as the device has ended it by then."""
-        return self.costs.overlap and running.ends_with_launch and self.policy.prompts_wait
 
     def _begin_step(self, now: float) -> None:
         """Launch the next step ahead, if that is done, and wait for the one that runs."""
@@ -156,12 +154,13 @@ class Instance:
         planned = self._plan(now)
         if planned is None:
             return None
-        times, decodes = self.costs.times, planned.step.decodes
-        shape = decodes, planned.positions, planned.chunks, planned.longest
+        times, decodes, chunks = self.costs.times, planned.step.decodes, planned.chunks
+        shape = decodes, planned.positions, chunks, planned.longest
         begin = planned.launched = now
         if self.costs.overlap:
             begin = max(now, self._device_free)
-            planned.launched += times.launch_seconds(decodes, planned.chunks)
+            if chunks:
+                planned.launched += times.launch_seconds(decodes, chunks)
             exposed, computed = max(0.0, planned.launched - begin), times.device_seconds(*shape)
             planned.end = begin + soft_maximum(computed, exposed)
             planned.ends_with_launch = computed < exposed
@@ -207,11 +206,10 @@ class Instance:
             self.note_answer()
             self.after_end(ended.number, now)
 
-    def _begin_run(self, now: float) -> bool:
-        """Make the step that begins stand for identical ones, if no known event changes the batch meanwhile."""
-        planned, policy = self._running, self.policy
-        assert planned is not None
-        if planned.chunks or not policy.extends(planned.step):
+    def _begin_run(self, planned: _Planned, now: float) -> bool:
+        """Make the decodes that begin stand for identical steps, if no known event changes the batch meanwhile."""
+        policy = self.policy
+        if not policy.extends(planned.step):
             return False
         if self.costs.overlap and policy.unfinished > policy.running:
             return False  # the step after the run is planned before the run's last requests release their blocks
