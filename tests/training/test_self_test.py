@@ -71,6 +71,19 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     return run
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [((), "required: device, ranks"), (("cpuu", "2"), "invalid choice: 'cpuu'"), (("cpu", "0"), "at least 1, got 0")],
+)
+def test_wrong_words_end_with_a_usage(
+    words: tuple[str, ...], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["self_test", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and problem in capsys.readouterr().err
+
+
 def test_the_command_tests_two_ranks(command: Callable[..., tuple[object, Any]]) -> None:
     code, answer = command("cpu", "2")
     checks = [Check(**check) for check in answer["checks"]]

@@ -133,7 +133,8 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     ranks = "rank" if plan.data_ranks == 1 else "ranks" if plan.data_ranks == plan.ranks else "data ranks"
     times = "once" if batch.accumulate == 1 else f"{batch.accumulate} times"
     split_text = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
-    entries = [("batch", f"{batch.global_batch:,} sequences of {run.train.seq_len:,} tokens: {split_text}")]
+    sequences = f"{batch.global_batch:,} sequence{'s' * (batch.global_batch > 1)}"
+    entries = [("batch", f"{sequences} of {run.train.seq_len:,} tokens: {split_text}")]
     if plan.samples is not None:
         longer = plan.samples.offload
         offloaded = f" (or {longer.capacity:,}, activations of {longer.layers} blocks offloaded)" if longer else ""

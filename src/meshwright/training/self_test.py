@@ -9,13 +9,14 @@ JSON object: {ok, device, ranks, seconds, checks: [{rank, check, ok, detail}]}. 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -247,16 +248,28 @@ def _answers(process: subprocess.Popen[bytes], rank: int, deadline: float) -> li
     return [Check(rank, "answer", False, "did not answer in time")]
 
 
+def _arguments(words: Sequence[str]) -> argparse.Namespace:
+    """The device, its ranks and the seconds that they may take. Ends with a usage and code 2 for other words."""
+    parser = argparse.ArgumentParser(prog="python -m meshwright.training.self_test", description="Test this host.")
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    parser.add_argument("ranks", type=int, help="number of GPUs, or of processes on a CPU")
+    parser.add_argument("seconds", type=float, nargs="?", default=SECONDS, help="longest time for an answer")
+    given = parser.parse_args(words)
+    if given.ranks < 1:
+        parser.error(f"argument ranks: expected at least 1, got {given.ranks}")
+    return given
+
+
 def main() -> None:
-    device_type, words = sys.argv[1], sys.argv[2:]
-    if words[0].startswith("rank="):
-        for check in run_rank(device_type, int(words[0][5:]), int(words[1]), words[2]):
+    words = sys.argv[1:]
+    if words[1:] and words[1].startswith("rank="):
+        for check in run_rank(words[0], int(words[1][5:]), int(words[2]), words[3]):
             write_line(json.dumps(asdict(check)), sys.stdout)
         os._exit(EXIT_DONE)  # communicator destructors must not wait for peers
-    began, ranks = time.monotonic(), int(words[0])
-    checks = check_host(device_type, ranks, *map(float, words[1:2]))
+    began, given = time.monotonic(), _arguments(words)
+    checks = check_host(given.device, given.ranks, given.seconds)
     good = all(check.ok for check in checks)
-    answer = {"ok": good, "device": device_type, "ranks": ranks, "seconds": round(time.monotonic() - began, 3)}
+    answer = {"ok": good, "device": given.device, "ranks": given.ranks, "seconds": round(time.monotonic() - began, 3)}
     write_line(json.dumps({**answer, "checks": [asdict(check) for check in checks]}), sys.stdout)
     sys.exit(EXIT_DONE if good else EXIT_NO_RESOURCES)
 
