@@ -22,6 +22,7 @@ from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_process import load_engine
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.metrics import ServerMetrics
+from meshwright.server.run import tell_loading
 from meshwright.spec.deployment import Deployment, InstanceSpec
 from meshwright.spec.errors import BadConfig, BadInput, CommunicationFailure, OutOfResources
 from meshwright.spec.serve import ServeSpec
@@ -280,6 +281,23 @@ def test_the_engines_key_and_code_reach_the_file() -> None:
     assert caught.value.exit_code == 3
     with pytest.raises(OutOfResources), settings.at_keys():
         raise OutOfResources("of another file", key="train.steps")
+
+
+def test_a_server_says_that_it_loads_until_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("meshwright.server.run.LOADING_SECONDS", 0.01)
+
+    async def load() -> None:
+        client = EngineClient(ServerMetrics("tiny"))
+        telling = asyncio.ensure_future(tell_loading(client, "tiny"))
+        while not (said := capsys.readouterr().err):
+            await asyncio.sleep(0.01)
+        assert said.startswith("loading tiny: 0 s\n")
+        client.ready = {}
+        await telling
+
+    asyncio.run(load())
 
 
 @pytest.mark.slow

@@ -7,12 +7,14 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.events.terminal import write_line
 from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 FAILED_SECONDS = 2.0
 """Time for which /health reports an engine that cannot continue, before the server ends."""
+LOADING_SECONDS = 10.0
+"""Time between two remarks while the engine loads the model."""
 LARGEST_HEADERS = 64 << 10
 
 
@@ -120,7 +124,10 @@ class _Server:
                 asyncio.ensure_future(server.serve(sockets=[end]))
                 for server, end in zip(servers, self._sockets, strict=True)
             ]
-            watching = [asyncio.ensure_future(work) for work in (self._follow(), self._process.watch(self._client))]
+            loading = tell_loading(self._client, self._api.name)
+            watching = [
+                asyncio.ensure_future(work) for work in (self._follow(), self._process.watch(self._client), loading)
+            ]
             await self._until_stopped()
             for task in watching:
                 task.cancel()
@@ -168,6 +175,15 @@ class _Server:
                 while self._client.unfinished and not now.done():
                     await asyncio.wait([now], timeout=0.02)
         now.cancel()
+
+
+async def tell_loading(client: EngineClient, name: str) -> None:
+    """Say on stderr, every `LOADING_SECONDS`, that the engine is still loading the model."""
+    began = time.monotonic()
+    while client.ready is None:
+        await asyncio.sleep(LOADING_SECONDS)
+        if client.ready is None and client.failure is None:
+            write_line(f"loading {name}: {time.monotonic() - began:.0f} s", sys.stderr)
 
 
 def transfer_setup(spec: ServeSpec) -> TransferSetup | None:
