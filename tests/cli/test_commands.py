@@ -453,6 +453,12 @@ def test_h_is_help(arguments: list[str]) -> None:
     assert short_option.code == 0 and short_option.out == long_option.out and "Usage: meshwright" in short_option.out
 
 
+@pytest.mark.parametrize(("name", "port"), [("serve", 8000), ("route", 8080)])
+def test_help_shows_the_defaults_of_settings_as_an_option_takes_them(name: str, port: int) -> None:
+    text = meshwright(name, "--help", env={"COLUMNS": "200"}).out
+    assert f"[default: {port}]" in text and "[default: (" not in text
+
+
 @pytest.mark.parametrize(
     ("line", "proposals", "loaded"),
     [

@@ -31,7 +31,7 @@ def page(plan: ServePlan) -> str:
         (
             "Goodput",
             number_text.rate(answer.chosen.goodput_per_gpu),
-            f"requests/s a GPU, 80%: {number_text.rate(answer.low)} to {number_text.rate(answer.high)}",
+            f"requests/s a device, 80%: {number_text.rate(answer.low)} to {number_text.rate(answer.high)}",
         ),
         ("Binding limit", answer.chosen.goodput.binding.upper(), f"{spec.serve.limits.attainment:.0%} must meet both"),
         (
@@ -62,7 +62,9 @@ def page(plan: ServePlan) -> str:
         f'<div class="grid">{division_chart(divisions(answer))}</div>',
         listing("Why this deployment", [*answer.why, rate_line(plan), search_line(answer)]),
         table(
-            "Alternatives, and why they were not chosen", ("requests/s a GPU", "deployment", "binds", "reason"), others
+            "Alternatives, and why they were not chosen",
+            ("requests/s a device", "deployment", "binds", "reason"),
+            others,
         ),
         table("Where the numbers come from", (), answer.sources.items()),
     ]

@@ -42,7 +42,7 @@ def show(plan: ServePlan) -> None:
         console.print(line)
     _grid(console, "instances", [INSTANCE_HEADS, *instance_lines(answer)])
     curve = [(rate_text(rate), f"{share:.1%}", "█" * round(BAR * share)) for rate, share in answer.curve]
-    _grid(console, "attainment by requests/s a GPU", curve)
+    _grid(console, "attainment by requests/s a device", curve)
     scaled = [
         (f"× {factor:g}", f"{share:.1%}", "█" * round(BAR * share)) for factor, share in scaled_limits(answer)[::2]
     ]
@@ -52,7 +52,7 @@ def show(plan: ServePlan) -> None:
         (rate_text(option.goodput_per_gpu), f"{deployment_name(option.deployment)}\n[dim]{option.why_not}[/dim]")
         for option in answer.alternatives[:MOST_ALTERNATIVES]
     ]
-    _grid(console, "alternatives by requests/s a GPU, and why they were not chosen", others)
+    _grid(console, "alternatives by requests/s a device, and why they were not chosen", others)
     _grid(console, "where the numbers come from", list(answer.sources.items()))
 
 

@@ -35,7 +35,7 @@ def headline(plan: ServePlan) -> str:
     rate, idle = answer.chosen.goodput_per_gpu, ranks - answer.deployment.devices
     whole = f", {rate_text(rate * ranks)} on all {ranks}" if ranks > 1 else ""
     whole += f", {idle} of them idle" if idle else ""
-    return f"{rate_text(rate)} requests/s a GPU (80%: {rate_text(answer.low)} to {rate_text(answer.high)}){whole}"
+    return f"{rate_text(rate)} requests/s a device (80%: {rate_text(answer.low)} to {rate_text(answer.high)}){whole}"
 
 
 def limits_line(plan: ServePlan) -> str:
@@ -55,7 +55,7 @@ def rate_line(plan: ServePlan) -> str:
         return "the workload's requests arrive at once: it has no rate of its own"
     needed, ranks = plan.devices_needed, plan.spec.cluster.ranks
     share = plan.rate / (plan.answer.chosen.goodput_per_gpu * ranks)
-    more = f": it needs {needed:,} GPUs" if needed > ranks else ""
+    more = f": it needs {needed:,} devices" if needed > ranks else ""
     return f"the workload's own {rate_text(plan.rate)} requests/s are {share:,.0%} of that{more}"
 
 

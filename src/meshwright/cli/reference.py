@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from meshwright.cli.main import GROUPS, app_for
+from meshwright.cli.setting_options import split_default
 
 COLUMNS = 118
 """Width of a line of prose."""
@@ -177,12 +178,16 @@ def _default(parameter: Any) -> str:
     if parameter.required:
         return "required"
     value = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
-    if value is None or value is False or value == "":
-        return ""
-    return f"`{value}`"
+    if value is None:
+        value = split_default(_whole_help(parameter))[1]
+    return "" if value is False or value == "" else f"`{value}`"
 
 
 def _help(parameter: Any) -> str:
+    return split_default(_whole_help(parameter))[0]
+
+
+def _whole_help(parameter: Any) -> str:
     return " ".join((parameter.help or "").split())
 
 

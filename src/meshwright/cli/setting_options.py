@@ -31,6 +31,17 @@ def add_options(command: Any, settings: type, given: Collection[str] = ()) -> No
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*fixed, *options]}
 
 
+def split_default(help: str) -> tuple[str, str]:
+    """The help text of an option, and the default at its end; empty without one."""
+    text, _, default = help.removesuffix("]").partition(" [default: ")
+    return (text, default) if default else (help, "")
+
+
+def _shown(flag: str, default: Any) -> str:
+    """The default as the command line takes it: for a switch that is on, its name."""
+    return flag[2:] if default is True else str(default)
+
+
 def _option(name: str, annotation: Any, help: str, default: Any) -> inspect.Parameter:
     """The option of a key; without a value the key keeps the file's value or its default."""
     if typing.get_origin(annotation) in (Union, types.UnionType):
@@ -39,12 +50,11 @@ def _option(name: str, annotation: Any, help: str, default: Any) -> inspect.Para
     if typing.get_origin(plain) is Literal:
         choices, plain = click.Choice(typing.get_args(plain)), str
     flag = f"--{name.replace('_', '-')}"
-    shown = default if default is not None else False
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if plain is bool else flag,
-        help=help,
+        help=help if default is None or default is False else f"{help} [default: {_shown(flag, default)}]",
         click_type=choices,
-        show_default=str(shown) if shown is not False else False,
+        show_default=False,  # the option's own default is None, and typer puts other texts in parentheses
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_ANNOTATED[plain | None, option]

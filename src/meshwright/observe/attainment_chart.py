@@ -25,7 +25,7 @@ def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
     if not rates:
         return ""
     high = 1.15 * max(rates)  # the label of the goal is at the right end
-    axis = Axis("rate", "requests/s a GPU", 0.0, high, tuple((value, f"{value:g}") for value in ticks(0.0, high, 5)))
+    axis = Axis("rate", "requests/s a device", 0.0, high, tuple((value, f"{value:g}") for value in ticks(0.0, high, 5)))
     tables = {curve.label: {"rate": [rate for rate, _ in curve.points]} for curve in curves}
     series = [
         Series(curve.label, colour, curve.label, [share for _, share in curve.points], "points", "")
@@ -34,7 +34,7 @@ def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
     chart = Chart(
         "attainment",
         "Attainment",
-        "of requests, by requests/s a GPU",
+        "of requests, by requests/s a device",
         "percent",
         tuple(series),
         reference=("asked for", goal),
@@ -63,6 +63,6 @@ def division_chart(points: Sequence[tuple[float, float]]) -> str:
         return ""
     axis = Axis("share", "prefill devices", -0.02, 1.0, tuple((v / 4, f"{25 * v}%") for v in range(5)))
     series = Series("simulated", COLOURS[1], "simulated", [goodput for _, goodput in points], "points", "")
-    unit = "requests/s a GPU, by share of devices that compute prompts only; 0%: colocated"
+    unit = "requests/s a device, by share of devices that compute prompts only; 0%: colocated"
     chart = Chart("division", "Goodput by division of the devices", unit, "short", (series,))
     return draw(chart, {"simulated": {"share": [share for share, _ in points]}}, axis)
