@@ -84,7 +84,11 @@ def test_the_report_has_predicted_beside_measured(
         assert result["predicted"]["attainment"] == 1.0
     assert NAMES == ["warm-up", "rate 1", "rate 2"]  # no rate finds the prompts of another in the prefix cache
     HTMLParser().feed(text := report.read_text())
-    assert "<h1>tiny</h1>" in text and "asked for 90%" in text and 'data-value="0"></b>' in text
+    # Embedding and head of 257 × 64, two layers of 30,848, a norm of 64: 94,656.
+    assert "<h1>llama, 94.7k parameters</h1>" in text and f"weights {folder}" in text
+    assert "asked for 90%" in text and 'data-value="0"></b>' in text
+    assert text.index('class="rings c-loss"') < text.index('class="points c-validation"')  # measured is above predicted
+    assert text.count('class="dashes ') == 4  # of two gauges and two roles
     for part in ("Predicted beside measured", "Attainment", "prefill 0", "decode 0"):
         assert part in text
     for gauge in ("Requests in the batch", "Cache that requests hold"):

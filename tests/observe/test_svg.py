@@ -50,6 +50,16 @@ def test_points_are_dots_of_no_length():
     assert path.count("M") == 2 and path.count("h0") == 2 and "L" not in path
 
 
+def test_equal_values_of_two_series_are_both_visible():
+    ones = [1.0] * 11
+    text = draw_chart(Series("a", "x", "steps", ones, "rings"), Series("b", "y", "steps", ones, "points"))
+    ring, dot = paths(text)
+    order = [text.index(f'class="{name}"') for name in ("rings x", "holes", "points y")]
+    assert ring == dot and order == sorted(order) and f'class="holes" d="{ring}"' in text
+    line, dashed = paths(draw_chart(Series("a", "x", "steps", ones), Series("b", "y", "steps", ones, "dashes")))
+    assert line == dashed and "L" in dashed
+
+
 def test_hidden_spikes_are_said():
     values = [1.0] * 60 + [90.0]
     chart = Chart("c", "t", "u", "short", (Series("a", "x", "s", values),))

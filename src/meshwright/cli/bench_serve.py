@@ -16,7 +16,7 @@ import typer
 from meshwright.cli.options import Json, check_writable, model_folder, print_now, say
 from meshwright.cli.spread import check_deployment, cluster_here, model_in
 from meshwright.durable.writes import write_durable
-from meshwright.observe.number_text import duration
+from meshwright.observe.number_text import duration, short
 from meshwright.observe.number_text import rate as rate_text
 from meshwright.spec.errors import BadInput, attach_key, call_all, raise_together
 from meshwright.spec.fields import to_plain
@@ -117,8 +117,8 @@ def bench_serve(
     tested = tested or _rates_of(deployment)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers are stopped on the way out
     say(f"{deployment_name(deployment)}: starting {deployment.devices} device{'s' * (deployment.devices > 1)}")
-    test = _Test(spec, deployment, costs, served.vocab_size, plan, folder.resolve().name)
-    report = test.run(folder, requests, tested, seconds, say if as_json else print_now)
+    test = _Test(spec, deployment, costs, served, plan, folder.resolve())
+    report = test.run(requests, tested, seconds, say if as_json else print_now)
     write_durable(out, page(report))
     if as_json:
         print(json.dumps(_as_plain(deployment, report, out)))
@@ -210,11 +210,12 @@ class _Test:
     spec: DeploymentSpec
     deployment: Deployment
     costs: ServeCosts | None
-    vocab_size: int
+    model: ModelSpec
+    """The model of the weights."""
     plan: Path | None
     """The deployment's file; None: it was planned."""
-    name: str
-    """Name of the folder with the weights."""
+    folder: Path
+    """Folder of the weights."""
     _results: list[RateResult] = field(default_factory=list)
     _starts: list[float] = field(default_factory=list)
     _gauges: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
@@ -223,17 +224,18 @@ class _Test:
 
     def run(
         self,
-        folder: Path,
         requests: Sequence[TimedRequest],
         rates: Sequence[float],
         seconds: float,
         tell: Callable[[str], None],
     ) -> LoadReport:
-        """Serve the model in `folder` and test all rates; `tell` receives a line about each as soon as it is tested."""
+        """Serve the model and test all rates; `tell` receives a line about each as soon as it is tested."""
         from meshwright.planner.deployment_goodput import RequestSample
         from meshwright.server.deployment_servers import deployment_servers
 
-        with deployment_servers(folder, self.deployment, gpu=not self.spec.cluster.is_cpu, file=self.plan) as running:
+        with deployment_servers(
+            self.folder, self.deployment, gpu=not self.spec.cluster.is_cpu, file=self.plan
+        ) as running:
             first = [request._replace(arrival_seconds=0.0) for request in requests[: len(running.instances)]]
             self._replay(running, first, "warm-up")
             begin = 0.0
@@ -253,7 +255,7 @@ class _Test:
     def _replay(self, running: RunningDeployment, sample: Sequence[TimedRequest], name: str) -> LoadTest:
         from meshwright.server.load_client import LoadTest
 
-        test = LoadTest([running.url], self.vocab_size, name=name)
+        test = LoadTest([running.url], self.model.vocab_size, name=name)
         asyncio.run(test.run(sample, [instance.url for instance in running.instances]))
         running.check()
         return test
@@ -298,10 +300,12 @@ class _Test:
     def _report(self, instances: Sequence[RunningInstance]) -> LoadReport:
         from meshwright.observe.load_report import LoadReport
         from meshwright.spec.deployment import deployment_name
+        from meshwright.spec.model import parameter_count
 
         limits, spec = self.spec.serve.limits, self.spec
         return LoadReport(
-            model=spec.model.preset or self.name,
+            model=f"{spec.model.preset or self.model.family}, {short(parameter_count(self.model))} parameters",
+            weights=str(self.folder),
             deployment=deployment_name(self.deployment),
             devices=self.deployment.devices,
             goal=limits.attainment,

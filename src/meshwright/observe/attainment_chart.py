@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from meshwright.observe.curves import ticks
 from meshwright.observe.svg import Axis, Chart, Series, draw
@@ -17,6 +17,8 @@ class AttainmentCurve(NamedTuple):
     label: str
     points: Sequence[tuple[float, float]]
     """(requests per second and device, attainment), ascending."""
+    shape: Literal["points", "rings"] = "points"
+    """Rings surround equal points of a later curve."""
 
 
 def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
@@ -28,7 +30,7 @@ def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
     axis = Axis("rate", "requests/s a device", 0.0, high, tuple((value, f"{value:g}") for value in ticks(0.0, high, 5)))
     tables = {curve.label: {"rate": [rate for rate, _ in curve.points]} for curve in curves}
     series = [
-        Series(curve.label, colour, curve.label, [share for _, share in curve.points], "points", "")
+        Series(curve.label, colour, curve.label, [share for _, share in curve.points], curve.shape, "")
         for curve, colour in zip(curves, COLOURS, strict=False)
     ]
     chart = Chart(

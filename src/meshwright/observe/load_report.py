@@ -12,6 +12,8 @@ from meshwright.observe.svg import Axis, Chart, Series, draw
 
 COLOURS = ("c-loss", "c-validation", "c-reduce", "c-optim", "c-checkpoint", "c-backward", "c-event", "c-host")
 """Colours of instances; they repeat."""
+PREDICTED = ", predicted"
+"""End of the names of predicted curves, which are dashed: a measured curve of equal values stays visible below."""
 HEADS = ("requests/s", "requests", "failed", "attainment", "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90")
 
 
@@ -61,6 +63,9 @@ class LoadReport:
     """A load test of a deployment."""
 
     model: str
+    """Preset or family, and number of parameters."""
+    weights: str
+    """Path of the folder with the weights."""
     deployment: str
     devices: int
     goal: float
@@ -93,7 +98,7 @@ def page(report: LoadReport) -> str:
         tiles.append(("Largest error", f"{100 * error:.1f} points", "predicted attainment against measured"))
     lines = [line for result in report.rates for line in _lines(result)]
     parts = [
-        header("bench-serve", report.model, report.deployment, report.limits),
+        header("bench-serve", report.model, f"{report.deployment} · weights {report.weights}", report.limits),
         tile_list(tiles),
         f'<div class="grid">{attainment_chart(_curves(report), report.goal)}</div>',
         table("Predicted beside measured", ("", *HEADS), lines),
@@ -109,7 +114,7 @@ def page(report: LoadReport) -> str:
 def _curves(report: LoadReport) -> list[AttainmentCurve]:
     predicted = [(r.rate / report.devices, r.predicted.attainment) for r in report.rates if r.predicted is not None]
     measured = [(r.rate / report.devices, r.measured.attainment) for r in report.rates]
-    return [AttainmentCurve("predicted", predicted), AttainmentCurve("measured", measured)][not predicted :]
+    return [AttainmentCurve("predicted", predicted, "rings"), AttainmentCurve("measured", measured)][not predicted :]
 
 
 def _lines(result: RateResult) -> list[tuple[str, ...]]:
@@ -137,11 +142,11 @@ def _role_timeline(report: LoadReport, gauge: str, title: str) -> str:
     curves: dict[str, tuple[list[float], list[float]]] = {}
     for role in dict.fromkeys(timeline.role for timeline in report.timelines):
         alike = [timeline for timeline in report.timelines if timeline.role == role]
-        for kind, name in (("measured", gauge), ("predicted", f"predicted_{gauge}")):
+        for suffix, name in ((", measured", gauge), (PREDICTED, f"predicted_{gauge}")):
             values = [getattr(timeline, name) for timeline in alike]
             means = [sum(at_once) / len(alike) for at_once in zip(*values, strict=False)]
             if means:
-                curves[f"{role}, {kind}"] = list(alike[0].seconds[: len(means)]), means
+                curves[f"{role}{suffix}"] = list(alike[0].seconds[: len(means)]), means
     return _chart(report, gauge, f"{gauge}-by-role", title, curves)
 
 
@@ -163,7 +168,14 @@ def _chart(
     )
     axis = Axis("seconds", "seconds", 0.0, max(times), marks)
     series = tuple(
-        Series(name, COLOURS[index % len(COLOURS)], name, values, shown="")
+        Series(
+            name,
+            COLOURS[index % len(COLOURS)],
+            name,
+            values,
+            "dashes" if name.endswith(PREDICTED) else "line",
+            shown="",
+        )
         for index, (name, (_, values)) in enumerate(curves.items())
     )
     tables = {name: {"seconds": seconds} for name, (seconds, _) in curves.items()}

@@ -52,13 +52,15 @@ The table of a stacked chart has the edges of its columns: one more than its poi
 class Series:
     """A curve: `values` at the x values of `table`.
     `colour` is a CSS class; `shown` is its legend text while no point is selected. Points of the shape `marks` are dots at the x
-    positions of events. Their y values are no data, so the legend and the limits of the y axis leave them out."""
+    positions of events. Their y values are no data, so the legend and the limits of the y axis leave them out. Equal values of
+    two series stay visible if the earlier one has `rings` (hollow points) below points, or the later one `dashes` above a line;
+    both are for pages without a script."""
 
     label: str
     colour: str
     table: str
     values: Values
-    shape: Literal["line", "points", "marks", "column"] = "line"
+    shape: Literal["line", "dashes", "points", "rings", "marks", "column"] = "line"
     shown: str | None = None
 
 
@@ -95,7 +97,7 @@ class Chart:
     def _drawn_values(self) -> list[float | None]:
         columns = [series.values for series in self.series if series.shape == "column"]
         stacked = [sum(value or 0.0 for value in values) for values in zip(*columns, strict=True)]
-        lines = [value for series in self.series if series.shape in ("line", "points") for value in series.values]
+        lines = [value for series in self.series if series.shape not in ("column", "marks") for value in series.values]
         return [*stacked, *lines]
 
 
@@ -159,9 +161,11 @@ def _curves(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
             path = _line(
                 positions,
                 [None if value is None else chart.y(value) for value in series.values],
-                joined=series.shape == "line",
+                joined=series.shape in ("line", "dashes"),
             )
         paths.append(f'<path class="{series.shape} {series.colour}" data-series="{index}" d="{path}"/>')
+        if series.shape == "rings":
+            paths.append(f'<path class="holes" d="{path}"/>')
     return "".join(paths)
 
 
