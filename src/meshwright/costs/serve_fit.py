@@ -52,11 +52,12 @@ def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTi
     for left_out in range(len(steps)):
         others = [step for index, step in enumerate(steps) if index != left_out]
         if any(step.chunks for step in others) and any(not step.chunks for step in others):
-            errors.append(abs(_log_errors(work, _fitted(work, start, others), [steps[left_out]])[0]))
-    return Fit(_fitted(work, start, steps), float(np.median(errors)) if errors else 0.0)
+            errors.append(abs(_log_errors(work, fitted_constants(work, start, others), [steps[left_out]])[0]))
+    return Fit(fitted_constants(work, start, steps), float(np.median(errors)) if errors else 0.0)
 
 
-def _fitted(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> StepConstants:
+def fitted_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> StepConstants:
+    """The constants of `fit_constants`."""
     smooth = replace(start, decode_factors=(), prompt_factors=())
     first = np.log([max(getattr(smooth, name), LEAST_SECONDS) for name in _fitted_names(smooth)])
 

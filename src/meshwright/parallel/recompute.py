@@ -1,8 +1,8 @@
 """Activation recompute: which results of a block's forward are saved, and which the backward computes again.
 
 - `none` saves what autograd saves.
-- `selective` saves the results of matrix products, of attention and of exchanges between ranks, which cost most to compute, and recomputes
-  element-wise operations (Korthikanti et al. 2022).
+- `selective` saves the results of matrix products, of attention and of exchanges of experts and of tensor ranks, which cost most to
+  compute, and recomputes element-wise operations and the exchanges of Ulysses. (Korthikanti et al. 2022 recompute attention instead.)
 - `all_but_attention` saves the block's input and the result of attention: the cost of attention grows with the square of the sequence
   length, that of other operations linearly (Li et al. 2023, arXiv 2310.03294).
 - `full` saves the block's input only (Chen et al. 2016).
@@ -33,8 +33,8 @@ Forward = Callable[..., Any]
 def with_recompute(forward: Forward, mode: Recompute, routed: bool = False, compiled: bool = False) -> Forward:
     """Return `forward` with the recompute `mode`; `routed` tells whether it contains a router of a mixture of experts.
 
-    `compiled`: it will be part of a compiled function. The compiler of torch 2.11 then learns from a policy only that it must not save
-    the products inside of autograd functions, such as those of a split backward.
+    `compiled`: it will be part of a compiled function. Without a policy the compiler of torch 2.11 would save the products inside of
+    autograd functions, such as those of a split backward; so `full` has one even without a router.
     """
     if mode == "none":
         return forward

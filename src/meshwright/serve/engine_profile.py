@@ -14,13 +14,11 @@ import math
 import random
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -40,10 +38,10 @@ from meshwright.spec.serve_profile import EngineProfile, StepTime
 
 DECODES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Decodes of the measured steps, up to the batch of the engine."""
-PROMPTS = 16, 64, *(factor << shift for shift in range(7, 20) for factor in (2, 3))
-"""Tokens of the measured prompts, up to the budget of a step."""
+PROMPTS = 16, 64, *(size << doublings for doublings in range(13) for size in (256, 384))
+"""Tokens of the measured prompts, up to the budget of a step: 16, 64, 256, 384, 512, 768, and so on."""
 BESIDE = (16, 64)
-"""Decodes beside a chunk of a prompt. Steps with one decode have just the tokens of `PROMPTS` and of the graphs."""
+"""Decodes beside a prompt of such a size. With one decode the step as a whole has that size, or that of a graph."""
 BETWEEN, SHARE = 24, 0.6
 """Steps of decodes after each prompt, at most, and the share of the time that prompts take."""
 BESIDE_TOKENS = 256
@@ -51,7 +49,10 @@ BESIDE_TOKENS = 256
 SHORT, MEAN = 32, 1024
 """Tokens of the texts that are decoded: equal ones, and means of different ones."""
 MOST_EVEN = 64
-"""Decodes of the largest batch with two distributions of lengths, which tell the longest text's price from that of all."""
+"""Decodes of the largest batch that is measured both with exponential and with even lengths.
+
+Their longest texts differ at equal means, so the fit can tell the cost of the longest text from that of all positions.
+"""
 PIECES = 4
 """Prompts of a step with several ones."""
 CACHE_SHARE = 0.8
@@ -77,10 +78,10 @@ def measure_engine(
     device, dtype = device_and_dtype()
     sizes = replace(options, prefix_cache=False, texts=False)
     engine = TimedEngine(random_model(spec, device, dtype), sizes, timer)
-    taken_by_others = 0
+    outside_bytes = 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        taken_by_others = max(0, total - free - torch.cuda.memory_reserved(device))
+        outside_bytes = max(0, total - free - torch.cuda.memory_reserved(device))
     note("measuring the engine's steps")
     steps = _Measurement(engine, time.perf_counter() + seconds).steps()
     work = device_work(
@@ -100,7 +101,7 @@ def measure_engine(
         kv_cache=options.kv_cache,
         item_bytes=dtype.itemsize,
         overlap=engine.overlaps,
-        other_bytes=taken_by_others,
+        other_bytes=outside_bytes,
         constants=fit.constants,
         steps=tuple(steps),
         median_error=fit.median_error,
@@ -170,9 +171,11 @@ class _Measurement:
         short, mean = min(SHORT, context // 4), min(MEAN, context // 8)
         sizes = [*(size for size in PROMPTS if size < self._budget), self._budget]
         exact = sorted({*sizes, *(size for size in self._engine.prompt_sizes if size < self._budget)})
-        one = int(most > 1)
-        prompts = [(size - one, one) if size > 1 else (1, 0) for size in exact]
-        prompts += [(size, beside) for size, beside in product(sizes, BESIDE) if beside < most]
+        prompts = [(size, beside) for size, beside in product(sizes, BESIDE) if beside < most]
+        alone = [[size] for size in exact if size == 1 or most == 1]
+        prompts += [(size - 1, 1) for size in exact if [size] not in alone]
+        if min(self._budget, most) >= PIECES:
+            alone.append([self._budget // PIECES] * PIECES)
         texts = [[short] * count for count in counts] + [exponential_lengths(count, mean) for count in counts]
         texts += [even_lengths(count, mean) for count in counts if count <= MOST_EVEN]
         decodes = [
@@ -186,14 +189,13 @@ class _Measurement:
             for size, beside in prompts
             if size + self._tokens_beside(beside) <= self._cache_tokens
         ]
-        if min(self._budget, most) >= PIECES:
-            planned += [(self._budget * REPEATS, self._pieces)]
+        planned += [(sum(lengths) * REPEATS, partial(self._alone, lengths)) for lengths in alone]
         return [measure for _, measure in sorted(planned, key=lambda entry: entry[0])]
 
     def _warm(self) -> None:
-        """Run every type of step once, untimed."""
+        """Run some decodes and prompts whose times do not count."""
         self._decode([min(SHORT, self._engine.context // 4)] * min(4, self._engine.options.sequences))
-        self._prompt(max(1, self._budget // 8), 0)
+        self._alone([max(1, self._budget // 8)])
 
     def _decode(self, lengths: Sequence[int]) -> list[StepTime]:
         """Steps of decodes of texts with so many tokens and more."""
@@ -208,14 +210,13 @@ class _Measurement:
         """Steps with a whole prompt of `size` tokens beside so many decodes, which go on alone in between as in most loads."""
         engine = self._engine
         length, new_tokens = self._text_beside(beside)
-        numbers = self._submit([length] * beside, new_tokens) if beside else []
+        numbers = self._submit([length] * beside, new_tokens)
         while engine.unfinished and not any(step.decodes == beside for step in engine.steps[-1:]):
             engine.step()
         for _ in range(REPEATS + 2):
             self._submit([size], 1)
             self._step()
-            if beside:
-                self._decode_until_cool(min(BETWEEN, new_tokens // (REPEATS + 2) - 1))
+            self._decode_until_cool(min(BETWEEN, new_tokens // (REPEATS + 2) - 1))
         for number in numbers:
             engine.abort(number)
         return self._finish(lambda step: step.decodes == beside and [chunk.count for chunk in step.chunks] == [size])
@@ -242,16 +243,15 @@ class _Measurement:
         """Tokens of these texts in the cache."""
         return beside * sum(self._text_beside(beside))
 
-    def _pieces(self) -> list[StepTime]:
-        """Steps with several prompts that share the budget, and nothing beside them."""
-        pieces = [self._budget // PIECES] * PIECES
-        for _ in range(REPEATS):
+    def _alone(self, lengths: Sequence[int]) -> list[StepTime]:
+        """Steps with prompts of these lengths and nothing beside them; the engine waits in between."""
+        for _ in range(REPEATS + 2):
             begin = time.perf_counter()
-            self._submit(pieces, 1)
+            self._submit(lengths, 1)
             while self._engine.unfinished:
                 self._engine.step()
             time.sleep((1 / SHARE - 1) * (time.perf_counter() - begin))
-        return self._finish(lambda step: [chunk.count for chunk in step.chunks] == pieces and not step.decodes)
+        return self._finish(lambda step: [chunk.count for chunk in step.chunks] == lengths and not step.decodes)
 
     def _step(self) -> None:
         """Launch a step; a call of the engine's may only read tokens."""
@@ -271,38 +271,31 @@ class _Measurement:
         ]
 
     def _finish(self, wanted: Callable[[TimedStep], bool]) -> list[StepTime]:
-        """Run until nothing is left; the median of the wanted steps, without the first two."""
+        """Run until nothing is left; the median of the wanted steps, all of one shape, without the first two, if there are enough."""
         engine = self._engine
         while engine.unfinished:
             engine.step()
         engine.step()  # with overlap, the step in flight
         found = [step for step in engine.steps if wanted(step)][2:]
         engine.forget_steps()
-        return _medians(found, engine.times_device)
+        return [_median(found, engine.times_device)] if len(found) >= LEAST_REPEATS else []
 
 
-def _medians(steps: Sequence[TimedStep], on_device: bool) -> list[StepTime]:
+def _median(steps: Sequence[TimedStep], on_device: bool) -> StepTime:
     """The median times of steps with equal decodes and chunks; of their positions the mean.
 
     `on_device`: a device runs the steps, so the host's launches take time apart from theirs.
     """
-    alike: dict[tuple[Any, ...], list[TimedStep]] = defaultdict(list)
-    for step in steps:
-        alike[step.decodes, step.chunks].append(step)
-    return [
-        StepTime(
-            decodes=decodes,
-            positions=round(statistics.mean(step.positions for step in group)),
-            longest=round(statistics.mean(step.longest for step in group)),
-            chunks=chunks,
-            seconds=statistics.median(step.device_end - step.device_begin for step in group),
-            launch_seconds=statistics.median(step.launch_end - step.launch_begin for step in group)
-            if on_device
-            else 0.0,
-            exposed_seconds=statistics.median(max(0.0, step.launch_end - step.device_begin) for step in group)
-            if on_device
-            else 0.0,
-        )
-        for (decodes, chunks), group in alike.items()
-        if len(group) >= LEAST_REPEATS
-    ]
+    launch = exposed = 0.0
+    if on_device:
+        launch = statistics.median(step.launch_end - step.launch_begin for step in steps)
+        exposed = statistics.median(max(0.0, step.launch_end - step.device_begin) for step in steps)
+    return StepTime(
+        decodes=steps[0].decodes,
+        positions=round(statistics.mean(step.positions for step in steps)),
+        longest=round(statistics.mean(step.longest for step in steps)),
+        chunks=steps[0].chunks,
+        seconds=statistics.median(step.device_end - step.device_begin for step in steps),
+        launch_seconds=launch,
+        exposed_seconds=exposed,
+    )

@@ -28,7 +28,14 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread queries events meanwhile, which a capture forbids to all threads by default.
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        self.end, self.replay = self._graph.capture_end, self._graph.replay
+
+    def end(self) -> None:
+        """See `Graph`."""
+        self._graph.capture_end()
+
+    def replay(self) -> None:
+        """See `Graph`."""
+        self._graph.replay()
 
 
 class Graphs:
@@ -58,7 +65,7 @@ class Graphs:
     def capturing(self) -> Iterator[None]:
         """Context of captures and of what runs before them: a stream that is not the default one.
 
-        If the context is left by an error, the graph that is being captured ends, so that the stream computes again. Graphs that are
+        If the context is left by an error, the graph that is being captured ends, so that the stream leaves its capture. Graphs that are
         captured later have other memory, because a capture that has failed may keep the old one from use.
         """
         torch.cuda.synchronize()
@@ -74,11 +81,11 @@ class Graphs:
             finally:
                 self._open = None
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # memory that was freed in that stream serves no other one
+        torch.cuda.empty_cache()  # the allocator does not use memory again that was freed in another stream
 
     def begin(self) -> Graph:
         """Begin to capture a graph without a key, in the context of `capturing`."""
-        self._open = None  # not freed during the next capture
+        self._open = None  # before the next capture begins: freeing a graph would break it
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._open = CudaGraph(self._pool)
         return self._open
@@ -107,7 +114,7 @@ class Graphs:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Context in which no reference cycle is freed: a graph that is freed, as of an earlier engine, ends a capture."""
+    """Context in which no reference cycle is freed: freeing a graph, as of an earlier engine, breaks a capture."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

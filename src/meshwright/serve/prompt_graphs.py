@@ -32,9 +32,9 @@ They hold a usual step of 2,048 prompt tokens and 256 decodes. An H200 computes 
 def prompt_graph_sizes(step_tokens: int) -> tuple[int, ...]:
     """Numbers of tokens to capture, ascending, up to the first that holds `step_tokens`, or to `MOST_TOKENS`.
 
-    Below 64 tokens most of the time goes into reading the weights: smaller graphs would not be faster. From 384 on padding adds less than
-    128 tokens, the width of the tiles into which the library divides products: an H200 takes 15.7 ms for 448 tokens of Llama-3-8B, 13.0
-    for 512. With sizes 256 apart a prompt of 1,024 tokens beside 16 decodes, padded to 1,280, took 34.8 ms; without graphs it took 29.7.
+    Below 64 tokens most of the time goes into reading the weights: smaller graphs would not be faster. From 384 on sizes are multiples of
+    128, the width of the tiles into which the library divides products: an H200 takes 15.7 ms for 448 tokens of Llama-3-8B, 13.0 for 512.
+    They are no farther apart, as padding costs: 1,024 tokens beside 16 decodes took 34.8 ms when padded to 1,280, 29.7 without graphs.
     """
     sizes = (*range(64, 384, 64), *range(384, MOST_TOKENS + 1, 128))
     return sizes[: bisect_left(sizes, step_tokens) + 1]
@@ -51,7 +51,7 @@ class GraphMaker(Protocol):
 
 
 class PromptGraphs:
-    """Graphs of `compute`, which returns `(1, tokens, hidden)` of the tokens, positions and slots of a step.
+    """Graphs of `compute`, which maps a step's tokens, positions and slots to its normed outputs `(1, tokens, hidden)`.
 
     `step` has the inputs that attention reads. `sizes` are the numbers of tokens, ascending; without any, no step has a graph. `groups` is
     the number of groups of layers with slots of their own. `normed` receives the results, `(1, most tokens, hidden)`. All layers must have
@@ -66,7 +66,9 @@ class PromptGraphs:
         groups: int,
         normed: Tensor,
     ) -> None:
-        assert not sizes or not step.invariant, "attention of invariant steps has an order of its own"
+        assert not sizes or not step.invariant, (
+            "graphs cannot be used with invariant steps: their attention has an order of its own"
+        )
         self._step, self._compute, self._sizes = step, compute, tuple(sizes)
         most, device = max(self._sizes, default=0), normed.device
         self._tokens, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device)
@@ -79,7 +81,7 @@ class PromptGraphs:
         """Capture the graphs of all sizes; they write nothing into the cache. The largest come first: the others use their memory."""
         if not self._sizes:
             return
-        assert self._step.absorbs, "captured latents absorb"
+        assert self._step.absorbs, "graphs need latent attention in its absorbed form"
         with graphs.capturing():
             for size in reversed(self._sizes):
                 self._record(size, NoGraphs())  # loads and tunes kernels, which a capture cannot
@@ -113,7 +115,7 @@ class PromptGraphs:
         return self._normed[:, :count]
 
     def clear(self) -> None:
-        """Free the graphs."""
+        """Free the graphs; the buffers remain."""
         self._passes.clear()
 
     def _record(self, size: int, graphs: GraphMaker) -> _Pass:
