@@ -244,15 +244,14 @@ def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array, g
 
     On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
     """
-    # The tied unit of both ends keeps its sum in the reduction's dtype until the embedding's gradient is added.
-    tied_sum = np.where(rank.head >= rank.ends, 0.0, 1 / rank.shards)
+    # The head's own gradient; a tied one has a buffer until the embedding's is added. One rank adds it to an earlier sum.
+    has_gradient = (rank.head < rank.ends) & ((rank.shards > 1) | (rank.sums == 0))
+    gradient = np.where(rank.gradients_final > 0, formats.compute, formats.reduce) / rank.shards
     embedding = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.ends)
     # Buffers of the communication stream are freed to that stream's pool, which compute cannot allocate from.
     buffers = np.where((rank.shards > 1) | (rank.gradients_final <= 0), formats.reduce, 0.0)
-    without_head = np.maximum(embedding, rank.block) * (
-        buffers + np.where(rank.gradients_final > 0, formats.compute, formats.reduce) / rank.shards
-    )
-    reduced = rank.reduces * np.maximum(rank.head * (buffers + tied_sum * formats.reduce), without_head)
+    without_head = np.maximum(embedding, rank.block) * (buffers + gradient)
+    reduced = rank.reduces * np.maximum(rank.head * (buffers + has_gradient * gradient), without_head)
     computed = rank.block * (formats.compute + np.where(rank.pending > 0, formats.reduce, 0.0))
     return {
         "gradients": rank.sums,
