@@ -34,17 +34,13 @@ from sides import KERNELS
 from meshwright.config.load import load_run
 from meshwright.costs import constants as constants_module
 from meshwright.costs.constants import FILE, OWN_FILE, with_own
-from meshwright.costs.offload_costs import rate_both_ways
-from meshwright.costs.plan_costs import STACK, band, number, plan_time, pricing
+from meshwright.costs.plan_costs import STACK, band, plan_time
 from meshwright.planner.search import search
 from meshwright.simulator.step_simulation import memory_of, simulate_plan
 from meshwright.simulator.timeline import Timeline
-from meshwright.simulator.units import UnitCosts
 from meshwright.spec.fields import from_plain
-from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
-from meshwright.workload.dtypes import state_bytes
 from meshwright.workload.plan_bytes import fullest
 
 HERE = Path(__file__).resolve().parent
@@ -68,13 +64,6 @@ NOT_MODELLED = {
     "mixtures deepseek-v2-lite-6, two H200, tensor 2": "the device waits for the host, kernels take 119 ms",
 }
 """Why mixtures are further from their predictions than `MIXTURE_LIMIT`."""
-WAITS = 0.8
-"""Share of the backward in which the host waited for the gradients' norm and launched no copies, in runs with `queued_copies`.
-
-Set by hand on the two runs of 3B in 2026-11-27-offload-peers-H200.json.
-"""
-CHUNK = 1 << 23
-"""Elements of a chunk in those runs."""
 WARM_UP = 4
 """First steps that are left out of a run's range."""
 
@@ -99,8 +88,6 @@ class KeptRun:
     """Seconds of a step's phases, on the device of rank 0."""
     kernels: int
     """Version of the kernels that it ran on (its file's `kernels`, see `sides.KERNELS`)."""
-    queued_copies: int | None = None
-    """Most copies of optimizer state that were queued while the host waited for the gradients' norm; None: all, as today."""
 
     @property
     def label(self) -> str:
@@ -115,13 +102,11 @@ class Check:
     timeline: Timeline
     closed: float
     memory_bytes: float
-    idle: float = 0.0
-    """Seconds that the step took longer because the link idled, see `idle_link`."""
 
     @property
     def step_seconds(self) -> float:
         """Predicted by the simulator."""
-        return self.timeline.step_seconds + self.idle
+        return self.timeline.step_seconds
 
     @property
     def error(self) -> float:
@@ -275,27 +260,7 @@ def check(kept_run: KeptRun) -> Check:
     assert closed is not None  # the simulator would have refused
     by_category = fullest(memory_of(run.model, run.train, kept_run.plan, cpu=False))
     memory_bytes = float(sum(by_category.values()) - by_category["framework"])
-    return Check(kept_run, timeline, closed.seconds, memory_bytes, idle_link(kept_run, timeline.step_seconds))
-
-
-def idle_link(kept_run: KeptRun, step_seconds: float) -> float:
-    """Seconds by which a step of one rank exceeded `step_seconds` while at most `queued_copies` were queued before the norm.
-
-    The host launched updates ahead, which wait for the norm, and waited in a full launch queue for the last part of the backward. Once the
-    queued copies had ended, half of them in each direction, the link idled until the norm.
-    """
-    run, plan = kept_run.run, kept_run.plan
-    if kept_run.queued_copies is None or not any(layer.optimizer_offloaded for layer in plan.layers):
-        return 0.0
-    priced = pricing(run.model, run.train, plan, run.cluster)
-    assert priced is not None and plan.ranks == 1
-    costs = UnitCosts(run.model, plan, priced)
-    computes = [costs.compute(unit) for unit in ("embed", *range(run.model.layers), "head")]
-    waited = WAITS * plan.batch.accumulate * sum(part.backward_input + part.backward_weight for part in computes)
-    rate, width = number(rate_both_ways(priced.machine)), state_bytes(plan.precision)
-    queued = kept_run.queued_copies / 2 * CHUNK * width / rate
-    copies = plan.offload_fraction * parameter_count(run.model) * width / rate
-    return max(0.0, copies + max(0.0, waited - queued) - step_seconds)
+    return Check(kept_run, timeline, closed.seconds, memory_bytes)
 
 
 def summary(checks: Sequence[Check]) -> dict[str, float]:
@@ -385,7 +350,7 @@ def _planned_runs(file: Path) -> Iterator[KeptRun]:
             run=_run_of(HERE / "llama3-8b.yaml", words, results["environment"] | {"device_count": 1}), plan=_plan_of(entry),
             seconds=entry["step_seconds"], steps=tuple(entry.get("step_seconds_all", [])[2:]) or (entry["step_seconds"],),
             deviation=_step_deviation(entry), allocated_bytes=None if peak is None else peak * 1e9,
-            phases=entry.get("phases", {}), kernels=results.get("kernels", KERNELS), queued_copies=results.get("queued_copies"),
+            phases=entry.get("phases", {}), kernels=results.get("kernels", KERNELS),
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Runs with the optimizer in host memory against their predictions, and the link's rate against their updates.
 
-The rate of the link is about the mean of the updates before packed state. `accuracy.WAITS` was set on the runs of 3B with one micro-batch;
-the other runs were used for neither.
+The rate of the link is the mean of the updates before packed state. The launches of updates (`offload_costs.CHUNK_LAUNCH_US`) were set on
+the runs of 3B and 8B with bf16 moments whose copies are shorter; the other runs were used for neither.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = ("2026-11-27-offload-H200.json", "2026-11-27-offload-peers-H200.json")
 FP32_STATE = 12
 """Bytes of a master weight and two moments in fp32, which the code before packed state copied in each direction."""
-UNSTEADY = 0.1
-"""Longest over shortest step, minus 1, above which the prediction has to lie among the steps.
-
-Other cards of the host used its memory.
-"""
 
 
 def results(name: str) -> dict[str, Any]:
@@ -35,13 +30,14 @@ def results(name: str) -> dict[str, Any]:
 
 
 def test_the_link_copies_both_ways_at_the_rate_of_updates_after_the_backward() -> None:
-    """Updates of three runs did nothing but copy chunks in both directions."""
+    """Updates of four runs did nothing but copy chunks in both directions."""
     layouts = results("2026-11-22-offload-H200.json")["layouts"]
-    (former,) = (row for row in results(FILES[0])["rows"] if row["row"].endswith("former code"))
+    former = [row["phases"]["optim"] for row in results(FILES[0])["rows"] if "former code" in row["row"]]
     updates = {
         "llama3-3b": [layouts["3b-mb2-optimizer"]["phases"]["optim"]],
-        "llama3-8b": [layouts["8b-optimizer"]["phases"]["optim"], former["phases"]["optim"]],
+        "llama3-8b": [layouts["8b-optimizer"]["phases"]["optim"], *former],
     }
+    assert len(former) == 2
     rate = float(rate_both_ways(machine_of(ClusterSpec(gpu="H200", nodes=1, gpus_per_node=1))))
     for model, seconds in updates.items():
         size = FP32_STATE * parameter_count(load_run(None, [f"model={model}", "cluster.gpu=H200"]).model)
@@ -51,16 +47,8 @@ def test_the_link_copies_both_ways_at_the_rate_of_updates_after_the_backward() -
 def test_steps_are_predicted_within_five_percent_and_memory_within_four() -> None:
     runs = [run for name in FILES for run in accuracy._planned_runs(BENCHMARKS / "results" / name)]
     checks = {check.kept_run.name: check for check in map(accuracy.check, runs)}
-    unsteady = {name for name, check in checks.items() if spread(check) > UNSTEADY}
-    assert len(checks) == 11 and len(unsteady) <= 3
-    errors = {name: check.error for name, check in checks.items() if name not in unsteady}
+    assert len(checks) == 14
+    errors = {name: check.error for name, check in checks.items()}
     assert max(map(abs, errors.values())) < 0.05, errors
-    for name in unsteady:
-        steps = checks[name].kept_run.steps
-        assert min(steps) < checks[name].step_seconds < max(steps), name
     memory = {name: check.memory_error for name, check in checks.items() if check.memory_error is not None}
-    assert len(memory) == 9 and max(map(abs, memory.values())) < 0.04, memory
-
-
-def spread(check: Any) -> float:
-    return max(check.kept_run.steps) / min(check.kept_run.steps) - 1
+    assert len(memory) == 12 and max(map(abs, memory.values())) < 0.04, memory

@@ -30,11 +30,18 @@ GRADIENT_BYTES = 4.0
 UNITS_GATHERED = 2
 """Units whose weights are updated before the first of them computes: it and the next one, which is gathered meanwhile."""
 
-BOTH_WAYS, BOTH_WAYS_ALONE = 12.9 / 55, 48.4 / 55
+BOTH_WAYS, BOTH_WAYS_ALONE = 12.9 / 55, 48.9 / 55
 """Share of the host link in each direction while copies run in both directions: of eight devices, and of a single device.
 
-Measured on H200: 12.9 of 55 GB/s each way when eight copy. Alone 43.5 GB/s on a host whose link has 50 one way; 46.4, 49.6 and 50.3 GB/s in
-the updates of three offloaded runs on others (2026-11-22-offload-H200.json, 2026-11-27-offload-H200.json).
+Measured on H200: 12.9 of 55 GB/s each way when eight copy. Alone 43.5 GB/s on a host whose link has 50 one way; 46.7, 49.0, 49.6 and
+50.3 GB/s in the updates of four offloaded runs on others (2026-11-22-offload-H200.json, 2026-11-27-offload-H200.json).
+"""
+
+CHUNK_LAUNCH_US, BLOCK_LAUNCH_US = 455.0, 3_100.0
+"""Microseconds of the host to launch a chunk's copies and update, and a block's forward and the rest of its updates.
+
+In a block several tensors end inside chunks, and each of them is updated by a kernel of its own. Set by hand on two runs of Llama 3 with
+bf16 moments whose copies are shorter, on H200s: 3B (0.52 s) and 8B (1.04 s).
 """
 
 

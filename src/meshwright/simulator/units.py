@@ -18,6 +18,8 @@ from meshwright.costs.collective_costs import Group, all_reduce, congestion, cop
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.layer_costs import context_traffic, layer_exposure
 from meshwright.costs.offload_costs import (
+    BLOCK_LAUNCH_US,
+    CHUNK_LAUNCH_US,
     exposed_copy_seconds,
     exposed_sum_copies,
     exposed_updates,
@@ -30,6 +32,7 @@ from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
 from meshwright.workload.activations import saved_elements_by_layer
+from meshwright.workload.buffers import staged_elements
 from meshwright.workload.dtypes import (
     bytes_of,
     gathered_width,
@@ -241,7 +244,7 @@ class UnitCosts:
         return number(device_update + launches + host_update)
 
     def _exposed_updates(self, units: Sequence[Unit], on_host: float) -> float:
-        """Seconds by which copies of the `on_host` parameters' state delay the first forward of `units`."""
+        """Seconds by which copies of the `on_host` parameters' state, or their launches, delay the first forward of `units`."""
         precision = self.plan.precision
         width = state_bytes(precision)
         # Records on the device and, for the update, those fetched before it.
@@ -251,19 +254,28 @@ class UnitCosts:
         all_copies = (on_host - on_device) * seconds_per_parameter
         on_device += staged
         passes = self.plan.batch.accumulate if self.plan.layered else 1
-        copies, forwards, compute = [], [], 0.0
+        copies, launches, forwards, compute = [], [], [], 0.0
         for unit in units:
             streamed = self.parameters(unit).shard * self._strategy(unit).optimizer_offloaded
             kept = min(on_device, streamed)
             on_device -= kept
             copies.append((streamed - kept) * seconds_per_parameter)
+            launches.append(self._launch_seconds(unit, streamed))
             seconds = self.compute(unit)
             forwards.append(passes * max(0.0, seconds.forward - self._activation_copy_seconds(unit)))
             compute += seconds.forward + seconds.backward_input + seconds.backward_weight
         # Scales in fp8 are computed from all weights, before the first gather.
         exposed = sum(copies) if precision.gather == "fp8" else exposed_updates(copies, forwards)
+        exposed = max(exposed, exposed_updates(launches, forwards))  # copies run beside the launches of others
         # Staged records are copied beside the whole step, one way after the other for the chunks of a buffer.
         return max(exposed, all_copies - self.plan.batch.accumulate * compute)
+
+    def _launch_seconds(self, unit: Unit, streamed: float) -> float:
+        """Host seconds to launch the updates of the unit's `streamed` parameters and its forward; 0 on a CPU."""
+        if not streamed or not number(self.cost_inputs.constants.host_us):
+            return 0.0
+        chunks = streamed / float(staged_elements(state_bytes(self.plan.precision)))
+        return (CHUNK_LAUNCH_US * chunks + BLOCK_LAUNCH_US * isinstance(unit, int)) * 1e-6
 
     def _activation_copy_seconds(self, unit: Unit) -> float:
         """Seconds of the link for the activations of one micro-batch in the unit, in one direction."""
