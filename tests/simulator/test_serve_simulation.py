@@ -20,10 +20,10 @@ from meshwright.policies.batching_player import play
 from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.serve.engine import Engine
 from meshwright.serve.readback import LaunchedStep
-from meshwright.simulator import serve_simulation
+from meshwright.simulator import serve_instance, serve_simulation
 from meshwright.simulator.serve_instance import Instance
 from meshwright.simulator.serve_simulation import simulate
-from meshwright.simulator.serve_types import ServedDeployment
+from meshwright.simulator.serve_types import Occupancy, ServedDeployment
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, Role, TimedRequest
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import BadInput
@@ -209,6 +209,35 @@ def test_a_watched_simulation_has_what_each_instance_held() -> None:
     assert decodes and all(entry[1:] == (1, pytest.approx(3 / 999)) for entry in decodes)
     assert last == (pytest.approx(2.5), 0, 0.0)
     assert not simulate(COLOCATED, [TimedRequest(1.0, 8, 3)], costs_of(simple_times(0.5)), LIMITS).occupancy
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("deployment", [COLOCATED, DIVIDED])
+def test_runs_hold_the_blocks_of_single_steps(
+    deployment: Deployment, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Later steps are twice as long as the first ones; the second request comes, in parts, during a run of the first.
+    requests = [TimedRequest(0.0, 16, 1000), TimedRequest(30.0, 80, 1500)]
+    costs = costs_of(simple_times(0.1, position=0.0001), blocks=1000, overlap=overlap, rate=1e4)
+    runs = simulate(deployment, requests, costs, LIMITS, watched=True)
+    monkeypatch.setattr(serve_instance, "LONGEST_RUN", 1)
+    single = simulate(deployment, requests, costs, LIMITS, watched=True)
+    assert sum(map(len, single.occupancy)) > 1500 and sum(map(len, runs.occupancy)) < 600
+    # With overlap the blocks of the step after a single one are held too: at most one more block for each request.
+    blocks = 2 / 999
+    for figures, expected in zip(runs.instances, single.instances, strict=True):
+        assert figures.busy == pytest.approx(expected.busy)
+        assert figures.cache_mean == pytest.approx(expected.cache_mean, rel=0.002)
+        assert figures.cache_peak == pytest.approx(expected.cache_peak, abs=blocks)
+    for occupancy, steps in zip(runs.occupancy, single.occupancy, strict=True):
+        for seconds in np.linspace(0, runs.seconds, 200)[:-1]:
+            entry, expected = _at(occupancy, seconds), _at(steps, seconds)
+            assert entry.running == expected.running
+            assert entry.cache == pytest.approx(expected.cache, abs=1.5 * blocks)
+
+
+def _at(occupancy: Sequence[Occupancy], seconds: float) -> Occupancy:
+    return [entry for entry in occupancy if entry.seconds <= seconds][-1]
 
 
 def test_refuses_what_it_cannot_play() -> None:

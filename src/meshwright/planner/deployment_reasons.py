@@ -117,7 +117,7 @@ def _load_reasons(chosen: Option) -> Iterator[str]:
         busy = sum(entry.busy for entry in figures) / len(figures)
         peak = max(entry.cache_peak for entry in figures)
         name = "instances" if role == "both" else f"{role} instances"
-        yield f"at that rate {name} compute {busy:.0%} of the time and fill at most {peak:.0%} of their caches"
+        yield f"at that rate {name} are busy {busy:.0%} of the time and fill at most {peak:.0%} of their caches"
 
 
 def _binding_reason(chosen: Option, limits: ServeLimits) -> str:

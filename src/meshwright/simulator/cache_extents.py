@@ -1,9 +1,10 @@
 """Cached blocks of simulated texts as extents, which take less time than single blocks.
 
-A text is a path of pieces (`text_pieces`), which other texts may share. The cached blocks of a piece are extents: consecutive
-blocks with the same references. A request, a reservation or a sender refers to spans of its text. Blocks that are not in the cache are
-private to their holder, also a second copy of a cached block. Blocks without references are idle if they are cached, else empty. Empty
-ones are taken first, then idle ones in the order of their release, as `policies.cache_blocks.BlockPool` does block by block.
+A text is a path of pieces (`text_pieces`), which other texts may share. The cached blocks of a piece are extents:
+consecutive blocks with the same number of references. A request, a reservation or a sender refers to spans of its text.
+Blocks that are not in the cache are private to their holder, also a second copy of a cached block. Blocks without
+references are idle if they are cached, else empty. Empty ones are taken first, then idle ones in the order of their
+release, as `policies.cache_blocks.BlockPool` does block by block.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EMPTIED = -1
 
 
 class Extent:
-    """Cached blocks `first` … `end - 1` of a text in one piece, with the same references."""
+    """Cached blocks `first` … `end - 1` of a text in one piece, with the same number of references."""
 
     __slots__ = ("end", "first", "forward", "piece", "references", "stamp")
 
@@ -64,18 +65,26 @@ class ExtentPool(BlockCounts):
         self._extents: dict[int, list[Extent]] = {}
         """Extents by piece, ascending."""
         self._released: list[tuple[int, int, Extent]] = []
-        """A heap of (release, order within it, extent); an entry is stale once its extent is used again or emptied."""
-        self._brief: list[tuple[Holder, int, int]] = []
-        """Holders with spans of blocks that have other references, in which theirs are not counted yet."""
+        """A heap of (release, order within it, extent); an entry is stale once its extent is used again or emptied.
+
+        Extents have no order and need none: those of a release are of one text and begin at different blocks, also after
+        splits, so no two entries have the same first two numbers.
+        """
+        self._uncounted: list[tuple[Holder, int, int]] = []
+        """Senders with spans of referenced blocks, to which they refer without being counted in `Extent.references`.
+
+        Usually the next release is the sender's own; then extents are not split and joined for nothing. Any other release
+        counts these references first (`_release`), so the blocks keep their other references until then: none is idle.
+        """
 
     def take(self, count: int) -> None:
         """Take so many free blocks, as private ones of holders. Raises IndexError if there are not so many."""
         if count > self.free:
             raise IndexError(f"{count} blocks are needed, and {self.free} are free")
+        if count > self.empty:
+            self._evict(count - self.empty)
         self.free -= count
         self.empty -= count
-        if self.empty < 0:
-            self._evict()
 
     def cached_end(self, text: Text, first: int, end: int) -> int:
         """The end of the consecutive cached blocks of a text from `first` on, at most `end`."""
@@ -114,7 +123,7 @@ class ExtentPool(BlockCounts):
     def share_cached(self, holder: Holder, first: int, end: int) -> int:
         """Let a holder refer to the consecutive cached blocks from `first` on; returns their end.
 
-        It costs less if the blocks have references and `release_first` is the next release.
+        Blocks with references are not counted at once (`_uncounted`): that costs less if `release_first` is the next release.
         """
         position, referenced = first, True
         for extent in self._overlapping(holder.text, first, end):
@@ -125,15 +134,16 @@ class ExtentPool(BlockCounts):
         if not referenced:
             self.share(holder, first, position)
         elif position > first:
-            self._brief.append((holder, first, position))
+            self._uncounted.append((holder, first, position))
             holder.add(first, position)
         return position
 
-    def _count_brief(self) -> None:
-        for holder, first, end in self._brief:
+    def _count_all(self) -> None:
+        """Count the references that are not counted yet."""
+        for holder, first, end in self._uncounted:
             for extent in self._between(holder.text, first, end):
                 extent.references += 1
-        self._brief.clear()
+        self._uncounted.clear()
 
     def enter(self, holder: Holder, first: int, end: int) -> None:
         """Put private blocks of a holder into the cache, except those of which equal ones are there already."""
@@ -162,6 +172,8 @@ class ExtentPool(BlockCounts):
         elif before.end > first or before.references != 1 or not holder.spans or holder.spans[-1][1] != first:
             insort(extents, Extent(piece, first, end, 1), key=attrgetter("first"))
         else:
+            # The holder refers to the block before, so the one reference is its own. Uncounted ones of senders
+            # may be added to a longer extent: `_count_all` splits it at the ends of their spans.
             before.end = end
         holder.add(first, end)
 
@@ -177,15 +189,17 @@ class ExtentPool(BlockCounts):
     def release_first(self, holder: Holder, first: int, end: int) -> None:
         """Release the first blocks of a holder's only span, the first one first."""
         self.releases += 1
-        if (holder, first, end) in self._brief:
-            self._brief.remove((holder, first, end))
+        ((begin, stop),) = holder.spans
+        assert begin == first < end <= stop
+        if (holder, first, end) in self._uncounted:
+            self._uncounted.remove((holder, first, end))
         else:
             self._release(holder.text, first, end, forward=True)
-        holder.spans = [(end, holder.spans[0][1])] if end < holder.spans[0][1] else []
+        holder.spans = [(end, stop)] if end < stop else []
 
     def _release(self, text: Text, first: int, end: int, *, forward: bool) -> None:
-        if self._brief:
-            self._count_brief()
+        if self._uncounted:
+            self._count_all()
         shared: set[int] = set()
         for extent in self._between(text, first, end):
             extent.references -= 1
@@ -200,7 +214,10 @@ class ExtentPool(BlockCounts):
 
     @staticmethod
     def _join(extents: list[Extent]) -> None:
-        """Make one extent of consecutive ones with the same references."""
+        """Make one extent of consecutive ones with the same number of references.
+
+        Idle extents stay apart: the heap has an entry for each, and they may be of different releases.
+        """
         for index in range(len(extents) - 1, 0, -1):
             before, behind = extents[index - 1], extents[index]
             if before.end == behind.first and before.references == behind.references > 0:
@@ -223,7 +240,10 @@ class ExtentPool(BlockCounts):
         return True
 
     def _between(self, text: Text, first: int, end: int) -> list[Extent]:
-        """The extents of these blocks, which are split from those outside."""
+        """The extents of these blocks, which are split from those outside.
+
+        Their order does not count. Those of a piece are visited from the last one on, as splits move the ones behind.
+        """
         found: list[Extent] = []
         for piece, begin, stop in text:
             if begin >= end or first >= end:
@@ -264,20 +284,21 @@ class ExtentPool(BlockCounts):
         if not extents:
             del self._extents[extent.piece]
 
-    def _evict(self) -> None:
-        """Empty idle blocks until none is missing."""
-        while self.empty < 0:
+    def _evict(self, count: int) -> None:
+        """Empty so many idle blocks, those of the earliest release first."""
+        self.empty += count
+        while count:
             stamp, _, extent = self._released[0]
             if extent.references or extent.stamp != stamp:
                 heappop(self._released)
-                continue
-            count = -self.empty
-            if count >= extent.end - extent.first:
-                count = extent.end - extent.first
+            elif count >= extent.end - extent.first:
+                count -= extent.end - extent.first
                 heappop(self._released)
                 self._drop(extent)
-            elif extent.forward:
-                extent.first += count
             else:
-                extent.end -= count
-            self.empty += count
+                # The entry keeps its place in the heap, before the blocks that the same release freed later.
+                if extent.forward:
+                    extent.first += count
+                else:
+                    extent.end -= count
+                return

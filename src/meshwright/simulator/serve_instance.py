@@ -1,9 +1,12 @@
 """Instance of a deployment in simulated time: the engine's batching policy, and steps that take modelled seconds.
 
-An instance with overlap plans step n + 1 when the host has the tokens of step n - 1, as the engine does on a GPU; without, when step n
-ends. The host then launches it, which takes long for a step with a prompt. Only after the launch can it read requests that have
-arrived, and tokens of step n, unless the device computed them as fast as the host launched them. Identical steps of decodes are one
-event, which ends early if a request arrives (`BatchPolicy.extend`), so the times are those of single steps.
+With overlap, an instance plans step n + 1 when the host has the tokens of step n - 1, as the engine does on a GPU. Without
+overlap, it plans step n + 1 when step n ends. Then the host launches the step; the launch of a step with a prompt takes long.
+During a launch the host reads neither tokens nor requests that arrive. If a prompt waits and the device ends step n together
+with its launch, the host reads the tokens of step n before it plans step n + 1: they do not wait for the prompt's launch.
+
+Identical steps of decodes, a run, are one event. The run ends early if a request arrives (`BatchPolicy.extend`), so the
+times are those of single steps.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from meshwright.spec.deployment import Role
 NEVER = float("inf")
 LONGEST_RUN = 4096
 """Identical steps in one event at most."""
+ROUNDING = 1e-6
+"""Relative error at most of a sum of many times."""
 Action = Callable[[float], None]
 """Callback of an instance between two steps, with the time in seconds."""
 
@@ -36,7 +41,7 @@ class _Planned:
         self.launched = self.end = 0.0
         """Time when the host has launched the step, and time when the device ends it."""
         self.ends_with_launch = False
-        """Whether the device computes as fast as the host launches it."""
+        """Whether the device, once it is free, needs less time for the step than the rest of the launch."""
 
 
 class Instance:
@@ -63,17 +68,24 @@ class Instance:
         self._device_free = 0.0
         """Time when the device ends the last step that was launched."""
         self._context = self._longest = 0
-        self._run_begin, self._run_steps, self._run_passed = 0.0, 0, 0
-        """Begin of the run of identical steps in flight, and their number, 0: no run; unplanned steps before it."""
+        self._run_begin = 0.0
+        """Time in seconds when the run in flight began, or its last part if it was divided."""
+        self._run_steps = 0
+        """Steps of the run from `_run_begin` on; 0 without a run."""
+        self._run_passed = 0
+        """Steps of the run before `_run_begin`: they have ended, but the policy has not been told of them."""
         self._divisible = False
-        """Whether the run has blocks up to its last step, wherever it begins anew."""
+        """Whether the run may be divided: enough blocks are free for all of its steps, wherever it is divided."""
         self._line = 0.0, 0.0, 0.0
         """`StepTimes.decode_line` of the run."""
         self._one_more_step = False
         """Whether one step follows the end of a cut run: with overlap it was planned before the cut."""
         self._busy = self._held_seconds = self._peak = self._changed = 0.0
+        self._ended_run: tuple[int, float, float] | None = None
+        """Of the run that began at `_changed` and has ended: its steps, the share of the blocks that requests held in the
+        first one, and the seconds by which each step is longer than the one before it."""
         self.occupancy: list[Occupancy] | None = None
-        """Occupancy after each change; None if it is not recorded."""
+        """Occupancy after each change, during a run once in so many steps as a block has tokens; None: not recorded."""
 
     def post(self, now: float, action: Action) -> None:
         """Run an action when the host next reads a step's tokens or has launched a step, or at once if it does neither."""
@@ -84,14 +96,16 @@ class Instance:
             self._cut_run(now)
 
     def divide_run(self, now: float) -> bool:
-        """Begin the run in flight anew after its current step, as a posted action does; false if it does not go on then.
+        """Divide the run after the step in flight, so that an action at `now` happens between its parts without ending it.
 
-        The policy plans the steps so far with the others, so the action may change neither the batch nor the free blocks.
+        An example is to enter received blocks. The policy is told of all parts when the run ends, so the action must
+        change neither the batch nor the number of free blocks. Returns false if there is no divisible run, or if fewer
+        than two of its steps follow the step in flight.
         """
         if not self._run_steps or not self._divisible:
             return False
         if self._run_passed and now <= self._run_begin:
-            return True
+            return True  # an earlier action has divided it after this step
         steps, planned = self._step_at(now), self._running
         assert planned is not None
         if steps + 2 > self._run_steps:
@@ -174,9 +188,11 @@ class Instance:
         """Figures of its use in the `seconds` of the simulation."""
         self._note_usage(seconds)
         policy, whole = self.policy, max(seconds, 1e-12)
+        busy = self._busy / whole
+        assert busy < 1 + ROUNDING, "a step began before the device had ended the one before it"
         return InstanceFigures(
             self.role,
-            min(1.0, self._busy / whole),
+            busy,
             self._held_seconds / whole,
             self._peak,
             policy.preemptions,
@@ -279,17 +295,34 @@ class Instance:
         """Make the policy plan the steps of the run, of which the first of all is planned."""
         planned, whole = self._running, self._run_passed + steps
         assert planned is not None
+        ended = whole - self._one_more_step
+        if ended > 1:
+            # Since the run began no action has changed the number of free blocks: that is still the one of its first step.
+            _, each, of_longest = self._line
+            self._ended_run = ended, self._share(), each * planned.step.decodes + of_longest
         if whole > 1 and self.policy.extend(planned.step, whole) != whole:
             raise AssertionError("a run of decodes was planned without blocks for it")
         self._context = planned.positions = planned.positions + planned.step.decodes * (steps - 1)
         self._longest = planned.longest = planned.longest + steps - 1
         self._run_steps = self._run_passed = 0
 
+    def _share(self) -> float:
+        """The share of the blocks that requests hold."""
+        return 1 - self._pool.free / self._pool.blocks
+
     def _note_usage(self, now: float) -> None:
-        share = 1 - self._pool.free / self._pool.blocks
+        """Count the blocks that requests held since the last call; each step of a run adds the same number of blocks."""
+        share, seconds = self._share(), now - self._changed
+        steps, before, growth = self._ended_run or (1, share, 0.0)
+        self._ended_run = None
+        more = share - before
+        # The sum over steps k of (before + more * k / (steps - 1)) * (first + growth * k), where all take `seconds`.
+        self._held_seconds += share * seconds - more * (seconds / 2 - growth * steps * (steps + 1) / 12)
         if self.occupancy is not None:
-            self.occupancy.append(Occupancy(self._changed, self.policy.running, share))
-        self._held_seconds += share * (now - self._changed)
+            first, running = seconds / steps - growth * (steps - 1) / 2, self.policy.running
+            for step in range(0, steps, self.policy.cache.tokens_per_block):
+                begin = self._changed + step * first + growth * step * (step - 1) / 2
+                self.occupancy.append(Occupancy(begin, running, before + more * step / max(1, steps - 1)))
         self._changed = now
         if share > self._peak:
             self._peak = share

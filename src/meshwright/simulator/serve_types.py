@@ -39,7 +39,7 @@ class InstanceFigures(NamedTuple):
 
     role: Role
     busy: float
-    """Share of the time in which it computed."""
+    """Share of the time in which its device computed a step, or waited for the rest of the step's launch."""
     cache_mean: float
     """Share of its cache blocks that requests held, mean over time."""
     cache_peak: float
@@ -123,6 +123,6 @@ class ServedDeployment:
         return float(np.mean(values[edge : len(values) - edge]))
 
     def utilisation(self, role: Role) -> float | None:
-        """Mean share of the time in which the instances of a role computed; None if it has none."""
+        """Mean of `InstanceFigures.busy` over the instances of a role; None if it has none."""
         busy = [figures.busy for figures in self.instances if figures.role == role]
         return float(np.mean(busy)) if busy else None
