@@ -60,7 +60,10 @@ BF16_LAYOUT_BOUND = 1e-5
 """Relative error of a bf16 gradient between layouts: the same bf16 products, summed in fp32 in another order."""
 
 BF16_SUM_BOUND = 2**-8
-"""Relative error of a gradient whose parts on replicas, and then their sum, were rounded to bf16: each by 2^-9 at most."""
+"""Error by norms of a gradient whose parts on replicas, and then their sum, were rounded to bf16.
+
+A rounding changes an element by at most 2^-8 of it, and a gradient by less than half of that by norms.
+"""
 
 
 def batch(step: int, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
