@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from meshwright.server import deployment_servers
 from meshwright.server.deployment_servers import RunningDeployment, RunningInstance
 from meshwright.server.load_client import LoadTest, MeasuredRequest
 from meshwright.spec.deployment import TimedRequest
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERRUPTED, BadInput, CommunicationFailure
 from tests.cli.command import meshwright
 from tests.server.helpers import write_folder
 
@@ -56,15 +57,94 @@ class Instant(LoadTest):
         self.occupancy += [(time, server, {"running": 1.0, "cache": 0.5}) for time in (0.0, 0.05) for server in (0, 1)]
 
 
+class Dying(Instant):
+    """As `Instant`, but at the second rate the server at http://1 ends, and no request does."""
+
+    ended = False
+
+    async def run(self, requests: Sequence[TimedRequest], watched: Sequence[str] = (), every: float = 0.25) -> None:
+        await super().run(requests, watched, every)
+        if self.name == "rate 2":
+            Dying.ended = True
+            await asyncio.Event().wait()
+
+    @classmethod
+    def check(cls) -> None:
+        if cls.ended:
+            raise CommunicationFailure("the server of role decode ended during the test, with code -9:\nlast line")
+
+
+class Stopped(Instant):
+    """As `Instant`, but SIGTERM comes at the second rate."""
+
+    async def run(self, requests: Sequence[TimedRequest], watched: Sequence[str] = (), every: float = 0.25) -> None:
+        await super().run(requests, watched, every)
+        if self.name == "rate 2":
+            signal.raise_signal(signal.SIGTERM)
+
+
+@contextmanager
+def servers(folder: Path, deployment: Any, *, gpu: bool, file: Path) -> Iterator[RunningDeployment]:
+    yield RunningDeployment(
+        "http://router",
+        [RunningInstance("prefill", 0, "http://0"), RunningInstance("decode", 0, "http://1")],
+        Dying.check,
+    )
+
+
+@pytest.mark.parametrize(
+    ("load", "code", "why"),
+    [
+        (Dying, EXIT_COMMUNICATION, "the server of role decode ended during the test, with code -9"),
+        (Stopped, EXIT_INTERRUPTED, "interrupted"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_test_that_ends_early_reports_the_rates_before(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    load: type[Instant],
+    code: int,
+    why: str,
+    as_json: bool,
+) -> None:
+    monkeypatch.setattr(deployment_servers, "deployment_servers", servers)
+    monkeypatch.setattr("meshwright.server.load_client.LoadTest", load)
+    monkeypatch.setattr(Dying, "ended", False)
+    monkeypatch.setattr(bench_serve, "CHECK_SECONDS", 0.01)
+    (tmp_path / "serve.yaml").write_text(QUESTION.format(folder=folder))
+    (tmp_path / "d.yaml").write_text(f"instances: {PAIR}\n")
+    words = ["--plan", tmp_path / "d.yaml", "--rates", "100,200,400", "--out", report := tmp_path / "report.html"]
+    answer = meshwright("bench-serve", tmp_path / "serve.yaml", *words, *["--json"] * as_json)
+    line = f"without a result: 200/s, 400/s ({why})"
+    assert answer.code == code and f"report of 1 of 3 rates: {report}; {line}" in answer.err
+    assert answer.err.count(f"meshwright: {why}") == 1
+    HTMLParser().feed(text := report.read_text())
+    assert line in text and "100/s" in text
+    if as_json:
+        assert answer.json["ok"] is False and answer.json["error"].startswith(why) and answer.json["errors"] == []
+        assert [result["rate"] for result in answer.json["rates"]] == [100] and answer.json["missing"] == [200, 400]
+
+
+def test_without_a_tested_rate_there_is_no_report(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment_servers, "deployment_servers", servers)
+    monkeypatch.setattr("meshwright.server.load_client.LoadTest", Instant)
+    monkeypatch.setattr(Dying, "ended", True)
+    (tmp_path / "serve.yaml").write_text(QUESTION.format(folder=folder))
+    (tmp_path / "d.yaml").write_text(f"instances: {PAIR}\n")
+    words = ["--plan", tmp_path / "d.yaml", "--rates", "100", "--out", tmp_path / "report.html", "--json"]
+    answer = meshwright("bench-serve", tmp_path / "serve.yaml", *words)
+    assert answer.code == EXIT_COMMUNICATION and set(answer.json) == {"ok", "error", "errors"}
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_the_report_has_predicted_beside_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    @contextmanager
-    def servers(folder: Path, deployment: Any, *, gpu: bool, file: Path) -> Iterator[RunningDeployment]:
-        yield RunningDeployment(
-            "http://router", [RunningInstance("prefill", 0, "http://0"), RunningInstance("decode", 0, "http://1")]
-        )
-
+    NAMES.clear()
     monkeypatch.setattr(deployment_servers, "deployment_servers", servers)
     monkeypatch.setattr("meshwright.server.load_client.LoadTest", Instant)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -76,7 +156,9 @@ def test_the_report_has_predicted_beside_measured(
     )
     captured = capsys.readouterr()
     assert "rate 2 of 2: 20 requests at 200/s, 0.1 s\n200 requests/s: 100.0% meet both limits" in captured.err
-    rates = json.loads(captured.out)["rates"]
+    answer = json.loads(captured.out)
+    rates, missing = answer["rates"], answer["missing"]
+    assert missing == []
     assert [(result["rate"], result["requests"], result["failed"]) for result in rates] == [(100, 20, 0), (200, 20, 0)]
     for result in rates:
         assert result["measured"]["ttft_p90"] == pytest.approx(0.01)
@@ -84,6 +166,7 @@ def test_the_report_has_predicted_beside_measured(
         assert result["predicted"]["attainment"] == 1.0
     assert NAMES == ["warm-up", "rate 1", "rate 2"]  # no rate finds the prompts of another in the prefix cache
     HTMLParser().feed(text := report.read_text())
+    assert "without a result" not in text
     # Embedding and head of 257 × 64, two layers of 30,848, a norm of 64: 94,656.
     assert "<h1>llama, 94.7k parameters</h1>" in text and f"weights {folder}" in text
     assert "asked for 90%" in text and 'data-value="0"></b>' in text

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,7 @@ from meshwright.cli.spread import check_deployment, cluster_here, model_in
 from meshwright.durable.writes import write_durable
 from meshwright.observe.number_text import duration, short
 from meshwright.observe.number_text import rate as rate_text
-from meshwright.spec.errors import BadInput, attach_key, call_all, raise_together
+from meshwright.spec.errors import BadInput, MeshwrightError, attach_key, call_all, raise_together
 from meshwright.spec.fields import to_plain
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 SHARES = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1)
 """Tested rates, as shares of the predicted goodput."""
+INTERRUPTED = "interrupted"
+CHECK_SECONDS = 0.5
+"""Time between two looks whether all servers still run."""
 FEWEST_REQUESTS = 20
 """Requests at each rate, at least."""
 SAME_DIMENSIONS = (
@@ -83,7 +86,9 @@ def bench_serve(
     The deployment is planned first unless --plan names one. Each instance is a `meshwright serve` process, behind a
     `meshwright route` process. The report has attainment over rate, and batch and cache over time of each role and instance.
 
-    With --json: `instances`, `rates` (each with `measured` and `predicted`), `report`.
+    If it is interrupted, or a server ends, the report has the rates tested until then.
+
+    With --json: `instances`, `rates` (each with `measured` and `predicted`), `missing` rates, `report`.
 
     Examples:
 
@@ -118,10 +123,25 @@ def bench_serve(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers are stopped on the way out
     say(f"{deployment_name(deployment)}: starting {deployment.devices} device{'s' * (deployment.devices > 1)}")
     test = _Test(spec, deployment, costs, served, plan, folder.resolve())
-    report = test.run(requests, tested, seconds, say if as_json else print_now)
-    write_durable(out, page(report))
+    try:
+        test.run(
+            requests, tested, seconds, say if as_json else print_now, lambda report: write_durable(out, page(report))
+        )
+    except (KeyboardInterrupt, MeshwrightError) as end:
+        if test.report is None:
+            raise
+        say(f"report of {len(test.report.rates)} of {len(tested)} rates: {out}; {test.report.missing_line}")
+        if not as_json:
+            raise
+        failure = {"ok": False, "error": str(end) or INTERRUPTED, "errors": []}
+        print(json.dumps(_as_plain(deployment, test.report, out) | failure))
+        if isinstance(end, KeyboardInterrupt):
+            raise
+        say(f"meshwright: {end}")
+        raise typer.Exit(end.exit_code) from None  # the object on stdout is printed
+    assert test.report is not None
     if as_json:
-        print(json.dumps(_as_plain(deployment, report, out)))
+        print(json.dumps(_as_plain(deployment, test.report, out)))
     else:
         print(f"report: {out}")
 
@@ -216,6 +236,8 @@ class _Test:
     """The deployment's file; None: it was planned."""
     folder: Path
     """Folder of the weights."""
+    report: LoadReport | None = None
+    """The results; None until a rate is tested and the test ends."""
     _results: list[RateResult] = field(default_factory=list)
     _starts: list[float] = field(default_factory=list)
     _gauges: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
@@ -228,9 +250,14 @@ class _Test:
         rates: Sequence[float],
         seconds: float,
         tell: Callable[[str], None],
-    ) -> LoadReport:
-        """Serve the model and test all rates; `tell` receives a line about each as soon as it is tested."""
-        from meshwright.planner.deployment_goodput import RequestSample
+        write: Callable[[LoadReport], None],
+    ) -> None:
+        """Serve the model and test all rates; `tell` receives a line about each as soon as it is tested.
+
+        `write` receives the report before the servers are stopped, also if the test ends before its last rate.
+
+        Raises KeyboardInterrupt, and MeshwrightError if a server ends or no request is answered.
+        """
         from meshwright.server.deployment_servers import deployment_servers
 
         with deployment_servers(
@@ -238,29 +265,53 @@ class _Test:
         ) as running:
             first = [request._replace(arrival_seconds=0.0) for request in requests[: len(running.instances)]]
             self._replay(running, first, "warm-up")
-            begin = 0.0
-            for number, rate in enumerate(rates, 1):
-                count = max(FEWEST_REQUESTS, round(rate * seconds))
-                say(f"rate {number} of {len(rates)}: {count:,} requests at {rate_text(rate)}/s, {count / rate:.3g} s")
-                sample = RequestSample(requests, count).at(rate)
-                test = self._replay(running, sample, f"rate {number}")
-                result = self._result(rate, test, sample)
-                tell(_line(result))
-                self._results.append(result)
-                self._starts.append(begin)
-                self._gauges += [(begin + time, index, gauges) for time, index, gauges in test.occupancy]
-                begin += max([entry.end for entry in test.measured if not entry.error], default=0.0)
-        return self._report(running.instances)
+            why = "internal error"
+            try:
+                self._test_rates(running, requests, rates, seconds, tell)
+            except (KeyboardInterrupt, MeshwrightError) as end:
+                why = (str(end) or INTERRUPTED).splitlines()[0].rstrip(":")
+                raise
+            finally:
+                if self._results:
+                    self.report = self._report(running.instances, rates[len(self._results) :], why)
+                    write(self.report)
+
+    def _test_rates(
+        self,
+        running: RunningDeployment,
+        requests: Sequence[TimedRequest],
+        rates: Sequence[float],
+        seconds: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        from meshwright.planner.deployment_goodput import RequestSample
+
+        begin = 0.0
+        for number, rate in enumerate(rates, 1):
+            count = max(FEWEST_REQUESTS, round(rate * seconds))
+            say(f"rate {number} of {len(rates)}: {count:,} requests at {rate_text(rate)}/s, {count / rate:.3g} s")
+            sample = RequestSample(requests, count).at(rate)
+            test = self._replay(running, sample, f"rate {number}")
+            result, served = self._result(rate, test, sample)
+            self._served += [] if served is None else [served]
+            self._starts.append(begin)
+            self._gauges += [(begin + time, index, gauges) for time, index, gauges in test.occupancy]
+            self._results.append(result)
+            begin += max([entry.end for entry in test.measured if not entry.error], default=0.0)
+            tell(_line(result))
 
     def _replay(self, running: RunningDeployment, sample: Sequence[TimedRequest], name: str) -> LoadTest:
         from meshwright.server.load_client import LoadTest
 
         test = LoadTest([running.url], self.model.vocab_size, name=name)
-        asyncio.run(test.run(sample, [instance.url for instance in running.instances]))
+        asyncio.run(_checked(test.run(sample, [instance.url for instance in running.instances]), running))
         running.check()
         return test
 
-    def _result(self, rate: float, test: LoadTest, sample: Sequence[TimedRequest]) -> RateResult:
+    def _result(
+        self, rate: float, test: LoadTest, sample: Sequence[TimedRequest]
+    ) -> tuple[RateResult, ServedDeployment | None]:
+        """Return the result of a rate, and its simulation if there are costs."""
         import numpy as np
 
         from meshwright.observe.load_report import RateResult
@@ -274,12 +325,11 @@ class _Test:
             say(f"{failed['failed']} requests failed, the first with: {failed['first_error']}")
         entries = sorted(test.measured, key=lambda entry: entry.request.arrival_seconds)
         measured = self._figures(np.array([e.ttft for e in entries]), np.array([e.tpot for e in entries]))
-        predicted = None
-        if self.costs is not None:
-            served = simulate(self.deployment, sample, self.costs, self.spec.serve.limits, watched=True)
-            self._served.append(served)
-            predicted = self._figures(served.ttft, served.tpot)
-        return RateResult(rate, len(entries), failed["failed"], measured, predicted)
+        if self.costs is None:
+            return RateResult(rate, len(entries), failed["failed"], measured, None), None
+        served = simulate(self.deployment, sample, self.costs, self.spec.serve.limits, watched=True)
+        predicted = self._figures(served.ttft, served.tpot)
+        return RateResult(rate, len(entries), failed["failed"], measured, predicted), served
 
     def _figures(self, ttft: np.ndarray, tpot: np.ndarray) -> LatencyFigures:
         """Attainment and quantiles, without the first and the last requests, as the planner counts."""
@@ -297,7 +347,7 @@ class _Test:
         quantiles = [float(np.quantile(values[ends], share)) for values in (ttft, tpot) for share in (0.5, 0.9)]
         return LatencyFigures(float(met.mean()), *quantiles)
 
-    def _report(self, instances: Sequence[RunningInstance]) -> LoadReport:
+    def _report(self, instances: Sequence[RunningInstance], missing: Sequence[float], why: str) -> LoadReport:
         from meshwright.observe.load_report import LoadReport
         from meshwright.spec.deployment import deployment_name
         from meshwright.spec.model import parameter_count
@@ -311,9 +361,11 @@ class _Test:
             goal=limits.attainment,
             limits=f"{limits.attainment:.0%} within {limits.ttft_seconds:g} s to the first token, {limits.tpot_seconds:g} s a further one",
             rates=self._results,
-            starts=self._starts,
+            starts=self._starts[: len(self._results)],  # an interrupted rate may have one
             timelines=[self._timeline(index, instance) for index, instance in enumerate(instances)],
             why=self.deployment.why,
+            missing=missing,
+            why_missing=why,
         )
 
     def _timeline(self, index: int, instance: RunningInstance) -> InstanceTimeline:
@@ -347,6 +399,27 @@ class _Test:
         return predicted
 
 
+async def _checked(test: Coroutine[Any, Any, None], running: RunningDeployment) -> None:
+    """Wait for the end of a test. Raises CommunicationFailure once a server has ended, KeyboardInterrupt after SIGTERM."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(test)
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        del frame
+        received.append(number)
+        loop.call_soon_threadsafe(task.cancel)
+
+    previous = signal.signal(signal.SIGTERM, stop)  # asyncio logs exceptions that a handler raises inside a request
+    try:
+        while not (await asyncio.wait([task], timeout=CHECK_SECONDS))[0]:
+            running.check()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if received:
+        raise KeyboardInterrupt
+    await task
+
+
 def _line(result: RateResult) -> str:
     predicted = "" if result.predicted is None else f", predicted {result.predicted.attainment:.1%}"
     figures = result.measured
@@ -356,4 +429,5 @@ def _line(result: RateResult) -> str:
 
 def _as_plain(deployment: Deployment, report: LoadReport, out: Path) -> dict[str, Any]:
     rates = [to_plain(result) for result in report.rates]
-    return {"instances": to_plain(deployment.instances), "rates": rates, "report": str(out)}
+    instances = to_plain(deployment.instances)
+    return {"instances": instances, "rates": rates, "missing": list(report.missing), "report": str(out)}

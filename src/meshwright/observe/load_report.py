@@ -79,6 +79,15 @@ class LoadReport:
     timelines: Sequence[InstanceTimeline]
     why: Sequence[str] = ()
     """The planner's reasons."""
+    missing: Sequence[float] = ()
+    """Rates without a result."""
+    why_missing: str = ""
+
+    @property
+    def missing_line(self) -> str:
+        """Name the rates without a result and the reason; empty if all have one."""
+        listed = ", ".join(f"{number_text.rate(rate)}/s" for rate in self.missing)
+        return f"without a result: {listed} ({self.why_missing})" if listed else ""
 
 
 def page(report: LoadReport) -> str:
@@ -100,6 +109,7 @@ def page(report: LoadReport) -> str:
     parts = [
         header("bench-serve", report.model, f"{report.deployment} · weights {report.weights}", report.limits),
         tile_list(tiles),
+        listing("The test is not complete", [report.missing_line] if report.missing else []),
         f'<div class="grid">{attainment_chart(_curves(report), report.goal)}</div>',
         table("Predicted beside measured", ("", *HEADS), lines),
         f'<div class="grid">{_role_timeline(report, "running", "Requests in the batch, by role")}</div>',

@@ -64,6 +64,9 @@ class LoadTest:
             )
         finally:
             watching.cancel()
+            await asyncio.wait([watching])  # with a server that has ended it has failed, which the requests show
+            if not watching.cancelled():
+                watching.exception()
 
     async def _send(self, number: int, request: TimedRequest, running: list[int], begin: float) -> None:
         await asyncio.sleep(max(0.0, begin + request.arrival_seconds - time.perf_counter()))
