@@ -17,7 +17,7 @@ model: llama3-8b
 cluster: {gpu: H200, gpus_per_node: 2}
 serve:
   workload: {rate: 10, input_tokens: 2000, output_tokens: 12}
-  limits: {ttft_seconds: 0.5, tpot_seconds: 0.008}
+  limits: {ttft_seconds: 0.5, tpot_seconds: 0.0065}
 """
 KEYS = {
     "instances", "goodput_per_gpu", "low", "high", "binding", "alternatives", "margin_over_colocated", "search_seconds",
