@@ -240,6 +240,13 @@ def _at(occupancy: Sequence[Occupancy], seconds: float) -> Occupancy:
     return [entry for entry in occupancy if entry.seconds <= seconds][-1]
 
 
+def test_a_sender_holds_blocks_until_they_have_come() -> None:
+    served = simulate(DIVIDED, [TimedRequest(0.0, 16, 2)], costs_of(simple_times(0.5), rate=100.0), LIMITS)
+    # Chunks of 2 blocks from 0 s and from 0.5 s on; the port carries each in 2 s, so they have come after 2.5 and 4.5 s.
+    held = 2 * (2.5 - 0.0) + 2 * (4.5 - 0.5) + 4 * TRANSFER_SECONDS
+    assert served.instances[0].cache_mean * served.seconds == pytest.approx(held / 999)
+
+
 def test_refuses_what_it_cannot_play() -> None:
     mixed = Deployment(instances=(InstanceSpec(), InstanceSpec(role="decode")))
     with pytest.raises(BadInput, match="both, decode"):

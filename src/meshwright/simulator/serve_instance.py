@@ -132,7 +132,7 @@ class Instance:
         after_run = self._run_steps > 0
         if self._run_steps:
             self._end_run(self._run_steps)
-        self._note_usage(now)
+        self.note_usage(now)
         if self._one_more_step:
             self._one_more_step = False
         else:
@@ -186,7 +186,7 @@ class Instance:
 
     def figures(self, seconds: float) -> InstanceFigures:
         """Figures of its use in the `seconds` of the simulation."""
-        self._note_usage(seconds)
+        self.note_usage(seconds)
         policy, whole = self.policy, max(seconds, 1e-12)
         busy = self._busy / whole
         assert busy < 1 + ROUNDING, "a step began before the device had ended the one before it"
@@ -198,6 +198,31 @@ class Instance:
             policy.preemptions,
             policy.cached_tokens,
         )
+
+    def note_usage(self, now: float) -> None:
+        """Count the blocks that requests held since the last call; each step of a run adds the same number of blocks.
+
+        It is called before blocks are released between two events, but not during a run.
+        """
+        assert not self._run_steps
+        share, seconds = self._share(), now - self._changed
+        steps, before, growth = self._ended_run or (1, share, 0.0)
+        self._ended_run = None
+        more = share - before
+        # The sum over steps k of (before + more * k / (steps - 1)) * (first + growth * k), where all take `seconds`.
+        self._held_seconds += share * seconds - more * (seconds / 2 - growth * steps * (steps + 1) / 12)
+        if self.occupancy is not None:
+            first, running = seconds / steps - growth * (steps - 1) / 2, self.policy.running
+            for step in range(0, steps, self.policy.cache.tokens_per_block):
+                begin = self._changed + step * first + growth * step * (step - 1) / 2
+                self.occupancy.append(Occupancy(begin, running, before + more * step / max(1, steps - 1)))
+        self._changed = now
+        if share > self._peak:
+            self._peak = share
+
+    def _share(self) -> float:
+        """The share of the blocks that requests hold."""
+        return 1 - self._pool.free / self._pool.blocks
 
     def _plan(self, now: float) -> _Planned | None:
         step = self.policy.next_step(now)
@@ -305,24 +330,3 @@ class Instance:
         self._context = planned.positions = planned.positions + planned.step.decodes * (steps - 1)
         self._longest = planned.longest = planned.longest + steps - 1
         self._run_steps = self._run_passed = 0
-
-    def _share(self) -> float:
-        """The share of the blocks that requests hold."""
-        return 1 - self._pool.free / self._pool.blocks
-
-    def _note_usage(self, now: float) -> None:
-        """Count the blocks that requests held since the last call; each step of a run adds the same number of blocks."""
-        share, seconds = self._share(), now - self._changed
-        steps, before, growth = self._ended_run or (1, share, 0.0)
-        self._ended_run = None
-        more = share - before
-        # The sum over steps k of (before + more * k / (steps - 1)) * (first + growth * k), where all take `seconds`.
-        self._held_seconds += share * seconds - more * (seconds / 2 - growth * steps * (steps + 1) / 12)
-        if self.occupancy is not None:
-            first, running = seconds / steps - growth * (steps - 1) / 2, self.policy.running
-            for step in range(0, steps, self.policy.cache.tokens_per_block):
-                begin = self._changed + step * first + growth * step * (step - 1) / 2
-                self.occupancy.append(Occupancy(begin, running, before + more * step / max(1, steps - 1)))
-        self._changed = now
-        if share > self._peak:
-            self._peak = share

@@ -293,6 +293,7 @@ class _Simulation:
         assert unsent is not None
         first = unsent.next
         if count:
+            sender.instance.note_usage(now)
             unsent.copied(count)
             if sender.instance.wake == NEVER and sender.instance.policy.unfinished:
                 self._post(sender, now, lambda _: None)
