@@ -70,7 +70,7 @@ class ServedDeployment:
     requests: Sequence[RequestTimes]
     instances: Sequence[InstanceFigures]
     seconds: float
-    """Seconds from the first arrival to the last end."""
+    """Time of the last end; times of arrival count from the same 0."""
     transferred_bytes: float = 0.0
     """Keys and values that moved between instances."""
     occupancy: Sequence[Sequence[Occupancy]] = ()
