@@ -82,6 +82,7 @@ class LoadReport:
     missing: Sequence[float] = ()
     """Rates without a result."""
     why_missing: str = ""
+    """Why the test ended before these; without meaning if none is missing."""
 
     @property
     def missing_line(self) -> str:
