@@ -53,7 +53,7 @@ def serve_steps(end: socket.socket, streams: int, steps_per_second: float) -> No
             for id in list(left):
                 left[id] -= 1
                 token = 65 + (step + id) % 26
-                entries.append([id, [token]] if left[id] else [id, [token], "length", None, []])
+                entries.append([id, [token]] if left[id] else [id, [token], {"reason": "length"}])
                 if not left[id]:
                     del left[id]
             connection.send({"step": entries, "figures": [len(left), 0, 0.5, 0, 0]})

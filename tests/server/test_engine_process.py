@@ -38,4 +38,4 @@ def test_a_request_that_is_aborted_in_a_step_has_no_blocks_after_the_next(
         EngineLoop(engine, Connection(theirs)).run()
         messages = MessageReader().add(ours.recv(1 << 20))
     assert free == [False, False, False, True]
-    assert [entry[2] for message in messages for entry in message["step"] if len(entry) > 2] == ["abort"]
+    assert [entry[2] for message in messages for entry in message["step"] if len(entry) > 2] == [{"reason": "abort"}]

@@ -139,7 +139,7 @@ def say(text: str, connection: Connection) -> None:
             for message in connection.receive(wait=True):
                 for id in message.get("submit", {"ids": ()})["ids"]:
                     steps = [[id, tokens[start : start + 3]] for start in range(0, len(tokens), 3)]
-                    for entry in [*steps, [id, [], "stop", None, []]]:
+                    for entry in [*steps, [id, [], {"reason": "stop"}]]:
                         connection.send({"step": [entry], "figures": [0, 0, 0.0, 0, 0]})
     except EOFError:
         return

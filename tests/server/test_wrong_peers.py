@@ -247,7 +247,15 @@ def receiver(tmp_path: Path) -> Iterator[Receiver]:
 
 
 @pytest.mark.parametrize(
-    "first", [[["5"], "length", None, []], [[5], "length", 3, []], [[5], "length", None, 0], [5, "length", None, []]]
+    "first",
+    [
+        [["5"], {"reason": "length"}],
+        [5, {"reason": "length"}],
+        [[5], {"reason": "length", "error": 3}],
+        [[5], {"reason": "length", "logprobs": 0}],
+        [[5], {"reason": "length", "unknown": 0}],
+        [[5], "length"],
+    ],
 )
 def test_a_prompt_with_a_wrong_first_token_is_computed_here(receiver: Receiver, first: list[Any]) -> None:
     receiver.say({"first": 0, "texts": [first]})
@@ -255,8 +263,8 @@ def test_a_prompt_with_a_wrong_first_token_is_computed_here(receiver: Receiver, 
 
 
 def test_a_first_token_continues_the_text(receiver: Receiver) -> None:
-    receiver.say({"first": 0, "texts": [[[5], "length", None, []]]})
-    assert receiver.submitted == [[[[5], "length", None, []]]] and receiver.transfers.figures.usable_peers == 1
+    receiver.say({"first": 0, "texts": [[[5], {"reason": "length"}]]})
+    assert receiver.submitted == [[[[5], {"reason": "length"}]]] and receiver.transfers.figures.usable_peers == 1
 
 
 def test_what_has_arrived_is_read_before_a_lease_ends(receiver: Receiver) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.policies.batch_request import Reason
 from meshwright.serve.grammar import GrammarMatcher
@@ -38,6 +38,14 @@ class Update(NamedTuple):
     """Error message, with the reason "failed"."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """Log probability of each of `tokens`, if `SamplingOptions.logprobs` is set."""
+    code: str | None = None
+    """Kind of the error, with the reason "failed"."""
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The fields beside number, tokens and text that have a value, for messages between processes."""
+        fields = {"reason": self.reason, "error": self.error, "code": self.code, "logprobs": self.logprobs}
+        return {key: value for key, value in fields.items() if value}
 
 
 class Generation:

@@ -34,8 +34,8 @@ class News(NamedTuple):
     """Reason why the text has ended; None while it goes on."""
     error: str | None = None
     """Error message, with the reasons "failed" and "refused"."""
-    code: Literal["grammar"] | None = None
-    """Refused part of the request, if it is the grammar."""
+    code: str | None = None
+    """Kind of the error, as in `server/errors.py`."""
     logprobs: Sequence[Any] = ()
     """For each new token its log probability and `[[token, log probability], …]` of the likeliest."""
 
@@ -289,10 +289,10 @@ class EngineClient(asyncio.Protocol):
             if len(entry) == 2:
                 text.subscription.add(News(text.index, tokens))
                 continue
-            id, _, reason, error, logprobs = entry
-            if reason is not None:
-                self._forget(id, reason)
-            text.subscription.add(News(text.index, tokens, reason, error, logprobs=logprobs))
+            news = News(text.index, tokens, **entry[2])
+            if news.reason is not None:
+                self._forget(entry[0], news.reason)
+            text.subscription.add(news)
 
     def _take(self, message: dict[str, Any]) -> None:
         if "ready" in message:

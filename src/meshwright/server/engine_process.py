@@ -134,7 +134,7 @@ class EngineLoop:
             self._submit_texts(request, None)
 
     def _submit_texts(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None:
-        """Queue the texts of a request; `firsts` has for each its first tokens, reason, error and log probabilities."""
+        """Queue the texts of a request; `firsts` has for each its first tokens, and the details of a message `step`."""
         from meshwright.serve.grammar import BadGrammar, Grammar
         from meshwright.serve.sampling_options import SamplingOptions
 
@@ -169,12 +169,14 @@ class EngineLoop:
         from meshwright.serve.engine import sample_options
 
         ids, numbers, entries = [], [], []
-        for index, (id, (tokens, reason, error, logprobs)) in enumerate(zip(request["ids"], firsts, strict=True)):
+        for index, (id, (tokens, details)) in enumerate(zip(request["ids"], firsts, strict=True)):
+            reason = details.get("reason")
             if reason == "abort":
                 continue
             goes_on = reason != "stop" and len(tokens) < request["new_tokens"]
             if tokens or not goes_on:
-                entries.append([id, tokens, None if goes_on else reason, error, logprobs])
+                rest = {key: value for key, value in details.items() if key != "reason"}
+                entries.append([id, tokens, rest if goes_on else details])
             if goes_on:
                 sample = sample_options(sampling, index)
                 numbers.append(self._engine.submit(request["tokens"], sampling=sample, given=tokens, **options))
@@ -214,7 +216,7 @@ class EngineLoop:
             if update.reason is None and not update.logprobs:
                 entries.append([id, update.tokens])
             else:
-                entries.append([id, update.tokens, update.reason, update.error, update.logprobs])
+                entries.append([id, update.tokens, update.details])
             if update.reason is not None:
                 del self._numbers[id], self._ids[update.number]
         self._connection.send({"step": entries, "figures": self._engine.figures()})

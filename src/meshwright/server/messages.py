@@ -11,7 +11,8 @@ To the engine, each message has one of these keys:
 From the engine:
 
 - `ready`: context, vocabulary and sizes, once the model is loaded
-- `step`: `[id, tokens]` or `[id, tokens, reason, error, logprobs]` for each request with news; `figures` as `EngineFigures`
+- `step`: `[id, tokens]` or `[id, tokens, details]` for each request with news; `figures` as `EngineFigures`. `details` has those keys of
+  `DETAILS` that have a value
 - `transfers`: `TransferFigures`, when they have changed
 - `refused`: ids of requests that could not be queued; `error` is the reason, `code` is "grammar" if the grammar is
 - `loaded`: the answer to `load`; `error` is none if it succeeded
@@ -22,8 +23,11 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from typing import Any
 
+DETAILS: Mapping[str, type] = {"reason": str, "error": str, "code": str, "logprobs": list}
+"""What an update may say beside its tokens, with the types of JSON; fields of `News`."""
 _LENGTH = struct.Struct("!I")
 MOST_BYTES = 256 << 20
 """Longest message."""

@@ -86,7 +86,7 @@ class PrefillJob:
         self.requests = list(requests)
         """The engine's numbers."""
         self.firsts: dict[int, list[Any]] = {}
-        """First tokens, reason, error and log probabilities, by the engine's number."""
+        """First tokens and details of a message `step`, by the engine's number."""
 
     @property
     def computed(self) -> bool:
@@ -288,7 +288,7 @@ class PrefillJobs:
             if update.number not in self._job_of_text:
                 others.append(update)
             elif update.reason is not None and (job := self._job_of_text.pop(update.number)) is not None:
-                job.firsts[update.number] = [update.tokens, update.reason, update.error, update.logprobs]
+                job.firsts[update.number] = [update.tokens, update.details]
         for connection in list(self.connections):
             if connection.jobs:
                 try:

@@ -18,6 +18,7 @@ import xxhash
 
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, is_list_of_ids, start_connecting
 from meshwright.server.mapped_transfer import MappedReceiver
+from meshwright.server.messages import DETAILS
 from meshwright.server.staging import map_staging
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ RETRY_SECONDS = 0.5
 
 
 class Submit(Protocol):
-    """Submits the texts of a request; `firsts` has for each the first tokens, reason, error and log probabilities."""
+    """Submits the texts of a request; `firsts` has for each the first tokens, and the details of a message `step`."""
 
     def __call__(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None: ...
 
@@ -296,10 +297,11 @@ class RemotePrefill:
         """Continue the texts of a prompt after their first tokens."""
         if len(firsts) != len(prompt.request["ids"]):
             raise BadFrame("not all texts have a first token")
-        for tokens, _, error, logprobs in firsts:
-            if not is_list_of_ids(tokens) or not isinstance(error, str | None) or not isinstance(logprobs, list):
+        for tokens, details in firsts:
+            types_fit = all(isinstance(value, DETAILS[key]) for key, value in details.items())
+            if not is_list_of_ids(tokens) or not types_fit:
                 raise BadFrame("a first token of a wrong type")
-        if any(reason not in ("length", "stop") for _, reason, _, _ in firsts):
+        if any(details.get("reason") not in ("length", "stop") for _, details in firsts):
             self.lost_prompts += 1
             self._submit_here(prompt)
             return
@@ -315,10 +317,10 @@ class RemotePrefill:
         ids = prompt.request["ids"]
         if firsts is None and prompt.aborted:
             # Samples have the seeds of their positions, so none is left out here.
-            firsts = [[(), None, None, ()] for _ in ids]
+            firsts = [[(), {}] for _ in ids]
         if firsts is not None:
             firsts = [
-                [(), "abort", None, ()] if id in prompt.aborted else first
+                [(), {"reason": "abort"}] if id in prompt.aborted else first
                 for id, first in zip(ids, firsts, strict=True)
             ]
         self._submit(prompt.request, firsts)
