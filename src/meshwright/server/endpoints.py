@@ -1,4 +1,4 @@
-"""Endpoints of the API: reading of their requests, and their answers."""
+"""Endpoints of the API: they take requests and make their answers."""
 
 from __future__ import annotations
 
@@ -7,32 +7,29 @@ import html
 import itertools
 import secrets
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright import __version__
 from meshwright.events.exposition import CONTENT_TYPE
 from meshwright.server.answer import TextAnswer
 from meshwright.server.bodies import ChatBody, CompletionBody, TokenTexts
-from meshwright.server.chat_messages import read_messages
-from meshwright.server.chat_template import ChatTemplate
 from meshwright.server.engine_client import EngineClient
-from meshwright.server.errors import RequestError, wrong
-from meshwright.server.fields import Fields, checked_text, parse_object
+from meshwright.server.errors import RequestError
 from meshwright.server.model_files import ModelFiles
 from meshwright.server.replies import ContentResponse, json_response, read_body
-from meshwright.server.text_request import Limits, TextRequest, check_prompts, read_shared, schema_grammar, token_ids
-from meshwright.server.tool_calls import CallFormat, Notation, template_notation
-from meshwright.server.tools import Tools, read_tools
+from meshwright.server.request_reader import RequestReader, chat_template
+from meshwright.server.text_request import TextRequest
 from meshwright.spec.deployment import Role
-from meshwright.spec.errors import attach_key
 from meshwright.spec.serve import ServeSpec
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
+T = TypeVar("T")
 PAGE = Path(__file__).with_name("page.html")
 PAGE_HEADERS = [
     (b"content-type", b"text/html; charset=utf-8"),
@@ -42,11 +39,9 @@ PAGE_HEADERS = [
     ),
     (b"x-frame-options", b"DENY"),
 ]
-LONG_TEXT = 8_192
-"""Characters from which a text is tokenised in a thread, so that other answers do not wait."""
+LONG_BODY = 8_192
+"""Bytes from which a body is read in a thread, so that other answers do not wait."""
 RETRY_SECONDS = 1
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` in /v1/completions."""
 
 
 class Api:
@@ -55,10 +50,7 @@ class Api:
     def __init__(self, spec: ServeSpec, name: str, files: ModelFiles, client: EngineClient) -> None:
         """`name` is the model's for clients. Raises BadInput for a chat template that cannot be used."""
         self.spec, self.name, self.files, self.client = spec, name, files, client
-        source = files.chat_template
-        with nullcontext() if spec.chat_template is None else attach_key("chat_template"):
-            self.template = None if source is None else ChatTemplate(source, files.special_tokens)
-        self._notation = _notation(spec, source)
+        self.template = chat_template(spec, files)
         self.draining = False
         """Whether new requests are refused, while those that run go on."""
         self.role: Role = spec.role
@@ -69,45 +61,11 @@ class Api:
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continues prompts."""
-        fields, limits = await self._read(request), self._limits()
-        logprobs = fields.integer("logprobs", 0, self.spec.max_logprobs, None)
-        shared = read_shared(fields, limits, logprobs=logprobs, new_tokens=DEFAULT_COMPLETION_TOKENS)
-        shared.echo = fields.flag("echo")
-        if shared.echo and logprobs is not None:
-            raise RequestError(
-                400, "echo: log probabilities of prompts are not supported; leave out logprobs", param="echo"
-            )
-        special = fields.flag("add_special_tokens", True)
-        prompts = fields.take("prompt")
-        if fields.text("suffix", ""):
-            raise RequestError(400, "suffix: text between a prompt and a suffix is not supported", param="suffix")
-        fields.finish()
-        shared.prompts = await self._prompts(prompts, limits, special=special)
-        return self._answer(shared, limits, CompletionBody, request)
+        return self._answer(await self._read(request, RequestReader.completion), CompletionBody, request)
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         """The next message of a chat, by the model's chat template."""
-        fields, limits = await self._read(request), self._limits()
-        if self.template is None:
-            raise RequestError(
-                400,
-                "messages: the model has no chat template; use /v1/completions, or start the server with --chat-template",
-            )
-        most = fields.integer("top_logprobs", 0, self.spec.max_logprobs, None)
-        wanted = fields.flag("logprobs")
-        if most is not None and not wanted:
-            raise RequestError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
-        shared = read_shared(fields, limits, logprobs=(most or 0) if wanted else None, new_tokens=None)
-        messages, tools = read_messages(fields.take("messages")), read_tools(fields)
-        self._find_calls(shared, tools)
-        prompt = fields.flag("add_generation_prompt", True)
-        variables = fields.take("chat_template_kwargs")
-        if variables is not None and not isinstance(variables, dict):
-            raise wrong("chat_template_kwargs", "an object", variables)
-        fields.finish()
-        text = self.template.render(messages, tools.tools, variables, add_generation_prompt=prompt)
-        shared.prompts = [await self._encode(text, special=False)]
-        return self._answer(shared, limits, ChatBody, request)
+        return self._answer(await self._read(request, RequestReader.chat), ChatBody, request)
 
     async def models(self, request: Request) -> ASGIApp:
         """The model that is served."""
@@ -123,34 +81,14 @@ class Api:
 
     async def tokenize(self, request: Request) -> ASGIApp:
         """The tokens of a text (`prompt`) or of a chat (`messages`)."""
-        fields = await self._read(request)
-        fields.ignore("model")
-        special = fields.flag("add_special_tokens", True)
-        names = fields.flag("return_token_strs")
-        if fields.has("messages") and self.template is not None:
-            prompt = fields.flag("add_generation_prompt", True)
-            text = self.template.render(
-                read_messages(fields.take("messages")), read_tools(fields).tools, add_generation_prompt=prompt
-            )
-            special = False
-        else:
-            text = fields.text("prompt", None)
-        fields.finish()
-        if text is None:
-            raise wrong("prompt", "text", None)
-        ids = await self._encode(text, special=special)
-        strings = [self.files.tokenizer.id_to_token(id) for id in ids] if names else None
+        ids, strings = await self._read(request, RequestReader.tokenize)
         return json_response(
-            {"count": len(ids), "max_model_len": self._limits().context, "tokens": ids, "token_strs": strings}
+            {"count": len(ids), "max_model_len": self._ready["context"], "tokens": ids, "token_strs": strings}
         )
 
     async def detokenize(self, request: Request) -> ASGIApp:
         """The text of `tokens`."""
-        fields = await self._read(request)
-        fields.ignore("model")
-        tokens = token_ids(fields.take("tokens"), "tokens", self._limits().vocab)
-        fields.finish()
-        return json_response({"prompt": self.files.tokenizer.decode(tokens, skip_special_tokens=False)})
+        return json_response({"prompt": await self._read(request, RequestReader.detokenize)})
 
     async def health(self, request: Request) -> ASGIApp:
         """200 while requests are taken, else 503 with the reason."""
@@ -185,22 +123,31 @@ class Api:
             return "draining"
         return "paused" if self.client.paused else "ready"
 
-    async def _read(self, request: Request) -> Fields:
-        """The keys of the body, once it is clear that the request can be taken."""
+    async def _read(self, request: Request, read: Callable[[RequestReader, bytes], T]) -> T:
+        """Return what `read` makes of the body, once it is clear that the request can be taken."""
         if (state := self.state) not in ("ready", "paused"):
             self.client.metrics.rejected += 1
             wait = None if state == "failed" else RETRY_SECONDS
             raise RequestError(503, f"the server is {state}", code=state, retry_after=wait)
-        return parse_object(await read_body(request, self.spec.max_body_bytes))
+        body = await read_body(request, self.spec.max_body_bytes)
+        if len(body) < LONG_BODY:
+            return read(self._reader, body)
+        return await asyncio.to_thread(read, self._reader, body)
 
-    def _limits(self) -> Limits:
-        ready = self.client.ready
-        assert ready is not None
-        return Limits(self.spec, self.name, ready["context"], ready["vocab"], self.files.stop_ids)
+    @property
+    def _ready(self) -> Mapping[str, int]:
+        """Sizes of the engine, which is ready."""
+        assert self.client.ready is not None
+        return self.client.ready
 
-    def _answer(self, shared: TextRequest, limits: Limits, body: type[CompletionBody], request: Request) -> TextAnswer:
+    @cached_property
+    def _reader(self) -> RequestReader:
+        """The reader of requests; the engine is ready."""
+        sizes = self._ready
+        return RequestReader(self.spec, self.name, self.files, self.template, sizes["context"], sizes["vocab"])
+
+    def _answer(self, shared: TextRequest, body: type[CompletionBody], request: Request) -> TextAnswer:
         """The answer to a request that has passed all checks; the queue must have room for it."""
-        check_prompts(shared, limits)
         if self.role == "prefill":
             self.client.metrics.rejected += 1
             raise RequestError(503, "this engine computes prompts for others", code="role", retry_after=RETRY_SECONDS)
@@ -212,45 +159,9 @@ class Api:
             )
         number = f"{self._unique}{next(self._numbers):x}"
         shown = body(number, int(time.time()), self.name, self._texts, with_usage=shared.include_usage)
-        answer = TextAnswer(self.client, self.files.tokenizer, shared, shown, limits.context)
+        answer = TextAnswer(self.client, self.files.tokenizer, shared, shown, self._ready["context"])
         request.scope["meshwright"] = {"prompt_tokens": shared.prompt_tokens, "answer": answer}
         return answer
-
-    def _find_calls(self, shared: TextRequest, tools: Tools) -> None:
-        """Let the texts of a request have calls of tools, by a grammar if there must be some."""
-        if tools.schema is not None:
-            if shared.grammar is not None:
-                raise RequestError(
-                    400, "response_format: excludes a tool_choice that needs calls", param="response_format"
-                )
-            shared.grammar, shared.grammar_key = schema_grammar(tools.schema, "tools"), "tools"
-            shared.calls = CallFormat("array", tools.parallel)
-        elif tools.tools is not None and shared.grammar is None and self._notation is not None:
-            shared.calls = CallFormat(self._notation, tools.parallel)
-
-    async def _prompts(self, value: object, limits: Limits, *, special: bool) -> list[list[int]]:
-        """Token ids of each prompt: `value` is text, a list of texts, token ids, or a list of lists of them."""
-        if isinstance(value, str):
-            value = [value]
-        if not isinstance(value, list) or not value:
-            raise wrong("prompt", "text, token ids, or a list of either", value)
-        if isinstance(value[0], int):
-            value = [value]
-        if len(value) > self.spec.max_choices:
-            raise wrong("prompt", f"at most {self.spec.max_choices} prompts", value)
-        prompts = []
-        for prompt in value:
-            if isinstance(prompt, str):
-                prompts.append(await self._encode(checked_text(prompt, "prompt"), special=special))
-            else:
-                prompts.append(token_ids(prompt, "prompt", limits.vocab))
-        return prompts
-
-    async def _encode(self, text: str, *, special: bool) -> list[int]:
-        tokenizer = self.files.tokenizer
-        if len(text) < LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens=special).ids
-        return (await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)).ids
 
     def _model(self) -> dict[str, Any]:
         ready = self.client.ready
@@ -261,10 +172,3 @@ class Api:
             "owned_by": "meshwright",
             "max_model_len": None if ready is None else ready["context"],
         }
-
-
-def _notation(spec: ServeSpec, template: str | None) -> Notation | None:
-    """The notation of tool calls by the settings or the chat template."""
-    if spec.tool_calls != "auto":
-        return None if spec.tool_calls == "none" else spec.tool_calls
-    return None if template is None else template_notation(template)

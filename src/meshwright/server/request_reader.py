@@ -1,0 +1,161 @@
+"""Reads requests: from a body's bytes to checked fields and token ids. No torch, no HTTP, no engine."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+from meshwright.server.chat_messages import read_messages
+from meshwright.server.chat_template import ChatTemplate
+from meshwright.server.errors import RequestError, wrong
+from meshwright.server.fields import checked_text, parse_object
+from meshwright.server.model_files import ModelFiles
+from meshwright.server.text_request import Limits, TextRequest, check_prompts, read_shared, schema_grammar, token_ids
+from meshwright.server.tool_calls import CallFormat, Notation, template_notation
+from meshwright.server.tools import Tools, read_tools
+from meshwright.spec.errors import attach_key
+from meshwright.spec.serve import ServeSpec
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` in /v1/completions."""
+
+
+class Tokenized(NamedTuple):
+    """The tokens of a text."""
+
+    ids: list[int]
+    strings: list[str | None] | None
+    """The vocabulary's entry of each token, if the request asks for them."""
+
+
+class RequestReader:
+    """Reads the bodies of requests for one model. Every method raises RequestError for a body that cannot be used."""
+
+    def __init__(
+        self, spec: ServeSpec, model: str, files: ModelFiles, template: ChatTemplate | None, context: int, vocab: int
+    ) -> None:
+        """`model` is the name for clients; `template` is that of `chat_template`, which is compiled once."""
+        self._files, self._template = files, template
+        self._tokenizer = files.tokenizer
+        self._limits = Limits(spec, model, context, vocab, files.stop_ids)
+        self._notation = _notation(spec, files.chat_template)
+
+    def completion(self, body: bytes) -> TextRequest:
+        """The request of a body of /v1/completions."""
+        fields, limits = parse_object(body), self._limits
+        logprobs = fields.integer("logprobs", 0, limits.spec.max_logprobs, None)
+        request = read_shared(fields, limits, logprobs=logprobs, new_tokens=DEFAULT_COMPLETION_TOKENS)
+        request.echo = fields.flag("echo")
+        if request.echo and logprobs is not None:
+            raise RequestError(
+                400, "echo: log probabilities of prompts are not supported; leave out logprobs", param="echo"
+            )
+        special = fields.flag("add_special_tokens", True)
+        prompts = fields.take("prompt")
+        if fields.text("suffix", ""):
+            raise RequestError(400, "suffix: text between a prompt and a suffix is not supported", param="suffix")
+        fields.finish()
+        request.prompts = self._prompts(prompts, special=special)
+        check_prompts(request, limits)
+        return request
+
+    def chat(self, body: bytes) -> TextRequest:
+        """The request of a body of /v1/chat/completions."""
+        fields, limits = parse_object(body), self._limits
+        if self._template is None:
+            raise RequestError(
+                400,
+                "messages: the model has no chat template; use /v1/completions, or start the server with --chat-template",
+            )
+        most = fields.integer("top_logprobs", 0, limits.spec.max_logprobs, None)
+        wanted = fields.flag("logprobs")
+        if most is not None and not wanted:
+            raise RequestError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
+        request = read_shared(fields, limits, logprobs=(most or 0) if wanted else None, new_tokens=None)
+        messages, tools = read_messages(fields.take("messages")), read_tools(fields)
+        self._find_calls(request, tools)
+        prompt = fields.flag("add_generation_prompt", True)
+        variables = fields.take("chat_template_kwargs")
+        if variables is not None and not isinstance(variables, dict):
+            raise wrong("chat_template_kwargs", "an object", variables)
+        fields.finish()
+        text = self._template.render(messages, tools.tools, variables, add_generation_prompt=prompt)
+        request.prompts = [self._encode(text, special=False)]
+        check_prompts(request, limits)
+        return request
+
+    def tokenize(self, body: bytes) -> Tokenized:
+        """The tokens of the text or the chat in a body of /tokenize."""
+        fields = parse_object(body)
+        fields.ignore("model")
+        special = fields.flag("add_special_tokens", True)
+        names = fields.flag("return_token_strs")
+        if fields.has("messages") and self._template is not None:
+            prompt = fields.flag("add_generation_prompt", True)
+            text = self._template.render(
+                read_messages(fields.take("messages")), read_tools(fields).tools, add_generation_prompt=prompt
+            )
+            special = False
+        else:
+            text = fields.text("prompt", None)
+        fields.finish()
+        if text is None:
+            raise wrong("prompt", "text", None)
+        ids = self._encode(text, special=special)
+        return Tokenized(ids, [self._tokenizer.id_to_token(id) for id in ids] if names else None)
+
+    def detokenize(self, body: bytes) -> str:
+        """The text of the tokens in a body of /detokenize."""
+        fields = parse_object(body)
+        fields.ignore("model")
+        tokens = token_ids(fields.take("tokens"), "tokens", self._limits.vocab)
+        fields.finish()
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def _find_calls(self, request: TextRequest, tools: Tools) -> None:
+        """Let the texts of a request have calls of tools, by a grammar if there must be some."""
+        if tools.schema is not None:
+            if request.grammar is not None:
+                raise RequestError(
+                    400, "response_format: excludes a tool_choice that needs calls", param="response_format"
+                )
+            request.grammar, request.grammar_key = schema_grammar(tools.schema, "tools"), "tools"
+            request.calls = CallFormat("array", tools.parallel)
+        elif tools.tools is not None and request.grammar is None and self._notation is not None:
+            request.calls = CallFormat(self._notation, tools.parallel)
+
+    def _prompts(self, value: object, *, special: bool) -> list[list[int]]:
+        """Token ids of each prompt: `value` is text, a list of texts, token ids, or a list of lists of them."""
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list) or not value:
+            raise wrong("prompt", "text, token ids, or a list of either", value)
+        if isinstance(value[0], int):
+            value = [value]
+        limits = self._limits
+        if len(value) > limits.spec.max_choices:
+            raise wrong("prompt", f"at most {limits.spec.max_choices} prompts", value)
+        return [
+            self._encode(checked_text(prompt, "prompt"), special=special)
+            if isinstance(prompt, str)
+            else token_ids(prompt, "prompt", limits.vocab)
+            for prompt in value
+        ]
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+
+def chat_template(spec: ServeSpec, files: ModelFiles) -> ChatTemplate | None:
+    """The compiled template of chats; None without one. Raises BadInput for a template that cannot be used."""
+    if files.chat_template is None:
+        return None
+    with nullcontext() if spec.chat_template is None else attach_key("chat_template"):
+        return ChatTemplate(files.chat_template, files.special_tokens)
+
+
+def _notation(spec: ServeSpec, template: str | None) -> Notation | None:
+    """The notation of tool calls by the settings or the chat template."""
+    if spec.tool_calls != "auto":
+        return None if spec.tool_calls == "none" else spec.tool_calls
+    return None if template is None else template_notation(template)
