@@ -312,6 +312,30 @@ def test_an_unexpected_tensor_is_named(folder):
         import_hf(folder)
 
 
+def change_config(folder, **values):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+@pytest.mark.parametrize("stored", ["equal", "other values", "another shape"])
+def test_a_head_beside_a_tied_embedding_must_be_its_copy(folder, stored):
+    def add_head(tensors):
+        head = tensors["model.embed_tokens.weight"].clone()
+        if stored == "other values":
+            head[-1, -1] += 1
+        tensors["lm_head.weight"] = head[:-1].clone() if stored == "another shape" else head
+
+    rewrite(folder, add_head)
+    change_config(folder, tie_word_embeddings=True)
+    if stored == "equal":
+        assert import_hf(folder)[0].tied
+        return
+    with pytest.raises(
+        BadInput, match=r"lm_head\.weight differs from model\.embed_tokens\.weight.*tie_word_embeddings"
+    ):
+        import_hf(folder)
+
+
 def test_a_wrong_shape_is_named(folder):
     rewrite(folder, lambda t: t.update({"model.norm.weight": torch.ones(65)}))
     with pytest.raises(Damaged, match=r"model\.norm\.weight: expected shape \(64,\).*got \(65,\)"):

@@ -292,8 +292,6 @@ def test_dimensions_come_from_the_weights_when_not_given() -> None:
     run = run_of("model: {init: 'hf:weights/tiny'}", model_reader=reader)
     assert (run.model.hidden, run.model.kv_heads, run.model.rope_scaling) == (32, 2, RopeScaling(factor=2.0))
     assert requested == [Path("weights/tiny")]
-    assert run_of("model: {init: 'hf:weights/tiny', preset: llama-nano}", model_reader=reader).model.hidden == 256
-    assert len(requested) == 1
     assert load_run(None, ["model.init=hf:weights/tiny"], model_reader=reader).model.hidden == 32
 
     def refusing(folder: Path) -> dict[str, Any]:
@@ -303,6 +301,48 @@ def test_dimensions_come_from_the_weights_when_not_given() -> None:
         run_of("model: {init: 'hf:weights/tiny'}", model_reader=refusing)
     (mistake,) = caught.value.mistakes
     assert (mistake.key, mistake.line, mistake.got) == ("model.init", 2, "weights/tiny/config.json: no such file")
+
+
+STORED = {**SMALL, "kv_heads": 4, "head_dim": 8, "rope_theta": 50_000.0, "norm_eps": 1e-6, "max_seq_len": 64}
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("given", "key", "words"),
+    [
+        ("rope_theta: 10000", "model.rope_theta", ["50000.0", "hf:w has", "got 10000"]),
+        ("norm_eps: 0.00001", "model.norm_eps", ["1e-06", "got 1e-05"]),
+        ("heads: 8", "model.heads", ["4, which hf:w has"]),
+        ("family: qwen3", "model.family", ["llama, which hf:w has"]),
+        ("sliding_window: 16", "model.sliding_window", ["none, which hf:w has"]),
+        ("preset: llama-nano", "model.preset", ["no preset beside it", "llama-nano, with layers 4 where the weights have 2"]),
+    ],
+)  # fmt: skip
+def test_a_key_beside_initial_weights_must_be_theirs(given: str, key: str, words: list[str]) -> None:
+    reader = lambda folder: STORED  # noqa: E731
+    with pytest.raises(BadConfig) as caught:
+        run_of(f"model: {{init: 'hf:w', {given}}}", model_reader=reader)
+    (mistake,) = caught.value.mistakes
+    assert (mistake.key, mistake.line) == (key, 2)
+    for word in words:
+        assert word in str(mistake)
+    write("runs/old/config.yaml", resolved_yaml(run_of(f"model: {json.dumps(STORED)}")))
+    with pytest.raises(BadConfig, match=re.escape(key)):
+        run_of(f"model: {{init: 'checkpoint:runs/old', {given}}}")
+
+
+@pytest.mark.usefixtures("here")
+def test_equal_keys_and_a_longer_context_may_stand_beside_initial_weights() -> None:
+    notes: list[str] = []
+    text = (
+        "model: {init: 'hf:w', family: llama, heads: 4, rope_theta: 5e4, max_seq_len: 128, rope_scaling: {factor: 2}}"
+    )
+    run = run_of(text, model_reader=lambda folder: STORED, note=notes.append)
+    assert (run.model.rope_theta, run.model.norm_eps, run.model.max_seq_len) == (50_000, 1e-6, 128)
+    assert "model: max_seq_len 128 where hf:w has 64; rope_scaling {'factor': 2} where hf:w has none" in notes
+    small = {**MODEL_PRESETS["llama-nano"], "max_seq_len": 32}
+    run = run_of("model: {init: 'hf:w', preset: llama-nano}", model_reader=lambda folder: small)
+    assert (run.model.max_seq_len, run.model.hidden) == (32, 256)
 
 
 @pytest.mark.usefixtures("here")

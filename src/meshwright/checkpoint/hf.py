@@ -159,7 +159,7 @@ class HFReader:
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unflatten(0, (-1, *parameter.shape[1:-1]))
 
     def check(self) -> None:
-        """Compare names, shapes and dtypes of every tensor with what the model needs, without reading any."""
+        """Compare names, shapes and dtypes of every tensor with what the model needs; only copies of others are read."""
         needed = {self._stored_name(part): part for parts in self._parts.values() for part in parts}
         for name, part in needed.items():
             if name not in self.files:
@@ -167,7 +167,8 @@ class HFReader:
                 hint = f" (nearest: {near})" if near else ""
                 raise Damaged(f"{self.folder}: no tensor {name}, which config.json calls for{hint}")
             self._check_tensor(name, part)
-        spare = [name for name in self.files if name not in needed and not self._is_unused(name)]
+        copies = self._copies()
+        spare = [name for name in self.files if name not in needed and name not in copies and not self._is_unused(name)]
         if spare:
             near = nearest(spare[0], needed)
             hint = f" (nearest: {near})" if near else ""
@@ -175,6 +176,8 @@ class HFReader:
             raise BadInput(
                 f"{self.folder}: tensor {spare[0]}{more} has no place in this {self.spec.family} model{hint}"
             )
+        for copy, original in copies.items():
+            self._check_copy(copy, original)
 
     def _check_tensor(self, name: str, part: HFTensor) -> None:
         stored = self._stored(name)
@@ -209,11 +212,34 @@ class HFReader:
     def _stored_name(self, part: HFTensor) -> str:
         return part.name.removeprefix(self._base)
 
+    def _copies(self) -> dict[str, str]:
+        """Tensors of the folder that repeat another: a tied head, and what prediction modules share; each with its original."""
+        copies = {"lm_head.weight": "embed.weight"} if self.spec.tied else {}
+        for parameter, parts in prediction_copies(self.spec).items():
+            copies |= {self._stored_name(part): parameter for part in parts}
+        originals = {name: self._stored_name(self._parts[parameter][0]) for name, parameter in copies.items()}
+        return {name: original for name, original in originals.items() if name in self.files and name != original}
+
+    def _check_copy(self, name: str, original: str) -> None:
+        """Raise BadInput if a tensor is not the one that it is said to repeat."""
+        copy, expected = self._stored(name), self._stored(original)
+        shape = copy.get_shape()
+        equal = shape == expected.get_shape() and copy.get_dtype() == expected.get_dtype()
+        rows = max(1, SLICE_BYTES // (4 * math.prod(shape[1:])))
+        if equal and all(
+            torch.equal(copy[first : first + rows].view(torch.uint8), expected[first : first + rows].view(torch.uint8))
+            for first in range(0, shape[0], rows)
+        ):
+            return
+        tied = "; set tie_word_embeddings to false in config.json if the model has a head of its own"
+        raise BadInput(
+            f"{self.folder}: {name} differs from {original}, which it must repeat by config.json"
+            + (tied if name == "lm_head.weight" else "")
+        )
+
     def _is_unused(self, name: str) -> bool:
-        tied_head = self.spec.tied and name == "lm_head.weight"
         scales = name.endswith(SCALES) and name.removesuffix(SCALES) in self.files
-        copies = {self._stored_name(copy) for parts in prediction_copies(self.spec).values() for copy in parts}
-        return tied_head or scales or name in copies or name.endswith(FAMILIES[self.spec.family].unused)
+        return scales or name.endswith(FAMILIES[self.spec.family].unused)
 
 
 def _dequantised(stored: Any, scales: Any, first: int, last: int) -> Tensor:

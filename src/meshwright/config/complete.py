@@ -15,13 +15,15 @@ from meshwright.config.presets import MODEL_PRESETS, run_preset
 from meshwright.config.value_sources import EMBEDDED, Detect, merged
 from meshwright.config.yaml_positions import Document, KeyPath, Position, format_value, read_yaml
 from meshwright.spec.chips import CHIPS
-from meshwright.spec.errors import BadInput, nearest
-from meshwright.spec.fields import to_plain
+from meshwright.spec.errors import MeshwrightError, nearest
+from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import EQUAL_LOADS, TrainSpec, planned_sequences
 from meshwright.spec.model import ModelSpec
 
 ModelReader = Callable[[Path], dict[str, Any]]
 _DERIVED = ("ffn_hidden", "kv_heads", "head_dim")
+FREE_BESIDE_WEIGHTS = ("max_seq_len", "rope_scaling", "yarn", "prediction_depth", "init_std")
+"""Dimensions that a run may change beside its initial weights: a longer context, and fewer prediction modules."""
 
 
 def complete(document: Document, stem: str, runs: Path, detect: Detect, model_reader: ModelReader | None) -> list[str]:
@@ -37,7 +39,7 @@ def complete(document: Document, stem: str, runs: Path, detect: Detect, model_re
     if not isinstance(document.data["model"], dict):
         return notes
     _resolve_run_name(document, runs)
-    _take_dimensions(document, model_reader)
+    notes += _take_dimensions(document, model_reader)
     notes += _complete_model(document)
     _limit_sequence(document)
     complete_batch(document)
@@ -113,47 +115,105 @@ def _resolve_lengths(document: Document) -> None:
         document.data["data"]["lengths"] = os.path.abspath(os.path.expanduser(source))
 
 
-def _take_dimensions(document: Document, model_reader: ModelReader | None) -> None:
-    """Adds the dimensions of the preset, or of the folder of the initial weights, for keys that are not given."""
+def _take_dimensions(document: Document, model_reader: ModelReader | None) -> list[str]:
+    """Adds the model's dimensions for keys that are not given: those of the initial weights, else those of the preset.
+
+    A given key or preset that differs from the initial weights is rejected, but for `FREE_BESIDE_WEIGHTS`: of these it returns a sentence.
+    """
     model = document.data["model"]
-    if model.get("preset") is not None:
-        path: KeyPath = ("model", "preset")
-        preset = model["preset"]
-        dimensions = MODEL_PRESETS.get(preset) if isinstance(preset, str) else None
-        if dimensions is None:
-            close = nearest(str(preset), MODEL_PRESETS)
-            document.reject(path, f"a preset ({', '.join(MODEL_PRESETS)})", nearest=close)
-    elif any(model.get(name) is None for name in (*DIMENSIONS, "ffn_hidden")):
-        path = ("model", "init")
-        dimensions = _dimensions_of_folder(document, str(model.get("init")), model_reader)
-    else:
-        return
-    if path in document.rejected:
+    changed = []
+    of_preset = _dimensions_of_preset(document)
+    sufficient = of_preset is not None or all(model.get(name) is not None for name in (*DIMENSIONS, "ffn_hidden"))
+    stored = _dimensions_of_weights(document, str(model.get("init")), model_reader, needed=not sufficient)
+    if stored is not None:
+        _reject_differences(document, stored, of_preset or {})
+        changed = [
+            f"{name} {_shown(model[name])} where {model['init']} has {_shown(stored.get(name))}"
+            for name in FREE_BESIDE_WEIGHTS
+            if name in model and name in stored and not _equal(model[name], stored[name])
+        ]
+    source = "init" if stored is not None or of_preset is None else "preset"
+    if ("model", source) in document.rejected:
         document.rejected.update(("model", name) for name in (*DIMENSIONS, *EXPERT_DIMENSIONS, *_DERIVED))
-    position = document.value_position(path)
-    for name, value in (dimensions or {}).items():
+    position = document.value_position(("model", source))
+    for name, value in (stored or of_preset or {}).items():
         if name not in model:
             document.put(("model", name), value, position)
         elif isinstance(value, dict):
             model[name] = merged(value, model[name])
+    return [f"model: {'; '.join(changed)}"] if changed else []
 
 
-def _dimensions_of_folder(document: Document, init: str, model_reader: ModelReader | None) -> dict[str, Any] | None:
+def _dimensions_of_preset(document: Document) -> dict[str, Any] | None:
+    preset = document.data["model"].get("preset")
+    if preset is None:
+        return None
+    dimensions = MODEL_PRESETS.get(preset) if isinstance(preset, str) else None
+    if dimensions is None:
+        close = nearest(str(preset), MODEL_PRESETS)
+        document.reject(("model", "preset"), f"a preset ({', '.join(MODEL_PRESETS)})", nearest=close)
+    return dimensions or {}
+
+
+def _dimensions_of_weights(
+    document: Document, init: str, model_reader: ModelReader | None, *, needed: bool
+) -> dict[str, Any] | None:
+    """All dimensions of the model whose weights `init` names; None for `scratch`.
+
+    Weights that cannot be read are rejected if the dimensions are `needed`. Otherwise a plan can still be made without them,
+    and the check before a start reports them.
+    """
     source, _, path = init.partition(":")
     folder = Path(path)
     if source == "hf" and model_reader is not None:
         try:
-            return to_plain(model_reader(folder))
-        except BadInput as error:
-            document.reject(("model", "init"), "hf:DIR, a Hugging Face model folder", str(error))
+            return _inherited(to_plain(from_plain(ModelSpec, model_reader(folder))))
+        except MeshwrightError as error:
+            if needed:
+                document.reject(("model", "init"), "hf:DIR, a Hugging Face model folder", str(error))
     if source == "checkpoint":
         candidates = [parent / "config.yaml" for parent in (folder, *folder.parents[:2])]
         configs = [file for file in candidates if os.path.isfile(file)]
         stored = read_yaml(configs[0]).get(("model",)) if configs else None
         if isinstance(stored, dict):
-            return {f.name: stored[f.name] for f in dataclasses.fields(ModelSpec) if f.name in stored}
-        document.reject(("model", "init"), "checkpoint:DIR in a run's folder, whose config.yaml has the dimensions")
+            return _inherited({f.name: stored[f.name] for f in dataclasses.fields(ModelSpec) if f.name in stored})
+        if needed:
+            document.reject(("model", "init"), "checkpoint:DIR in a run's folder, whose config.yaml has the dimensions")
     return None
+
+
+def _inherited(stored: dict[str, Any]) -> dict[str, Any]:
+    """The dimensions that a run takes from weights: all but the scale of initial weights that it does not draw."""
+    return {name: value for name, value in stored.items() if name != "init_std"}
+
+
+def _reject_differences(document: Document, stored: dict[str, Any], of_preset: dict[str, Any]) -> None:
+    """Rejects each given key that differs from the dimensions of the initial weights, and a preset that does."""
+    model = document.data["model"]
+    weights = model["init"]
+    for name, value in stored.items():
+        if name in model and name not in FREE_BESIDE_WEIGHTS and not _equal(model[name], value):
+            document.reject(("model", name), f"{_shown(value)}, which {weights} has, or no {name} beside it")
+    differing = [
+        f"{name} {_shown(value)} where the weights have {_shown(stored[name])}"
+        for name, value in of_preset.items()
+        if name in stored and name not in (*model, *FREE_BESIDE_WEIGHTS) and not _equal(value, stored[name])
+    ]
+    if differing:
+        expected = f"the preset of {weights}, or no preset beside it"
+        document.reject(("model", "preset"), expected, f"{model['preset']}, with {', '.join(differing[:3])}")
+
+
+def _equal(given: Any, stored: Any) -> bool:
+    """Whether a given value is the stored one; `none` is no value, and a partial section needs only equal parts."""
+    if isinstance(given, dict) and isinstance(stored, dict):
+        return all(_equal(value, stored.get(key)) for key, value in given.items())
+    return (None if given == "none" else given) == stored
+
+
+def _shown(value: Any) -> str:
+    """A dimension in a message, as a file would spell it."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _complete_model(document: Document) -> list[str]:

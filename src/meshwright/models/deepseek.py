@@ -6,11 +6,10 @@ their loads. Rotated dimensions stay in the order of the folders: pairs of neigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright.models.hf_config import HFConfig
+from meshwright.models.hf_config import HFConfig, rope_section
 from meshwright.models.llama import LLAMA, NO_DROPOUT
 from meshwright.models.mixtral import BALANCE_LOSS_NOTE, refuse_dense
 from meshwright.spec.errors import BadInput
@@ -147,10 +146,7 @@ def _shared_width(config: HFConfig, default: int) -> dict[str, Any]:
 
 def _read_yarn(config: HFConfig) -> dict[str, Any]:
     """`rope_theta` and `yarn` from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (4 and before)."""
-    key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
-    section = config.values.get(key) or {}
-    if not isinstance(section, Mapping):
-        raise config.error(key, section, "a mapping")
+    key, section = rope_section(config)
     inside = HFConfig({"rope_theta": config.values.get("rope_theta"), **section}, f"{config.where}: {key}")
     fields: dict[str, Any] = {"rope_theta": inside.number("rope_theta", 10000.0), "yarn": None}
     type_key = "rope_type" if "rope_type" in section else "type"

@@ -131,7 +131,7 @@ def read_rope(config: HFConfig) -> dict[str, Any]:
 
     Version 5 writes `rope_parameters`, which contains `rope_theta`; version 4 wrote `rope_theta` itself, and `rope_scaling` if scaled.
     """
-    key, rope = _rope_section(config)
+    key, rope = rope_section(config)
     inside = HFConfig(rope, f"{config.where}: {key}")
     values = {"rope_theta": config.values.get("rope_theta"), **rope}
     theta = HFConfig(values, inside.where if "rope_theta" in rope else config.where).number("rope_theta", 10000.0)
@@ -171,11 +171,24 @@ def write_rope(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _rope_section(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
+def rope_section(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
+    """The key and the values of the RoPE section: `rope_parameters` (transformers 5) or `rope_scaling` (4 and before).
+
+    A base beside the section counts as one in it. Raises BadInput if two of the places have different values for one key.
+    """
+    sections: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_parameters", "rope_scaling"):
         value = config.values.get(key)
         if isinstance(value, Mapping) and not any(isinstance(part, Mapping) for part in value.values()):
-            return key, value
-        if value is not None:
+            sections[key] = value
+        elif value is not None:
             raise config.error(key, value, "one mapping for all layers")
-    return "rope_parameters", {}
+    first: dict[str, tuple[str, Any]] = {}
+    for key, section in (*sections.items(), ("", {"rope_theta": config.values.get("rope_theta")})):
+        for name, value in section.items():
+            name = "rope_type" if name == "type" else name
+            where = f"{key}: {name}" if key else name
+            other, expected = first.setdefault(name, (where, value)) if value is not None else (where, None)
+            if expected is not None and value != expected:
+                raise config.error(where, value, f"{expected!r}, as {other} says, or one of the two keys alone")
+    return next(iter(sections.items()), ("rope_parameters", {}))
