@@ -7,6 +7,7 @@ import json
 import random
 import re
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -39,11 +40,17 @@ class Server:
     port: int = 0
     ends: bool = False
     """Whether it ends the connection after an answer."""
+    opening: bytes = b""
+    """The beginning of the answer, which is not held."""
     hold: asyncio.Event | None = None
     """It answers only once this is set."""
+    health: bytes | None = None
+    """What it answers to /health instead of being ready."""
     connections: int = 0
     heads: list[bytes] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
+    """Connections of requests that are held."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the router has closed a connection with a request."""
 
@@ -52,6 +59,9 @@ class Server:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
+                if b"GET /health" in head and self.health is not None:
+                    writer.write(self.health)
+                    return
                 if b"GET /health" in head:
                     content = json.dumps({"status": "ready", "role": self.role}).encode()
                     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(content), content))
@@ -60,7 +70,9 @@ class Server:
                 length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
                 self.heads.append(head)
                 self.bodies.append(await reader.readexactly(length))
+                writer.write(self.opening)
                 if self.hold is not None:
+                    self.writers.append(writer)
                     closing = asyncio.ensure_future(reader.read(1))
                     held = asyncio.ensure_future(self.hold.wait())
                     await asyncio.wait([closing, held], return_when=asyncio.FIRST_COMPLETED)
@@ -78,14 +90,17 @@ class Server:
 
 
 @asynccontextmanager
-async def routed(*servers: Server, **settings: Any) -> AsyncIterator[tuple[Router, int]]:
+async def routed(
+    *servers: Server, clock: Callable[[], float] = time.monotonic, **settings: Any
+) -> AsyncIterator[tuple[Router, int]]:
     """A router in front of servers that are healthy, and its port."""
     listening = [await asyncio.start_server(server.serve, "127.0.0.1", 0) for server in servers]
     for server, end in zip(servers, listening, strict=True):
         server.port = end.sockets[0].getsockname()[1]
     urls = tuple(f"http://127.0.0.1:{server.port}" for server in servers)
     spec = RouteSpec(instances=urls, **settings)
-    router = Router(spec, Instances(urls, spec.requests, spec.health_seconds, spec.silent_seconds))
+    instances = Instances(urls, spec.requests, spec.health_seconds, spec.silent_seconds, clock=clock)
+    router = Router(spec, instances)
     await router.instances.look()
     front = await asyncio.get_running_loop().create_server(lambda: ClientConnection(router), "127.0.0.1", 0)
     try:
@@ -186,17 +201,87 @@ def test_a_stream_whose_server_is_lost_ends_with_an_error() -> None:
     asyncio.run(check())
 
 
-def test_a_server_that_does_not_tell_its_health_loses_its_requests() -> None:
+class Clock:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+WRONG_HEALTH = [b"", b"no HTTP", b"HTTP/1.1 500 x\r\n\r\n{}", b"HTTP/1.1 200 OK\r\n\r\n[]}"]
+
+
+@pytest.mark.parametrize("wrong", WRONG_HEALTH)
+def test_a_server_that_misses_checks_keeps_what_it_still_delivers(wrong: bytes) -> None:
+    """A missed check stops new requests; silence and a second one give up those that run."""
+
     async def check() -> None:
-        silent, other = Server(hold=asyncio.Event()), Server(STREAM)
-        async with routed(silent, other, silent_seconds=5) as (router, port):
+        clock, busy, other = Clock(), Server(opening=OPENING, hold=asyncio.Event()), Server(WHOLE)
+        async with routed(busy, other, silent_seconds=5, clock=clock) as (router, port):
             instances = {instance.port: instance for instance in router.instances.all.values()}
-            instances[other.port].answered = 1  # so that the first request goes to the silent one
+            instances[other.port].answered = 1  # so that the first request goes to the busy one
+            running = asyncio.ensure_future(exchange(port, request(b"{}", b"/x", LAST)))
+            await wait_for(lambda: instances[busy.port].answered == 1)
+            busy.health = wrong
+            chunk, sent = b"%x\r\n%b\r\n" % (len(EVENTS[0]), EVENTS[0]), OPENING
+            for _ in range(4):  # however many checks it misses
+                clock.now += 60
+                busy.writers[0].write(chunk)
+                sent += chunk
+                await wait_for(lambda: instances[busy.port].heard == clock.now)
+                await router.instances.look()
+                assert await exchange(port, request(b"{}", b"/x", LAST)) == WHOLE and not running.done()
+            assert len(busy.bodies) == 1
+            clock.now += 4.9
+            await router.instances.look()
+            assert instances[busy.port].busy and not running.done()
+            clock.now += 0.1
+            await router.instances.look()
+            content = await running
+            assert content.startswith(sent) and b"server_lost" in content and router.broken == 1
+            await asyncio.wait_for(busy.left.wait(), 60)
+            busy.health = None
+            await router.instances.look()
+            assert instances[busy.port].usable
+
+    asyncio.run(check())
+
+
+def test_a_silent_server_loses_its_requests_without_a_first_byte_to_another() -> None:
+    async def check() -> None:
+        clock, silent, other = Clock(), Server(hold=asyncio.Event()), Server(STREAM)
+        async with routed(silent, other, clock=clock) as (router, port):
+            {instance.port: instance for instance in router.instances.all.values()}[other.port].answered = 1
             running = asyncio.ensure_future(exchange(port, request(b"{}", b"/x", LAST)))
             await wait_for(lambda: bool(silent.bodies))
-            instances[silent.port].fail()
+            silent.health = b""
+            clock.now += 60
+            await router.instances.look()
+            assert not running.done() and not other.bodies
+            await router.instances.look()
             assert await running == STREAM
             await asyncio.wait_for(silent.left.wait(), 60)
+
+    asyncio.run(check())
+
+
+def test_a_server_whose_address_is_gone_ends_what_it_has() -> None:
+    async def check() -> None:
+        server = Server(opening=OPENING, hold=asyncio.Event(), answer=STREAM[len(OPENING) :])
+        async with routed(server) as (router, port):
+            running = asyncio.ensure_future(exchange(port, request(b"{}", b"/x", LAST)))
+            await wait_for(lambda: bool(server.writers))
+            router.instances._addresses.clear()
+            router.instances._targets.clear()
+            await router.instances.look()
+            assert b"no_server" in await exchange(port, request(b"{}", b"/x", LAST))
+            assert server.hold is not None
+            server.hold.set()
+            assert await running == STREAM
+            await router.instances.look()
+            assert not router.instances.all
 
     asyncio.run(check())
 

@@ -7,7 +7,8 @@ import contextlib
 import json
 import logging
 import socket
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 import xxhash
 
 from meshwright.policies.request_routing import RequestRouting
+from meshwright.policies.server_health import HealthAnswer, ServerHealth, health_after
 from meshwright.spec.errors import BadInput, attach_key, call_all
 
 log = logging.getLogger("meshwright.server")
@@ -41,7 +43,14 @@ class Instance:
 
     host: str
     port: int
+    clock: Callable[[], float] = time.monotonic
     healthy: bool = False
+    """Whether its last check and its last connection allow new requests."""
+    checks: ServerHealth = field(default_factory=ServerHealth)
+    listed: bool = True
+    """Whether its host name still has its address."""
+    heard: float = 0.0
+    """Time of its last byte on any connection."""
     role: str = "both"
     requests: int = 0
     """Unfinished requests of this router."""
@@ -56,7 +65,7 @@ class Instance:
     @property
     def usable(self) -> bool:
         """Whether it takes requests for text."""
-        return self.healthy and self.role != "prefill"
+        return self.healthy and self.listed and self.role != "prefill"
 
     @property
     def name(self) -> str:
@@ -69,9 +78,8 @@ class Instance:
             self.logged = self.healthy, self.role
             log.info("%s %s", self.name, state)
 
-    def fail(self) -> None:
-        """Mark the server as dead; its requests end or are sent to other servers."""
-        self.healthy = False
+    def give_up(self) -> None:
+        """Close all connections; its requests end or are sent to another server."""
         for connection in [*self.idle, *self.busy]:
             connection.abort()
         self.idle.clear()
@@ -80,8 +88,17 @@ class Instance:
 class Instances:
     """All servers of a router."""
 
-    def __init__(self, urls: Sequence[str], most_requests: int, health_seconds: float, silent_seconds: float) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        most_requests: int,
+        health_seconds: float,
+        silent_seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Raises BadInput for URLs that are none."""
+        self._clock = clock
         self._targets = targets_of(urls)
         self._most, self._health_seconds, self._silent_seconds = most_requests, health_seconds, silent_seconds
         self.all: dict[tuple[str, int], Instance] = {}
@@ -121,7 +138,7 @@ class Instances:
             self.known.set()
 
     async def _refresh(self) -> None:
-        """Look up the addresses of all host names; a server without an address ends its requests and gets no more."""
+        """Look up the addresses of all host names; a server whose address is gone gets no more requests."""
         for host, port in self._targets:
             try:
                 infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -133,36 +150,40 @@ class Instances:
             self._addresses[host, port] = {(str(info[4][0]), port) for info in infos}
         found = {address for addresses in self._addresses.values() for address in addresses}
         for address in found - set(self.all):
-            self.all[address] = Instance(*address)
-        for address in set(self.all) - found:
-            self.all[address].fail()
-            self.all.pop(address).log("has no address any more")
+            self.all[address] = Instance(*address, clock=self._clock, heard=self._clock())
+        for address, instance in list(self.all.items()):
+            if instance.listed and address not in found:
+                log.info("%s has no address any more", instance.name)
+            instance.listed = address in found
+            if not instance.listed and not instance.busy:
+                self.all.pop(address).give_up()
 
     async def _check(self, instance: Instance) -> None:
-        """Check the health of a server; any error, also an answer of another form, makes it unhealthy."""
-        status, role = 0, instance.role
+        """Check the health of a server; any error, also an answer of another form, is a missed check."""
+        answer: HealthAnswer = "missed"
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._silent_seconds):
-                status, role = await _health(instance)
-        if status == 200:
-            instance.healthy, instance.role = True, role
-            if instance.usable:
-                self.known.set()
-        elif status == 503:
-            instance.healthy = False  # it drains: what runs goes on
-        else:
-            instance.fail()
+                answer, instance.role = await _health(instance)
+            instance.heard = self._clock()
+        checks = health_after(instance.checks, answer, self._clock() - instance.heard, self._silent_seconds)
+        instance.checks, instance.healthy = checks, checks.ready
+        if checks.lost and instance.busy:
+            log.info("%s is silent: its %d requests end or go to another server", instance.name, len(instance.busy))
+        if checks.lost:
+            instance.give_up()
+        if instance.usable:
+            self.known.set()
         instance.log(
             f"is ready, role {instance.role}"
-            if instance.healthy
+            if checks.ready
             else "does not answer"
-            if not status
+            if checks.missed
             else "is not ready"
         )
 
 
-async def _health(instance: Instance) -> tuple[int, str]:
-    """Status and role of a server."""
+async def _health(instance: Instance) -> tuple[HealthAnswer, str]:
+    """A server's answer to a check, and its role. Raises an error for an answer of another form."""
     reader, writer = await asyncio.open_connection(instance.host, instance.port)
     try:
         writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
@@ -174,8 +195,9 @@ async def _health(instance: Instance) -> tuple[int, str]:
             data += more
     finally:
         writer.close()
-    content = json.loads(data.partition(b"\r\n\r\n")[2])
-    return int(data.split(b" ", 2)[1]), str(content.get("role", "both"))
+    answers: dict[bytes, HealthAnswer] = {b"200": "ready", b"503": "refusing"}
+    answer = answers[data.split(b" ", 2)[1]]
+    return answer, str(json.loads(data.partition(b"\r\n\r\n")[2]).get("role", instance.role))
 
 
 def prefix_hashes(body: bytes) -> list[int]:

@@ -353,7 +353,8 @@ class ServerConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        client, frames = self._client, self._frames
+        client, frames, instance = self._client, self._frames, self._instance
+        instance.heard = instance.clock()
         if client is None:
             self.transport.abort()
             return

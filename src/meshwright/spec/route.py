@@ -30,7 +30,9 @@ class RouteSpec:
     health_seconds: Annotated[float, Bound(more_than=0)] = 1.0
     """Time between two looks at the health of a server."""
     silent_seconds: Annotated[float, Bound(more_than=0)] = 2.0
-    """Longest time that a server may take to tell its health; then its requests without a first byte go elsewhere, others end."""
+    """Longest time that a server may take to tell its health; then it gets no new requests.
+
+    If it misses a second check, and has sent nothing for that long, its requests without a first byte go elsewhere, others end."""
     first_seconds: Annotated[float, Bound(more_than=0)] = 600.0
     """Longest time from a request to the first byte of its answer; then the answer is 503."""
     drain_seconds: Annotated[float, Bound(at_least=0)] = 30.0
