@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -18,6 +18,8 @@ _TYPES: Mapping[int, str] = {
     503: "service_unavailable_error",
 }
 """Types of errors by HTTP status."""
+NO_RETRY = (b"x-should-retry", b"false")
+"""Header by which OpenAI's clients do not send the request again."""
 
 
 class RequestError(Exception):
@@ -32,12 +34,13 @@ class RequestError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
         scheme: str = "Bearer",
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         """`param` is the key of the body that is wrong; `retry_after` are seconds after which the client may try again;
-        `scheme` is how a client shows its key, for status 401."""
+        `scheme` is how a client shows its key, for status 401; `headers` are further ones of the answer."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after, self.scheme = retry_after, scheme
+        self.retry_after, self.scheme, self._headers = retry_after, scheme, headers
 
     @property
     def content(self) -> bytes:
@@ -48,7 +51,7 @@ class RequestError(Exception):
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Further headers of the answer."""
-        headers = []
+        headers = list(self._headers)
         if self.retry_after is not None:
             headers.append((b"retry-after", str(self.retry_after).encode("ascii")))
         if self.status == 401:

@@ -80,9 +80,15 @@ class Instance:
 
     def give_up(self) -> None:
         """Close all connections; its requests end or are sent to another server."""
-        for connection in [*self.idle, *self.busy]:
+        self.close_idle()
+        for connection in list(self.busy):
             connection.abort()
-        self.idle.clear()
+
+    def close_idle(self) -> None:
+        """Close the connections without a request."""
+        idle, self.idle = self.idle, []
+        for connection in idle:
+            connection.abort()
 
 
 class Instances:

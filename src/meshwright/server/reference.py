@@ -70,9 +70,13 @@ sends texts to those of role `decode` or `both`: to the one that had the same be
 far fewer requests, else to the one with the fewest. A host name with several addresses, as a headless service of
 Kubernetes has, is several servers.
 
-- A request that a server refuses with 429 or 503, or does not begin to answer before it dies, goes to another: after a
-  lost connection once, after `engine_failed` never. After the first byte a stream ends with an event `{"error": …}`,
-  code `server_lost`; the client may try again.
+- A request that a server refuses with 429 or 503 goes to another. If the server is lost before it begins to answer, the
+  request may be the cause: it goes to one other server, and after `engine_failed` to none. Then the answer is 503
+  `server_lost`. After the first byte a stream ends with an event `{"error": …}` of that code.
+- If no answer begins within `--first-seconds`, it is 503 `late`. Both codes come with `x-should-retry: false`: OpenAI's
+  clients do not send the request again, which might cost the next server.
+- A server that misses a check of its health gets no new requests; those that it has go on. They are given up after a
+  second missed check and `--silent-seconds` without a byte from it.
 - If every server has `--requests` unfinished, the answer is 429; if none can answer, 503. Both have `Retry-After`.
 - Several routers with `--share-port` listen at one port of a host: when one ends, the others take all connections.
 - The router answers `/health` and `/metrics` itself. It checks its `--api-key` and passes it on to the servers.

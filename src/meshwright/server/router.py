@@ -1,8 +1,10 @@
 """Passes HTTP requests on to servers of one model, and their answers back as raw bytes.
 
-A request whose server cannot be reached, ends the connection or answers 429 or 503 before the first byte of the answer has gone to the
-client is sent to another server. After that the client gets an error: in a stream an event, else the end of the connection. So that a
-request that ends servers does not reach them all, it is sent again only once after a lost connection, and not if an engine failed.
+A request whose server cannot be reached, or answers 429 or 503 before the first byte of the answer has gone to the client, is sent to
+another server. After that the client gets an error: in a stream an event, else the end of the connection.
+
+A request may be why its server was lost. After one loss it is sent to one other server only, and then refused so that clients do not
+send it again; after `engine_failed` it is not sent again at all.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from typing import cast
 
 from meshwright.events.exposition import CONTENT_TYPE, Histogram, Metric, exposition
-from meshwright.server.errors import RequestError
+from meshwright.server.errors import NO_RETRY, RequestError
 from meshwright.server.instances import Instance, Instances
 from meshwright.server.response_frames import BadAnswer, ResponseFrames
 from meshwright.server.route_requests import RoutedRequest, read_head
@@ -32,6 +34,7 @@ CONNECT_SECONDS = 2.0
 MOST_IDLE = 256
 """Open connections to one server that wait for a request."""
 RETRY_SECONDS = 1
+MOST_RETRIES_AFTER_LOSS = 1
 _RETRIED = (429, 503)
 _ENGINE_FAILED = b'"engine_failed"'
 _MOST_REFUSAL_BYTES = 64 << 10
@@ -205,6 +208,8 @@ class ClientConnection(asyncio.Protocol):
             instance.requests += 1
             self.server = connection = instance.idle.pop() if instance.idle else ServerConnection(instance)
             connection.start(self, self.request)
+        elif self.request.losses:
+            self._refuse(_lost())
         elif any(instance not in self.request.tried for instance in instances.usable):
             self._refuse(RequestError(429, "all servers are busy; try again later", retry_after=RETRY_SECONDS))
         else:
@@ -217,13 +222,20 @@ class ClientConnection(asyncio.Protocol):
         if self.request is None:
             return
         self.request.losses += lost
-        if self.request.losses > 1:
-            self._refuse(RequestError(503, "two servers were lost with the request", code="server_lost"))
+        if self.request.losses > MOST_RETRIES_AFTER_LOSS:
+            self._refuse(_lost())
             return
-        if not same:
+        if same:
+            instance.close_idle()  # the server may have closed them as well
+        else:
             self.request.tried.add(instance)
         self._router.retries += 1
         self.forward()
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a server was lost with the request."""
+        return self.request is not None and self.request.losses > 0
 
     def can_retry(self, instance: Instance) -> bool:
         """Whether another server than `instance` could answer the request."""
@@ -260,9 +272,8 @@ class ClientConnection(asyncio.Protocol):
         if (server := self.server) is not None:
             self.server = None
             server.cancel()
-        self._refuse(
-            RequestError(503, "no server has answered in time; try again", code="late", retry_after=RETRY_SECONDS)
-        )
+        seconds = self._router.spec.first_seconds
+        self._refuse(RequestError(503, f"no answer within {seconds:g} s", code="late", headers=[NO_RETRY]))
 
     def _refuse(self, error: RequestError) -> None:
         self._answer(error.status, b"application/json", error.content, error.headers)
@@ -374,13 +385,13 @@ class ServerConnection(asyncio.Protocol):
     def _begin(self, client: ClientConnection, data: bytes) -> bool:
         """Pass on the beginning of an answer, unless its head is incomplete or another server is to be tried."""
         status = self._frames.status
-        refused = status in _RETRIED and client.can_retry(self._instance)
+        refused = status in _RETRIED and (client.has_lost or client.can_retry(self._instance))
         if not status or (refused and not self._frames.complete and len(data) <= _MOST_REFUSAL_BYTES):
             self._first = data
             return False
-        if refused and _ENGINE_FAILED not in data:
+        if refused and (not (failed := _ENGINE_FAILED in data) or client.has_lost):
             self._release(keeps_open=False)
-            client.retry(self._instance)
+            client.retry(self._instance, lost=failed)
             return False
         self._begun, self._first = True, b""
         self._instance.answered += 1
@@ -427,6 +438,12 @@ class ServerConnection(asyncio.Protocol):
             self._instance.idle.append(self)
         else:
             self.transport.abort()
+
+
+def _lost() -> RequestError:
+    """The error for a request that is not sent again after its server was lost."""
+    text = "the server was lost before its answer; the request may be the cause and is not sent again"
+    return RequestError(503, text, code="server_lost", headers=[NO_RETRY])
 
 
 _LOST = RequestError(503, "the server was lost; try again", code="server_lost").content
