@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from meshwright.server.addresses import check_addresses
+from meshwright.server.app import admin_app
 from meshwright.spec.errors import BadInput
 from meshwright.spec.serve import ServeSpec
 from tests.server.helpers import JSON, NAME, Answer, RunningServer, call, running_server
@@ -86,6 +88,49 @@ def test_other_hosts_and_content_types_are_refused(server: RunningServer) -> Non
         return await call(app, "GET", "/v1/models")
 
     assert error_of(server.run(foreign()))["message"].startswith("host")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/completions", b"POST"),
+        ("OPTIONS", "/v1/chat/completions", b"POST"),
+        ("POST", "/health", b"GET, HEAD"),
+        ("DELETE", f"/v1/models/{NAME}", b"GET, HEAD"),
+        ("GET", "/role", b"POST"),
+        ("POST", "/state", b"GET, HEAD"),
+    ],
+)
+def test_another_method_is_answered_with_those_allowed(
+    server: RunningServer, method: str, path: str, allowed: bytes
+) -> None:
+    app = admin_app(server.api) if path in ("/role", "/state") else server.app
+    answer = server.run(call(app, method, path))
+    assert answer.status == 405 and answer.headers[b"allow"] == allowed and error_of(answer)
+    assert not any(name.startswith(b"access-control") for name in answer.headers)  # pages of other sites get no answer
+
+
+def test_bodies_in_chunks_are_read_within_their_limit(server: RunningServer) -> None:
+    port = int(server.url.rpartition(":")[2])
+
+    def ask(body: bytes, *lines: bytes, size: int = 7) -> bytes:
+        head = b"".join(b"%b\r\n" % line for line in (b"host: localhost", b"content-type: application/json", *lines))
+        chunks = (body[at : at + size] for at in range(0, len(body), size))
+        data = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+        with socket.create_connection(("127.0.0.1", port), 60) as end:
+            sent = (
+                b"POST /v1/completions HTTP/1.1\r\n%btransfer-encoding: chunked\r\nx-request-id: a-1\r\n\r\n%b0\r\n\r\n"
+            )
+            with suppress(ConnectionError):  # it may be refused before all has come
+                end.sendall(sent % (head, data))
+            return end.recv(1 << 16)
+
+    body = json.dumps(REQUEST).encode()
+    answer = ask(body)
+    assert answer.startswith(b"HTTP/1.1 200") and b"x-request-id: a-1\r\n" in answer
+    assert ask(b" " * server.api.spec.max_body_bytes + body, size=1 << 20).startswith(b"HTTP/1.1 413")
+    assert ask(body, b"content-length: %d" % len(body)).startswith(b"HTTP/1.1 400")
+    server.settle()
 
 
 def test_states(server: RunningServer) -> None:

@@ -65,7 +65,7 @@ def test_requests_for_health_are_not_logged(caplog: pytest.LogCaptureFixture) ->
 
         log = RequestLog(app)
         for path in paths:
-            await log({"type": "http", "path": path, "method": "GET"}, receive, send)
+            await log({"type": "http", "path": path, "method": "GET", "headers": []}, receive, send)
 
     with caplog.at_level(logging.INFO, LOG):
         asyncio.run(ask("/health", "/v1/models", "/health", "/metrics"))
@@ -73,3 +73,40 @@ def test_requests_for_health_are_not_logged(caplog: pytest.LogCaptureFixture) ->
         "request 1: GET /v1/models",
         "request 2: GET /metrics",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (b"", False),
+        (b"a-1.b_2/{~}", True),
+        (b"x" * 128, True),
+        (b"x" * 129, False),
+        (b"a b", False),
+        (b"a\x1b[2J", False),
+        (b"a\nrequest 9: GET /: 200", False),
+        ("é".encode(), False),
+    ],
+)
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_clients_id_is_kept(caplog: pytest.LogCaptureFixture, given: bytes, kept: bool, logs: bool) -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("the application reads nothing")
+
+    headers = [(b"host", b"localhost"), (b"x-request-id", given)]
+    with caplog.at_level(logging.INFO, LOG):
+        scope = {"type": "http", "path": "/x", "method": "GET", "headers": headers}
+        asyncio.run(RequestLog(app, logs=logs)(scope, receive, send))
+    id = given if kept else b"1"
+    assert sent[0]["headers"] == [(b"x-request-id", id)]
+    assert [record.message.partition(": 200")[0] for record in caplog.records] == (
+        [f"request {id.decode()}: GET /x"] if logs else []
+    )

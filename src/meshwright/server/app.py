@@ -15,7 +15,7 @@ from meshwright.server.admin import Admin
 from meshwright.server.answer import DIRECT_SEND
 from meshwright.server.endpoints import Api
 from meshwright.server.errors import RequestError
-from meshwright.server.replies import error_response
+from meshwright.server.replies import error_response, kept_request_id, shown_path
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -55,7 +55,7 @@ def api_app(api: Api, *, loopback: bool) -> ASGIApp:
     app: ASGIApp = KeyCheck(application(routes), api.spec.api_key, open_paths={"/health"}, basic_paths={"/"})
     if loopback and api.spec.api_key is None:
         app = HostCheck(app)
-    return DirectSend(RequestLog(app) if api.spec.log_requests else app)
+    return DirectSend(RequestLog(app, logs=api.spec.log_requests))
 
 
 def admin_app(api: Api) -> ASGIApp:
@@ -63,7 +63,7 @@ def admin_app(api: Api) -> ASGIApp:
     admin = Admin(api)
     routes = [(method, path, partial(endpoint, admin)) for method, path, endpoint in ADMIN_ROUTES]
     app: ASGIApp = KeyCheck(application(routes), api.spec.admin_key)
-    return RequestLog(app) if api.spec.log_requests else app
+    return RequestLog(app, logs=api.spec.log_requests)
 
 
 def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]]]) -> Starlette:
@@ -80,7 +80,9 @@ def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[A
         assert isinstance(error, HTTPException)
         status = error.status_code if error.status_code in (404, 405) else 400
         text = {404: "there is no such path", 405: "the path has another method"}.get(status, "the request is wrong")
-        return error_response(RequestError(status, text))
+        allowed = sorted((error.headers or {}).get("Allow", "").split(", ")) if status == 405 else []
+        headers = [(b"allow", ", ".join(allowed).encode("ascii"))] if allowed else []
+        return error_response(RequestError(status, text, headers=headers))
 
     async def failed(request: Request, error: Exception) -> Any:
         return error_response(RequestError(500, f"internal error: {type(error).__name__}"))
@@ -150,10 +152,13 @@ class DirectSend:
 
 
 class RequestLog:
-    """Logs each request but of /health with its number, path, status, tokens and seconds; no text of it."""
+    """Gives each answer but of /health its request's id, and logs path, status, tokens and seconds; no text.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app, self._count = app, 0
+    The id is the client's `x-request-id`, or else a number.
+    """
+
+    def __init__(self, app: ASGIApp, *, logs: bool = True) -> None:
+        self._app, self._logs, self._count = app, logs, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
@@ -162,20 +167,24 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         self._count += 1
-        number, started, status = self._count, time.perf_counter(), 0
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        id, started, status = kept_request_id(given) or str(self._count), time.perf_counter(), 0
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", str(number).encode("ascii"))]
+                message["headers"] = [*message["headers"], (b"x-request-id", id.encode("ascii"))]
             await send(message)
 
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            seconds = time.perf_counter() - started
+            self._log(id, scope, status, time.perf_counter() - started)
+
+    def _log(self, id: str, scope: Scope, status: int, seconds: float) -> None:
+        if self._logs:
             work = scope.get("meshwright")
             tokens = "" if work is None else f" prompt={work['prompt_tokens']} new={work['answer'].new_tokens}"
-            path = scope["path"].encode("unicode_escape").decode("ascii")[:100]
-            log.info("request %d: %s %s: %d%s seconds=%.3f", number, scope["method"], path, status, tokens, seconds)
+            path = shown_path(scope["path"])
+            log.info("request %s: %s %s: %d%s seconds=%.3f", id, scope["method"], path, status, tokens, seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 JSON_HEADERS = [(b"content-type", b"application/json")]
 BODY_SECONDS = 30.0
 """Longest time that a client may take to send a body."""
+
+
+MOST_ID_BYTES = 128
+_REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MOST_ID_BYTES)
 
 
 class ContentResponse:
@@ -37,6 +42,16 @@ def json_response(value: Mapping[str, Any], status: int = 200) -> ContentRespons
 def error_response(error: RequestError) -> ContentResponse:
     """An error in OpenAI's form."""
     return ContentResponse(error.status, error.content, [*JSON_HEADERS, *error.headers])
+
+
+def kept_request_id(value: bytes) -> str | None:
+    """A client's `x-request-id`, if it can be logged as it is: visible ASCII characters, not too many; else None."""
+    return value.decode("ascii") if _REQUEST_ID.fullmatch(value) else None
+
+
+def shown_path(path: str) -> str:
+    """A client's path in the log."""
+    return path.encode("unicode_escape").decode("ascii")[:100]
 
 
 async def read_body(request: Request, most: int) -> bytes:
