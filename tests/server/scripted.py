@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.server.instances import Instances
-from meshwright.server.router import ClientConnection, Router
+from meshwright.server.router import ClientConnection
+from meshwright.server.router_state import Router
 from meshwright.spec.route import RouteSpec
 
 WHOLE = b'HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n{"text": 1}'

@@ -24,7 +24,8 @@ from meshwright.server.app import admin_app
 from meshwright.server.block_store import StoreServer
 from meshwright.server.frames import MESSAGE_BYTES, FrameSocket, listen, start_connecting
 from meshwright.server.instances import Instances
-from meshwright.server.router import ClientConnection, Router
+from meshwright.server.router import ClientConnection
+from meshwright.server.router_state import Router
 from meshwright.server.staging import Staging, memory_file
 from meshwright.server.transfers import TransferFigures
 from meshwright.spec.errors import BadInput

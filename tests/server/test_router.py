@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import re
 import socket
@@ -13,6 +14,7 @@ import pytest
 from meshwright.server.addresses import listening_socket
 from meshwright.server.instances import PREFIX_BYTES, Instances, target_of
 from meshwright.server.response_frames import BadAnswer, ResponseFrames
+from meshwright.server.router import MOST_AHEAD_BYTES
 from meshwright.spec.errors import BadInput
 from tests.server.scripted import (
     BUSY,
@@ -247,7 +249,14 @@ def test_a_client_that_leaves_ends_its_request() -> None:
         (b"PO\rST / HTTP/1.1\r\n\r\n", 400),
         (b"POST /x HTTP/1.1\r\ncontent-length: 999\r\n\r\n", 401),
         (b"POST /x HTTP/1.1\r\na: b\n c\r\n\r\n{}", 400),
-        (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n{}", 411),
+        (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n{}", 400),
+        (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\nauthorization: Bearer right\r\n\r\n2\r\n{}}\r\n", 400),
+        (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\nauthorization: Bearer right\r\n\r\n3e9\r\n", 413),
+        (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n", 401),
+        (b"POST /health HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}", 405),
+        (b"OPTIONS /health HTTP/1.0\r\n\r\n", 405),
+        (b"GET /health HTTP/1.1\r\ncontent-length: 1000\r\n\r\n", 413),
+        (b"GET /health HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n", 413),
         (b"POST /x HTTP/1.1\r\ncontent-length: 1001\r\n\r\n", 413),
         (b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000, 400),
         (request(b"{}", b"/x", LAST), 401),
@@ -259,7 +268,10 @@ def test_wrong_requests_are_refused(sent: bytes, status: int) -> None:
     async def check() -> None:
         server = Server()
         async with routed(server, max_body_bytes=1000, api_key="right") as (_, port):
-            assert (await exchange(port, sent)).startswith(b"HTTP/1.1 %d" % status)
+            content = await exchange(port, sent)
+            assert content.startswith(b"HTTP/1.1 %d" % status) and (b"allow: GET, HEAD\r\n" in content) == (
+                status == 405
+            )
             assert len(server.bodies) == (status == 200)
 
     asyncio.run(check())
@@ -303,6 +315,46 @@ def test_answers_without_content_end_with_their_head(status: bytes) -> None:
     asyncio.run(check())
 
 
+def test_bodies_in_chunks_get_a_length() -> None:
+    async def check() -> None:
+        server = Server(STREAM)
+        async with routed(server) as (_, port):
+            head = b"POST /x HTTP/1.1\r\nhost: localhost\r\nTransfer-Encoding: Chunked\r\nx-a: b\r\nexpect: 100-continue\r\n\r\n"
+            body = b'{"prompt": "%b"}' % (b"x" * 5000)
+            chunks = b"".join(b"%X\r\n%b\r\n" % (len(part), part) for part in (body[:1], body[1:3000], body[3000:]))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head)
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(chunks + b"0\r\n\r\n" + request(b"{}", b"/y", LAST))
+            assert await asyncio.wait_for(reader.read(), 60) == STREAM * 2
+            writer.close()
+            assert server.bodies == [body, b"{}"]
+            assert server.heads[
+                0
+            ] == b"POST /x HTTP/1.1\r\nhost: localhost\r\nx-a: b\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    asyncio.run(check())
+
+
+def test_ids_of_requests_pass_and_are_those_of_own_answers(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        given = b"x-request-id: a-1"
+        async with routed(Server(WHOLE)) as (router, port):
+            (server,) = router.instances.all.values()
+            assert given in request(b"{}", b"/x", given)
+            assert await exchange(port, request(b"{}", b"/x", given, LAST)) == WHOLE
+            health = b"GET /health HTTP/1.0\r\n%b\r\n\r\n"
+            assert given + b"\r\n" in await exchange(port, health % given)
+            assert b"x-request-id: r" in await exchange(port, health % b"x-request-id: a b")
+            server.healthy = False
+            assert given in await exchange(port, request(b"{}", b"/x\x1b", given, LAST))
+
+    with caplog.at_level(logging.INFO, "meshwright.server"):
+        asyncio.run(check())
+    ends = [record.message for record in caplog.records if record.name == "meshwright.server"]
+    assert ends[-1] == r"request a-1: /x\x1b: 503"
+
+
 def test_a_request_that_ends_servers_does_not_reach_them_all() -> None:
     refusal = b'{"error": {"code": "engine_failed"}}'
     failed = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n%b" % (len(refusal), refusal)
@@ -342,6 +394,42 @@ def test_a_client_that_does_not_read_is_not_read_from() -> None:
             writer.write(b"GET /health HTTP/1.0\r\n\r\n")
             content = await asyncio.wait_for(reader.read(), 60)
             assert content.count(b"HTTP/1.1 200") == router.statuses[200] > written + count
+
+    asyncio.run(check())
+
+
+def test_a_client_that_never_reads_its_answer_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.server.router.IDLE_SECONDS", 0.1)
+
+    async def check() -> None:
+        chunk = b"10000\r\n" + b"x" * (1 << 16) + b"\r\n"
+        server = Server(opening=OPENING + chunk * 400, hold=asyncio.Event())
+        async with routed(server) as (router, port):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.transport.pause_reading()
+            writer.write(request())
+            await wait_for(lambda: any(client.paused for client in router.clients))
+            await wait_for(lambda: not router.clients)
+            assert not any(instance.requests for instance in router.instances.all.values())
+            writer.close()
+
+    asyncio.run(check())
+
+
+def test_little_is_read_behind_a_request() -> None:
+    async def check() -> None:
+        server = Server(WHOLE, hold=asyncio.Event())
+        async with routed(server) as (router, port):
+            body, count = b"x" * 2000, 300
+            sent = asyncio.ensure_future(exchange(port, *[request(body)] * count, request(body, b"/x", LAST)))
+            await wait_for(lambda: any(len(client._reader) > MOST_AHEAD_BYTES for client in router.clients))
+            (client,) = router.clients
+            held = len(client._reader)
+            await asyncio.sleep(0.01)
+            assert len(client._reader) == held < 1 << 19
+            assert server.hold is not None
+            server.hold.set()
+            assert await sent == WHOLE * (count + 1)
 
     asyncio.run(check())
 

@@ -10,7 +10,6 @@ _TYPES: Mapping[int, str] = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
-    411: "invalid_request_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",

@@ -26,6 +26,8 @@ PREFIX_BYTES = 256
 MOST_PREFIX_BLOCKS = 128
 TOKEN_BYTES = 4
 """Approximate bytes of a token of text."""
+_MOST_SEARCHED = 64 << 10
+"""Bytes of a body in which the key of its prompt is looked for."""
 _PROMPT_KEYS = (b'"messages"', b'"prompt"')
 
 
@@ -208,7 +210,7 @@ async def _health(instance: Instance) -> tuple[HealthAnswer, str]:
 
 def prefix_hashes(body: bytes) -> list[int]:
     """A chain of hashes over full blocks of the text of a request, from its prompt or messages on."""
-    start = next((at for key in _PROMPT_KEYS if (at := body.find(key)) >= 0), 0)
+    start = next((at for key in _PROMPT_KEYS if (at := body.find(key, 0, _MOST_SEARCHED)) >= 0), 0)
     hashes, previous = [], 0
     for block in range(min((len(body) - start) // PREFIX_BYTES, MOST_PREFIX_BLOCKS)):
         at = start + block * PREFIX_BYTES

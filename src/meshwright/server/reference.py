@@ -31,6 +31,8 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
 - Chats need a template: that of the folder, or `chat_template`.
 - `--follow`, or `POST /weights` at the admin port, replaces the weights between two steps. Running texts go on with the
   new ones.
+- `x-request-id` of a request, up to 128 visible ASCII characters, is that of its answer and of its line in the log;
+  without it the server takes a number.
 - SIGTERM and Ctrl-C refuse new requests, wait for running ones up to `drain_seconds`, and end the server with code 0.
 - If the engine cannot continue, `/health` answers 503 for two seconds. Then the server ends with the engine's
   [code](exit-codes.md): 7 if steps fail one after the other, 5 if its process has died.
@@ -77,6 +79,9 @@ Kubernetes has, is several servers.
   clients do not send the request again, which might cost the next server.
 - A server that misses a check of its health gets no new requests; those that it has go on. They are given up after a
   second missed check and `--silent-seconds` without a byte from it.
+- Bodies in chunks (`transfer-encoding: chunked`) are passed on with a length. `x-request-id` passes both ways; answers of
+  the router itself have it too, and those with status 503 are logged by it.
+- A client that reads nothing of its answer for 75 s is disconnected.
 - If every server has `--requests` unfinished, the answer is 429; if none can answer, 503. Both have `Retry-After`.
 - Several routers with `--share-port` listen at one port of a host: when one ends, the others take all connections.
 - The router answers `/health` and `/metrics` itself. It checks its `--api-key` and passes it on to the servers.
@@ -128,11 +133,11 @@ Bodies are JSON objects (`content-type: application/json`). A key that is not li
 |---:|---|
 | 400 | the body is no JSON object, or a key or value is wrong |
 | 401 | the key is missing or wrong |
-| 404, 405 | no such path or model; the path has another method |
+| 404, 405 | no such path or model; the path has another method: `Allow` names those that it has |
 | 413 | the body is longer than `max_body_bytes` |
 | 422 | the schema or the chat template cannot be used, or weights cannot be loaded |
 | 429 | the queue is full; `Retry-After` says when to try again |
-| 503 | the server is loading, draining or stopping, or the engine has failed |
+| 503 | the server is loading, draining or stopping, or the engine has failed; of the router also `server_lost` and `late` |
 
 In a stream that has begun an error is an event `data: {{"error": …}}`.
 """

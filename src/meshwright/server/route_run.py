@@ -12,7 +12,8 @@ from dataclasses import replace
 from meshwright.server.addresses import check_host, listening_socket, url_of
 from meshwright.server.instances import Instances, targets_of
 from meshwright.server.process_memory import keep_loaded
-from meshwright.server.router import ClientConnection, Router
+from meshwright.server.router import ClientConnection
+from meshwright.server.router_state import Router
 from meshwright.server.run import logging_on_stderr, loop_factory
 from meshwright.spec.errors import BadInput, call_all
 from meshwright.spec.route import RouteSpec

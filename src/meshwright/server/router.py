@@ -10,19 +10,18 @@ send it again; after `engine_failed` it is not sent again at all.
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections import Counter
+import logging
 from collections.abc import Callable
 from typing import cast
 
-from meshwright.events.exposition import CONTENT_TYPE, Histogram, Metric, exposition
 from meshwright.server.errors import NO_RETRY, RequestError
-from meshwright.server.instances import Instance, Instances
+from meshwright.server.instances import Instance
+from meshwright.server.replies import shown_path
 from meshwright.server.response_frames import BadAnswer, ResponseFrames
-from meshwright.server.route_requests import RoutedRequest, read_head
-from meshwright.spec.route import RouteSpec
+from meshwright.server.route_requests import MOST_HEAD_BYTES, RequestReader, RoutedRequest
+from meshwright.server.router_state import OWN_PATHS, RETRY_SECONDS, Router
 
-PREFIX = "meshwright_router:"
+log = logging.getLogger("meshwright.server")
 BODY_SECONDS = 30.0
 """Longest time that a client may take to send a request."""
 IDLE_SECONDS = 75.0
@@ -33,78 +32,23 @@ CONNECT_SECONDS = 2.0
 """Longest time for a connection to a server."""
 MOST_IDLE = 256
 """Open connections to one server that wait for a request."""
-RETRY_SECONDS = 1
+MOST_AHEAD_BYTES = MOST_HEAD_BYTES
+"""Bytes that are read from a client beyond the request that is being answered."""
 MOST_RETRIES_AFTER_LOSS = 1
 _RETRIED = (429, 503)
 _ENGINE_FAILED = b'"engine_failed"'
 _MOST_REFUSAL_BYTES = 64 << 10
 """Bytes of an answer 429 or 503 that are kept to find its code."""
+_MOST_INTERIM_BYTES = 2 * MOST_HEAD_BYTES
+"""Bytes of a head, with interim answers before it."""
 _REASONS = {
     200: b"OK",
     400: b"Bad Request",
     401: b"Unauthorized",
-    411: b"Length Required",
+    405: b"Method Not Allowed",
     413: b"Content Too Large",
     429: b"Too Many Requests",
 }
-_FIRST_BYTE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
-
-
-class Router:
-    """State that all client connections share: settings, servers and figures."""
-
-    def __init__(self, spec: RouteSpec, instances: Instances) -> None:
-        self.spec, self.instances = spec, instances
-        self._key = None if spec.api_key is None else spec.api_key.encode()
-        self.clients: set[ClientConnection] = set()
-        self.draining = False
-        """Whether new requests are refused."""
-        self.statuses: Counter[int] = Counter()
-        self.retries = self.broken = 0
-        """Requests that were sent to another server; answers that ended early."""
-        self.first_byte = Histogram(f"{PREFIX}first_byte_seconds", "Time from a request to its answer.", _FIRST_BYTE)
-
-    @property
-    def unfinished(self) -> int:
-        """Requests that are not answered to the end."""
-        return sum(client.request is not None for client in self.clients)
-
-    def check(self, request: RoutedRequest) -> None:
-        """Raise RequestError for a request that is not taken."""
-        if self._key is not None and not hmac.compare_digest(request.key, self._key):
-            raise RequestError(401, "expected the header Authorization: Bearer KEY with the server's key")
-        if self.draining:
-            raise RequestError(503, "the router is stopping", code="draining", retry_after=RETRY_SECONDS)
-
-    def own_answer(self, request: RoutedRequest) -> tuple[int, bytes, bytes] | None:
-        """Status, content type and content of a path that the router answers itself."""
-        if request.path == b"/health":
-            ready = bool(self.instances.usable) and not self.draining
-            return (
-                (200, b"application/json", b'{"status": "ready"}')
-                if ready
-                else (503, b"application/json", b'{"status": "no servers"}')
-            )
-        if request.path == b"/metrics":
-            return 200, CONTENT_TYPE.encode("ascii"), self.metrics().encode()
-        return None
-
-    def metrics(self) -> str:
-        """All metrics in the text format of Prometheus."""
-        servers = [({"server": each.name, "role": each.role}, each) for each in self.instances.all.values()]
-        statuses: list[tuple[dict[str, str], float]] = [
-            ({"status": str(status)}, n) for status, n in self.statuses.items()
-        ]
-        figures = (
-            ("requests", "gauge", "Unfinished requests.", [(labels, each.requests) for labels, each in servers]),
-            ("healthy", "gauge", "Whether a server is healthy.", [(labels, each.healthy) for labels, each in servers]),
-            ("answers_total", "counter", "Answers of a server.", [(labels, each.answered) for labels, each in servers]),
-            ("statuses_total", "counter", "Answers by status.", statuses),
-            ("retries_total", "counter", "Requests sent to another server.", [({}, self.retries)]),
-            ("broken_total", "counter", "Answers that ended early.", [({}, self.broken)]),
-        )
-        metrics = [Metric(PREFIX + name, type, help, samples) for name, type, help, samples in figures]
-        return exposition(metrics) + "".join(f"{line}\n" for line in self.first_byte.lines({}))
 
 
 class ClientConnection(asyncio.Protocol):
@@ -112,7 +56,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, router: Router) -> None:
         self._router, self._loop = router, asyncio.get_running_loop()
-        self._incoming = bytearray()
+        self._reader = RequestReader(router.spec.max_body_bytes)
         self._started = 0.0
         self.request: RoutedRequest | None = None
         """The request that is being answered."""
@@ -125,6 +69,8 @@ class ClientConnection(asyncio.Protocol):
         self._receiving = False
         """Whether the timer is that of a request that has begun to come."""
         self._timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        """Timer while the client must read first."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -137,54 +83,60 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._router.clients.discard(self)
         self._stop_timer()
+        self._stop_unread_timer()
         self.request = None
         if (server := self.server) is not None:
             self.server = None
             server.cancel()
 
     def data_received(self, data: bytes) -> None:
-        self._incoming += data
+        self._reader.add(data)
         if self.request is None:
             self._read_request()
-        elif len(self._incoming) > self._router.spec.max_body_bytes:
-            self.transport.abort()
+        if len(self._reader) > MOST_AHEAD_BYTES:
+            self._update_reading()
+
+    def _update_reading(self) -> None:
+        """Read from the client unless it must read first, or has sent much behind the request that is being answered."""
+        if self.paused or (self.request is not None and len(self._reader) > MOST_AHEAD_BYTES):
+            self.transport.pause_reading()
+        elif not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def pause_writing(self) -> None:
         self.paused = True
-        self.transport.pause_reading()
+        self._update_reading()
+        self._unread_timer = self._loop.call_later(IDLE_SECONDS, self.transport.abort)
         if self.server is not None:
             self.server.pause()
 
     def resume_writing(self) -> None:
         self.paused = False
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
+        self._update_reading()
+        self._stop_unread_timer()
         if self.server is not None:
             self.server.resume()
         self._loop.call_soon(self._read_next)
 
     def _read_request(self) -> None:
         """Answer the next request once it is complete and the client reads."""
-        if self.paused or not self._incoming:
+        if self.paused or not self._reader:
             return
         try:
-            request = self._pending or read_head(self._incoming, self._router.spec.max_body_bytes)
-            if request is not None and self._pending is None:
-                del self._incoming[: self._incoming.find(b"\r\n\r\n") + 4]
-                self._pending = request
-                if request.path != b"/health":
-                    self._router.check(request)  # before its body takes memory
-                if request.expects and len(self._incoming) < request.length:
+            if self._pending is None and (head := self._reader.take_head()) is not None:
+                self._pending = head
+                self._router.admit(head)  # before its body takes memory
+            request = self._pending
+            if request is None or not self._reader.take_body(request):
+                if request is not None and request.expects:
+                    request.expects = False
                     self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            if request is None or len(self._incoming) < request.length:
                 if not self._receiving:
                     self._receiving = True
                     self._start_timer(BODY_SECONDS, self.transport.abort)
                 return
             self._stop_timer()
             self._pending, self.request, self._receiving = None, request, False
-            request.body = bytes(self._incoming[: request.length])
-            del self._incoming[: request.length]
             self._started = self._loop.time()
             if (own := self._router.own_answer(request)) is not None:
                 self._answer(*own)
@@ -192,7 +144,7 @@ class ClientConnection(asyncio.Protocol):
             self._router.check(request)  # it may be stopping by now
         except RequestError as error:
             if self.request is None:  # what follows is not read
-                self.request, self._pending = self._pending or RoutedRequest(b"", b"", b"", b"", 0), None
+                self.request, self._pending = self._pending or RoutedRequest(), None
                 self.request.keeps_open = False
             self._refuse(error)
             return
@@ -243,8 +195,10 @@ class ClientConnection(asyncio.Protocol):
         return request is not None and any(other is not instance and other not in request.tried for other in usable)
 
     def begin_answer(self, status: int) -> None:
-        """Note that the first bytes of the answer go to the client."""
+        """Note that the first bytes of the answer go to the client: the request is not sent again."""
         self._stop_timer()
+        if self.request is not None:
+            self.request.body = b""
         self._router.statuses[status] += 1
         self._router.first_byte.observe(self._loop.time() - self._started)
 
@@ -255,7 +209,8 @@ class ClientConnection(asyncio.Protocol):
         self._start_timer(IDLE_SECONDS, self.transport.abort)
         if not keeps_open or request is None or not request.keeps_open:
             self.transport.close()
-        elif self._incoming:
+        elif self._reader:
+            self._update_reading()
             self._loop.call_soon(self._read_next)
 
     def _read_next(self) -> None:
@@ -265,6 +220,7 @@ class ClientConnection(asyncio.Protocol):
     def break_off(self, event: bytes) -> None:
         """End an answer that its server has not ended."""
         self._router.broken += 1
+        self._log(self._id(), "the server was lost in the answer")
         self.transport.write(event)
         self.finish(keeps_open=False)
 
@@ -283,7 +239,11 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         """Answer the request without a server."""
         self.begin_answer(status)
+        id = self._id()
+        if status >= 500 and self.request is not None and self.request.path not in OWN_PATHS:
+            self._log(id, str(status))
         lines = [(b"content-type", type), (b"content-length", b"%d" % len(content)), *(headers or [])]
+        lines.append((b"x-request-id", id.encode("ascii")))
         keeps_open = self.request is not None and self.request.keeps_open
         if self.request is not None and self.request.method == b"HEAD":
             content = b""
@@ -293,10 +253,25 @@ class ClientConnection(asyncio.Protocol):
         self.transport.write(head + b"".join(b"%b: %b\r\n" % line for line in lines) + b"\r\n" + content)
         self.finish(keeps_open=keeps_open)
 
+    def _id(self) -> str:
+        """The request's id, of the client or of this router."""
+        own = f"r{next(self._router.numbers)}"
+        return own if self.request is None else self.request.id or own
+
+    def _log(self, id: str, end: str) -> None:
+        """Log how the request has ended."""
+        if self.request is not None:
+            log.info("request %s: %s: %s", id, shown_path(self.request.path.decode("latin-1")), end)
+
     def _start_timer(self, seconds: float, action: Callable[[], None]) -> None:
         """Call `action` after a time, in place of the action before."""
         self._stop_timer()
         self._timer = self._loop.call_later(seconds, action)
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -388,6 +363,8 @@ class ServerConnection(asyncio.Protocol):
         refused = status in _RETRIED and (client.has_lost or client.can_retry(self._instance))
         if not status or (refused and not self._frames.complete and len(data) <= _MOST_REFUSAL_BYTES):
             self._first = data
+            if len(data) > _MOST_INTERIM_BYTES:
+                self.transport.abort()
             return False
         if refused and (not (failed := _ENGINE_FAILED in data) or client.has_lost):
             self._release(keeps_open=False)
