@@ -19,6 +19,8 @@ OPTIONS = [
     SamplingOptions(top_k=50, top_p=0.9, seed=6),
     SamplingOptions(min_p=0.02, temperature=1.5, seed=7),
     SamplingOptions(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 5.0, 9: -100.0}, seed=8),
+    SamplingOptions(allowed_token_ids=[*range(0, 2000, 2)], bad_words=((4,), (77, 5, 8)), min_tokens=9, seed=9),
+    SamplingOptions(bad_words=[[token] for token in range(100)], min_tokens=9, temperature=0.0),
 ]
 
 
@@ -29,7 +31,7 @@ def test_tokens_are_those_of_a_cpu(options: list[SamplingOptions]) -> None:
     samplers = [Sampler(len(options), torch.device(device), VOCAB) for device in ("cpu", "cuda")]
     for sampler in samplers:
         for index, each in enumerate(options):
-            sampler.assign(index, each, TEXT, 3)
+            sampler.assign(index, each, TEXT, 3, stop_ids=range(200, 300))
     equal = 0
     for position in range(20):
         positions = torch.full((len(options),), position)

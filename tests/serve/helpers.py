@@ -73,7 +73,11 @@ def texts(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, **request:
 
 
 def continued_texts(
-    sender: Engine, receiver: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, new_tokens: int = TOKENS
+    sender: Engine,
+    receiver: Engine,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    new_tokens: int = TOKENS,
+    **request: Any,
 ) -> list[list[int]]:
     """The new tokens after each prompt: the first from one engine, the others from one that gets its blocks."""
     moved, ours, theirs = [], sender.prefix_blocks(), receiver.prefix_blocks()
@@ -81,7 +85,7 @@ def continued_texts(
     for prompt in prompts:
         digests = ours.digests(prompt, tail=True)
         unsent = ours.unsent(digests, 0)
-        first = texts(sender, [prompt], new_tokens=1, continued_elsewhere=True)[0]
+        first = texts(sender, [prompt], new_tokens=1, continued_elsewhere=True, **request)[0]
         unsent.extend()
         content = memoryview(bytearray(len(digests) * ours.block_bytes))
         ours.read(unsent.take(len(digests)), content)
@@ -97,7 +101,7 @@ def continued_texts(
             theirs.write([table], content[index * ours.block_bytes : (index + 1) * ours.block_bytes])
             reserved.enter(index)
         reserved.release()
-        numbers.append(receiver.submit(prompt, new_tokens=new_tokens, given=first))
+        numbers.append(receiver.submit(prompt, new_tokens=new_tokens, given=first, **request))
     tokens = {number: list(first) for number, (_, _, _, first) in zip(numbers, moved, strict=True)}
     for update in receiver.run():
         assert update.error is None, update.error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -41,7 +43,7 @@ def frequencies(options: SamplingOptions) -> Tensor:
     """Counts of tokens drawn at many positions of one request."""
     sampler = sampler_with(options)
     # All draws follow the same text.
-    sampler._history.add = lambda slots, tokens: None
+    sampler._history.add = sampler._excluded.add = lambda rows, tokens: None
     rows = torch.zeros(DRAWS, dtype=torch.int64)
     return torch.bincount(sampler.sample(LOGITS.expand(DRAWS, -1), rows, torch.arange(DRAWS)), minlength=VOCAB)
 
@@ -56,6 +58,11 @@ def exact(**options: Any) -> Tensor:
             logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
         logits[token] -= new * options.get("frequency_penalty", 0.0) + (new > 0) * options.get("presence_penalty", 0.0)
         logits[token] += options.get("logit_bias", {}).get(token, 0.0)
+        if token not in options.get("allowed_token_ids", range(VOCAB)):
+            logits[token] = float("-inf")
+        for *begin, last in options.get("bad_words", ()):
+            if token == last and begin == list(TEXT[PROMPT_TOKENS:])[4 - len(begin) :]:
+                logits[token] = float("-inf")
     order = logits.argsort(descending=True).tolist()
     weights = (logits / options.get("temperature", 1.0)).exp()
     kept = order[: options.get("top_k") or VOCAB]
@@ -84,6 +91,9 @@ def exact(**options: Any) -> Tensor:
         {"frequency_penalty": 0.7},
         {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": 0.3, "top_k": 5},
         {"logit_bias": {0: 2.0, 8: -100.0, 5: 3.5}},
+        {"allowed_token_ids": (1, 0, 9, 3)},
+        {"bad_words": ((8,), (8, 6, 2), (6, 3), (1, 8, 4), (1, 8, 8, 6, 1))},
+        {"allowed_token_ids": (1, 0, 8, 3), "bad_words": ((6, 3),), "top_k": 2, "temperature": 0.7},
     ],
     ids=str,
 )
@@ -109,7 +119,7 @@ def test_filters_are_those_of_transformers() -> None:
         expected = MinPLogitsWarper(min_p)(ids, TopPLogitsWarper(top_p)(ids, expected))
         options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         rows = torch.zeros(64, dtype=torch.int64)
-        ours = sampler_with(options, vocab=500).scores(scores, rows)
+        ours = sampler_with(options, vocab=500).scores(scores, rows, rows)
         assert torch.equal(ours.isinf(), expected.isinf())
         assert (ours.softmax(1) - expected.softmax(1)).abs().max() < 1e-6
 
@@ -230,6 +240,18 @@ def test_samples_of_one_prompt_have_seeds_of_their_own() -> None:
             "logit_bias of token 4: expected -100 to 100, got 101; the nearest valid value is 100",
         ),
         ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "logit_bias: expected at most 1024 tokens, got 2000"),
+        ({"min_tokens": -1}, "min_tokens: expected 0 to 2147483647, got -1; the nearest valid value is 0"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: expected a list of 1 to 1024 token ids, got 0"),
+        ({"allowed_token_ids": range(5)}, "allowed_token_ids: expected a list of 1 to 1024 token ids, got range"),
+        ({"allowed_token_ids": [1, True]}, "allowed_token_ids: expected token ids, got True"),
+        ({"bad_words": [[1]] * 129}, "bad_words: expected a list of at most 128 words, got 129"),
+        ({"bad_words": [[1], []]}, "bad_words: expected a list of 1 to 32 token ids, got 0"),
+        ({"bad_words": [5]}, "bad_words: expected a list of 1 to 32 token ids, got 5"),
+        ({"bad_words": [["a"]]}, "bad_words: expected token ids, got 'a'"),
+        (
+            {"allowed_token_ids": [1, 2], "bad_words": [[2], [1], [3]]},
+            "bad_words: expected to leave one of allowed_token_ids, got all of them",
+        ),
     ],
 )
 def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
@@ -237,10 +259,56 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> Non
         SamplingOptions(**options)
 
 
-def test_a_bias_for_an_unknown_token_is_refused() -> None:
-    SamplingOptions(logit_bias={11: 1.0}).check_tokens(VOCAB)
-    with pytest.raises(BadInput, match="logit_bias: expected token ids of 0 to 11, got 12; the nearest is 11"):
-        SamplingOptions(logit_bias={12: 1.0}).check_tokens(VOCAB)
+@pytest.mark.parametrize(
+    ("name", "value"), [("logit_bias", {12: 1.0}), ("allowed_token_ids", (11, 12)), ("bad_words", ((3, 12, 4),))]
+)
+def test_an_unknown_token_is_refused(name: str, value: Any) -> None:
+    options = SamplingOptions(**{name: value})
+    options.check_tokens(VOCAB + 1)
+    with pytest.raises(BadInput, match=f"{name}: expected token ids of 0 to 11, got 12; the nearest is 11"):
+        options.check_tokens(VOCAB)
+
+
+def test_stop_ids_are_drawn_from_the_first_position_behind_min_tokens() -> None:
+    sampler = Sampler(2, CPU, VOCAB)
+    sampler.assign(0, SamplingOptions(temperature=0.0, min_tokens=4), TEXT, PROMPT_TOKENS, stop_ids=(8, 3))
+    sampler.assign(1, SamplingOptions(temperature=0.0, min_tokens=4), TEXT, PROMPT_TOKENS)
+    rows = torch.tensor([0, 1])
+    early, late = (torch.full((2,), PROMPT_TOKENS + number) for number in (3, 4))
+    assert sampler.sample(LOGITS.expand(2, -1), rows, early).tolist() == [6, 8]
+    assert sampler.sample(LOGITS.expand(2, -1), rows, late).tolist() == [8, 8]
+
+
+def test_what_would_leave_no_token_does_not_apply() -> None:
+    def drawn(options: SamplingOptions, allowed: Tensor | None = None) -> int:
+        sampler = Sampler(1, CPU, VOCAB)
+        sampler.assign(0, options, TEXT, PROMPT_TOKENS, stop_ids=(8, 3))
+        return int(sampler.sample(LOGITS[None], torch.tensor([0]), torch.tensor([4]), allowed))
+
+    only = {token: torch.tensor([[1 << token]], dtype=torch.int32) for token in range(VOCAB)}
+    early = SamplingOptions(temperature=0.0, min_tokens=9)
+    assert drawn(early) == 6 and drawn(early, only[3]) == 3, "a grammar that allows only the end wins"
+    assert drawn(SamplingOptions(temperature=0.0, allowed_token_ids=(5, 0)), only[2]) == 2
+    assert drawn(SamplingOptions(temperature=0.0, allowed_token_ids=(3, 8), min_tokens=9)) == 8
+    assert drawn(SamplingOptions(temperature=0.0, allowed_token_ids=(6, 0), bad_words=((6, 6), (6, 0)))) == 6
+
+
+def test_rows_forget_what_released_requests_exclude() -> None:
+    every = SamplingOptions(temperature=0.0, allowed_token_ids=(5, 7), bad_words=((8,),), min_tokens=9)
+    sampler = Sampler(2, CPU, VOCAB)
+    sampler.assign(0, every, TEXT, PROMPT_TOKENS, stop_ids=(8,))
+    assert not sampler.greedy
+    sampler.release(0)
+    assert sampler.greedy
+    sampler.assign(0, GREEDY, TEXT, PROMPT_TOKENS, stop_ids=(8,))
+    sampler.assign(1, every, TEXT, PROMPT_TOKENS, stop_ids=(8,))
+    drawn = sampler.sample(LOGITS.expand(2, -1), torch.tensor([0, 1]), torch.tensor([4, 4]))
+    assert drawn.tolist() == [8, 7]
+
+
+def test_options_are_the_same_after_json() -> None:
+    options = SamplingOptions(logit_bias={3: 1.5}, allowed_token_ids=[1, 2], bad_words=[[1], [2, 3]], min_tokens=4)
+    assert SamplingOptions.from_plain(json.loads(json.dumps(asdict(options)))) == options
 
 
 def test_texts_with_penalties_do_not_depend_on_batches_and_preemption() -> None:

@@ -64,3 +64,19 @@ def test_text_is_held_back_only_while_a_stop_string_may_begin() -> None:
     stream = StopStrings(["END", "N!"])
     assert [stream.add(piece) for piece in ("a", "bE", "N", "x", "E", "ND")] == ["a", "b", "", "ENx", "", ""]
     assert stream.complete
+
+
+@pytest.mark.parametrize("stops", [["ab"], ["aab", "b"], ["bab", "ab"], ["xab", "b"]], ids=str)
+def test_a_stop_string_counts_where_its_end_counts(stops: list[str]) -> None:
+    for characters, early in product(product("abx", repeat=6), range(7)):
+        stream, shown, text = StopStrings(stops), "", "".join(characters)
+        for index, character in enumerate(text):
+            if not stream.complete:
+                shown += stream.add(character, ends=index >= early)
+        found = [end for end in range(early + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+        assert stream.complete is bool(found)
+        if found:
+            whole = text[: found[0]]
+            assert shown == whole[: -max(len(stop) for stop in stops if whole.endswith(stop))]
+        else:
+            assert shown + stream.finish() == text

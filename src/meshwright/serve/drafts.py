@@ -1,6 +1,7 @@
 """Draft tokens of an engine's requests: their sources, and the check of a step that has computed them.
 
-Requests with penalties or a grammar get no drafts: their logits depend on all tokens before, those of drafts included.
+Requests with penalties, bad words of several tokens or a grammar get no drafts: which tokens they may draw depends on all tokens before,
+those of drafts included.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ class SampledDrafter(Drafter):
         """Accept drafts by rejection sampling."""
         if self._drafts is None:
             return super()._accepted(drafts, packed, logits, drawn)
-        scores = self._sampler.scores(logits[: drafts.total], packed.sampled_rows[: drafts.total])
+        rows, new = packed.sampled_rows[: drafts.total], packed.sampled_positions[: drafts.total]
+        scores = self._sampler.scores(logits[: drafts.total], rows, new)
         draws, seeds = self._sampler.draws(drafts.table_rows)
         positions = drafts.positions + 1
         return accept_by_rejection(self._drafts, drafts.lengths, scores[drafts.samples], draws, seeds, positions)

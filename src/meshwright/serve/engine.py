@@ -180,7 +180,7 @@ class Engine:
         number = planned.number
         self._next_number += 1
         self._grammar_requests += generation.matcher is not None
-        if generation.matcher is None and not generation.sampling.penalises:
+        if generation.matcher is None and not generation.sampling.follows_text:
             self._drafter.begin(number)
         self._generations[number] = generation
         return number
@@ -337,7 +337,8 @@ class Engine:
             number = part.request.number
             row = self._table_rows.take(number, needed)
             self._inputs.forget_row(row)
-            self._sampler.assign(row, self._generations[number].sampling, part.tokens, len(part.request.prompt))
+            generation, prompt_tokens = self._generations[number], len(part.request.prompt)
+            self._sampler.assign(row, generation.sampling, part.tokens, prompt_tokens, generation.stop_ids)
             if index < step.decodes:
                 self._inputs.newest[row] = part.tokens[part.start]
 

@@ -61,16 +61,18 @@ class Generation:
     ) -> None:
         self.sampling, self.matcher = sampling, matcher
         """`matcher` follows the text if it has a grammar."""
-        self._stop_ids = frozenset(stop_ids)
+        self.stop_ids = frozenset(stop_ids)
         self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._stops = StopStrings(stop_strings)
         self._tokens: list[int] = []
         self._text = ""
         self._logprobs: list[TokenLogprob] = []
+        self._early = sampling.min_tokens
+        """Further tokens in which no stop string ends the text."""
 
     def add(self, token: int, logprob: TokenLogprob | None = None) -> bool:
         """Add the next token; returns whether it ends the request."""
-        if token in self._stop_ids:
+        if token in self.stop_ids:
             return True
         self._tokens.append(token)
         if logprob is not None and self.sampling.logprobs:
@@ -78,7 +80,8 @@ class Generation:
         if self.matcher is not None:
             self.matcher.advance(token)
         if self._stream is not None:
-            self._text += self._stops.add(self._stream.add([token]))
+            self._text += self._stops.add(self._stream.add([token]), ends=self._early <= 0)
+            self._early -= 1
         return self._stops.complete
 
     def begin_after(self, tokens: Sequence[int]) -> None:
@@ -99,7 +102,7 @@ class Generation:
     def update(self, number: int, reason: Reason | None = None, error: str | None = None) -> Update:
         """Return the output since the last update; with a reason also the text that was held back."""
         if reason is not None and self._stream is not None and not self._stops.complete:
-            self._text += self._stops.add(self._stream.finish()) + self._stops.finish()
+            self._text += self._stops.add(self._stream.finish(), ends=self._early < 0) + self._stops.finish()
         update = Update(number, tuple(self._tokens), self._text, reason, error, tuple(self._logprobs))
         self._tokens, self._text, self._logprobs = [], "", []
         return update

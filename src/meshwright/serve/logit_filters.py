@@ -37,3 +37,15 @@ def keep_allowed(scores: Tensor, bitmask: Tensor) -> Tensor:
     vocab = scores.shape[1]
     bits = bitmask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=scores.device) & 1
     return scores.masked_fill(bits.flatten(1)[:, :vocab] == 0, REMOVED)
+
+
+def listed(tokens: Tensor, vocab: int) -> Tensor:
+    """A mask `(samples, vocab)` of the token ids in `tokens` `(samples, width)`; the id `vocab` stands for none."""
+    marks = torch.zeros(len(tokens), vocab + 1, dtype=torch.bool, device=tokens.device)
+    return marks.scatter_(1, tokens.long(), True)[:, :vocab]
+
+
+def exclude(scores: Tensor, excluded: Tensor) -> Tensor:
+    """Remove the tokens of a mask `(samples, vocab)`; a row that would lose all its tokens stays as it is."""
+    left = scores.masked_fill(excluded, REMOVED)
+    return torch.where((left > REMOVED).any(1, keepdim=True), left, scores)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from meshwright.kernels.likeliest import keep_likeliest
 from meshwright.kernels.token_draw import draw_from_scores
+from meshwright.serve.device_tables import MirroredTable, WideTable, copy_to_device
+from meshwright.serve.excluded_tokens import ExcludedTokens
 from meshwright.serve.logit_filters import NEW_TOKEN, add_biases, keep_allowed, penalise
 from meshwright.serve.sampling_options import GREEDY, SamplingOptions
 
@@ -44,20 +46,27 @@ class Sampler:
 
     def __init__(self, table_rows: int, device: torch.device, vocab: int) -> None:
         self._device, self._vocab = device, vocab
-        self._floats = _MirroredTable(6, table_rows, torch.float32, device)
-        self._integers = _MirroredTable(3, table_rows, torch.int64, device)
-        self._biases = _Biases(table_rows, device)
+        self._floats = MirroredTable(6, table_rows, torch.float32, device)
+        self._integers = MirroredTable(3, table_rows, torch.int64, device)
+        self._biased_tokens = WideTable(table_rows, torch.int64, device, padding=0)
+        self._biases = WideTable(table_rows, torch.float32, device, padding=0)
+        self._excluded = ExcludedTokens(table_rows, vocab, device)
         self._history = _TokenHistory(vocab, device)
         self._assigned: dict[int, SamplingOptions] = {}
-        self._drawing = self._filtering = self._penalising = self._biased = 0
-        """Assigned rows that draw, filter, penalise, have biases."""
+        self._drawing = self._filtering = self._penalising = 0
+        """Assigned rows that draw, filter, penalise."""
         self._logprobs: Counter[int] = Counter()
         """For each number of top log probabilities, the assigned rows that want it."""
 
     @property
     def greedy(self) -> bool:
         """Whether all requests take the token with the largest logit."""
-        return not (self._drawing or self._penalising or self._biased)
+        return not (self._drawing or self._changes_scores)
+
+    @property
+    def _changes_scores(self) -> bool:
+        """Whether the likeliest token may change by an option."""
+        return bool(self._penalising or self._biases.rows or self._excluded)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -65,16 +74,26 @@ class Sampler:
         return bool(self._logprobs)
 
     def assign(
-        self, table_row: int, options: SamplingOptions, tokens: Sequence[int] = (), prompt_tokens: int = 0
+        self,
+        table_row: int,
+        options: SamplingOptions,
+        tokens: Sequence[int] = (),
+        prompt_tokens: int = 0,
+        stop_ids: Collection[int] = (),
     ) -> None:
-        """Assign a table row to another request, with its text so far: the first `prompt_tokens` of `tokens` are its prompt."""
+        """Assign a table row to another request, with its text so far: the first `prompt_tokens` of `tokens` are its prompt.
+
+        `stop_ids` are not drawn before `SamplingOptions.min_tokens`.
+        """
         self.release(table_row)
         temperature = options.temperature if options.draws else 0.0
         penalties = options.repetition_penalty, options.presence_penalty, options.frequency_penalty
         self._floats.set(table_row, (temperature, options.top_p, options.min_p, *penalties))
         slot = self._history.begin(table_row, tokens, prompt_tokens) if options.penalises else 0
         self._integers.set(table_row, (options.top_k, options.seed, slot))
-        self._biases.set(table_row, options.logit_bias)
+        self._biased_tokens.set(table_row, options.logit_bias.keys())
+        self._biases.set(table_row, options.logit_bias.values())
+        self._excluded.begin(table_row, options, stop_ids, tokens, prompt_tokens)
         self._assigned[table_row] = options
         self._count(options, 1)
 
@@ -83,6 +102,8 @@ class Sampler:
         if (options := self._assigned.pop(table_row, None)) is not None:
             self._count(options, -1)
             self._history.end(table_row)
+            self._biases.release(table_row)
+            self._excluded.end(table_row)
 
     def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The next tokens `(samples,)` int32 of logits `(samples, vocab)`.
@@ -94,19 +115,20 @@ class Sampler:
             return (logits if allowed is None else keep_allowed(logits.float(), allowed)).argmax(1).to(torch.int32)
         self.copy_options()
         temperatures, seeds, scores = self._floats.here[0, table_rows], self._integers.here[1, table_rows], logits
-        changed = self._filtering or self._penalising or self._biased or allowed is not None
+        changed = self._filtering or self._changes_scores or allowed is not None
         if changed or self.divides_in_scores:
-            scores = self.scores(logits, table_rows, allowed)
+            scores = self.scores(logits, table_rows, positions, allowed)
             temperatures = (temperatures > 0).float()
         tokens = draw_from_scores(scores, temperatures, seeds, positions.long())
         if self._penalising:
             self._history.add(self._integers.here[2, table_rows], tokens)
+        self._excluded.add(table_rows, tokens)
         return tokens.to(torch.int32)
 
-    def scores(self, logits: Tensor, table_rows: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def scores(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Scores `(samples, vocab)` in fp32 whose softmax is the distribution that the options describe.
 
-        A row at temperature 0 keeps the scale of its logits; its likeliest token is taken.
+        The arguments are those of `sample`. A row at temperature 0 keeps the scale of its logits; its likeliest token is taken.
         """
         self.copy_options()
         temperature, top_p, min_p, repetition, presence, frequency = self._floats.here[:, table_rows]
@@ -114,10 +136,12 @@ class Sampler:
         scores = logits.float()
         if self._penalising:
             scores = penalise(scores, self._history.counts[slots], repetition, presence, frequency)
-        if self._biased:
-            scores = add_biases(scores, self._biases.tokens[table_rows], self._biases.values[table_rows])
+        if self._biases.rows:
+            scores = add_biases(scores, self._biased_tokens.values[table_rows], self._biases.values[table_rows])
         if allowed is not None:
             scores = keep_allowed(scores, allowed)
+        if self._excluded:
+            scores = self._excluded.apply(scores, table_rows, positions)
         if self._drawing:
             scores = scores / torch.where(temperature > 0, temperature, 1.0)[:, None]
         if self._filtering:
@@ -125,7 +149,7 @@ class Sampler:
         return scores
 
     def draft_scores(self, logits: Tensor, table_rows: Tensor) -> Tensor:
-        """`scores` for drafts, without penalties and biases: the same operations on the device whatever the options are."""
+        """`scores` of drafts, without penalties, biases and excluded tokens: the same operations on the device with any options."""
         temperature, top_p, min_p, *_ = self._floats.here[:, table_rows]
         scores = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
         return keep_likeliest(scores, self._integers.here[0, table_rows], top_p, min_p)
@@ -150,57 +174,9 @@ class Sampler:
         self._drawing += change * options.draws
         self._filtering += change * options.filters
         self._penalising += change * options.penalises
-        self._biased += change * bool(options.logit_bias)
         if options.logprobs:
             self._logprobs[options.top_logprobs] += change
             self._logprobs += Counter()  # without those that no row wants
-
-
-class _MirroredTable:
-    """A table `(columns, table_rows)` that the host changes and the device reads, always at the same address."""
-
-    def __init__(self, columns: int, table_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._host = torch.zeros(columns, table_rows, dtype=dtype)
-        self.here = self._host if device.type == "cpu" else torch.zeros(columns, table_rows, dtype=dtype, device=device)
-        """The table on the device, as of the last copy."""
-        self._changed = False
-
-    def set(self, table_row: int, values: Sequence[float]) -> None:
-        """Change a row on the host."""
-        self._host[:, table_row] = torch.tensor(values, dtype=self._host.dtype)
-        self._changed = True
-
-    def copy(self) -> None:
-        """Copy changes to the device."""
-        if self._changed and self.here is not self._host:
-            _copy(self._host, self.here)
-        self._changed = False
-
-
-class _Biases:
-    """The biases of each table row on the device, as wide as the longest list of biases so far."""
-
-    def __init__(self, table_rows: int, device: torch.device) -> None:
-        self._device = device
-        self.tokens = torch.zeros(table_rows, 0, dtype=torch.int64, device=device)
-        """`(table_rows, width)`; 0 for padding."""
-        self.values = torch.zeros(table_rows, 0, device=device)
-        """`(table_rows, width)`; 0 for padding."""
-        self._used: set[int] = set()
-
-    def set(self, table_row: int, biases: Mapping[int, float]) -> None:
-        """Change a row."""
-        width = self.tokens.shape[1]
-        if len(biases) > width:
-            more = max(len(biases), 2 * width, 8) - width
-            self.tokens, self.values = (functional.pad(table, (0, more)) for table in (self.tokens, self.values))
-            width += more
-        if not biases and table_row not in self._used:
-            return
-        padding = width - len(biases)
-        _copy(torch.tensor([*biases, *[0] * padding]), self.tokens[table_row])
-        _copy(torch.tensor([*biases.values(), *[0.0] * padding]), self.values[table_row])
-        (self._used.add if biases else self._used.discard)(table_row)
 
 
 class _TokenHistory:
@@ -225,7 +201,7 @@ class _TokenHistory:
         self._slot_of[table_row] = slot = self._free.pop()
         counts = self.counts[slot]
         ids = torch.empty(len(tokens), dtype=torch.int64, device=self._device)
-        _copy(torch.tensor(tokens, dtype=torch.int64), ids)
+        copy_to_device(torch.tensor(tokens, dtype=torch.int64), ids)
         counts.zero_()
         counts[ids[:prompt_tokens]] = 1
         new = ids[prompt_tokens:]
@@ -241,9 +217,3 @@ class _TokenHistory:
         """Count new tokens `(samples,)` in slots `(samples,)`."""
         new = torch.full_like(tokens, NEW_TOKEN, dtype=torch.int32)
         self.counts.index_put_((slots, tokens), new, accumulate=True)
-
-
-def _copy(values: Tensor, target: Tensor) -> None:
-    """Copy values of the host to a tensor on the device without waiting for it."""
-    # A fresh pinned copy: the next change may come while this one is under way.
-    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)

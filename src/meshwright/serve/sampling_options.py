@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, TypeGuard
 
 from meshwright.spec.errors import BadInput
 
@@ -13,6 +14,12 @@ LOWEST_TEMPERATURE = 1e-5
 """Below it the likeliest token is taken."""
 MOST_BIASES = 1024
 """Tokens of one request that may have a bias."""
+MOST_ALLOWED_TOKENS = 1024
+"""Ids of `SamplingOptions.allowed_token_ids` at most."""
+MOST_BAD_WORDS = 128
+"""Sequences of `SamplingOptions.bad_words` at most."""
+LONGEST_BAD_WORD = 32
+"""Tokens of one of them at most."""
 _RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -25,6 +32,7 @@ _WHOLE_RANGES: Mapping[str, tuple[int, int]] = {
     "top_k": (0, 2**31 - 1),
     "seed": (0, 2**63 - 1),
     "top_logprobs": (0, 20),
+    "min_tokens": (0, 2**31 - 1),
 }
 _BIAS_RANGE = (-100, 100)
 
@@ -33,8 +41,9 @@ _BIAS_RANGE = (-100, 100)
 class SamplingOptions:
     """Options by which the next token of a request is chosen from its logits.
 
-    They apply in this order: repetition penalty, presence and frequency penalty, bias, temperature, top-k, top-p of the tokens
-    that top-k leaves, min-p. Raises BadInput for a value out of range.
+    They apply in this order: repetition penalty, presence and frequency penalty, bias, tokens that are excluded, temperature, top-k,
+    top-p of the tokens that top-k leaves, min-p. Tokens are excluded by the request's grammar, then by `allowed_token_ids`, `bad_words`
+    and `min_tokens`; one of these that would leave no token at a position does not apply there. Raises BadInput for a value out of range.
     """
 
     temperature: float = 1.0
@@ -53,6 +62,12 @@ class SamplingOptions:
     """Subtracted from the logit of a token for each time that the new text has it."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only token ids that may be drawn; None allows all."""
+    bad_words: Sequence[Sequence[int]] = ()
+    """Sequences of token ids that the new text does not have: the last id of one is not drawn after the others."""
+    min_tokens: int = 0
+    """New tokens before which the text does not end: until then no stop id is drawn, and no stop string ends it."""
     seed: int = 0
     """The draws of a request depend on its seed and the positions of its tokens alone."""
     logprobs: bool = False
@@ -74,22 +89,39 @@ class SamplingOptions:
             raise BadInput(f"logit_bias: expected at most {MOST_BIASES} tokens, got {len(self.logit_bias)}")
         for token, bias in self.logit_bias.items():
             _check_range(f"logit_bias of token {token}", bias, *_BIAS_RANGE)
+        if self.allowed_token_ids is not None:
+            _check_ids("allowed_token_ids", self.allowed_token_ids, MOST_ALLOWED_TOKENS)
+        if not _is_list(self.bad_words) or len(self.bad_words) > MOST_BAD_WORDS:
+            raise BadInput(
+                f"bad_words: expected a list of at most {MOST_BAD_WORDS} words, got {_shown(self.bad_words)}"
+            )
+        for word in self.bad_words:
+            _check_ids("bad_words", word, LONGEST_BAD_WORD)
+        singles = {word[0] for word in self.bad_words if len(word) == 1}
+        if self.allowed_token_ids is not None and singles.issuperset(self.allowed_token_ids):
+            raise BadInput("bad_words: expected to leave one of allowed_token_ids, got all of them")
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> SamplingOptions:
         """Options from values of JSON, whose keys are texts."""
         fields = dict(values)
-        biases = {int(token): bias for token, bias in fields.pop("logit_bias", {}).items()}
-        return cls(**fields, logit_bias=biases)
+        fields["logit_bias"] = {int(token): bias for token, bias in fields.pop("logit_bias", {}).items()}
+        return cls(**fields)
 
     def check_tokens(self, vocab: int) -> None:
-        """Raises BadInput if a bias is for a token that a vocabulary of this size does not have."""
-        for token in self.logit_bias:
-            if not 0 <= token < vocab:
-                nearest = min(max(token, 0), vocab - 1)
-                raise BadInput(
-                    f"logit_bias: expected token ids of 0 to {vocab - 1}, got {token}; the nearest is {nearest}"
-                )
+        """Raises BadInput if an option names a token that a vocabulary of this size does not have."""
+        named: Mapping[str, Iterable[int]] = {
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words": chain.from_iterable(self.bad_words),
+        }
+        for name, tokens in named.items():
+            for token in tokens:
+                if not 0 <= token < vocab:
+                    nearest = min(max(token, 0), vocab - 1)
+                    raise BadInput(
+                        f"{name}: expected token ids of 0 to {vocab - 1}, got {token}; the nearest is {nearest}"
+                    )
 
     def sample(self, index: int) -> SamplingOptions:
         """The options of sample `index` of the same prompt: those of sample 0 with another seed for each."""
@@ -107,8 +139,13 @@ class SamplingOptions:
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on the tokens so far."""
+        """Whether tokens of the text have penalties."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def follows_text(self) -> bool:
+        """Whether the distribution of a token depends on the tokens before by more than the model."""
+        return self.penalises or any(len(word) > 1 for word in self.bad_words)
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
@@ -117,6 +154,23 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         nearest = low if value < low else high
         raise BadInput(f"{name}: expected {low} to {high}, got {value}; the nearest valid value is {nearest}")
+
+
+def _check_ids(name: str, ids: object, most: int) -> None:
+    """Raise BadInput for anything but a list of 1 to `most` integers."""
+    if not _is_list(ids) or not 1 <= len(ids) <= most:
+        raise BadInput(f"{name}: expected a list of 1 to {most} token ids, got {_shown(ids)}")
+    for id in ids:
+        if isinstance(id, bool) or not isinstance(id, int):
+            raise BadInput(f"{name}: expected token ids, got {id!r}")
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
+
+
+def _shown(value: object) -> str:
+    return str(len(value)) if _is_list(value) else repr(value)[:40]
 
 
 def _mixed_seed(seed: int, index: int) -> int:

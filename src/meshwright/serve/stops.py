@@ -14,15 +14,19 @@ class StopStrings:
         self.complete = False
         """Whether the text has reached a stop string; the text before it is complete."""
 
-    def add(self, text: str) -> str:
-        """The text that can be returned now: up to a stop string, or to where one may begin."""
+    def add(self, text: str, *, ends: bool = True) -> str:
+        """The text that can be returned now: up to a stop string, or to where one may begin.
+
+        Only a stop string whose last character is in a text that `ends` counts.
+        """
         if not self._strings:
             return text
-        text = self._held + text
-        ends = [position for string in self._strings if (position := text.find(string)) >= 0]
+        held, text = len(self._held), self._held + text
         if ends:
-            self.complete, self._held = True, ""
-            return text[: min(ends)]
+            found = [text.find(string, max(0, held - len(string) + 1)) for string in self._strings]
+            if positions := [position for position in found if position >= 0]:
+                self.complete, self._held = True, ""
+                return text[: min(positions)]
         keep = max(possible_start(text, string) for string in self._strings)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
