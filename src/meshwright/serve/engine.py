@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,13 +215,13 @@ class Engine:
     ) -> list[int]:
         """Queue `count` requests with one prompt, which is computed once. Returns their numbers.
 
-        Sample i has the seed of `sampling` plus i, so it is the text of a single request with that seed. `options` are those of `submit`.
+        Sample i is the text of a single request with the options `sampling.sample(i)`. `options` are those of `submit`.
         """
         if count < 1:
             raise BadInput(f"samples: expected at least 1, got {count}")
         ids = prompt_ids(prompt, self._tokenizer)
         first = self.submit(ids, sampling=sampling, **options)
-        others = [sample_options(sampling, index) for index in range(1, count)]
+        others = [sampling.sample(index) for index in range(1, count)]
         return [first, *(self.submit(ids, sampling=other, samples_of=first, **options) for other in others)]
 
     def abort(self, number: int) -> None:
@@ -423,11 +422,6 @@ class Engine:
             if (matcher := self._generations[part.request.number].matcher) is not None:
                 matcher.write_bitmask(bitmask, index)
         return bitmask.to(device, non_blocking=True)
-
-
-def sample_options(sampling: SamplingOptions, index: int) -> SamplingOptions:
-    """The options of sample `index` of a prompt: those of sample 0, and the next seeds."""
-    return replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
 def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder | None = None) -> int:

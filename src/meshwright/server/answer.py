@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -77,7 +78,8 @@ class TextAnswer:
             engine_request = EngineRequest(
                 tokens=prompt,
                 new_tokens=min(request.new_tokens or room, room),
-                sampling=request.sampling,
+                # Without a seed the samples of each prompt are drawn for themselves.
+                sampling={"seed": secrets.randbits(63), **request.sampling},
                 stop_ids=request.stop_ids,
                 grammar=request.grammar,
                 count=request.count,

@@ -166,8 +166,6 @@ class EngineLoop:
         options: Mapping[str, Any],
     ) -> tuple[list[int], list[int]]:
         """Report first tokens from another engine and queue the texts that go on; returns the ids and numbers of these."""
-        from meshwright.serve.engine import sample_options
-
         ids, numbers, entries = [], [], []
         for index, (id, (tokens, details)) in enumerate(zip(request["ids"], firsts, strict=True)):
             reason = details.get("reason")
@@ -178,7 +176,7 @@ class EngineLoop:
                 rest = {key: value for key, value in details.items() if key != "reason"}
                 entries.append([id, tokens, rest if goes_on else details])
             if goes_on:
-                sample = sample_options(sampling, index)
+                sample = sampling.sample(index)
                 numbers.append(self._engine.submit(request["tokens"], sampling=sample, given=tokens, **options))
                 ids.append(id)
         if entries:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +52,7 @@ class TextRequest:
     new_tokens: int | None
     """New tokens of a text at most; None: as many as the context has room for."""
     sampling: dict[str, Any]
-    """Fields of `SamplingOptions`."""
+    """Fields of `SamplingOptions`; without `seed` each prompt gets a random one."""
     logprobs: int | None
     """Likeliest tokens to report for each new token; None: no log probabilities."""
     stop_ids: Sequence[int]
@@ -181,20 +180,20 @@ def _stop_strings(fields: Fields, most: int) -> list[str]:
 
 
 def _sampling(fields: Fields, limits: Limits, logprobs: int | None) -> dict[str, Any]:
-    """Fields of `SamplingOptions`, checked by it; a request without a seed gets a random one."""
+    """Fields of `SamplingOptions`, checked by it; without `seed` if the body has none."""
     values = {key: value for key in _SAMPLING_NUMBERS if (value := fields.take(key)) is not None}
     if (top_k := fields.integer("top_k", -1, 2**31 - 1, None)) is not None:
         values["top_k"] = max(top_k, 0)
     seed = fields.integer("seed", -LARGEST_INTEGER - 1, LARGEST_INTEGER, None)
-    values["seed"] = secrets.randbits(63) if seed is None else seed & LARGEST_INTEGER
+    given = {} if seed is None else {"seed": seed & LARGEST_INTEGER}
     values["logit_bias"] = _biases(fields.take("logit_bias"))
     values |= {"logprobs": logprobs is not None, "top_logprobs": logprobs or 0}
     try:
-        options = SamplingOptions(**values)
+        options = SamplingOptions(**values, **given)
         options.check_tokens(limits.vocab)
     except BadInput as error:
         raise RequestError(400, str(error), param=str(error).partition(":")[0].partition(" ")[0]) from None
-    return {key: value for key, value in vars(options).items() if value != getattr(SamplingOptions, key, None)}
+    return {key: value for key, value in vars(options).items() if value != getattr(SamplingOptions, key, None)} | given
 
 
 def _biases(value: object) -> dict[int, float]:
