@@ -248,6 +248,8 @@ class EngineEnd:
             "new_tokens": 1,
             "stop_ids": [],
             "grammar": None,
+            "priority": 0,
+            "salt": "",
         }
         start = time.perf_counter()
         self.send({"submit": request})

@@ -58,7 +58,7 @@ def continue_with_newer_weights(engine: Engine, folder: str, other: str) -> Any:
 def exchange_blocks(engine: Engine, content: bytes | None) -> Any:
     """Identity, bytes of a prompt's blocks, text, and cached blocks; with `content` the blocks come from there."""
     prompt, blocks = [7 * index % 90 for index in range(30)], engine.prefix_blocks()
-    digests = blocks.digests(prompt)
+    digests = blocks.digests(prompt, "")
     if content is not None:
         reserved = blocks.reserve(digests, 0)
         assert reserved is not None and len(reserved) == len(digests) == blocks.missing(digests)

@@ -39,7 +39,7 @@ def make_request(draw: random.Random, number: int, now: float, earlier: list[Req
             other.priority,
             arrival=now,
             samples_of=other.number,
-            salt=other.salt,
+            salt=draw.choice([other.salt, other.salt, "b"]),
         )
     # A small vocabulary and common beginnings make equal prefixes and equal whole texts likely.
     prompt = [1 + index % 3 for index in range(draw.choice([0, 8, 16]))]

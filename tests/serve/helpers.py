@@ -83,7 +83,7 @@ def continued_texts(
     moved, ours, theirs = [], sender.prefix_blocks(), receiver.prefix_blocks()
     cached = receiver.figures().cached_tokens
     for prompt in prompts:
-        digests = ours.digests(prompt, tail=True)
+        digests = ours.digests(prompt, "", tail=True)
         unsent = ours.unsent(digests, 0)
         first = texts(sender, [prompt], new_tokens=1, continued_elsewhere=True, **request)[0]
         unsent.extend()

@@ -13,7 +13,15 @@ from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.messages import MessageReader, encode
 from tests.server.helpers import SIZES
 
-REQUEST = {"tokens": [5, 6, 7] * 9, "new_tokens": 100, "sampling": {}, "stop_ids": [], "grammar": None}
+REQUEST = {
+    "tokens": [5, 6, 7] * 9,
+    "new_tokens": 100,
+    "sampling": {},
+    "stop_ids": [],
+    "grammar": None,
+    "priority": 0,
+    "salt": "",
+}
 
 
 def test_a_request_that_is_aborted_in_a_step_has_no_blocks_after_the_next(

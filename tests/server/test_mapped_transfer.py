@@ -99,7 +99,16 @@ def test_a_receiver_that_fails_leaves_no_unreturned_blocks(
         receiver = connected(address, "", blocks.identity(), host=blocks.own_blocks.host)
         assert "cache" in next_message(receiver)
         receiver.send({"mapped": True})
-        prompt = {"job": 1, "count": 1, "first_block": 0, "sampling": {}, "stop_ids": [], "grammar": None}
+        prompt = {
+            "job": 1,
+            "count": 1,
+            "first_block": 0,
+            "sampling": {},
+            "stop_ids": [],
+            "grammar": None,
+            "priority": 0,
+            "salt": "",
+        }
         receiver.send({"prefill": {**prompt, "tokens": [1 + number % 200 for number in range(150)]}})
         while "mapped_blocks" not in next_message(receiver):
             pass

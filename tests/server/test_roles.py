@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from meshwright.server import prefill_jobs
 from meshwright.server.addresses import check_addresses
 from meshwright.server.app import admin_app
 from meshwright.server.block_store import StoreServer
+from meshwright.server.engine_client import EngineRequest, Subscription
 from meshwright.server.frames import MESSAGE_BYTES, FrameSocket, listen, start_connecting
 from meshwright.server.instances import Instances
 from meshwright.server.router import ClientConnection
@@ -196,7 +198,16 @@ def test_a_receiver_that_fails_leaves_no_blocks(folder: Path, tmp_path: Path, wa
     with running_server(folder, role="prefill", transfer_address=address, transfer_seconds=0.3) as prefill:
         receiver = connected(address, "", prefill.engine.prefix_blocks().identity())
         assert "welcome" in next_message(receiver)
-        prompt = {"job": 1, "count": 1, "first_block": 0, "sampling": {}, "stop_ids": [], "grammar": None}
+        prompt = {
+            "job": 1,
+            "count": 1,
+            "first_block": 0,
+            "sampling": {},
+            "stop_ids": [],
+            "grammar": None,
+            "priority": 0,
+            "salt": "",
+        }
         receiver.send({"prefill": {**prompt, "tokens": [1 + number % 200 for number in range(150)]}})
         while "blocks" not in next_message(receiver):
             pass
@@ -218,7 +229,16 @@ def test_blocks_leave_after_each_chunk_of_a_prompt(folder: Path, tmp_path: Path)
     address = f"unix:{tmp_path}/a"
     with running_server(folder, role="prefill", transfer_address=address) as prefill:
         receiver = connected(address, "", prefill.engine.prefix_blocks().identity())
-        prompt = {"job": 1, "count": 1, "first_block": 0, "sampling": {}, "stop_ids": [], "grammar": None}
+        prompt = {
+            "job": 1,
+            "count": 1,
+            "first_block": 0,
+            "sampling": {},
+            "stop_ids": [],
+            "grammar": None,
+            "priority": 0,
+            "salt": "",
+        }
         receiver.send({"prefill": {**prompt, "tokens": [1 + number % 200 for number in range(150)]}})
         sent: list[tuple[int, int]] = []
         messages: list[dict[str, Any]] = []
@@ -310,6 +330,51 @@ def test_a_store_that_ends_while_it_answers_loses_no_request(
         store.close()
         assert [choice["text"] for choice in result.result(60)] == expected[1]
         server.settle()
+
+
+async def tokens_of(server: RunningServer, salt: str, priority: int = 0) -> list[int]:
+    """The text of a prompt with a salt."""
+    subscription = Subscription(whole=True)
+    request = EngineRequest(tokens=TOKENS, new_tokens=5, sampling={"temperature": 0.0}, salt=salt, priority=priority)
+    server.api.client.submit(request, subscription, 0)
+    return [token for news in await subscription.next() for token in news.tokens]
+
+
+SALTS = ["", "a", "", "a", "=a", "\udc80\ud800", "a"]
+"""Each of these prompts may find those of an equal salt, and no others."""
+TOKENS = [1 + number % 200 for number in range(50)]
+
+
+def test_salts_divide_the_caches_of_both_roles(folder: Path, tmp_path: Path) -> None:
+    with engines(folder, [f"unix:{tmp_path}/a"]) as (prefill, decode):
+        wait_for_peers(decode)
+        texts, moved = [], []
+        for salt in SALTS:
+            texts.append(decode.run(tokens_of(decode, salt, priority=len(texts))))
+            moved.append(figures(decode).received_blocks)
+        new = [salt not in SALTS[:index] for index, salt in enumerate(SALTS)]
+        assert [after - before for before, after in pairwise([0, *moved])] == [13 if first else 0 for first in new]
+        assert all(text == texts[0] for text in texts) and not figures(decode).lost_prompts
+        for server in (prefill, decode):
+            (pool,) = server.engine._policy.cache.pools
+            assert len(pool.block_of) >= 12 * len(set(SALTS))
+        assert prefill.engine._policy.cached_tokens == 0, "a prompt found blocks of another salt"
+
+
+def test_salts_divide_a_store(folder: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/store"
+    with running_store(address, key="") as store:
+        with running_server(folder, block_cache=address) as first:
+            wait_until(lambda: sum(connection.identity is not None for connection in store.connections) == 1)
+            for count, salt in enumerate(["", "a"], 1):
+                first.run(tokens_of(first, salt))
+                wait_until(lambda count=count: store.store is not None and len(store.store) == 12 * count)
+        with running_server(folder, block_cache=address) as second:
+            wait_until(lambda: figures(second).store_connected)
+            for fetched, salt in ((12, "a"), (12, "b"), (12, "a"), (24, "")):
+                second.run(tokens_of(second, salt))
+                wait_until(lambda fetched=fetched: figures(second).fetched_blocks == fetched)
+            wait_until(lambda: store.store is not None and len(store.store) == 36)
 
 
 @contextmanager

@@ -12,17 +12,20 @@ from typing import Any, cast
 
 import pytest
 
+from meshwright.policies.batch_request import BatchLimits
 from meshwright.serve.generation import Update
 from meshwright.server import prefill_jobs, store_client
 from meshwright.server.engine_process import FAILED_STEPS, Connection, EngineLoop, EngineLost
 from meshwright.server.frames import BadFrame, FrameSocket, listen
 from meshwright.server.prefill_jobs import MOST_TEXTS, PrefillConnection, PrefillJobs
+from meshwright.server.remote_prefill import SHARED_KEYS
 from meshwright.server.staging import Staging
 from meshwright.server.store_client import Fetch, StoreClient
 from meshwright.server.transfers import TransferFigures, Transfers, TransferSetup
 
 PROMPT = {
     "job": 1, "tokens": [5, 6], "count": 2, "first_block": 0, "sampling": {}, "stop_ids": [], "grammar": None,
+    "priority": 0, "salt": "",
 }  # fmt: skip
 HELLO = {"hello": {"key": "", "identity": "weights"}}
 
@@ -32,6 +35,7 @@ class Engine:
 
     block_bytes = 64
     own_blocks = None
+    limits = BatchLimits(tokens=1, sequences=1)
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
@@ -53,7 +57,7 @@ class Engine:
     def abort(self, number: int) -> None:
         self.aborted.append(number)
 
-    def digests(self, tokens: list[int], *, tail: bool = False) -> list[bytes]:
+    def digests(self, tokens: list[int], salt: str, *, tail: bool = False) -> list[bytes]:
         return [b"digest"]
 
     def can_hold(self, digests: Sequence[bytes]) -> bool:
@@ -80,10 +84,10 @@ class Engine:
 
         return Reserved(digests)
 
-    def fetch(self, tokens: list[int], done: Callable[[], None]) -> None:
+    def fetch(self, tokens: list[int], salt: str, done: Callable[[], None]) -> None:
         self.looked_up.append(done)
 
-    def hand_in(self, number: int, tokens: list[int]) -> None:
+    def hand_in(self, number: int, tokens: list[int], salt: str) -> None:
         pass
 
 
@@ -124,6 +128,7 @@ def sender(tmp_path: Path) -> Iterator[Sender]:
     [
         {"tokens": ["5"]}, {"tokens": [5, -1]}, {"tokens": "5"}, {"count": "2"}, {"count": 1.5}, {"first_block": None},
         {"sampling": {"heat": 1}}, {"sampling": None}, {"stop_ids": None}, {"grammar": [1, 2]}, {"grammar": ["regex"]},
+        {"priority": "1"}, {"salt": None},
     ],
 )  # fmt: skip
 def test_a_wrong_prompt_ends_the_connection_and_is_not_submitted(sender: Sender, wrong: dict[str, Any]) -> None:
@@ -224,9 +229,7 @@ class Receiver:
         self.frames.send({"welcome": sizes}, descriptor=self.staging.descriptor)
         self.transfers.wait(self.client.fileno(), lambda: True)  # a descriptor ends what is read at once
         self.say({"load": 0, "accepting": True})
-        assert self.transfers.begin(
-            {"ids": [0], **{key: PROMPT[key] for key in ("tokens", "sampling", "stop_ids", "grammar")}}
-        )
+        assert self.transfers.begin({"ids": [0], **{key: PROMPT[key] for key in SHARED_KEYS}})
 
     def say(self, message: dict[str, Any]) -> None:
         self.frames.send(message)

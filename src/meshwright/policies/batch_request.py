@@ -14,6 +14,10 @@ from typing import Literal, NamedTuple
 from meshwright.spec.errors import BadInput
 
 Reason = Literal["length", "stop", "deadline", "abort", "failed"]
+LARGEST_PRIORITY = 2**31 - 1
+"""Priorities are from the negative of this to it."""
+LONGEST_SALT = 256
+"""Characters of a salt at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Request:
     samples_of: int | None = None
     """Number of another request with the same prompt; this one waits until that prompt is computed, then shares its blocks."""
     salt: str = ""
-    """Only requests of equal salt share cached blocks."""
+    """Only requests of equal salt share cached blocks, here and in other engines and stores."""
     given: Sequence[int] = ()
     """New tokens that are known already; the text goes on after them."""
     continued_elsewhere: bool = False
@@ -59,6 +63,10 @@ class BatchLimits:
     """
     reserve: float = 0.01
     """Fraction of the blocks that admission leaves free for the growth of running requests."""
+
+    def turn(self, arrival: float, priority: int) -> float:
+        """Order of a request among others: that of the smallest number goes first."""
+        return arrival - priority * self.priority_seconds
 
     def __post_init__(self) -> None:
         if self.sequences < 1 or self.tokens < 1:

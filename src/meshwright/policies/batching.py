@@ -15,8 +15,18 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from meshwright.policies.batch_queue import RequestQueue
-from meshwright.policies.batch_request import BatchLimits, Ended, Part, Progress, Reason, Request, Step
-from meshwright.policies.cache_blocks import NO_SALT, BlockTables
+from meshwright.policies.batch_request import (
+    LARGEST_PRIORITY,
+    LONGEST_SALT,
+    BatchLimits,
+    Ended,
+    Part,
+    Progress,
+    Reason,
+    Request,
+    Step,
+)
+from meshwright.policies.cache_blocks import NO_SALT, BlockTables, block_digest, extend_digests, root_digest
 from meshwright.policies.running_batch import RunningBatch
 from meshwright.spec.errors import BadInput
 
@@ -77,7 +87,7 @@ class BatchPolicy(Generic[Cache]):
         Raises BadInput if the cache could not hold it alone or its numbers make no sense.
         """
         self.check(request)
-        key = (request.arrival - request.priority * self.limits.priority_seconds, request.number)
+        key = (self.limits.turn(request.arrival, request.priority), request.number)
         salt = NO_SALT + request.salt if self.limits.prefix_cache else None
         progress = Progress(request, key, len(self.cache.counts), salt)
         progress.digests.extend(digests)
@@ -86,7 +96,7 @@ class BatchPolicy(Generic[Cache]):
         if request.deadline is not None:
             self._queue.watch_deadline(progress, request.deadline)
         leader = None if request.samples_of is None else self._progress.get(request.samples_of)
-        if leader is None:
+        if leader is None or leader.request.salt != request.salt:
             self._queue.push(progress)
             return
         if not self.limits.prefix_cache:
@@ -107,13 +117,19 @@ class BatchPolicy(Generic[Cache]):
         return ended
 
     def prompt_digests(
-        self, prompt: Sequence[int], generation: int | None = None, *, tail: bool = False
+        self, prompt: Sequence[int], generation: int | None = None, *, tail: bool = False, salt: str = ""
     ) -> list[bytes]:
-        """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them, for requests without a salt.
+        """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them, for requests with this salt.
 
         `generation` of weights, None: the current one.
         """
-        return self._batch.prompt_digests(prompt, self._batch.generation if generation is None else generation, tail)
+        size = self.cache.tokens_per_block
+        root = root_digest(NO_SALT + salt, self._batch.generation if generation is None else generation)
+        digests: list[bytes] = []
+        extend_digests(digests, root, prompt, len(prompt) // size, size)
+        if tail and len(prompt) % size:
+            digests.append(block_digest(digests[-1] if digests else root, prompt[len(digests) * size :]))
+        return digests
 
     def forget_cache(self) -> None:
         """Empty the prefix cache, for new weights, and take the blocks of running requests, which are computed again.
@@ -324,6 +340,10 @@ class BatchPolicy(Generic[Cache]):
             raise BadInput(f"{name}: another request has this number")
         if not request.prompt or request.new_tokens < 1:
             raise BadInput(f"{name}: expected a prompt of at least one token and at least one new token")
+        if not -LARGEST_PRIORITY <= request.priority <= LARGEST_PRIORITY:
+            raise BadInput(f"{name}: expected a priority of at most {LARGEST_PRIORITY}, got {request.priority}")
+        if len(request.salt) > LONGEST_SALT:
+            raise BadInput(f"{name}: expected a salt of at most {LONGEST_SALT} characters, got {len(request.salt)}")
         if request.new_tokens <= len(request.given):
             raise BadInput(f"{name}: {len(request.given)} of {request.new_tokens} new tokens are given; none is left")
         self._batch.check_size(request)

@@ -23,7 +23,7 @@ UNUSED_BLOCK = 0
 
 def root_digest(salt: str, generation: int) -> bytes:
     """Digest before the first block, for a salt and a generation of weights."""
-    name = salt.encode("utf-8", "surrogateescape")
+    name = salt.encode("utf-8", "surrogatepass")  # any text of JSON; different texts have different bytes
     return hashlib.blake2b(name + generation.to_bytes(8, "little"), digest_size=32).digest()
 
 

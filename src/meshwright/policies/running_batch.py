@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
 from meshwright.policies.batch_request import BatchLimits, Part, Progress, Request, Step
-from meshwright.policies.cache_blocks import NO_SALT, BlockTables, block_digest, extend_digests, root_digest
+from meshwright.policies.cache_blocks import BlockTables, block_digest, extend_digests, root_digest
 from meshwright.spec.errors import BadInput
 
 
@@ -313,15 +313,6 @@ class RunningBatch:
             return
         root = root_digest(progress.salt, progress.generation)
         extend_digests(progress.digests, root, progress.tokens, blocks, self.cache.tokens_per_block)
-
-    def prompt_digests(self, prompt: Sequence[int], generation: int, tail: bool) -> list[bytes]:
-        """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them, for requests without a salt."""
-        digests: list[bytes] = []
-        size, root = self.cache.tokens_per_block, root_digest(NO_SALT, generation)
-        extend_digests(digests, root, prompt, len(prompt) // size, size)
-        if tail and len(prompt) % size:
-            digests.append(block_digest(digests[-1] if digests else root, prompt[len(digests) * size :]))
-        return digests
 
     def forget_cache(self) -> None:
         """Empty the prefix cache, and take the blocks of all requests, which are computed again."""

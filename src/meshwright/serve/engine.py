@@ -204,6 +204,7 @@ class Engine:
             deadline=None if request.seconds is None else now + request.seconds,
             arrival=now,
             samples_of=request.samples_of,
+            salt=request.salt,
             given=tuple(request.given),
             continued_elsewhere=request.continued_elsewhere,
         )

@@ -27,6 +27,7 @@ class PrefixBlocks:
 
     def __init__(self, model: Decoder, policy: BatchPolicy[CacheBlocks], cache: KVCache) -> None:
         self._model, self._policy, self._cache = model, policy, policy.cache
+        self.limits = policy.limits
         self._contents = [tensor.view(torch.uint8).view(len(tensor), -1) for tensor in cache.tensors]
         """Bytes of all blocks of each group, `(blocks, bytes)`."""
         self._shapes = [tuple(tensor.shape[1:]) for tensor in cache.tensors]
@@ -42,13 +43,13 @@ class PrefixBlocks:
         content = repr((self._weight_sums().tolist(), str(self._dtype), self._shapes))
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
-    def digests(self, prompt: Sequence[int], *, tail: bool = False) -> list[bytes]:
+    def digests(self, prompt: Sequence[int], salt: str, *, tail: bool = False) -> list[bytes]:
         """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them."""
-        return self._policy.prompt_digests(prompt, tail=tail)
+        return self._policy.prompt_digests(prompt, salt=salt, tail=tail)
 
-    def keys(self, prompt: Sequence[int]) -> list[bytes]:
+    def keys(self, prompt: Sequence[int], salt: str) -> list[bytes]:
         """Names of the full blocks of a prompt for engines of the same `identity`, however often each has replaced its weights."""
-        return self._policy.prompt_digests(prompt, generation=0)
+        return self._policy.prompt_digests(prompt, generation=0, salt=salt)
 
     def missing(self, digests: Sequence[bytes]) -> int:
         """Blocks of a prompt that would have to be filled; 0 if the cache cannot hold the prompt."""

@@ -23,6 +23,9 @@ class TextRequest:
     stop_strings: Sequence[str] = ()
     """The text ends before the first of these, with the reason "stop"."""
     priority: int = 0
+    """Requests of a larger number go first; a level is worth as many seconds as `BatchLimits.priority_seconds`."""
+    salt: str = ""
+    """Only requests of equal salt share cached blocks."""
     seconds: float | None = None
     """Time from now after which it ends with the reason "deadline"."""
     samples_of: int | None = None

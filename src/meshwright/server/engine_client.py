@@ -108,6 +108,10 @@ class EngineRequest:
     """Notation and text of a `Grammar`."""
     count: int = 1
     """Number of texts."""
+    priority: int = 0
+    """Requests of a larger number go first. In HTTP requests, as in vLLM, those of a lower one: the reader changes the sign."""
+    salt: str = ""
+    """`cache_salt`: only requests of equal salt share cached blocks, in all engines and in the store."""
 
 
 class EngineClient(asyncio.Protocol):
@@ -168,6 +172,8 @@ class EngineClient(asyncio.Protocol):
                     "sampling": request.sampling,
                     "stop_ids": list(request.stop_ids),
                     "grammar": request.grammar,
+                    "priority": request.priority,
+                    "salt": request.salt,
                 }
             }
         )

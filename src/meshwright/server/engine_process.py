@@ -143,6 +143,8 @@ class EngineLoop:
             "new_tokens": request["new_tokens"],
             "stop_ids": request["stop_ids"],
             "grammar": None if request["grammar"] is None else Grammar(*request["grammar"]),
+            "priority": request["priority"],
+            "salt": request["salt"],
         }
         try:
             if firsts is None:
@@ -154,7 +156,7 @@ class EngineLoop:
             self._connection.send({"refused": ids, "error": str(error), "code": code})
             return
         if self.transfers is not None and numbers:
-            self.transfers.hand_in(numbers[0], request["tokens"])
+            self.transfers.hand_in(numbers[0], request)
         self._numbers.update(zip(ids, numbers, strict=True))
         self._ids.update(zip(numbers, ids, strict=True))
 

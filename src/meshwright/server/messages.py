@@ -2,7 +2,7 @@
 
 To the engine, each message has one of these keys:
 
-- `submit`: requests with one prompt: `{ids, tokens, new_tokens, sampling, stop_ids, grammar}`
+- `submit`: requests with one prompt: `{ids, tokens, new_tokens, sampling, stop_ids, grammar, priority, salt}`
 - `abort`: ids of requests
 - `pause`: whether steps stop
 - `load`: the folder with newer weights

@@ -45,6 +45,7 @@ class PrefillRequest:
     """The fields of a message `prefill`, checked."""
 
     tokens: list[int]
+    salt: str
     count: int
     first_block: int
     """Index of the first block that the receiver lacks."""
@@ -59,10 +60,13 @@ class PrefillRequest:
 
         tokens, stop_ids, grammar = message["tokens"], message["stop_ids"], message["grammar"]
         count, first_block = message["count"], message["first_block"]
+        priority, salt = message["priority"], message["salt"]
         if not is_list_of_ids(tokens) or not is_list_of_ids(stop_ids):
             raise BadFrame("tokens and stop_ids: expected lists of token ids")
-        if type(count) is not int or type(first_block) is not int:
-            raise BadFrame("count and first_block: expected integers")
+        if not type(count) is type(first_block) is type(priority) is int:
+            raise BadFrame("count, first_block and priority: expected integers")
+        if not isinstance(salt, str):
+            raise BadFrame("salt: expected text")
         if grammar is not None and not all(isinstance(text, str) for text in grammar):
             raise BadFrame("grammar: expected its notation and text")
         if not 1 <= count <= MOST_TEXTS:
@@ -73,8 +77,10 @@ class PrefillRequest:
             "continued_elsewhere": True,
             "stop_ids": stop_ids,
             "grammar": None if grammar is None else Grammar(*grammar),
+            "priority": priority,
+            "salt": salt,
         }
-        return cls(tokens, count, max(0, first_block), options)
+        return cls(tokens, salt, count, max(0, first_block), options)
 
 
 class PrefillJob:
@@ -235,7 +241,7 @@ class PrefillJobs:
         if self._store is None:
             queue()
         else:
-            self._store.fetch(prompt.tokens, queue)
+            self._store.fetch(prompt.tokens, prompt.salt, queue)
 
     def _queue(self, connection: PrefillConnection, number: int, prompt: PrefillRequest) -> None:
         """Submit a prompt unless it was cancelled. The store calls this outside of `serve`, so errors are handled here."""
@@ -248,7 +254,7 @@ class PrefillJobs:
             self._close(connection)
 
     def _submit(self, connection: PrefillConnection, number: int, prompt: PrefillRequest) -> None:
-        digests = self._blocks.digests(prompt.tokens, tail=True)
+        digests = self._blocks.digests(prompt.tokens, prompt.salt, tail=True)
         try:
             requests = self._engine.submit_samples(prompt.tokens, prompt.count, **prompt.options)
         except BadInput as error:
@@ -258,7 +264,7 @@ class PrefillJobs:
         connection.jobs[number] = job = PrefillJob(number, len(prompt.tokens), unsent, requests)
         self._job_of_text.update(dict.fromkeys(requests, job))
         if self._store is not None:
-            self._store.hand_in(requests[0], prompt.tokens)
+            self._store.hand_in(requests[0], prompt.tokens, prompt.salt)
 
     def _free_slots(self, connection: PrefillConnection, slots: Sequence[int]) -> None:
         assert connection.staging is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 RETRY_SECONDS = 0.5
 """Time between two attempts to connect to a peer."""
+SHARED_KEYS = ("tokens", "sampling", "stop_ids", "grammar", "priority", "salt")
+"""Keys of a message `submit` that a peer gets too."""
 
 
 class Submit(Protocol):
@@ -44,6 +47,8 @@ class RemotePrompt:
     number: int
     digests: Sequence[bytes]
     """Digests of the prompt's blocks, the last of which may not be full."""
+    turn: float
+    """Its order among waiting prompts, by arrival and priority."""
     peer: Peer | None = None
     """The peer that computes it; None while it waits for blocks."""
     reserved: ReservedBlocks | None = None
@@ -92,6 +97,7 @@ class RemotePrefill:
         """Whether prompts go to peers."""
         self._identity = ""
         self._waiting: deque[RemotePrompt] = deque()
+        """Prompts without blocks, the first in order first."""
         self._numbers = itertools.count()
         self.received_blocks = self.damaged_blocks = self.lost_prompts = 0
         """Numbers of received blocks, of blocks with a wrong checksum, and of prompts that a peer did not finish."""
@@ -116,12 +122,15 @@ class RemotePrefill:
         """Take over a request; false if its prompt is to be computed here, by the caller."""
         if not self.enabled or not any(peer.usable for peer in self.peers):
             return False
-        if not self._blocks.missing(self._blocks.digests(request["tokens"])):
+        tokens, salt = request["tokens"], request["salt"]
+        if not self._blocks.missing(self._blocks.digests(tokens, salt)):
             return False
-        digests = self._blocks.digests(request["tokens"], tail=True)
+        digests = self._blocks.digests(tokens, salt, tail=True)
         if not self._blocks.can_hold(digests):
             return False
-        self._waiting.append(RemotePrompt(request, next(self._numbers), digests))
+        turn = self._blocks.limits.turn(time.monotonic(), request["priority"])
+        prompt = RemotePrompt(request, next(self._numbers), digests, turn)
+        insort(self._waiting, prompt, key=lambda waiting: waiting.turn)
         self.start()
         return True
 
@@ -147,7 +156,7 @@ class RemotePrefill:
         assert peer.frames is not None and prompt.reserved is not None
         request, prompt.peer, prompt.heard = prompt.request, peer, time.monotonic()
         peer.prompts[prompt.number] = prompt
-        shared = {key: request[key] for key in ("tokens", "sampling", "stop_ids", "grammar")}
+        shared = {key: request[key] for key in SHARED_KEYS}
         message = {"job": prompt.number, "count": len(request["ids"]), "first_block": prompt.reserved.first, **shared}
         try:
             peer.frames.send({"prefill": message})

@@ -67,27 +67,27 @@ class StoreClient:
         self._lose(retry=0.0)
         self._identity = identity
 
-    def fetch(self, prompt: Sequence[int], done: Callable[[], None]) -> None:
+    def fetch(self, prompt: Sequence[int], salt: str, done: Callable[[], None]) -> None:
         """Copy the stored blocks of a prompt into the cache, then call `done`; at once if there is nothing to fetch."""
-        digests = self._blocks.digests(prompt)
+        digests = self._blocks.digests(prompt, salt)
         missing = self._blocks.missing(digests)
         if not self.usable or not missing or self.frames is None:
             done()
             return
-        number, keys = next(self._numbers), self._blocks.keys(prompt)
+        number, keys = next(self._numbers), self._blocks.keys(prompt, salt)
         self._fetches[number] = Fetch(digests, len(digests) - missing, done, time.monotonic())
         try:
             self.frames.send({"get": number, "names": [key.hex() for key in keys[len(keys) - missing :]]})
         except EOFError:
             self._lose()
 
-    def hand_in(self, number: int, prompt: Sequence[int]) -> None:
+    def hand_in(self, number: int, prompt: Sequence[int], salt: str) -> None:
         """Hand in the blocks of a prompt that are not cached yet, once the request `number` of the engine has computed them."""
-        digests = self._blocks.digests(prompt)
+        digests = self._blocks.digests(prompt, salt)
         missing = self._blocks.missing(digests)
         if self.usable and missing:
             unsent = self._blocks.unsent(digests, len(digests) - missing)
-            self._computing[number] = unsent, [key.hex() for key in self._blocks.keys(prompt)]
+            self._computing[number] = unsent, [key.hex() for key in self._blocks.keys(prompt, salt)]
 
     def after_step(self, updates: Sequence[Update]) -> None:
         """Send the blocks that a step has computed, as far as staging memory has room."""

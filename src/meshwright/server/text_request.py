@@ -185,7 +185,7 @@ def _sampling(fields: Fields, limits: Limits, logprobs: int | None) -> dict[str,
     if (top_k := fields.integer("top_k", -1, 2**31 - 1, None)) is not None:
         values["top_k"] = max(top_k, 0)
     seed = fields.integer("seed", -LARGEST_INTEGER - 1, LARGEST_INTEGER, None)
-    given = {} if seed is None else {"seed": seed & LARGEST_INTEGER}
+    given: dict[str, Any] = {} if seed is None else {"seed": seed & LARGEST_INTEGER}
     values["logit_bias"] = _biases(fields.take("logit_bias"))
     values |= {"logprobs": logprobs is not None, "top_logprobs": logprobs or 0}
     try:

@@ -127,7 +127,7 @@ class Transfers:
         if self._store is None:
             return self._receiver.begin(request)
         self._fetching.update(request["ids"])
-        self._store.fetch(request["tokens"], partial(self._begin_fetched, request))
+        self._store.fetch(request["tokens"], request["salt"], partial(self._begin_fetched, request))
         return True
 
     def _begin_fetched(self, request: Mapping[str, Any]) -> None:
@@ -139,10 +139,10 @@ class Transfers:
         if wanted and not self._receiver.begin(request):
             self._submit(request, None)
 
-    def hand_in(self, number: int, prompt: Sequence[int]) -> None:
+    def hand_in(self, number: int, request: Mapping[str, Any]) -> None:
         """Hand the blocks that the engine computes for the prompt of its request `number` to the store."""
         if self._store is not None:
-            self._store.hand_in(number, prompt)
+            self._store.hand_in(number, request["tokens"], request["salt"])
 
     def abort(self, ids: Sequence[int]) -> None:
         """Forget texts whose prompts are elsewhere."""
