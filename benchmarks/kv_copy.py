@@ -241,9 +241,11 @@ class EngineEnd:
 
     def first_token_seconds(self, number: int, prompt: Sequence[int]) -> float:
         """Time from a request to its only token."""
+        from meshwright.server.packed_ids import ids_as_text
+
         request = {
             "ids": [number],
-            "tokens": prompt,
+            "tokens": ids_as_text(prompt),
             "sampling": {"temperature": 0.0},
             "new_tokens": 1,
             "stop_ids": [],

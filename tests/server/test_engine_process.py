@@ -11,10 +11,11 @@ import pytest
 from meshwright.server.engine_process import Connection, EngineLoop, load_engine
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.messages import MessageReader, encode
+from meshwright.server.packed_ids import ids_as_text
 from tests.server.helpers import SIZES
 
 REQUEST = {
-    "tokens": [5, 6, 7] * 9,
+    "tokens": ids_as_text([5, 6, 7] * 9),
     "new_tokens": 100,
     "sampling": {},
     "stop_ids": [],

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 from meshwright.serve.figures import EngineFigures
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.metrics import ServerMetrics
+from meshwright.server.packed_ids import ids_as_text
 from meshwright.server.transfers import TransferFigures
 from meshwright.spec.deployment import Role
 from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
@@ -167,7 +168,7 @@ class EngineClient(asyncio.Protocol):
             {
                 "submit": {
                     "ids": ids,
-                    "tokens": list(request.tokens),
+                    "tokens": ids_as_text(request.tokens),
                     "new_tokens": request.new_tokens,
                     "sampling": request.sampling,
                     "stop_ids": list(request.stop_ids),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.events.parent import end_with_parent
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.messages import MessageReader, encode
+from meshwright.server.packed_ids import ids_of_text
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.transfers import TransferFigures, Transfers, TransferSetup
 from meshwright.spec.deployment import Role
@@ -130,6 +131,7 @@ class EngineLoop:
             actions[key](value)
 
     def _submit(self, request: dict[str, Any]) -> None:
+        request["tokens"] = ids_of_text(request["tokens"])
         if self.transfers is None or not self.transfers.begin(request):
             self._submit_texts(request, None)
 

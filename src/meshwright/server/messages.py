@@ -2,7 +2,8 @@
 
 To the engine, each message has one of these keys:
 
-- `submit`: requests with one prompt: `{ids, tokens, new_tokens, sampling, stop_ids, grammar, priority, salt}`
+- `submit`: requests with one prompt: `{ids, tokens, new_tokens, sampling, stop_ids, grammar, priority, salt}`,
+  `tokens` as in `packed_ids.py`
 - `abort`: ids of requests
 - `pause`: whether steps stop
 - `load`: the folder with newer weights
