@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.data.chat_template import TOKENIZER_CONFIG, folder_template, read_object, read_text, special_tokens
+from meshwright.server.token_reach import TokenReach, token_reach
 from meshwright.spec.errors import BadInput, attach_key
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class ModelFiles:
     """Jinja source of the template of chats."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Variables of the template such as `bos_token`."""
+    reach: TokenReach | None = None
+    """Most text that a token stands for; None: it has no limit."""
 
 
 def read_model_files(folder: Path, chat_template: Path | None = None) -> ModelFiles:
@@ -47,6 +50,9 @@ def read_model_files(folder: Path, chat_template: Path | None = None) -> ModelFi
         tokenizer: Tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
         raise BadInput(f"{file} is no tokenizer: {error}") from None
+    # A prompt is never cut: one that is too long for the context is refused.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     config = read_object(home / TOKENIZER_CONFIG)
     special = special_tokens(config)
     if chat_template is None:
@@ -54,7 +60,8 @@ def read_model_files(folder: Path, chat_template: Path | None = None) -> ModelFi
     else:
         with attach_key("chat_template"):
             template = read_text(chat_template)
-    return ModelFiles(tokenizer, file, _stop_ids(home, tokenizer, special), template, special)
+    stop_ids = _stop_ids(home, tokenizer, special)
+    return ModelFiles(tokenizer, file, stop_ids, template, special, token_reach(tokenizer))
 
 
 def tokenizer_file(folder: Path) -> Path | None:

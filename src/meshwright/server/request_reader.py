@@ -10,7 +10,15 @@ from meshwright.server.chat_template import ChatTemplate
 from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import checked_text, parse_object
 from meshwright.server.model_files import ModelFiles
-from meshwright.server.text_request import Limits, TextRequest, check_prompts, read_shared, schema_grammar, token_ids
+from meshwright.server.text_request import (
+    Limits,
+    TextRequest,
+    check_prompts,
+    read_shared,
+    schema_grammar,
+    token_ids,
+    too_long,
+)
 from meshwright.server.tool_calls import CallFormat, Notation, template_notation
 from meshwright.server.tools import Tools, read_tools
 from meshwright.spec.errors import attach_key
@@ -143,6 +151,10 @@ class RequestReader:
         ]
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
+        """The token ids of a prompt. Raises RequestError, before it is encoded, for a text that cannot fit into the context."""
+        reach, context = self._files.reach, self._limits.context
+        if reach is not None and (least := reach.least_tokens(text)) >= context:
+            raise too_long(f"at least {least}", context)
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
 

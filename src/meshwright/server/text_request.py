@@ -140,11 +140,16 @@ def check_prompts(request: TextRequest, limits: Limits) -> None:
         if not prompt:
             raise RequestError(400, "the prompt has no tokens")
         if len(prompt) >= limits.context:
-            raise RequestError(
-                400,
-                f"the prompt has {len(prompt)} tokens, and the context is {limits.context}; shorten it to {limits.context - 1}",
-                code="context_length_exceeded",
-            )
+            raise too_long(str(len(prompt)), limits.context)
+
+
+def too_long(tokens: str, context: int) -> RequestError:
+    """The error for a prompt with so many tokens."""
+    return RequestError(
+        400,
+        f"the prompt has {tokens} tokens, and the context is {context}; shorten it to {context - 1}",
+        code="context_length_exceeded",
+    )
 
 
 def token_ids(value: object, key: str, vocab: int) -> list[int]:
