@@ -126,6 +126,7 @@ async def serve(engine: socket.socket, folder: Path, streams: int, tokens: int, 
     watching.cancel()
     server.should_exit = True
     await task
+    api.workers.close()
     api.client.close()
     (first_cpu, first), (last_cpu, last) = marks["first"], marks["last"]
     read = json.loads(out)

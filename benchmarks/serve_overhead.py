@@ -262,6 +262,7 @@ async def through_http(
     out, _ = await clients.communicate()
     server.should_exit = True
     await task
+    api.workers.close()
     api.client.close()
     return json.loads(out), api.client.marks
 

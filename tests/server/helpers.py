@@ -171,6 +171,7 @@ def running_api(
             await asyncio.sleep(0.02)
         server.should_exit = True
         await task
+        api.workers.close()
         api.client.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))

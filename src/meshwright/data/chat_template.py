@@ -84,6 +84,8 @@ class ChatTemplate:
         }
         try:
             return template.render(values)
+        except MemoryError:
+            raise
         except Exception as error:  # a template may raise anything on messages that it does not expect
             raise TemplateRefusal(str(error)) from None
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from meshwright.server.bodies import DONE, Choice, CompletionBody, TokenEntry, usage
 from meshwright.server.engine_client import EngineClient, EngineRequest, News, Subscription
 from meshwright.server.errors import RequestError
-from meshwright.server.replies import JSON_HEADERS
+from meshwright.server.replies import JSON_HEADERS, client_left
 from meshwright.server.text_output import TextOutput
 from meshwright.server.text_request import TextRequest
 from meshwright.server.tool_calls import ToolCall
@@ -87,8 +87,7 @@ class TextAnswer:
             self._ids += self._client.submit(engine_request, self._subscription, index * request.count)
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await client_left(receive)
         self._subscription.close()
 
     async def _next(self) -> dict[int, list[News]]:

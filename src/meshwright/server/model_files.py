@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chat_template import TOKENIZER_CONFIG, folder_template, read_object, read_text, special_tokens
 from meshwright.server.token_reach import TokenReach, token_reach
@@ -31,6 +31,31 @@ class ModelFiles:
     """Variables of the template such as `bos_token`."""
     reach: TokenReach | None = None
     """Most text that a token stands for; None: it has no limit."""
+
+    def pack(self) -> tuple[dict[str, Any], bytes]:
+        """Return all of it for another process: values of JSON, and the content of a tokenizer.json."""
+        values = {
+            "tokenizer_file": str(self.tokenizer_file),
+            "stop_ids": self.stop_ids,
+            "chat_template": self.chat_template,
+            "special_tokens": self.special_tokens,
+            "reach": self.reach,
+        }
+        return values, self.tokenizer.to_str().encode("utf-8")
+
+    @classmethod
+    def unpack(cls, values: Mapping[str, Any], content: bytes) -> ModelFiles:
+        """The files that `pack` has packed."""
+        from tokenizers import Tokenizer
+
+        return cls(
+            Tokenizer.from_str(content.decode("utf-8")),
+            Path(values["tokenizer_file"]),
+            tuple(values["stop_ids"]),
+            values["chat_template"],
+            values["special_tokens"],
+            None if values["reach"] is None else TokenReach(*values["reach"]),
+        )
 
 
 def read_model_files(folder: Path, chat_template: Path | None = None) -> ModelFiles:

@@ -12,8 +12,11 @@ from meshwright.server.errors import RequestError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import Receive
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
+PIECE_BYTES = 1 << 20
+"""Longest part of an answer that is sent in one turn of the event loop."""
 BODY_SECONDS = 30.0
 """Longest time that a client may take to send a body."""
 
@@ -25,13 +28,18 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MOST_ID_BYTES)
 class ContentResponse:
     """A whole answer, as an ASGI application."""
 
-    def __init__(self, status: int, content: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    def __init__(self, status: int, content: bytes | memoryview, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self.status, self.content = status, content
         self.headers = [*headers, (b"content-length", str(len(content)).encode("ascii"))]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-        await send({"type": "http.response.body", "body": self.content})
+        content = self.content
+        while len(content) > PIECE_BYTES:
+            await send({"type": "http.response.body", "body": bytes(content[:PIECE_BYTES]), "more_body": True})
+            content = memoryview(content)[PIECE_BYTES:]
+            await asyncio.sleep(0)  # the other requests have their turn
+        await send({"type": "http.response.body", "body": bytes(content)})
 
 
 def json_response(value: Mapping[str, Any], status: int = 200) -> ContentResponse:
@@ -52,6 +60,12 @@ def kept_request_id(value: bytes) -> str | None:
 def shown_path(path: str) -> str:
     """A client's path in the log."""
     return path.encode("unicode_escape").decode("ascii")[:100]
+
+
+async def client_left(receive: Receive) -> None:
+    """Wait until the client closes the connection; its body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -1,9 +1,10 @@
-"""Reads requests: from a body's bytes to checked fields and token ids. No torch, no HTTP, no engine."""
+"""Reads requests: a body's bytes become checked fields and token ids, or the answer. No torch, HTTP or engine."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
 
 from meshwright.server.chat_messages import read_messages
 from meshwright.server.chat_template import ChatTemplate
@@ -26,14 +27,6 @@ from meshwright.spec.serve import ServeSpec
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` in /v1/completions."""
-
-
-class Tokenized(NamedTuple):
-    """The tokens of a text."""
-
-    ids: list[int]
-    strings: list[str | None] | None
-    """The vocabulary's entry of each token, if the request asks for them."""
 
 
 class RequestReader:
@@ -92,8 +85,8 @@ class RequestReader:
         check_prompts(request, limits)
         return request
 
-    def tokenize(self, body: bytes) -> Tokenized:
-        """The tokens of the text or the chat in a body of /tokenize."""
+    def tokenize(self, body: bytes) -> bytes:
+        """The answer to a body of /tokenize: the tokens of its text or chat."""
         fields = parse_object(body)
         fields.ignore("model")
         special = fields.flag("add_special_tokens", True)
@@ -109,16 +102,18 @@ class RequestReader:
         fields.finish()
         if text is None:
             raise wrong("prompt", "text", None)
-        ids = self._encode(text, special=special)
-        return Tokenized(ids, [self._tokenizer.id_to_token(id) for id in ids] if names else None)
+        ids = self._tokenizer.encode(text, add_special_tokens=special).ids
+        strings = [self._tokenizer.id_to_token(id) for id in ids] if names else None
+        answer = {"count": len(ids), "max_model_len": self._limits.context, "tokens": ids, "token_strs": strings}
+        return json.dumps(answer).encode("ascii")
 
-    def detokenize(self, body: bytes) -> str:
-        """The text of the tokens in a body of /detokenize."""
+    def detokenize(self, body: bytes) -> bytes:
+        """The answer to a body of /detokenize: the text of its tokens."""
         fields = parse_object(body)
         fields.ignore("model")
         tokens = token_ids(fields.take("tokens"), "tokens", self._limits.vocab)
         fields.finish()
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return json.dumps({"prompt": self._tokenizer.decode(tokens, skip_special_tokens=False)}).encode("ascii")
 
     def _find_calls(self, request: TextRequest, tools: Tools) -> None:
         """Let the texts of a request have calls of tools, by a grammar if there must be some."""
@@ -132,7 +127,7 @@ class RequestReader:
         elif tools.tools is not None and request.grammar is None and self._notation is not None:
             request.calls = CallFormat(self._notation, tools.parallel)
 
-    def _prompts(self, value: object, *, special: bool) -> list[list[int]]:
+    def _prompts(self, value: object, *, special: bool) -> list[Sequence[int]]:
         """Token ids of each prompt: `value` is text, a list of texts, token ids, or a list of lists of them."""
         if isinstance(value, str):
             value = [value]

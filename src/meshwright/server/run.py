@@ -116,6 +116,8 @@ class _Server:
         apps = [api_app(self._api, loopback=is_loopback(spec.host)), admin_app(self._api)]
         servers = [uvicorn_server(app) for app in apps[: len(self._sockets)]]
         await self._process.connect(self._client)
+        if self._api.has_template:
+            self._api.workers.start()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -133,6 +135,7 @@ class _Server:
                 task.cancel()
             await self._drain()
             self._client.abort_all()
+            self._api.workers.close()
             for server in servers:
                 server.should_exit = True
             await asyncio.gather(*tasks)
@@ -172,7 +175,7 @@ class _Server:
         now = asyncio.ensure_future(self._stop_now.wait())
         with suppress(TimeoutError):
             async with asyncio.timeout(self._api.spec.drain_seconds):
-                while self._client.unfinished and not now.done():
+                while (self._client.unfinished or self._api.workers.unfinished) and not now.done():
                     await asyncio.wait([now], timeout=0.02)
         now.cancel()
 

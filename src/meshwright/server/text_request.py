@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import LARGEST_INTEGER, Fields, checked_text
+from meshwright.server.packed_ids import ID_BYTES, packed_ids, unpacked_ids
 from meshwright.server.tool_calls import CallFormat
 from meshwright.spec.errors import BadInput
 from meshwright.spec.serve import ServeSpec
@@ -62,7 +63,7 @@ class TextRequest:
     stream: bool
     include_usage: bool
     """Whether a stream ends with the numbers of tokens."""
-    prompts: list[list[int]] = field(default_factory=list)
+    prompts: list[Sequence[int]] = field(default_factory=list)
     """Token ids of each prompt."""
     grammar_key: str = "response_format"
     """Key of the body that asks for the grammar."""
@@ -77,6 +78,25 @@ class TextRequest:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(map(len, self.prompts))
+
+    def pack(self) -> tuple[dict[str, Any], bytes]:
+        """Return the request for another process: values of JSON, and the bytes of all token ids."""
+        values = {**vars(self), "prompts": [len(prompt) for prompt in self.prompts]}
+        return values, b"".join(map(packed_ids, self.prompts))
+
+    @classmethod
+    def unpack(cls, values: Mapping[str, Any], ids: memoryview) -> TextRequest:
+        """The request that `pack` has packed; its prompts are arrays."""
+        fields, prompts, start = dict(values), [], 0
+        for count in fields["prompts"]:
+            prompts.append(unpacked_ids(ids[start : start + count * ID_BYTES]))
+            start += count * ID_BYTES
+        fields["prompts"] = prompts
+        if fields["grammar"] is not None:
+            fields["grammar"] = tuple(fields["grammar"])
+        if fields["calls"] is not None:
+            fields["calls"] = CallFormat(*fields["calls"])
+        return cls(**fields)
 
 
 def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tokens: int | None) -> TextRequest:

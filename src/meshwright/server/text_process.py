@@ -1,0 +1,149 @@
+"""A text process: reads requests for the HTTP process, so that long ones and endless templates stop no stream.
+
+The HTTP process starts it, gives it one job after the other, and kills it if a job takes too long. It has no secrets, no network and no
+files: its socket brings all it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.events.parent import end_with_parent
+from meshwright.server.errors import RequestError
+from meshwright.server.model_files import ModelFiles
+from meshwright.server.process_memory import keep_loaded
+from meshwright.server.request_reader import RequestReader, chat_template
+from meshwright.server.text_frames import TextFrame, TextFrameReader, frame_head
+from meshwright.server.text_request import TextRequest
+from meshwright.spec.fields import from_plain
+from meshwright.spec.serve import ServeSpec
+
+Work = Callable[[RequestReader, bytes], TextRequest | bytes]
+WORK: Mapping[str, Work] = {
+    work.__name__: work
+    for work in (RequestReader.completion, RequestReader.chat, RequestReader.tokenize, RequestReader.detokenize)
+}
+"""Work that a text process can do with a body, by name."""
+LEAST_MEMORY = 4 << 30
+"""Memory of a job that is always allowed."""
+MEMORY_OF_A_BYTE = 400
+"""Memory that is allowed for a byte of the longest body: a tokenizer takes about 200 for one of a text."""
+_RECEIVE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Settings of a text process."""
+
+    spec: ServeSpec
+    """Settings of the server, without keys."""
+    model: str
+    """Name of the model for clients."""
+    nice: int
+    """Step by which the system runs it after others; 0: none."""
+    memory_bytes: int
+    """Memory that a job may take beside the loaded tokenizer."""
+
+    @classmethod
+    def of(cls, spec: ServeSpec, model: str, nice: int) -> Setup:
+        """The setup for a server's settings."""
+        memory = max(LEAST_MEMORY, MEMORY_OF_A_BYTE * spec.max_body_bytes)
+        return cls(replace(spec, api_key=None, admin_key=None, transfer_key=None), model, nice, memory)
+
+
+class Connection:
+    """The text process's end of the socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._reader = end, TextFrameReader()
+        self._frames: list[TextFrame] = []
+
+    def receive(self) -> TextFrame:
+        """The next message. Raises EOFError if the HTTP process has closed."""
+        while not self._frames:
+            data = self._socket.recv(_RECEIVE_BYTES)
+            if not data:
+                raise EOFError
+            self._frames += self._reader.add(data)
+        return self._frames.pop(0)
+
+    def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
+        """Write a message."""
+        self._socket.sendall(frame_head(message, len(payload)))
+        self._socket.sendall(payload)
+
+
+def answer(work: Work, reader: RequestReader, body: bytes) -> tuple[dict[str, Any], bytes]:
+    """The answer to a job: what `work` returns or raises."""
+    try:
+        result = work(reader, body)
+        if isinstance(result, bytes):
+            return {}, result
+        values, ids = result.pack()
+        return {"request": values}, ids
+    except RequestError as error:
+        refusal = error
+    except MemoryError:
+        refusal = memory_error()
+    except BaseException as error:  # a tokenizer's own errors are not of Exception
+        traceback.print_exc()
+        refusal = RequestError(500, f"internal error: {type(error).__name__}", code="request_failed")
+    values = {name: getattr(refusal, name) for name in ("status", "message", "param", "code")}
+    return {"error": values}, b""
+
+
+def memory_error() -> RequestError:
+    """The error for a request that needs more memory than a text process may have."""
+    return RequestError(422, "the request takes too much memory to be read; shorten it", code="text_memory")
+
+
+def run(connection: Connection) -> None:
+    """Load the tokenizer, and do jobs until the HTTP process closes the socket."""
+    message, content = connection.receive()
+    setup = from_plain(Setup, message["setup"])
+    files = ModelFiles.unpack(message["files"], bytes(content))
+    del content
+    template = chat_template(setup.spec, files)
+    os.nice(setup.nice)
+    limit_memory(setup.memory_bytes)
+    keep_loaded()
+    connection.send({})
+    reader, sizes = None, None
+    while True:
+        job, body = connection.receive()
+        if reader is None or sizes != (job["context"], job["vocab"]):
+            sizes = job["context"], job["vocab"]
+            reader = RequestReader(setup.spec, setup.model, files, template, *sizes)
+        connection.send(*answer(WORK[job["work"]], reader, bytes(body)))
+        del body
+
+
+def limit_memory(further_bytes: int) -> None:
+    """Limit this process's memory to what it has now and `further_bytes`. It leaves no core file, which would have texts."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    status = Path("/proc/self/statm")
+    if status.exists():
+        most = int(status.read_text().split()[0]) * resource.getpagesize() + further_bytes
+        _, largest = resource.getrlimit(resource.RLIMIT_AS)
+        most = most if largest == resource.RLIM_INFINITY else min(most, largest)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main() -> None:
+    """Run a text process; its argument is the inherited socket."""
+    end_with_parent()
+    with suppress(EOFError, ConnectionError):  # the HTTP process has ended
+        run(Connection(socket.socket(fileno=int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()
