@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from typing import Any
 
 DETAILS: Mapping[str, type] = {"reason": str, "error": str, "code": str, "logprobs": list}
-"""What an update may say beside its tokens, with the types of JSON; fields of `News`."""
+"""Details of an update beside its tokens, with the types of JSON; fields of `News`."""
 _LENGTH = struct.Struct("!I")
 MOST_BYTES = 256 << 20
 """Longest message."""
