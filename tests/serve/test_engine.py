@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.serve.engine import Engine
-from meshwright.serve.generation import Generation
+from meshwright.serve.generation import Generation, Update
 from meshwright.serve.readback import LaunchedStep
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.engine import EngineOptions
@@ -113,6 +114,34 @@ def test_samples_share_one_computation_of_their_prompt(options: dict[str, Any]) 
     assert list(tokens.values()) == alone
     assert len({tuple(text) for text in alone}) == 3
     assert_all_free(engine)
+
+
+def test_updates_say_what_was_cached_and_which_token_ended_a_text(expected: list[list[int]]) -> None:
+    engine = engine_of(tiny(LLAMA), cache_blocks=20, overlap=True)
+    stop, prompts = expected[1][5], [*PROMPTS, *PROMPTS]
+    cached, tokens, ends = Counter(), Counter(), {}
+    for prompt in prompts:
+        engine.submit(prompt, new_tokens=TOKENS, stop_ids=[0, stop])
+    for update in engine.run():
+        assert not update.cached_tokens or not tokens[update.number], "with the first tokens only"
+        cached[update.number] += update.cached_tokens
+        tokens[update.number] += len(update.tokens)
+        ends[update.number] = update.reason, update.stop_token
+        figures = engine.figures()
+        assert figures.cached_tokens <= figures.looked_up_tokens
+    stopped = [stop in text for text in expected * 2]
+    assert [ends[number] == ("stop", stop) for number in range(len(prompts))] == stopped
+    assert [ends[number] == ("length", None) for number in range(len(prompts))] == [not each for each in stopped]
+    assert engine._policy.preemptions and cached[4] == 32
+    assert engine.figures().cached_tokens == cached.total()
+    assert engine.figures().looked_up_tokens == sum(map(len, prompts))
+
+
+def test_details_have_only_what_has_a_value() -> None:
+    update = Update(3, (1,), "", None)
+    assert update.details == {}
+    assert update._replace(reason="stop", stop_token=0).details == {"reason": "stop", "stop_token": 0}
+    assert update._replace(cached_tokens=8).details == {"cached_tokens": 8}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -23,7 +23,7 @@ from meshwright.server import prefill_jobs
 from meshwright.server.addresses import check_addresses
 from meshwright.server.app import admin_app
 from meshwright.server.block_store import StoreServer
-from meshwright.server.engine_client import EngineRequest, Subscription
+from meshwright.server.engine_client import EngineRequest, News, Subscription
 from meshwright.server.frames import MESSAGE_BYTES, FrameSocket, listen, start_connecting
 from meshwright.server.instances import Instances
 from meshwright.server.router import ClientConnection
@@ -332,12 +332,12 @@ def test_a_store_that_ends_while_it_answers_loses_no_request(
         server.settle()
 
 
-async def tokens_of(server: RunningServer, salt: str, priority: int = 0) -> list[int]:
-    """The text of a prompt with a salt."""
+async def news_of(server: RunningServer, salt: str, priority: int = 0) -> list[News]:
+    """The news of a prompt with a salt."""
     subscription = Subscription(whole=True)
     request = EngineRequest(tokens=TOKENS, new_tokens=5, sampling={"temperature": 0.0}, salt=salt, priority=priority)
     server.api.client.submit(request, subscription, 0)
-    return [token for news in await subscription.next() for token in news.tokens]
+    return await subscription.next()
 
 
 SALTS = ["", "a", "", "a", "=a", "\udc80\ud800", "a"]
@@ -348,9 +348,11 @@ TOKENS = [1 + number % 200 for number in range(50)]
 def test_salts_divide_the_caches_of_both_roles(folder: Path, tmp_path: Path) -> None:
     with engines(folder, [f"unix:{tmp_path}/a"]) as (prefill, decode):
         wait_for_peers(decode)
-        texts, moved = [], []
+        texts, moved, cached = [], [], []
         for salt in SALTS:
-            texts.append(decode.run(tokens_of(decode, salt, priority=len(texts))))
+            news = decode.run(news_of(decode, salt, priority=len(texts)))
+            texts.append([token for one in news for token in one.tokens])
+            cached.append([one.cached_tokens for one in news][:2])
             moved.append(figures(decode).received_blocks)
         new = [salt not in SALTS[:index] for index, salt in enumerate(SALTS)]
         assert [after - before for before, after in pairwise([0, *moved])] == [13 if first else 0 for first in new]
@@ -359,6 +361,7 @@ def test_salts_divide_the_caches_of_both_roles(folder: Path, tmp_path: Path) -> 
             (pool,) = server.engine._policy.cache.pools
             assert len(pool.block_of) >= 12 * len(set(SALTS))
         assert prefill.engine._policy.cached_tokens == 0, "a prompt found blocks of another salt"
+        assert cached == [[0, 0] if first else [48, 0] for first in new], "what was cached before the request"
 
 
 def test_salts_divide_a_store(folder: Path, tmp_path: Path) -> None:
@@ -367,12 +370,12 @@ def test_salts_divide_a_store(folder: Path, tmp_path: Path) -> None:
         with running_server(folder, block_cache=address) as first:
             wait_until(lambda: sum(connection.identity is not None for connection in store.connections) == 1)
             for count, salt in enumerate(["", "a"], 1):
-                first.run(tokens_of(first, salt))
+                first.run(news_of(first, salt))
                 wait_until(lambda count=count: store.store is not None and len(store.store) == 12 * count)
         with running_server(folder, block_cache=address) as second:
             wait_until(lambda: figures(second).store_connected)
             for fetched, salt in ((12, "a"), (12, "b"), (12, "a"), (24, "")):
-                second.run(tokens_of(second, salt))
+                second.run(news_of(second, salt))
                 wait_until(lambda fetched=fetched: figures(second).fetched_blocks == fetched)
             wait_until(lambda: store.store is not None and len(store.store) == 36)
 

@@ -88,7 +88,7 @@ class Progress:
     """The state of an unfinished request. The policy owns it; others only read `tokens`."""
 
     __slots__ = (
-        "computation", "computed", "confirmed", "digests", "draining", "ended", "expected", "final", "generation", "key",
+        "cached", "computation", "computed", "confirmed", "digests", "draining", "ended", "expected", "final", "generation", "key",
         "live", "part", "registered", "request", "salt", "shares", "tables", "tail", "tokens", "total",
     )  # fmt: skip
 
@@ -122,6 +122,8 @@ class Progress:
         self.digests: list[bytes] = []
         self.tail: bytes | None = None
         """Digest of the last block of its prompt, which is not full; None if it is full or the digest is not known yet."""
+        self.cached: int | None = None
+        """Tokens of its prompt that were taken from the prefix cache when it was first admitted; None before."""
         self.generation = 0
         """Generation of weights that `digests` are for."""
         self.computation = 0

@@ -73,8 +73,13 @@ class BatchPolicy(Generic[Cache]):
 
     @property
     def cached_tokens(self) -> int:
-        """Positions that were taken from the prefix cache."""
+        """Tokens of prompts that were taken from the prefix cache, counted when a request is first admitted."""
         return self._batch.cached_tokens
+
+    @property
+    def looked_up_tokens(self) -> int:
+        """Tokens of the prompts of these requests: never fewer."""
+        return self._batch.looked_up_tokens
 
     @property
     def next_deadline(self) -> float | None:

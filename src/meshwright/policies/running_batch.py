@@ -23,7 +23,7 @@ class RunningBatch:
         """Requests whose prompt is not planned to the end yet, the first in order first."""
         self.stale = False
         """Whether `decodes` has parts of requests that do not decode any more."""
-        self.preemptions = self.cached_tokens = self.generation = 0
+        self.preemptions = self.cached_tokens = self.looked_up_tokens = self.generation = 0
         self._refused: Progress | None = None
         """The request that was last refused; it is tried again after a release, be it one of reserved or sent blocks."""
         self._refused_releases = 0
@@ -81,7 +81,10 @@ class RunningBatch:
         known, prompt = len(progress.tokens), len(progress.request.prompt)
         if known > prompt > progress.computed and self._claim_tail(progress, matched):
             progress.computed = progress.confirmed = prompt
-        self.cached_tokens += progress.computed
+        if progress.cached is None:
+            progress.cached = min(progress.computed, prompt)
+            self.cached_tokens += progress.cached
+            self.looked_up_tokens += prompt
         self.requests[progress.request.number] = progress
         if known > prompt and progress.computed == known - 1:
             self._begin_cached(progress)

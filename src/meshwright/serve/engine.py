@@ -258,7 +258,8 @@ class Engine:
         pools = policy.cache.pools
         usage = max(1 - pool.free / pool.blocks for pool in pools)
         waiting = policy.unfinished - policy.running
-        return EngineFigures(policy.running, waiting, usage, policy.preemptions, policy.cached_tokens, *self.drafts)
+        load = policy.running, waiting, usage, policy.preemptions
+        return EngineFigures(*load, policy.cached_tokens, *self.drafts, policy.looked_up_tokens)
 
     def run(self) -> Iterator[Update]:
         """Yields the updates of all steps until no request is left."""
@@ -338,6 +339,7 @@ class Engine:
             row = self._table_rows.take(number, needed)
             self._inputs.forget_row(row)
             generation, prompt_tokens = self._generations[number], len(part.request.prompt)
+            generation.note_cached(part.progress.cached or 0)
             self._sampler.assign(row, generation.sampling, part.tokens, prompt_tokens, generation.stop_ids)
             if index < step.decodes:
                 self._inputs.newest[row] = part.tokens[part.start]

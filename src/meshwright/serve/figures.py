@@ -17,8 +17,10 @@ class EngineFigures(NamedTuple):
     preemptions: int = 0
     """Times that a request lost its blocks."""
     cached_tokens: int = 0
-    """Positions of prompts that were taken from the prefix cache."""
+    """Tokens of admitted prompts that were taken from the prefix cache."""
     draft_tokens: int = 0
     """Draft tokens that steps have checked."""
     accepted_draft_tokens: int = 0
     """Draft tokens that were accepted."""
+    looked_up_tokens: int = 0
+    """Tokens of admitted prompts."""

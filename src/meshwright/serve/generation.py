@@ -40,12 +40,23 @@ class Update(NamedTuple):
     """Log probability of each of `tokens`, if `SamplingOptions.logprobs` is set."""
     code: str | None = None
     """Kind of the error, with the reason "failed"."""
+    stop_token: int | None = None
+    """Token of `stop_ids` that ended the text, with the reason "stop"."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were taken from the prefix cache, in the first update."""
 
     @property
     def details(self) -> dict[str, Any]:
         """The fields beside number, tokens and text that have a value, for messages between processes."""
-        fields = {"reason": self.reason, "error": self.error, "code": self.code, "logprobs": self.logprobs}
-        return {key: value for key, value in fields.items() if value}
+        fields = {
+            "reason": self.reason,
+            "error": self.error,
+            "code": self.code,
+            "logprobs": self.logprobs or None,
+            "stop_token": self.stop_token,
+            "cached_tokens": self.cached_tokens or None,
+        }
+        return {key: value for key, value in fields.items() if value is not None}
 
 
 class Generation:
@@ -69,10 +80,19 @@ class Generation:
         self._logprobs: list[TokenLogprob] = []
         self._early = sampling.min_tokens
         """Further tokens in which no stop string ends the text."""
+        self._stop_token: int | None = None
+        self._cached: int | None = None
+        """Cached tokens of the prompt; 0 once they are reported, None before they are known."""
+
+    def note_cached(self, tokens: int) -> None:
+        """Note the cached tokens of the prompt when the request begins; later calls, after a preemption, change nothing."""
+        if self._cached is None:
+            self._cached = tokens
 
     def add(self, token: int, logprob: TokenLogprob | None = None) -> bool:
         """Add the next token; returns whether it ends the request."""
         if token in self.stop_ids:
+            self._stop_token = token
             return True
         self._tokens.append(token)
         if logprob is not None and self.sampling.logprobs:
@@ -85,10 +105,12 @@ class Generation:
         return self._stops.complete
 
     def begin_after(self, tokens: Sequence[int]) -> None:
-        """Add tokens that are reported already. Raises BadInput if they end the text."""
+        """Add tokens that are reported already, with the prompt's cached ones. Raises BadInput if they end the text."""
         if any(self.add(token) for token in tokens):
             raise BadInput("the new tokens that are given end the text")
         self._tokens, self._text, self._logprobs = [], "", []
+        if tokens:
+            self._cached = 0
 
     def add_drafted(self, new: Sequence[tuple[int, TokenLogprob | None]]) -> tuple[list[int], bool]:
         """Add tokens up to the one that ends the request; returns these tokens, and whether they end it."""
@@ -103,6 +125,15 @@ class Generation:
         """Return the output since the last update; with a reason also the text that was held back."""
         if reason is not None and self._stream is not None and not self._stops.complete:
             self._text += self._stops.add(self._stream.finish(), ends=self._early < 0) + self._stops.finish()
-        update = Update(number, tuple(self._tokens), self._text, reason, error, tuple(self._logprobs))
-        self._tokens, self._text, self._logprobs = [], "", []
+        update = Update(
+            number,
+            tuple(self._tokens),
+            self._text,
+            reason,
+            error,
+            tuple(self._logprobs),
+            stop_token=self._stop_token if reason == "stop" else None,
+            cached_tokens=self._cached or 0,
+        )
+        self._tokens, self._text, self._logprobs, self._cached = [], "", [], 0
         return update

@@ -39,6 +39,11 @@ class News(NamedTuple):
     """Kind of the error, as in `server/errors.py`."""
     logprobs: Sequence[Any] = ()
     """For each new token its log probability and `[[token, log probability], …]` of the likeliest."""
+    stop_token: int | None = None
+    """The stop id that ended the text, with the reason "stop"; None if a stop string did."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were taken from the prefix cache; with the first news of a text. Further samples of a prompt share its
+    computation, so the text with the smallest index says what was cached before the request."""
 
 
 class Subscription:

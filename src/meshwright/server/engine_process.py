@@ -215,7 +215,7 @@ class EngineLoop:
         entries: list[list[Any]] = []
         for update in updates:
             id = self._ids[update.number]
-            if update.reason is None and not update.logprobs:
+            if update.reason is None and not update.logprobs and not update.cached_tokens:
                 entries.append([id, update.tokens])
             else:
                 entries.append([id, update.tokens, update.details])

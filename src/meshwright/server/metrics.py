@@ -68,10 +68,13 @@ class ServerMetrics:
         }
         counters = {
             "num_preemptions_total": ("Times that a request lost its cache.", figures.preemptions),
-            "prefix_cache_hits_total": ("Tokens of prompts taken from the prefix cache.", figures.cached_tokens),
+            "prefix_cache_hits_total": (
+                "Tokens of admitted prompts taken from the prefix cache.",
+                figures.cached_tokens,
+            ),
             "spec_decode_num_draft_tokens_total": ("Draft tokens checked.", figures.draft_tokens),
             "spec_decode_num_accepted_tokens_total": ("Draft tokens accepted.", figures.accepted_draft_tokens),
-            "prefix_cache_queries_total": ("Tokens of prompts.", self.prompt_tokens),
+            "prefix_cache_queries_total": ("Tokens of admitted prompts.", figures.looked_up_tokens),
             "prompt_tokens_total": ("Tokens of prompts.", self.prompt_tokens),
             "generation_tokens_total": ("New tokens.", self.generation_tokens),
             "num_requests_rejected_total": ("Requests answered with 429 or 503.", self.rejected),
