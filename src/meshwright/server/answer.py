@@ -42,7 +42,14 @@ class TextAnswer:
         calls = request.calls
         special = request.special_tokens or calls is not None
         self._outputs = [
-            TextOutput(tokenizer, request.stop_strings, logprobs=with_logprobs, special=special) for _ in range(count)
+            TextOutput(
+                tokenizer,
+                request.stop_strings,
+                logprobs=with_logprobs,
+                special=special,
+                min_tokens=request.sampling.get("min_tokens", 0),
+            )
+            for _ in range(count)
         ]
         self._readers = None if calls is None else [calls.reader() for _ in range(count)]
         self._open = count

@@ -18,12 +18,20 @@ class TextOutput:
     """Decoder of one text from its tokens, up to a stop string."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_strings: Sequence[str], *, logprobs: bool, special: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str],
+        *,
+        logprobs: bool,
+        special: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        """`special`: the text has special tokens."""
+        """`special`: the text has special tokens. `min_tokens`: first tokens in which no stop string ends it."""
         self._stream = TextStream(tokenizer, special=special)
         self._stops = StopStrings(stop_strings) if stop_strings else None
         self._with_logprobs = logprobs
+        self._early = min_tokens
+        """Further tokens in which no stop string ends the text."""
         self.tokens = 0
         """New tokens so far."""
         self.finish_reason: str | None = None
@@ -33,9 +41,13 @@ class TextOutput:
         """Return the further text that is final after these news, which belong to this text and are in order."""
         tokens = [token for one in news for token in one.tokens] if len(news) > 1 else list(news[0].tokens)
         self.tokens += len(tokens)
-        text = self._stream.add(tokens)
-        if self._stops is not None:
-            text = self._stops.add(text)
+        if self._stops is None:
+            text = self._stream.add(tokens)
+        else:
+            first, tokens = tokens[: self._early], tokens[self._early :]
+            self._early -= len(first)
+            text = self._stops.add(self._stream.add(first), ends=False) if first else ""
+            text += self._stops.add(self._stream.add(tokens), ends=not self._early)
             if self._stops.complete:
                 self.finish_reason = "stop"
                 return text
@@ -44,7 +56,7 @@ class TextOutput:
             ending = self._stream.finish()
             if self._stops is None:
                 return text + ending
-            text += self._stops.add(ending)
+            text += self._stops.add(ending, ends=not self._early)
             if self._stops.complete:
                 self.finish_reason = "stop"
             else:

@@ -117,12 +117,11 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
     most = fields.integer("max_tokens", 1, limits.new_tokens, None)
     most = fields.integer("max_completion_tokens", 1, limits.new_tokens, most)
     ignore_end = fields.flag("ignore_eos")
-    if fields.integer("min_tokens", 0, limits.new_tokens, 0) and not ignore_end:
-        raise RequestError(400, "min_tokens: needs ignore_eos: true", param="min_tokens")
+    least = fields.integer("min_tokens", 0, limits.new_tokens, 0)
     special_tokens = not fields.flag("skip_special_tokens", True)
     stop_ids = _stop_ids(fields, limits.vocab)
     stop_strings = _stop_strings(fields, spec.max_stop_strings)
-    sampling = _sampling(fields, limits, logprobs)
+    sampling = _sampling(fields, limits, logprobs) | ({"min_tokens": least} if least else {})
     grammar = _grammar(fields)
     if grammar is not None and ignore_end:
         raise RequestError(400, "ignore_eos: a text that follows a schema needs its end", param="ignore_eos")
