@@ -19,8 +19,8 @@ from meshwright.costs.serve_costs import ServeCosts
 from meshwright.costs.serve_fit import FITTED, fit_constants
 from meshwright.costs.serve_work import device_work
 from meshwright.costs.step_times import StepTimes, interpolated_factor, soft_maximum
-from meshwright.serve.engine import blocks_that_fit
 from meshwright.serve.engine_profile import even_lengths, exponential_lengths
+from meshwright.serve.engine_sizes import blocks_that_fit
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec, Quantisation
 from meshwright.spec.engine import EngineOptions, EngineSettings

@@ -17,6 +17,8 @@ from meshwright.spec.errors import BadInput
 
 needs_llguidance = pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs the extra grammar")
 VOCAB = 300
+END = (260,)
+"""Token <end>."""
 """Logits; the last ones have no token."""
 SCHEMA = {
     "type": "object",
@@ -39,12 +41,13 @@ def tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
+    assert tokenizer.token_to_id("<end>") == END[0]
     return tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokens(tokenizer: Tokenizer) -> GrammarTokens:
-    return GrammarTokens(tokenizer, vocab=VOCAB, end_tokens=[tokenizer.token_to_id("<end>")])
+    return GrammarTokens(tokenizer, vocab=VOCAB)
 
 
 def drawn_text(matcher: GrammarMatcher, tokenizer: Tokenizer, seed: int) -> str:
@@ -70,17 +73,17 @@ def drawn_text(matcher: GrammarMatcher, tokenizer: Tokenizer, seed: int) -> str:
 @pytest.mark.parametrize("seed", range(5))
 def test_texts_match_their_grammar(seed: int, tokens: GrammarTokens, tokenizer: Tokenizer) -> None:
     pattern = r"(ab|c{2,4})x[0-9]?"
-    assert re.fullmatch(pattern, drawn_text(tokens.matcher(Grammar("regex", pattern)), tokenizer, seed))
-    value = json.loads(drawn_text(tokens.matcher(Grammar.json_schema(SCHEMA)), tokenizer, seed))
+    assert re.fullmatch(pattern, drawn_text(tokens.matcher(Grammar("regex", pattern), END), tokenizer, seed))
+    value = json.loads(drawn_text(tokens.matcher(Grammar.json_schema(SCHEMA), END), tokenizer, seed))
     assert set(value) == {"name", "tags"} and value["name"] in ("x", "yy") and len(value["tags"]) <= 3
     assert all(isinstance(tag, bool) for tag in value["tags"])
-    greetings = drawn_text(tokens.matcher(Grammar("lark", LARK)), tokenizer, seed)
+    greetings = drawn_text(tokens.matcher(Grammar("lark", LARK), END), tokenizer, seed)
     assert re.fullmatch(r"(hi|ho)(, ?[A-Z][a-z]{1,3})+", greetings)
 
 
 @needs_llguidance
 def test_the_bitmask_has_exactly_the_tokens_that_may_follow(tokens: GrammarTokens, tokenizer: Tokenizer) -> None:
-    matcher = tokens.matcher(Grammar("regex", "(h|x)i+"))
+    matcher = tokens.matcher(Grammar("regex", "(h|x)i+"), END)
     bitmask = unconstrained(3, VOCAB)
 
     def allowed() -> set[str]:
@@ -95,7 +98,7 @@ def test_the_bitmask_has_exactly_the_tokens_that_may_follow(tokens: GrammarToken
     matcher.advance(tokenizer.token_to_id("hi"))
     assert allowed() == {"i", "<end>"} and matcher.complete and not matcher.finished
     assert (bitmask[[0, 2]] == -1).all()
-    with pytest.raises(ValueError, match="does not follow the grammar"):
+    with pytest.raises(BadInput, match="the text cannot go on"):
         matcher.advance(tokenizer.token_to_id("h"))
 
 
@@ -111,22 +114,22 @@ def test_the_bitmask_has_exactly_the_tokens_that_may_follow(tokens: GrammarToken
 )
 def test_a_wrong_grammar_is_refused(grammar: Grammar, message: str, tokens: GrammarTokens) -> None:
     with pytest.raises(BadInput, match=message):
-        tokens.matcher(grammar)
+        tokens.matcher(grammar, END)
 
 
 @needs_llguidance
-def test_a_grammar_needs_an_end_token(tokenizer: Tokenizer) -> None:
+def test_a_grammar_needs_an_end_token(tokens: GrammarTokens) -> None:
     with pytest.raises(BadInput, match="give at least one stop id"):
-        GrammarTokens(tokenizer, vocab=VOCAB, end_tokens=[])
+        tokens.matcher(Grammar("regex", "a"), ())
 
 
 def test_the_missing_extra_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(BadInput, match=r"pip install 'meshwright\[grammar\]'"):
-        GrammarTokens(tokenizer, vocab=VOCAB, end_tokens=[0])
+        GrammarTokens(tokenizer, vocab=VOCAB)
 
 
 @needs_llguidance
 def test_a_tokenizer_without_bytes_is_refused() -> None:
     with pytest.raises(BadInput, match="grammar: this tokenizer cannot be used: can't determine decoder type"):
-        GrammarTokens(Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])), vocab=2, end_tokens=[1])
+        GrammarTokens(Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])), vocab=2)

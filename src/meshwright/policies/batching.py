@@ -116,6 +116,16 @@ class BatchPolicy(Generic[Cache]):
         if number in self._progress:
             self._end(self._progress[number], "abort")
 
+    def fail_request(self, number: int, *, poisoned: bool = False) -> None:
+        """End a request for an error of its own, as `abort`; the other requests of its step go on.
+
+        `poisoned`: what its blocks hold is not to be used again, so they leave the prefix cache, shared ones included.
+        """
+        if (progress := self._progress.get(number)) is not None:
+            if poisoned:
+                self._batch.forget_blocks(progress)
+            self._end(progress, "failed")
+
     def drain_ended(self) -> list[Ended]:
         """Requests that ended since the last call, in order."""
         ended, self._ended = self._ended, []

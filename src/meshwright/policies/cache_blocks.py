@@ -138,6 +138,15 @@ class BlockPool(BlockCounts):
                 block_of[digest] = block
                 digest_of[block] = digest
 
+    def remove(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
+        """Remove blocks, and those of these digests, from the prefix cache, as far as they are in it."""
+        known = {self.block_of[digest] for digest in digests if digest in self.block_of}
+        for block in known.union(block for block in blocks if block in self._digest_of):
+            del self.block_of[self._digest_of.pop(block)]
+            if block in self._idle:
+                del self._idle[block]
+                self._empty.append(block)
+
     def forget(self) -> None:
         """Empty the prefix cache."""
         self._empty.extend(self._idle)
@@ -215,6 +224,10 @@ class BlockTables(ABC):
     @abstractmethod
     def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
         """Enter blocks `first` … `last - 1`, which are computed, in the prefix cache."""
+
+    @abstractmethod
+    def remove(self, tables: list[list[int]], digests: Sequence[bytes]) -> None:
+        """Remove the blocks of `tables`, and those of `digests`, from the prefix cache; references on them stay."""
 
     @abstractmethod
     def release(self, tables: list[list[int]]) -> None:
@@ -301,6 +314,10 @@ class CacheBlocks(BlockTables):
     def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
         for pool, table in zip(self.pools, tables, strict=True):
             pool.register_all(table[first:last], digests[first:last])
+
+    def remove(self, tables: list[list[int]], digests: Sequence[bytes]) -> None:
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.remove(table, digests)
 
     def release(self, tables: list[list[int]]) -> None:
         for pool, table in zip(self.pools, tables, strict=True):

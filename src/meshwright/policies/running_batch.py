@@ -273,6 +273,11 @@ class RunningBatch:
             self.prefills.remove(progress)
         progress.live = False
 
+    def forget_blocks(self, progress: Progress) -> None:
+        """Remove the blocks of a request from the prefix cache; it enters no more."""
+        progress.shares = False
+        self.cache.remove(progress.tables, progress.digests)
+
     def drain(self, progress: Progress) -> None:
         """Note that the last part of a request is planned."""
         progress.draining = True

@@ -6,9 +6,9 @@ those of drafts included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from meshwright.serve.speculation import (
     likeliest_tokens,
 )
 from meshwright.spec.engine import Speculation
+
+OwnWork = Callable[..., Any]
+"""Calls a function, given behind the number of a request, for that request alone: if it raises, only the request fails."""
 
 
 class CheckedStep(NamedTuple):
@@ -74,7 +77,7 @@ class Drafter:
         self._pauses.next_step()
         return bool(self._pauses.drafting) and decodes <= most_drafting(self.longest)
 
-    def propose(self, decodes: Sequence[Part]) -> Mapping[int, Sequence[int]]:
+    def propose(self, decodes: Sequence[Part], own_work: OwnWork) -> Mapping[int, Sequence[int]]:
         """Draft tokens by request number, for decodes of which all tokens are known."""
         return NO_DRAFTS
 
@@ -126,21 +129,26 @@ class LookupDrafter(Drafter):
         super().end(number)
         self._lookups.pop(number, None)
 
-    def propose(self, decodes: Sequence[Part]) -> Mapping[int, Sequence[int]]:
+    def propose(self, decodes: Sequence[Part], own_work: OwnWork) -> Mapping[int, Sequence[int]]:
         """Draft tokens by request number, for decodes of which all tokens are known."""
         drafts = {}
         for part in decodes:
             number = part.request.number
             if number in self._pauses.drafting:
-                if (lookup := self._lookups.get(number)) is None:
-                    lookup = PromptLookup(longest=self._options.longest, shortest=self._options.shortest)
-                    self._lookups[number] = lookup
-                lookup.add(part.tokens[len(lookup) :])
-                if proposal := lookup.propose(self.longest):
+                if proposal := own_work(number, self._look_up, part):
                     drafts[number] = proposal
                 else:
                     self._pauses.record(number, 0)
         return drafts
+
+    def _look_up(self, part: Part) -> list[int]:
+        """The draft tokens of a decode."""
+        number = part.request.number
+        if (lookup := self._lookups.get(number)) is None:
+            lookup = PromptLookup(longest=self._options.longest, shortest=self._options.shortest)
+            self._lookups[number] = lookup
+        lookup.add(part.tokens[len(lookup) :])
+        return lookup.propose(self.longest)
 
 
 class SampledDrafter(Drafter):
@@ -158,7 +166,7 @@ class SampledDrafter(Drafter):
         """Draft tokens of the current step with their distributions; None if all requests take the likeliest tokens."""
         self._graphs = Graphs()
 
-    def propose(self, decodes: Sequence[Part]) -> Mapping[int, Sequence[int]]:
+    def propose(self, decodes: Sequence[Part], own_work: OwnWork) -> Mapping[int, Sequence[int]]:
         """Placeholders for draft tokens by request number."""
         return dict.fromkeys(self._pauses.drafting, self._unknown)
 

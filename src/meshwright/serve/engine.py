@@ -7,7 +7,7 @@ the device. If step n has ended a request, step n + 1 still computes one token f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.fp8_products import E4M3
-from meshwright.kernels.grouped import sizes_stay_on_device
 from meshwright.models.decoder import Decoder
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
-from meshwright.serve.batch_inputs import NO_DRAFTS, PROMPT_UNIT, BatchInputs, Packed
+from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed
 from meshwright.serve.drafters import check_speculation, drafter_for
+from meshwright.serve.engine_sizes import blocks_that_fit, cache_dtype, context_of, has_graphs, prompt_unit
+from meshwright.serve.failures import ENGINE_FAILED, Failure
 from meshwright.serve.figures import EngineFigures
 from meshwright.serve.formats import assign_parameter, use_formats
 from meshwright.serve.generation import Generation, Update
 from meshwright.serve.grammar import BadGrammar, GrammarTokens, unconstrained
 from meshwright.serve.invariance import classes_for
-from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
+from meshwright.serve.kv_cache import KVCache, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
 from meshwright.serve.prefix_blocks import PrefixBlocks
 from meshwright.serve.prompt_graphs import prompt_graph_sizes
 from meshwright.serve.prompts import check_request, prompt_ids
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
-from meshwright.serve.sampling import Sampler, SamplingOptions
+from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions, mark_not_finite
 from meshwright.serve.text_request import TextRequest
 from meshwright.serve.warm_up import warm_up
 from meshwright.serve.weights import check_same_model, open_newer
@@ -69,7 +69,7 @@ class Engine:
         self.options = options = options or EngineOptions()
         self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
         self._model, self._weights_whole = model, True
-        self.context = _context(model, options)
+        self.context = context_of(model, options)
         speculation = options.speculation or (None if draft_model is None else Speculation())
         check_speculation(options, model.spec, draft_model)
         use_formats(model, weights=options.weights, invariant=options.invariant)
@@ -94,10 +94,10 @@ class Engine:
             [blocks] * len(groups),
             tokens_per_block=options.tokens_per_block,
             device=weight.device,
-            dtype=_cache_dtype(model, options),
+            dtype=cache_dtype(model, options),
             predictions=options.predictions,
         )
-        graphs = _has_graphs(model, options)
+        graphs = has_graphs(model, options)
         sizes = graph_sizes(options.sequences) if graphs else ()
         in_pieces = graphs and options.prompt_graphs and not options.invariant
         prompt_sizes = prompt_graph_sizes(options.most_step_tokens) if in_pieces else ()
@@ -108,7 +108,7 @@ class Engine:
             tokens_per_block=options.tokens_per_block,
             step_tokens=options.most_step_tokens,
             device=weight.device,
-            prompt_unit=_prompt_unit(weight.device, cache, options, prompt_sizes),
+            prompt_unit=prompt_unit(weight.device, cache, options, prompt_sizes),
             drafts=0 if speculation is None else speculation.tokens,
             predictions=options.predictions,
         )
@@ -146,8 +146,10 @@ class Engine:
         self._in_flight: LaunchedStep | None = None
         self._grammar_requests = 0
         """Unfinished requests with a grammar."""
-        self._grammars: dict[tuple[int, ...], GrammarTokens] = {}
-        """The vocabulary prepared for grammars, by end tokens."""
+        self._grammars: GrammarTokens | None = None
+        """The vocabulary prepared for grammars, once it is needed."""
+        self._failures: dict[int, Failure] = {}
+        """Requests whose own work on the host has failed, until their end is reported."""
         if graphs:
             self._runner.capture_graphs()
             self._drafter.capture_graphs()
@@ -191,7 +193,7 @@ class Engine:
         if request.stop_strings and (self._tokenizer is None or not self.options.texts):
             raise BadInput("stop strings need an engine with a tokenizer that gives texts; give stop ids")
         sampling.check_tokens(self.spec.vocab_size)
-        matcher = None if grammar is None else self._grammar_tokens(request.stop_ids).matcher(grammar)
+        matcher = None if grammar is None else self.grammars().matcher(grammar, request.stop_ids)
         tokenizer = self._tokenizer if self.options.texts else None
         generation = Generation(sampling, tokenizer, request.stop_ids, request.stop_strings, matcher)
         generation.begin_after(request.given)
@@ -221,9 +223,16 @@ class Engine:
         if count < 1:
             raise BadInput(f"samples: expected at least 1, got {count}")
         ids = prompt_ids(prompt, self._tokenizer)
-        first = self.submit(ids, sampling=sampling, **options)
-        others = [sampling.sample(index) for index in range(1, count)]
-        return [first, *(self.submit(ids, sampling=other, samples_of=first, **options) for other in others)]
+        numbers: list[int] = []
+        try:
+            for index in range(count):
+                first = {"samples_of": numbers[0]} if numbers else {}
+                numbers.append(self.submit(ids, sampling=sampling.sample(index), **first, **options))
+        except Exception:  # without its number nobody could end a sample
+            for number in numbers:
+                self.abort(number)
+            raise
+        return numbers
 
     def abort(self, number: int) -> None:
         """End a request; the next step reports it. A number that is unknown or has ended is ignored."""
@@ -271,7 +280,8 @@ class Engine:
         """Compute one step; returns the updates of requests that got tokens or have ended.
 
         With overlap these are the tokens of the step that the call before has launched; if a prompt waits and they have come already,
-        the call only reads them. If a step raises, its requests end with the reason "failed".
+        the call only reads them. If a step raises, its requests end with the reason "failed"; an error in the work for one request on the
+        host ends that one only.
         """
         if not self._weights_whole:
             raise RuntimeError("the weights were replaced in part only; load weights again")
@@ -286,6 +296,7 @@ class Engine:
             self._complete_in_flight(updates)
             return updates
         launched = self._launch(updates, drafting)
+        self._end_failed()
         self._report_ended(updates)
         if overlap:
             launched, self._in_flight = self._in_flight, launched
@@ -295,7 +306,8 @@ class Engine:
 
     def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
         """Plan a step and start it, with drafts if `drafting`; None if there is none, or if it raised."""
-        drafts = self._drafter.propose(self._policy.decodes) if drafting else NO_DRAFTS
+        drafts = self._drafter.propose(self._policy.decodes, self._own_work) if drafting else NO_DRAFTS
+        self._end_failed()
         step = self._policy.next_step(self._clock(), {number: len(tokens) for number, tokens in drafts.items()})
         if step is None:
             return None
@@ -314,7 +326,8 @@ class Engine:
             checked = self._drafter.check(packed, logits, tokens)
             self._inputs.newest[checked.table_rows] = checked.newest
             logprobs = self._sampler.logprobs(logits, checked.tokens) if self._sampler.wants_logprobs else None
-            launched = self._readback.start(step, packed, checked.tokens, logprobs, checked.accepted)
+            marked = mark_not_finite(checked.tokens, logits)
+            launched = self._readback.start(step, packed, marked, logprobs, checked.accepted)
             # The host need not wait for the next drafts.
             self._drafter.draw_next(packed, checked)
             return launched
@@ -338,11 +351,29 @@ class Engine:
             number = part.request.number
             row = self._table_rows.take(number, needed)
             self._inputs.forget_row(row)
-            generation, prompt_tokens = self._generations[number], len(part.request.prompt)
-            generation.note_cached(part.progress.cached or 0)
-            self._sampler.assign(row, generation.sampling, part.tokens, prompt_tokens, generation.stop_ids)
+            self._generations[number].note_cached(part.progress.cached or 0)
+            self._own_work(number, self._assign_options, row, part)
+            if number in self._failures:
+                self._sampler.assign(row, GREEDY)
             if index < step.decodes:
                 self._inputs.newest[row] = part.tokens[part.start]
+
+    def _assign_options(self, row: int, part: Part) -> None:
+        generation, prompt_tokens = self._generations[part.request.number], len(part.request.prompt)
+        self._sampler.assign(row, generation.sampling, part.tokens, prompt_tokens, generation.stop_ids)
+
+    def _own_work(self, number: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that works for one request alone: if it raises, only that request fails, and None is returned."""
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self._failures.setdefault(number, Failure.of(error))
+            return None
+
+    def _end_failed(self) -> None:
+        """End the requests whose own work has failed."""
+        for number, failure in self._failures.items():
+            self._policy.fail_request(number, poisoned=failure.poisoned)
 
     def _tokens_have_come(self) -> bool:
         """Whether the tokens of the step in flight can be read without waiting."""
@@ -361,10 +392,16 @@ class Engine:
         except Exception as error:
             self._fail(step, error, updates)
             return
+        self._end_failed()  # before what they have computed enters the prefix cache
         complete()
         self._report_ended(updates)
-        numbers = [part.request.number for part in launched.parts]
-        updates += [self._generations[number].update(number) for number in numbers if number in self._generations]
+        for number in [part.request.number for part in launched.parts]:
+            if (generation := self._generations.get(number)) is not None:
+                update = self._own_work(number, generation.update, number)
+                updates += () if update is None else (update,)
+        if self._failures:
+            self._end_failed()
+            self._report_ended(updates)
 
     def _take_in(self, launched: LaunchedStep) -> Callable[[], None]:
         """Add the tokens of a launched step to the generations; returns the call that completes the step in the policy."""
@@ -374,7 +411,8 @@ class Engine:
         stopped = {
             number
             for (number, token), logprob in zip(token_of.items(), logprobs, strict=True)
-            if (generation := self._generations.get(number)) is not None and generation.add(token, logprob)
+            if (generation := self._generations.get(number)) is not None
+            and self._own_work(number, generation.add, token, logprob)
         }
         return partial(self._policy.complete, step, [token_of[part.request.number] for part in step.sampling], stopped)
 
@@ -383,8 +421,10 @@ class Engine:
         new, step, new_of, stopped = launched.read_drafted(), launched.step, {}, set()
         self._drafter.record(launched, [len(pairs) for pairs in new])
         for part, pairs in zip(launched.parts, new, strict=True):
-            number = part.request.number
-            new_of[number], ended = self._generations[number].add_drafted(pairs)
+            number, generation = part.request.number, self._generations.get(part.request.number)
+            taken = None if generation is None else self._own_work(number, generation.add_drafted, pairs)
+            # Of a request that has ended, any tokens will do.
+            new_of[number], ended = ([token for token, _ in pairs], False) if taken is None else taken
             if ended:
                 stopped.add(number)
         tokens = [new_of[part.request.number] for part in step.sampling]
@@ -393,25 +433,29 @@ class Engine:
     def _fail(self, step: Step, error: Exception, updates: list[Update]) -> None:
         """End the requests of a step that raised."""
         self._policy.fail(step)
-        self._report_ended(updates, f"{type(error).__name__}: {error}")
+        self._report_ended(updates, Failure(f"{type(error).__name__}: {error}", ENGINE_FAILED))
 
-    def _report_ended(self, updates: list[Update], error: str | None = None) -> None:
-        """Add the last update of each request that has ended."""
+    def _report_ended(self, updates: list[Update], failed_step: Failure | None = None) -> None:
+        """Add the last update of each request that has ended, be it by a failed step."""
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
             self._drafter.end(ended.number)
             self._grammar_requests -= generation.matcher is not None
             if (row := self._table_rows.release(ended.number)) is not None:
                 self._sampler.release(row)
-            updates.append(generation.update(ended.number, ended.reason, error if ended.reason == "failed" else None))
+            failure = failed_step if ended.reason == "failed" else None
+            update = self._own_work(ended.number, generation.update, ended.number, ended.reason, failure)
+            if (own := self._failures.pop(ended.number, None)) is not None:
+                update = Update(ended.number, (), "", "failed", own.message, code=own.code)
+            updates.append(update)
 
-    def _grammar_tokens(self, end_tokens: Collection[int]) -> GrammarTokens:
+    def grammars(self) -> GrammarTokens:
+        """The vocabulary prepared for grammars; the first call takes seconds. Raises BadGrammar if the engine cannot follow any."""
         if self._tokenizer is None:
             raise BadGrammar("a grammar needs an engine with a tokenizer")
-        key = tuple(sorted(end_tokens))
-        if key not in self._grammars:
-            self._grammars[key] = GrammarTokens(self._tokenizer, vocab=self.spec.vocab_size, end_tokens=key)
-        return self._grammars[key]
+        if self._grammars is None:
+            self._grammars = GrammarTokens(self._tokenizer, vocab=self.spec.vocab_size)
+        return self._grammars
 
     def _allowed(self, packed: Packed) -> Tensor | None:
         """The bitmask of the tokens that grammars allow next, on the device; None without grammars."""
@@ -422,59 +466,7 @@ class Engine:
         device = self._inputs.device
         bitmask = unconstrained(len(packed.sampled_rows), self.spec.vocab_size, pin_memory=device.type == "cuda")
         for index, part in enumerate(packed.sampled_parts, before):
-            if (matcher := self._generations[part.request.number].matcher) is not None:
-                matcher.write_bitmask(bitmask, index)
+            number = part.request.number
+            if (matcher := self._generations[number].matcher) is not None:
+                self._own_work(number, matcher.write_bitmask, bitmask, index)
         return bitmask.to(device, non_blocking=True)
-
-
-def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder | None = None) -> int:
-    """Blocks of each group that the options ask for, or else that fit beside the models on their device.
-
-    Raises OutOfResources if not even one request fits.
-    """
-    weight, speculation = model.embed.weight, options.speculation or (None if draft_model is None else Speculation())
-    return options.cache_blocks or fitting_blocks(
-        model.spec,
-        weight.device,
-        weight.dtype,
-        tokens_per_block=options.tokens_per_block,
-        sequences=options.sequences,
-        step_tokens=options.most_step_tokens,
-        context=_context(model, options),
-        cache_dtype=_cache_dtype(model, options),
-        draft=None if draft_model is None else draft_model.spec,
-        drafts=0 if speculation is None else speculation.tokens,
-        predictions=options.predictions,
-    )
-
-
-def _prompt_unit(device: torch.device, cache: KVCache, options: EngineOptions, prompt_sizes: Sequence[int]) -> int:
-    """`BatchInputs.prompt_unit`; 0 on a GPU with windows, or if results must not depend on where a prompt's chunks begin.
-
-    Also 0 if graphs compute all steps: their attention reads the cache.
-    """
-    if device.type == "cpu":
-        return 1
-    windows = any(group.window is not None for group in cache.groups)
-    all_graphs = bool(prompt_sizes) and options.most_step_tokens <= prompt_sizes[-1]
-    return 0 if windows or all_graphs or cache.scales is not None or options.invariant else PROMPT_UNIT
-
-
-def _cache_dtype(model: Decoder, options: EngineOptions) -> torch.dtype:
-    return model.embed.weight.dtype if options.kv_cache is None else E4M3
-
-
-def _has_graphs(model: Decoder, options: EngineOptions) -> bool:
-    """Whether steps are replayed as CUDA graphs."""
-    if options.graphs is not None:
-        return options.graphs
-    return model.embed.weight.is_cuda and options.absorb and not _host_reads_experts(model)
-
-
-def _host_reads_experts(model: Decoder) -> bool:
-    """Whether each step waits for the host to read the experts' numbers of rows, which a CUDA graph cannot do."""
-    return bool(model.spec.experts) and not sizes_stay_on_device(model.embed.weight)
-
-
-def _context(model: Decoder, options: EngineOptions) -> int:
-    return min(options.context or model.spec.max_seq_len, model.spec.max_seq_len)

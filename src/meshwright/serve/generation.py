@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.policies.batch_request import Reason
+from meshwright.serve.failures import Failure, NotFinite
 from meshwright.serve.grammar import GrammarMatcher
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.serve.stops import StopStrings
@@ -39,7 +40,8 @@ class Update(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     """Log probability of each of `tokens`, if `SamplingOptions.logprobs` is set."""
     code: str | None = None
-    """Kind of the error, with the reason "failed"."""
+    """Kind of the error, with the reason "failed": "engine_failed" for a step of the device; for the request alone "grammar", "not_finite"
+    (logits) or "request_failed"."""
     stop_token: int | None = None
     """Token of `stop_ids` that ended the text, with the reason "stop"."""
     cached_tokens: int = 0
@@ -90,7 +92,9 @@ class Generation:
             self._cached = tokens
 
     def add(self, token: int, logprob: TokenLogprob | None = None) -> bool:
-        """Add the next token; returns whether it ends the request."""
+        """Add the next token; returns whether it ends the request. Raises NotFinite for one that could not be drawn."""
+        if token < 0:  # `sampling.mark_not_finite`
+            raise NotFinite
         if token in self.stop_ids:
             self._stop_token = token
             return True
@@ -121,10 +125,11 @@ class Generation:
                 return taken, True
         return taken, False
 
-    def update(self, number: int, reason: Reason | None = None, error: str | None = None) -> Update:
+    def update(self, number: int, reason: Reason | None = None, failure: Failure | None = None) -> Update:
         """Return the output since the last update; with a reason also the text that was held back."""
         if reason is not None and self._stream is not None and not self._stops.complete:
             self._text += self._stops.add(self._stream.finish(), ends=self._early < 0) + self._stops.finish()
+        error, code = (None, None) if failure is None else failure
         update = Update(
             number,
             tuple(self._tokens),
@@ -132,6 +137,7 @@ class Generation:
             reason,
             error,
             tuple(self._logprobs),
+            code,
             stop_token=self._stop_token if reason == "stop" else None,
             cached_tokens=self._cached or 0,
         )

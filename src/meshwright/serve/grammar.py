@@ -6,74 +6,118 @@ others on the device (`logit_filters.keep_allowed`).
 
 from __future__ import annotations
 
-import importlib
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.spec.errors import BadInput
+from meshwright.serve.compiled_grammar import BadGrammar, Grammar, compiled, exceeded, first_line, llguidance
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Notation = Literal["json_schema", "regex", "lark"]
+__all__ = ["BadGrammar", "Grammar", "GrammarMatcher", "GrammarTokens", "unconstrained"]
 
-
-class BadGrammar(BadInput):
-    """A grammar that cannot be followed: it is wrong, or the engine lacks what it needs."""
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """Grammar that the new text of a request must match from its first to its last character."""
-
-    notation: Notation
-    text: str
-    """The schema as JSON, the regular expression, or the grammar in Lark's notation with the rule `start`."""
-
-    @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """Text that is JSON and valid for a schema; an empty schema allows any JSON."""
-        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+MOST_COMPILED = 64
+"""Compiled grammars that are kept."""
+TRIED_TOKENS = 4
+"""Tokens by which a compiled grammar is tried before a request is accepted."""
+END = "<|end of a grammar|>"
+"""Name of the token that stands for all end tokens."""
 
 
 class GrammarTokens:
-    """The vocabulary of a tokenizer, prepared for grammars; takes about a second for a large one.
+    """The vocabulary of a tokenizer, prepared for grammars; takes some seconds for a large one.
 
-    `end_tokens` end a text: they are allowed where the grammar may end. `vocab` is the number of logits; tokens beyond the tokenizer's
-    are never allowed. Raises BadGrammar without the extra `grammar`, an end token, or a tokenizer of bytes.
+    `vocab` is the number of logits; tokens beyond the tokenizer's are never allowed. Compiled grammars are kept, the `MOST_COMPILED` that
+    were used last. `compile` may be called in another thread. Raises BadGrammar without the extra `grammar`, or for a tokenizer of bytes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab: int, end_tokens: Sequence[int]) -> None:
-        self._library = _llguidance()
+    def __init__(self, tokenizer: Tokenizer, *, vocab: int) -> None:
+        self._library = llguidance()
+        # Each request has end tokens of its own, so the library gets a token that no text has: its bit says where a text may end.
+        own = type(tokenizer).from_str(tokenizer.to_str())
+        own.add_special_tokens([END])
+        end = own.token_to_id(END)
+        assert end is not None
+        self.end, self.vocab = end, vocab
+        try:
+            self._tokens = self._library.LLTokenizer(
+                own.to_str(), n_vocab=max(vocab, self.end + 1), eos_token=[self.end]
+            )
+        except ValueError as error:
+            raise BadGrammar(f"grammar: this tokenizer cannot be used: {first_line(str(error))}") from None
+        self.mask = np.zeros(-(-max(vocab, self.end + 1) // 32), np.int32)
+        """Memory for the bits of one request: more than `vocab`, with that of `end`."""
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        """Matchers at the beginning of a text, or the BadGrammar of a grammar that is refused."""
+        self._lock = threading.Lock()
+
+    def matcher(self, grammar: Grammar, end_tokens: Collection[int]) -> GrammarMatcher:
+        """A matcher at the beginning of a text that ends with one of `end_tokens`. Raises BadGrammar for a grammar that is wrong."""
         if not end_tokens:
             raise BadGrammar("grammar: a text that follows a grammar ends with an end token; give at least one stop id")
-        self.vocab = vocab
-        try:
-            self._tokens = self._library.LLTokenizer(tokenizer.to_str(), n_vocab=vocab, eos_token=list(end_tokens))
-        except ValueError as error:
-            raise BadGrammar(f"grammar: this tokenizer cannot be used: {_first_line(str(error))}") from None
+        return GrammarMatcher(self.compile(grammar).deep_copy(), self, end_tokens)
 
-    def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning of a text. Raises BadGrammar for a grammar that is wrong."""
-        if grammar.notation == "json_schema":
-            _check_json(grammar.text)
-        compiled = getattr(self._library.LLMatcher, f"grammar_from_{grammar.notation}")(grammar.text)
-        matcher = self._library.LLMatcher(self._tokens, compiled, log_level=0)
+    def has(self, grammar: Grammar) -> bool:
+        """Whether a grammar is compiled, or refused, already."""
+        with self._lock:
+            return grammar in self._compiled
+
+    def refuse(self, grammar: Grammar, reason: str) -> None:
+        """Raise BadGrammar from now on for a grammar."""
+        self._keep(grammar, BadGrammar(reason))
+
+    def compile(self, grammar: Grammar) -> Any:
+        """The library's matcher of a grammar at the beginning of a text; not to be changed. Raises BadGrammar."""
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+        if known is None:
+            try:
+                known = compiled(self._library, self._tokens, grammar)
+                self._try(known.deep_copy())
+            except BadGrammar as error:
+                known = error
+            self._keep(grammar, known)
+        if isinstance(known, BadGrammar):
+            raise BadGrammar(str(known))
+        return known
+
+    def _keep(self, grammar: Grammar, known: Any) -> None:
+        with self._lock:
+            self._compiled[grammar] = known
+            while len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+
+    def _try(self, matcher: Any) -> None:
+        """Advance by a few tokens that the grammar allows. Raises BadGrammar if that exceeds a limit already."""
+        for _ in range(TRIED_TOKENS):
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            filled = np.flatnonzero(bits)
+            if not len(filled):
+                break
+            token = int(8 * filled[0] + np.unpackbits(bits[filled[:1]], bitorder="little").argmax())
+            if token == self.end or not matcher.consume_token(token):
+                break
         if matcher.is_error():
-            raise BadGrammar(f"grammar: this {grammar.notation} cannot be used: {_first_line(matcher.get_error())}")
-        return GrammarMatcher(matcher, self.vocab)
+            raise BadGrammar(exceeded(matcher))
 
 
 class GrammarMatcher:
-    """Follows the text of one request."""
+    """Follows the text of one request, which ends with one of `end_tokens`."""
 
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher, self._words = matcher, -(-vocab // 32)
+    def __init__(self, matcher: Any, tokens: GrammarTokens, end_tokens: Collection[int]) -> None:
+        self._matcher, self._tokens = matcher, tokens
+        bits = np.zeros_like(tokens.mask)
+        for token in (token for token in end_tokens if 0 <= token < tokens.vocab):
+            bits[token // 32] |= np.uint32(1 << token % 32).view(np.int32)
+        self._end_words = np.flatnonzero(bits)
+        self._end_bits = bits[self._end_words]
 
     @property
     def finished(self) -> bool:
@@ -86,15 +130,28 @@ class GrammarMatcher:
         return self._matcher.is_accepting()
 
     def write_bitmask(self, bitmask: Tensor, index: int) -> None:
-        """Set row `index` of `bitmask` `(samples, words)`, int32 and on the host, to the tokens that may come next."""
-        words = bitmask[index]
-        assert words.numel() == self._words and words.is_contiguous() and words.device.type == "cpu"
-        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * self._words)
+        """Set row `index` of `bitmask` `(samples, words)`, int32 and on the host, to the tokens that may come next.
+
+        Raises BadGrammar if that exceeds a limit, or if no token may come.
+        """
+        row, mask, end = bitmask[index].numpy(), self._tokens.mask, self._tokens.end
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            raise BadGrammar(exceeded(self._matcher))
+        may_end = mask[end // 32] >> end % 32 & 1
+        mask[end // 32] &= ~np.uint32(1 << end % 32).view(np.int32)
+        # An end token is never part of the text.
+        mask[self._end_words] = (
+            mask[self._end_words] | self._end_bits if may_end else mask[self._end_words] & ~self._end_bits
+        )
+        row[:] = mask[: len(row)]
+        if not may_end and not row.any():
+            raise BadGrammar("grammar: no token can follow the text so far")
 
     def advance(self, token: int) -> None:
-        """Advance by the next token. Raises ValueError if the grammar does not allow it."""
+        """Advance by the next token. Raises BadGrammar if the grammar does not allow it, or if it exceeds a limit."""
         if not self._matcher.consume_token(token):
-            raise ValueError(f"token {token} does not follow the grammar: {_first_line(self._matcher.get_error())}")
+            raise BadGrammar(exceeded(self._matcher))
 
     def accepted(self, drafts: Sequence[int]) -> int:
         """Number of leading draft tokens that the grammar allows; the matcher does not advance."""
@@ -104,21 +161,3 @@ class GrammarMatcher:
 def unconstrained(samples: int, vocab: int, *, pin_memory: bool = False) -> Tensor:
     """A bitmask `(samples, ceil(vocab / 32))` on the host that allows all tokens."""
     return torch.full((samples, -(-vocab // 32)), -1, dtype=torch.int32, pin_memory=pin_memory)
-
-
-def _check_json(text: str) -> None:
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadGrammar(f"grammar: the schema is not JSON: {error}") from None
-
-
-def _llguidance() -> Any:
-    try:
-        return importlib.import_module("llguidance")
-    except ImportError:
-        raise BadGrammar("grammar: needs the extra `grammar`: pip install 'meshwright[grammar]'") from None
-
-
-def _first_line(message: str) -> str:
-    return message.strip().split("\n", 1)[0]

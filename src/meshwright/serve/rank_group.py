@@ -25,7 +25,8 @@ from meshwright.parallel.expert_inference import distribute_for_inference
 from meshwright.parallel.tensor_inference import divide_for_inference
 from meshwright.parallel.world import World, world_group
 from meshwright.policies.batch_request import Step
-from meshwright.serve.engine import Engine, blocks_that_fit
+from meshwright.serve.engine import Engine
+from meshwright.serve.engine_sizes import blocks_that_fit
 from meshwright.serve.formats import assign_parameter, use_formats
 from meshwright.serve.generation import Update
 from meshwright.serve.step_messages import StepMessages

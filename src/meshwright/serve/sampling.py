@@ -20,6 +20,10 @@ from meshwright.serve.sampling_options import GREEDY, SamplingOptions
 __all__ = ["GREEDY", "Sampler", "SamplingOptions", "TokenLogprobs"]
 
 
+LEAST_LOGPROB = -9999.0
+"""Stands for the log probability of a token that the model excludes, as in OpenAI's API: JSON has no infinity."""
+
+
 class TokenLogprobs(NamedTuple):
     """Log probabilities of the model, before any sampling option applies."""
 
@@ -98,12 +102,12 @@ class Sampler:
         self._count(options, 1)
 
     def release(self, table_row: int) -> None:
-        """Free a table row whose request has ended."""
+        """Free a table row whose request has ended, or whose options could not be assigned."""
         if (options := self._assigned.pop(table_row, None)) is not None:
             self._count(options, -1)
-            self._history.end(table_row)
-            self._biases.release(table_row)
-            self._excluded.end(table_row)
+        self._history.end(table_row)
+        self._biases.release(table_row)
+        self._excluded.end(table_row)
 
     def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The next tokens `(samples,)` int32 of logits `(samples, vocab)`.
@@ -163,7 +167,8 @@ class Sampler:
         """Log probabilities of the tokens `(samples,)` taken from logits `(samples, vocab)`, and of the likeliest ones."""
         logprobs = logits.float().log_softmax(1)
         top, top_tokens = logprobs.topk(min(max(self._logprobs, default=0), self._vocab), dim=1)
-        return TokenLogprobs(logprobs.gather(1, tokens.long()[:, None])[:, 0], top_tokens, top)
+        chosen = logprobs.gather(1, tokens.long()[:, None])[:, 0]
+        return TokenLogprobs(_finite(chosen), top_tokens, _finite(top))
 
     def copy_options(self) -> None:
         """Copy changed options to the device."""
@@ -177,6 +182,16 @@ class Sampler:
         if options.logprobs:
             self._logprobs[options.top_logprobs] += change
             self._logprobs += Counter()  # without those that no row wants
+
+
+def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Tokens `(samples,)`, and -1 where logits `(samples, vocab)` have NaN or infinity, or exclude all tokens."""
+    largest = logits.amax(1)
+    return torch.where(largest * 0 == 0, tokens, -1)  # NaN and infinity times 0 are NaN
+
+
+def _finite(logprobs: Tensor) -> Tensor:
+    return logprobs.nan_to_num(nan=LEAST_LOGPROB, neginf=LEAST_LOGPROB)
 
 
 class _TokenHistory:

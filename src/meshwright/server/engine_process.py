@@ -6,16 +6,21 @@ The HTTP process starts it, and further ranks of it if the engine divides the mo
 from __future__ import annotations
 
 import json
+import select
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.events.parent import end_with_parent
+from meshwright.serve.compiled_grammar import BadGrammar, Grammar
+from meshwright.serve.failures import ENGINE_FAILED, Failure
 from meshwright.server.engine_setup import EngineSetup
+from meshwright.server.grammar_jobs import GrammarJobs
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.packed_ids import ids_of_text
 from meshwright.server.process_memory import keep_loaded
@@ -89,7 +94,11 @@ class EngineLoop:
     def __init__(self, engine: Engine, connection: Connection, transfer: TransferSetup | None = None) -> None:
         """`transfer`: how it exchanges blocks with other engines. Raises BadInput for an address that cannot be used."""
         self._engine, self._connection = engine, connection
-        self.transfers = None if transfer is None else Transfers(engine, transfer, self._submit_texts)
+        self._grammars = GrammarJobs(engine)
+        self._unwanted: set[int] = set()
+        self._compiling: set[int] = set()
+        """Ids of requests whose grammar is being compiled; `_unwanted` are those of them that were aborted."""
+        self.transfers = None if transfer is None else Transfers(engine, transfer, self._submit_texts, self._grammars)
         self._numbers: dict[int, int] = {}
         """The engine's number of each unfinished request by its id."""
         self._ids: dict[int, int] = {}
@@ -105,14 +114,18 @@ class EngineLoop:
         with suppress(EOFError, ConnectionError):
             while True:
                 if self.transfers is not None:
-                    self.transfers.wait(self._connection.fileno(), self._busy)
+                    self.transfers.wait((self._connection.fileno(), self._grammars.fileno()), self._busy)
                     self._report_figures(self.transfers.figures)
-                for message in self._connection.receive(wait=self.transfers is None and not self._busy()):
+                elif not self._busy():
+                    select.select([self._connection, self._grammars], [], [])
+                for message in self._connection.receive(wait=False):
                     self._take(message)
+                self._grammars.run_done()
                 if self._busy():
                     updates = self._engine.step()
                     self._send(updates if self.transfers is None else self.transfers.after_step(updates))
                     self._count_failure(updates)
+        self._grammars.close()
         if self.transfers is not None:
             self.transfers.close()
 
@@ -132,15 +145,45 @@ class EngineLoop:
 
     def _submit(self, request: dict[str, Any]) -> None:
         request["tokens"] = ids_of_text(request["tokens"])
+        self._compiling.update(request["ids"])
+        self._grammars.when_compiled(request["grammar"], partial(self._begin, request))
+
+    def _begin(self, request: dict[str, Any]) -> None:
+        """Continue a request whose grammar is compiled."""
+        ids = set(request["ids"])
+        aborted = ids & self._unwanted
+        self._compiling -= ids
+        self._unwanted -= ids
+        if aborted == ids:
+            return
         if self.transfers is None or not self.transfers.begin(request):
             self._submit_texts(request, None)
+        self._abort(list(aborted))
 
     def _submit_texts(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None:
-        """Queue the texts of a request; `firsts` has for each its first tokens, and the details of a message `step`."""
-        from meshwright.serve.grammar import BadGrammar, Grammar
+        """Queue the texts of a request, or refuse them; `firsts` has for each its first tokens, and the details of a message `step`."""
+        try:
+            self._queue_texts(request, firsts)
+        except (EOFError, OSError):  # the HTTP process has ended
+            raise
+        except BadInput as error:
+            code = BadGrammar.code if isinstance(error, BadGrammar) else None
+            self._refuse(request, str(error), code)
+        except Exception as error:  # a mistake in one request does not end the process
+            if any(text in f"{type(error).__name__}: {error}" for text in _DEVICE_ERRORS):
+                raise
+            traceback.print_exc()
+            self._refuse(request, *Failure.of(error))
+
+    def _refuse(self, request: Mapping[str, Any], message: str, code: str | None) -> None:
+        """Report that the texts of a request are not continued."""
+        self._abort(request["ids"])
+        self._connection.send({"refused": request["ids"], "error": message, "code": code})
+
+    def _queue_texts(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None:
         from meshwright.serve.sampling_options import SamplingOptions
 
-        ids, sampling = request["ids"], SamplingOptions.from_plain(request["sampling"])
+        sampling = SamplingOptions.from_plain(request["sampling"])
         options: dict[str, Any] = {
             "new_tokens": request["new_tokens"],
             "stop_ids": request["stop_ids"],
@@ -148,19 +191,15 @@ class EngineLoop:
             "priority": request["priority"],
             "salt": request["salt"],
         }
-        try:
-            if firsts is None:
-                numbers = self._engine.submit_samples(request["tokens"], len(ids), sampling=sampling, **options)
-            else:
-                ids, numbers = self._continue_texts(request, firsts, sampling, options)
-        except BadInput as error:
-            code = "grammar" if isinstance(error, BadGrammar) else None
-            self._connection.send({"refused": ids, "error": str(error), "code": code})
-            return
-        if self.transfers is not None and numbers:
-            self.transfers.hand_in(numbers[0], request)
+        if firsts is None:
+            ids = request["ids"]
+            numbers = self._engine.submit_samples(request["tokens"], len(ids), sampling=sampling, **options)
+        else:
+            ids, numbers = self._continue_texts(request, firsts, sampling, options)
         self._numbers.update(zip(ids, numbers, strict=True))
         self._ids.update(zip(numbers, ids, strict=True))
+        if self.transfers is not None and numbers:
+            self.transfers.hand_in(numbers[0], request)
 
     def _continue_texts(
         self,
@@ -181,13 +220,16 @@ class EngineLoop:
                 entries.append([id, tokens, rest if goes_on else details])
             if goes_on:
                 sample = sampling.sample(index)
-                numbers.append(self._engine.submit(request["tokens"], sampling=sample, given=tokens, **options))
+                number = self._engine.submit(request["tokens"], sampling=sample, given=tokens, **options)
+                self._numbers[id], self._ids[number] = number, id
+                numbers.append(number)
                 ids.append(id)
         if entries:
             self._connection.send({"step": entries, "figures": self._engine.figures()})
         return ids, numbers
 
     def _abort(self, ids: list[int]) -> None:
+        self._unwanted |= self._compiling.intersection(ids)
         if self.transfers is not None:
             self.transfers.abort(ids)
         for id in ids:
@@ -214,7 +256,8 @@ class EngineLoop:
     def _send(self, updates: Sequence[Update]) -> None:
         entries: list[list[Any]] = []
         for update in updates:
-            id = self._ids[update.number]
+            if (id := self._ids.get(update.number)) is None:
+                continue  # it was refused while it was being queued
             if update.reason is None and not update.logprobs and not update.cached_tokens:
                 entries.append([id, update.tokens])
             else:
@@ -233,8 +276,8 @@ class EngineLoop:
             self._connection.send({"transfers": transfers, "figures": figures[1]})
 
     def _count_failure(self, updates: Sequence[Update]) -> None:
-        """Count failed steps in a row, by all updates of a step; raises EngineLost after `FAILED_STEPS` or a device error."""
-        failure = next((update.error for update in reversed(updates) if update.error), None)
+        """Count failed steps of the device in a row, by all updates of a step; raises EngineLost after `FAILED_STEPS` or a device error."""
+        failure = next((update.error for update in reversed(updates) if update.code == ENGINE_FAILED), None)
         if failure is None:
             self._failed_steps = 0
             return
@@ -305,6 +348,8 @@ def _options(setup: EngineSetup) -> EngineOptions:
 
 def serve_engine(engine: Engine, connection: Connection, transfer: TransferSetup | None = None) -> None:
     """Report that the engine is ready, then run it until the HTTP process closes the socket."""
+    with suppress(BadGrammar):  # requests with a grammar are refused for it
+        engine.grammars()
     loop = EngineLoop(engine, connection, transfer)
     ready = {"context": engine.context, "vocab": engine.spec.vocab_size, "sequences": engine.options.sequences}
     connection.send({"ready": ready})

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, is_list_of_ids
+from meshwright.server.grammar_jobs import GrammarJobs
 from meshwright.server.mapped_transfer import MappedSender
 from meshwright.server.staging import Staging
 from meshwright.server.store_client import StoreClient
@@ -93,6 +94,8 @@ class PrefillJob:
         """The engine's numbers."""
         self.firsts: dict[int, list[Any]] = {}
         """First tokens and details of a message `step`, by the engine's number."""
+        self.failed = False
+        """Whether a text has failed here; the receiver then computes the prompt."""
 
     @property
     def computed(self) -> bool:
@@ -141,7 +144,10 @@ class PrefillJobs:
         key: str,
         lease_seconds: float,
         store: StoreClient | None = None,
+        grammars: GrammarJobs | None = None,
     ) -> None:
+        """`grammars` compiles those of prompts beside the engine's steps."""
+        self._grammars = grammars
         self._engine, self._blocks, self._key, self._lease = engine, blocks, key.encode(), lease_seconds
         self._store = store
         self.listening, self.accepting = listening, True
@@ -238,10 +244,11 @@ class PrefillJobs:
             return
         connection.fetching.add(number)
         queue = partial(self._queue, connection, number, prompt)
-        if self._store is None:
-            queue()
+        begin = queue if self._store is None else partial(self._store.fetch, prompt.tokens, prompt.salt, queue)
+        if self._grammars is None:
+            begin()
         else:
-            self._store.fetch(prompt.tokens, prompt.salt, queue)
+            self._grammars.when_compiled(request["grammar"], begin)
 
     def _queue(self, connection: PrefillConnection, number: int, prompt: PrefillRequest) -> None:
         """Submit a prompt unless it was cancelled. The store calls this outside of `serve`, so errors are handled here."""
@@ -257,7 +264,7 @@ class PrefillJobs:
         digests = self._blocks.digests(prompt.tokens, prompt.salt, tail=True)
         try:
             requests = self._engine.submit_samples(prompt.tokens, prompt.count, **prompt.options)
-        except BadInput as error:
+        except Exception as error:  # of this prompt alone; its engine meets the same error and reports it
             connection.frames.send({"failed": number, "error": str(error)})
             return
         unsent = self._blocks.unsent(digests, prompt.first_block)
@@ -295,6 +302,7 @@ class PrefillJobs:
                 others.append(update)
             elif update.reason is not None and (job := self._job_of_text.pop(update.number)) is not None:
                 job.firsts[update.number] = [update.tokens, update.details]
+                job.failed |= update.reason == "failed"
         for connection in list(self.connections):
             if connection.jobs:
                 try:
@@ -307,6 +315,10 @@ class PrefillJobs:
     def _send_blocks(self, connection: PrefillConnection) -> None:
         """Send the computed blocks of all prompts as far as there is room, and the first tokens behind the last of them."""
         for job in list(connection.jobs.values()):
+            if job.failed:  # its blocks may be wrong
+                self._end(connection, job)
+                connection.frames.send({"failed": job.number, "error": "a text of the prompt failed"})
+                continue
             job.unsent.extend()
             while job.unsent and self._send_run(connection, job):
                 pass

@@ -90,20 +90,23 @@ class StoreClient:
             self._computing[number] = unsent, [key.hex() for key in self._blocks.keys(prompt, salt)]
 
     def after_step(self, updates: Sequence[Update]) -> None:
-        """Send the blocks that a step has computed, as far as staging memory has room."""
-        for number, (unsent, names) in list(self._computing.items()):
+        """Send the blocks of prompts that have their first token, as far as staging memory has room.
+
+        Not before: what a model computed that then gives no finite logits must not reach other engines.
+        """
+        for update in updates:
+            if (computing := self._computing.pop(update.number, None)) is None or update.reason == "failed":
+                continue
+            unsent, names = computing
             unsent.extend()
             try:
                 while unsent and self._send_run(unsent, names):
                     pass
             except EOFError:
+                unsent.release()
                 self._lose()
                 return
-            if unsent:  # without them, those that follow would not be found
-                unsent.release()
-                del self._computing[number]
-        for update in updates:  # a request with a new token has computed its prompt
-            self._computing.pop(update.number, None)
+            unsent.release()  # what staging memory has no room for
 
     def _send_run(self, unsent: UnsentBlocks, names: Sequence[str]) -> bool:
         """Send some blocks; returns whether there was room for any."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.server.frames import FrameSocket, listen
+from meshwright.server.grammar_jobs import GrammarJobs
 from meshwright.server.prefill_jobs import PrefillJobs
 from meshwright.server.remote_prefill import RemotePrefill, Submit
 from meshwright.server.store_client import StoreClient
@@ -66,8 +67,12 @@ class TransferFigures(NamedTuple):
 class Transfers:
     """The blocks that one engine exchanges with others, by its role. Not for several threads at once."""
 
-    def __init__(self, engine: Engine, setup: TransferSetup, submit: Submit) -> None:
-        """`submit` queues the texts of a request on the engine. Raises BadInput if `setup.address` cannot be used."""
+    def __init__(
+        self, engine: Engine, setup: TransferSetup, submit: Submit, grammars: GrammarJobs | None = None
+    ) -> None:
+        """`submit` queues the texts of a request on the engine; `grammars` compiles those of others' prompts.
+
+        Raises BadInput if `setup.address` cannot be used."""
         self._blocks = blocks = engine.prefix_blocks()
         self._store = None if setup.store is None else StoreClient(blocks, setup.store, setup.key)
         self._submit, self._fetching, self._unwanted = submit, set[int](), set[int]()
@@ -75,7 +80,7 @@ class Transfers:
         self._sender = None
         if setup.address is not None:
             listening = listen(setup.address)
-            self._sender = PrefillJobs(engine, blocks, listening, setup.key, setup.seconds, self._store)
+            self._sender = PrefillJobs(engine, blocks, listening, setup.key, setup.seconds, self._store, grammars)
         peers = [address for address in setup.peers if address != setup.address]
         self._receiver = RemotePrefill(blocks, peers, setup.key, setup.seconds, submit)
         self._selector = selectors.DefaultSelector()
@@ -157,12 +162,13 @@ class Transfers:
             updates = self._sender.after_step(updates)
         return updates
 
-    def wait(self, client: int, busy: Callable[[], bool]) -> None:
-        """Process the messages of peers; unless the engine is `busy`, wait for one, or for data at descriptor `client`."""
+    def wait(self, own: Sequence[int], busy: Callable[[], bool]) -> None:
+        """Process the messages of peers; unless the engine is `busy`, wait for one, or for data at a descriptor of `own`."""
         self._receiver.start()
         self._watch()
-        if client not in self._selector.get_map():
-            self._selector.register(client, selectors.EVENT_READ, None)
+        for descriptor in own:
+            if descriptor not in self._selector.get_map():
+                self._selector.register(descriptor, selectors.EVENT_READ, None)
         for key, events in self._selector.select(0 if busy() else TICK_SECONDS):
             if key.data is not None:
                 key.data(readable=bool(events & selectors.EVENT_READ))

@@ -73,6 +73,10 @@ class CountedBlocks(BlockTables):
         holder.text = self.texts[digests[last - 1]]
         self.pool.enter(holder, first, last)
 
+    def remove(self, tables: list[list[int]], digests: Sequence[bytes]) -> None:
+        """Raise RuntimeError: simulated requests do not fail."""
+        raise RuntimeError("simulated requests do not fail")
+
     def release(self, tables: list[list[int]]) -> None:
         if id(tables) in self._holders:
             self.pool.release(self._holders.pop(id(tables)))

@@ -1,0 +1,86 @@
+"""Grammars of requests that wait until these are compiled, in a thread beside the engine's steps.
+
+The library releases the GIL while it compiles, so steps go on. A process has tried each grammar before (`grammar_check`).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from meshwright.serve.compiled_grammar import BadGrammar, Grammar
+from meshwright.server.grammar_check import GrammarCheck
+
+if TYPE_CHECKING:
+    from meshwright.serve.engine import Engine
+    from meshwright.serve.grammar import GrammarTokens
+
+NICE = 10
+"""Priority of the thread behind that of the engine."""
+
+
+class GrammarJobs:
+    """Compiles grammars for one engine; all methods are for the engine's thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._wanted: queue.SimpleQueue[tuple[GrammarTokens, Grammar, Callable[[], None]]] = queue.SimpleQueue()
+        self._done: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._ours, self._theirs = socket.socketpair()
+        self._check = GrammarCheck()
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when a grammar is compiled."""
+        return self._ours.fileno()
+
+    def when_compiled(self, grammar: Sequence[Any] | None, done: Callable[[], None]) -> None:
+        """Call `done` once a grammar is compiled or refused: at once if that is known, else in `run_done`."""
+        try:
+            tokens = None if grammar is None else self._engine.grammars()
+        except BadGrammar:  # the engine refuses the request for it
+            tokens = None
+        if tokens is None or grammar is None or tokens.has(wanted := Grammar(*grammar)):
+            done()
+            return
+        self._wanted.put((tokens, wanted, done))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._compile_all, name="grammars", daemon=True)
+            self._thread.start()
+
+    def run_done(self) -> None:
+        """Call the functions whose grammars have been compiled since."""
+        for _ in range(len(self._done)):
+            self._ours.recv(1)
+            self._done.popleft()()
+
+    def close(self) -> None:
+        """End the process that checks grammars."""
+        self._check.close()
+
+    def _compile_all(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while True:
+            tokens, grammar, done = self._wanted.get()
+            try:
+                self._compile(tokens, grammar)
+            except Exception as error:  # refused like a wrong one: the engine would meet the same error
+                tokens.refuse(grammar, f"grammar: cannot be prepared: {type(error).__name__}: {error}")
+            self._done.append(done)
+            self._theirs.send(b"1")
+
+    def _compile(self, tokens: GrammarTokens, grammar: Grammar) -> None:
+        if tokens.has(grammar):
+            return
+        if (refusal := self._check.refusal(grammar)) is not None:
+            tokens.refuse(grammar, refusal)
+            return
+        with suppress(BadGrammar):  # it is kept, and raised again for the request
+            tokens.compile(grammar)
