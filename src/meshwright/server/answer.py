@@ -114,11 +114,8 @@ class TextAnswer:
 
     def _check(self, item: News) -> None:
         """Raise RequestError for a text that the engine refused or did not end."""
-        if item.reason == "refused":
-            status = 422 if item.code == "grammar" else 400
-            raise RequestError(status, item.error or "", param=self._request.grammar_key if status == 422 else None)
-        if item.reason == "failed":
-            raise RequestError(503, f"the engine failed: {item.error}", code="engine_failed")
+        if item.reason in ("refused", "failed"):
+            raise RequestError.of_failure(item.error, item.code, self._request.grammar_key)
         if item.reason == "abort":
             raise RequestError(503, "the server is stopping")
 

@@ -85,7 +85,7 @@ class CompletionBody:
     ) -> bytes:
         """The event with a piece of text `index`, and calls in it."""
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
-        shown = "null" if logprobs is None else json.dumps(self._logprobs(index, logprobs))
+        shown = "null" if logprobs is None else json.dumps(self._logprobs(index, logprobs), allow_nan=False)
         return (
             f'{self._head}"choices":[{{"index":{index},{self._piece(text, calls)},"logprobs":{shown},'
             f'"finish_reason":{reason}}}]{self._tail}'
@@ -106,9 +106,9 @@ class CompletionBody:
             }
             for index, choice in enumerate(choices)
         ]
-        return json.dumps({**self._base, "object": self.whole_object, "choices": shown, "usage": tokens}).encode(
-            "ascii"
-        )
+        return json.dumps(
+            {**self._base, "object": self.whole_object, "choices": shown, "usage": tokens}, allow_nan=False
+        ).encode("ascii")
 
     def _piece(self, text: str, calls: Sequence[ToolCall]) -> str:
         return f'"text":{text_as_json(text)}'

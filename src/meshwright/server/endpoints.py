@@ -115,13 +115,15 @@ class Api:
 
     @property
     def state(self) -> str:
-        """State of the server: loading, ready, paused, draining or failed."""
+        """State of the server: loading, ready, paused, draining, unhealthy (the model gives no finite logits) or failed."""
         if self.client.failure is not None:
             return "failed"
         if self.client.ready is None:
             return "loading"
         if self.draining:
             return "draining"
+        if self.client.probe.failing:
+            return "unhealthy"
         return "paused" if self.client.paused else "ready"
 
     async def _read(self, request: Request, read: Callable[[RequestReader, bytes], T]) -> T:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
+from meshwright.serve.failures import ENGINE_FAILED, NotFinite
 from meshwright.serve.figures import EngineFigures
+from meshwright.server.engine_probe import EngineProbe
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.packed_ids import ids_as_text
@@ -138,6 +140,8 @@ class EngineClient(asyncio.Protocol):
         self.figures = EngineFigures()
         self.transfers = TransferFigures() if exchanges else None
         """Blocks exchanged with other engines, if any are."""
+        self.probe = EngineProbe(self)
+        """Whether the model works."""
         self.changed = asyncio.Event()
         """Set when the engine becomes ready or fails."""
         self._transport: asyncio.WriteTransport | None = None
@@ -185,6 +189,12 @@ class EngineClient(asyncio.Protocol):
         )
         return ids
 
+    async def first_token(self, prompt: Sequence[int]) -> str | None:
+        """Continue a prompt by one token; returns the code of the error if that fails."""
+        subscription = Subscription(whole=True)
+        self.submit(EngineRequest(tokens=prompt, new_tokens=1), subscription, 0)
+        return (await subscription.next())[-1].code
+
     def abort(self, ids: Sequence[int], reason: str = "abort") -> None:
         """End texts; those that have ended are ignored. There is no more news of them."""
         ended = [id for id in ids if id in self._texts]
@@ -222,6 +232,7 @@ class EngineClient(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection, which ends the engine's process."""
         self._closing = True
+        self.probe.close()
         if self._transport is not None:
             self._transport.close()
 
@@ -234,7 +245,7 @@ class EngineClient(asyncio.Protocol):
         self.changed.set()
         for id, text in list(self._texts.items()):
             self._forget(id, "failed")
-            text.subscription.add(News(text.index, (), "failed", message))
+            text.subscription.add(News(text.index, (), "failed", message, ENGINE_FAILED))
         for future in self._loading.values():
             if not future.done():
                 future.set_result(message)
@@ -265,6 +276,8 @@ class EngineClient(asyncio.Protocol):
                 (others if text.tokens else first).append(entry)
                 new_tokens += len(entry[1])
         self.metrics.count_step(new_tokens)
+        if new_tokens:
+            self.probe.note_tokens()
         self._pass_on(first)
         self._entries = iter(others)
         if first:
@@ -304,6 +317,9 @@ class EngineClient(asyncio.Protocol):
             news = News(text.index, tokens, **entry[2])
             if news.reason is not None:
                 self._forget(entry[0], news.reason)
+            if news.code == NotFinite.code:
+                self.metrics.not_finite += 1
+                self.probe.note_not_finite()
             text.subscription.add(news)
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -322,6 +338,8 @@ class EngineClient(asyncio.Protocol):
             future = self._loading.pop(message["loaded"])
             if not future.done():
                 future.set_result(message["error"])
+            if message["error"] is None:  # the new weights may give NaN
+                self.probe.start()
         elif "failed" in message:
             self.fail(message["failed"], message["code"], message["key"])
 

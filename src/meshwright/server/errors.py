@@ -21,6 +21,15 @@ NO_RETRY = (b"x-should-retry", b"false")
 """Header by which OpenAI's clients do not send the request again."""
 
 
+FAILURES: Mapping[str, tuple[int, str]] = {
+    "grammar": (422, "{}"),
+    "not_finite": (500, "the request failed: {}"),
+    "request_failed": (500, "the request failed: {}"),
+    "engine_failed": (503, "the engine failed: {}"),
+}
+"""Status and message of requests that the engine has refused or failed, by the code of their error."""
+
+
 class RequestError(Exception):
     """A request that is not carried out."""
 
@@ -41,11 +50,19 @@ class RequestError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after, self.scheme, self._headers = retry_after, scheme, headers
 
+    @classmethod
+    def of_failure(cls, error: str | None, code: str | None, grammar_key: str | None = None) -> RequestError:
+        """The error of a request that the engine refused or failed; `grammar_key` of the body asks for its grammar."""
+        if code is None:
+            return cls(400, error or "")
+        status, message = FAILURES[code]
+        return cls(status, message.format(error), code=code, param=grammar_key if code == "grammar" else None)
+
     @property
     def content(self) -> bytes:
         """The body of the answer."""
         error = {"message": self.message, "type": _TYPES[self.status], "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode("ascii")
+        return json.dumps({"error": error}, allow_nan=False).encode("ascii")
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -15,7 +15,7 @@ From the engine:
 - `step`: `[id, tokens]` or `[id, tokens, details]` for each request with news; `figures` as `EngineFigures`. `details` has those keys of
   `DETAILS` that have a value
 - `transfers`: `TransferFigures`, when they have changed
-- `refused`: ids of requests that could not be queued; `error` is the reason, `code` is "grammar" if the grammar is
+- `refused`: ids of requests that could not be queued; `error` is the reason, `code` one of `errors.FAILURES`, or none for a wrong value
 - `loaded`: the answer to `load`; `error` is none if it succeeded
 - `failed`: why the engine cannot continue; `code` is an exit code
 """
@@ -37,8 +37,8 @@ MOST_BYTES = 256 << 20
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """The bytes of a message. Raises ValueError if it is too long."""
-    content = json.dumps(message, separators=(",", ":")).encode("ascii")
+    """The bytes of a message. Raises ValueError if it is too long, or has a number that JSON does not have."""
+    content = json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(content) > MOST_BYTES:
         raise ValueError(f"a message of {len(content)} bytes; expected at most {MOST_BYTES}")
     return _LENGTH.pack(len(content)) + content

@@ -20,7 +20,7 @@ class ServerMetrics:
 
     def __init__(self, model: str) -> None:
         self._labels = {"model_name": model}
-        self.prompt_tokens = self.generation_tokens = self.rejected = 0
+        self.prompt_tokens = self.generation_tokens = self.rejected = self.not_finite = 0
         self._ended: Counter[str] = Counter()
         self._first_token = _histogram("time_to_first_token_seconds", "Time from a request to its first token.", _LONG)
         self._between = _histogram("inter_token_latency_seconds", "Time between tokens of a text.", _SHORT)
@@ -78,6 +78,10 @@ class ServerMetrics:
             "prompt_tokens_total": ("Tokens of prompts.", self.prompt_tokens),
             "generation_tokens_total": ("New tokens.", self.generation_tokens),
             "num_requests_rejected_total": ("Requests answered with 429 or 503.", self.rejected),
+            "num_requests_not_finite_total": (
+                "Texts that ended because the model gave NaN or infinity.",
+                self.not_finite,
+            ),
         }
         if transfers is not None:
             counters |= {

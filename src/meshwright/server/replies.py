@@ -44,7 +44,7 @@ class ContentResponse:
 
 def json_response(value: Mapping[str, Any], status: int = 200) -> ContentResponse:
     """An answer in JSON."""
-    return ContentResponse(status, json.dumps(value).encode("ascii"), JSON_HEADERS)
+    return ContentResponse(status, json.dumps(value, allow_nan=False).encode("ascii"), JSON_HEADERS)
 
 
 def error_response(error: RequestError) -> ContentResponse:
