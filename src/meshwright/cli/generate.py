@@ -200,6 +200,9 @@ def sample(
     """
     from tokenizers import Tokenizer
 
+    from meshwright.serve.text import continuation
+    from meshwright.serve.token_bytes import TokenBytes
+
     ranks = max(tensor, experts.count)
     if plan is not None or ranks > 1:
         option = "--plan" if plan is not None else "--tensor" if tensor > 1 else "--expert"
@@ -226,8 +229,9 @@ def sample(
             if plan is None
             else _continued_by_plan(folder, plan, ids, how)
         )
+        decoded = TokenBytes(tokenizer)
         for number, new in enumerate(by_ranks):
-            texts.add(number, tokenizer.decode(list(new)), ended=True)
+            texts.add(number, continuation(ids[number], new, decoded), ended=True)
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts.texts, strict=True)]
 
 

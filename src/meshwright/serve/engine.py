@@ -36,7 +36,9 @@ from meshwright.serve.prompts import check_request, prompt_ids
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions, mark_not_finite
+from meshwright.serve.text import text_stream
 from meshwright.serve.text_request import TextRequest
+from meshwright.serve.token_bytes import TokenBytes
 from meshwright.serve.warm_up import warm_up
 from meshwright.serve.weights import check_same_model, open_newer
 from meshwright.spec.engine import EngineOptions, Speculation
@@ -68,6 +70,7 @@ class Engine:
     ) -> None:
         self.options = options = options or EngineOptions()
         self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
+        self._texts = None if tokenizer is None or not options.texts else TokenBytes(tokenizer)
         self._model, self._weights_whole = model, True
         self.context = context_of(model, options)
         speculation = options.speculation or (None if draft_model is None else Speculation())
@@ -190,12 +193,12 @@ class Engine:
         """Return the generation of a request, and the policy's request; raises as `submit`."""
         ids, sampling, grammar = tuple(request.prompt), request.sampling, request.grammar
         check_request(ids, request.new_tokens, context=self.context, vocab=self.spec.vocab_size)
-        if request.stop_strings and (self._tokenizer is None or not self.options.texts):
+        if request.stop_strings and self._texts is None:
             raise BadInput("stop strings need an engine with a tokenizer that gives texts; give stop ids")
         sampling.check_tokens(self.spec.vocab_size)
         matcher = None if grammar is None else self.grammars().matcher(grammar, request.stop_ids)
-        tokenizer = self._tokenizer if self.options.texts else None
-        generation = Generation(sampling, tokenizer, request.stop_ids, request.stop_strings, matcher)
+        stream = None if self._texts is None else text_stream(ids, self._texts)
+        generation = Generation(sampling, stream, request.stop_ids, request.stop_strings, matcher)
         generation.begin_after(request.given)
         now = self._clock()
         planned = Request(

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.policies.batch_request import Reason
 from meshwright.serve.failures import Failure, NotFinite
 from meshwright.serve.grammar import GrammarMatcher
 from meshwright.serve.sampling import SamplingOptions
-from meshwright.serve.stops import StopStrings
+from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import TextStream
 from meshwright.spec.errors import BadInput
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 class TokenLogprob(NamedTuple):
@@ -67,7 +64,7 @@ class Generation:
     def __init__(
         self,
         sampling: SamplingOptions,
-        tokenizer: Tokenizer | None,
+        stream: TextStream | None,
         stop_ids: Collection[int],
         stop_strings: Sequence[str],
         matcher: GrammarMatcher | None = None,
@@ -75,8 +72,8 @@ class Generation:
         self.sampling, self.matcher = sampling, matcher
         """`matcher` follows the text if it has a grammar."""
         self.stop_ids = frozenset(stop_ids)
-        self._stream = None if tokenizer is None else TextStream(tokenizer)
-        self._stops = StopStrings(stop_strings)
+        self._stream = stream
+        self._stops = StopStrings(StringSearch(stop_strings))
         self._tokens: list[int] = []
         self._text = ""
         self._logprobs: list[TokenLogprob] = []

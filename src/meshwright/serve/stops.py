@@ -2,39 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import deque
+from collections.abc import Iterable
 
 
 class StopStrings:
-    """Holds back the end of a growing text while it may be the beginning of a stop string."""
+    """Holds back the end of a growing text while it may be the beginning of a stop string.
 
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = [string for string in strings if string]
-        self._held = ""
-        self.complete = False
-        """Whether the text has reached a stop string; the text before it is complete."""
+    The stop string that is complete first ends the text; of several with the same end, the longest.
+    """
+
+    def __init__(self, search: StringSearch, *, include: bool = False) -> None:
+        """`search` is that for the stop strings. `include`: the text ends behind the stop string instead of before it."""
+        self._search, self._include = search, include
+        self._state, self._held = 0, ""
+        self.found: str | None = None
+        """The stop string that the text has reached; the text before it is complete."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text has reached a stop string."""
+        return self.found is not None
+
+    @property
+    def held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held)
 
     def add(self, text: str, *, ends: bool = True) -> str:
         """The text that can be returned now: up to a stop string, or to where one may begin.
 
         Only a stop string whose last character is in a text that `ends` counts.
         """
-        if not self._strings:
+        if not self._state and not self._search.may_begin(text):
             return text
-        held, text = len(self._held), self._held + text
-        if ends:
-            found = [text.find(string, max(0, held - len(string) + 1)) for string in self._strings]
-            if positions := [position for position in found if position >= 0]:
-                self.complete, self._held = True, ""
-                return text[: min(positions)]
-        keep = max(possible_start(text, string) for string in self._strings)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        self._state, end, self.found = self._search.advance(self._state, text, ends=ends)
+        text = self._held + text[:end]
+        if self.found is not None:
+            self._held = ""
+            return text if self._include else text[: len(text) - len(self.found)]
+        certain = len(text) - self._search.length[self._state]
+        self._held = text[certain:]
+        return text[:certain]
 
     def finish(self) -> str:
         """The text held back, once no more follows."""
-        text, self._held = self._held, ""
+        text, self._held, self._state = self._held, "", 0
         return text
+
+
+class StringSearch:
+    """Search for several strings at a time in a text that comes in pieces; each character is looked at once.
+
+    A state is the longest end of the text so far that begins one of the strings. Method: Aho and Corasick 1975.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self.length = [0]
+        """Characters of each state."""
+        self._shorter = [0]
+        """For each state the longest shorter one that the text also ends with."""
+        self._complete: list[str | None] = [None]
+        """For each state the longest string that the text ends with."""
+        for string in filter(None, strings):
+            self._insert(string)
+        first = "".join(map(re.escape, self._next[0]))
+        self._first = re.compile(f"[{first}]" if first else "(?!)")
+        self._link()
+
+    def _insert(self, string: str) -> None:
+        state = 0
+        for character in string:
+            following = self._next[state].get(character)
+            if following is None:
+                following = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self.length.append(self.length[state] + 1)
+                self._shorter.append(0)
+                self._complete.append(None)
+            state = following
+        self._complete[state] = string
+
+    def _link(self) -> None:
+        """Set what each state has of shorter ones, by increasing length."""
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, following in self._next[state].items():
+                self._shorter[following] = self._step(self._shorter[state], character)
+                queue.append(following)
+            if self._complete[state] is None:
+                self._complete[state] = self._complete[self._shorter[state]]
+
+    def _step(self, state: int, character: str) -> int:
+        while (following := self._next[state].get(character)) is None and state:
+            state = self._shorter[state]
+        return following or 0
+
+    def may_begin(self, text: str) -> bool:
+        """Whether a string may begin in the text."""
+        return self._first.search(text) is not None
+
+    def advance(self, state: int, text: str, *, ends: bool = True) -> tuple[int, int, str | None]:
+        """The state after a text, the end of what was looked at, and the string found there, if one is complete.
+
+        Without `ends` the search goes on after a complete string.
+        """
+        position = 0
+        while position < len(text):
+            if not state:
+                if (begin := self._first.search(text, position)) is None:
+                    break
+                position = begin.start()
+            state = self._step(state, text[position])
+            position += 1
+            if ends and (found := self._complete[state]) is not None:
+                return state, position, found
+            while state and not self._next[state]:
+                state = self._shorter[state]
+        return state, len(text), None
 
 
 def possible_start(text: str, string: str) -> int:

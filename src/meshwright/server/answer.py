@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from meshwright.server.bodies import DONE, Choice, CompletionBody, TokenEntry, usage
+from meshwright.serve.stops import StopStrings, StringSearch
+from meshwright.serve.text import text_stream
+from meshwright.serve.token_bytes import TokenBytes
+from meshwright.server.bodies import DONE, CompletionBody, Piece, usage
 from meshwright.server.engine_client import EngineClient, EngineRequest, News, Subscription
 from meshwright.server.errors import RequestError
 from meshwright.server.replies import JSON_HEADERS, client_left
@@ -18,7 +20,6 @@ from meshwright.server.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
-    from tokenizers import Tokenizer
 
 DIRECT_SEND = "meshwright.send"
 """Key of a scope: the server's `send` itself."""
@@ -32,34 +33,40 @@ class TextAnswer:
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, request: TextRequest, body: CompletionBody, context: int
+        self, client: EngineClient, tokens: TokenBytes, request: TextRequest, body: CompletionBody, context: int
     ) -> None:
-        self._client, self._tokenizer, self._request, self._body = client, tokenizer, request, body
+        self._client, self._tokens, self._request, self._body = client, tokens, request, body
         self._context = context
         self._ids: list[int] = []
         count = len(request.prompts) * request.count
-        with_logprobs = request.logprobs is not None
-        calls = request.calls
-        special = request.special_tokens or calls is not None
-        self._outputs = [
-            TextOutput(
-                tokenizer,
-                request.stop_strings,
-                logprobs=with_logprobs,
-                special=special,
-                min_tokens=request.sampling.get("min_tokens", 0),
-            )
-            for _ in range(count)
-        ]
-        self._readers = None if calls is None else [calls.reader() for _ in range(count)]
+        self._stop_search = StringSearch(request.stop_strings) if request.stop_strings else None
+        self._outputs = [self._output(index) for index in range(count)]
+        self._readers = None if request.calls is None else [request.calls.reader() for _ in range(count)]
         self._open = count
         """Texts that have not ended."""
         self._subscription = Subscription(whole=not request.stream and not request.stop_strings)
+
+    def _output(self, index: int) -> TextOutput:
+        """The decoder of a text."""
+        request, search = self._request, self._stop_search
+        special = request.special_tokens or request.calls is not None
+        return TextOutput(
+            text_stream(request.prompts[index // request.count], self._tokens, special=special),
+            None if search is None else StopStrings(search, include=request.include_stop),
+            None if request.logprobs is None else self._body.logprobs(self._tokens, len(self._echo(index))),
+            request.reported_stops,
+            request.sampling.get("min_tokens", 0),
+        )
 
     @property
     def new_tokens(self) -> int:
         """New tokens of all texts so far."""
         return sum(output.tokens for output in self._outputs)
+
+    def _usage(self) -> dict[str, Any]:
+        """The numbers of tokens so far; the texts of one prompt share its tokens."""
+        cached = sum(output.cached_tokens for output in self._outputs[:: self._request.count])
+        return usage(self._request.prompt_tokens, self.new_tokens, cached)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._submit()
@@ -119,42 +126,36 @@ class TextAnswer:
         if item.reason == "abort":
             raise RequestError(503, "the server is stopping")
 
-    def _add(self, index: int, news: list[News]) -> tuple[str, list[TokenEntry] | None, Sequence[ToolCall]]:
-        """Return the text, log probabilities and calls of the news; a stop string also ends the text in the engine."""
+    def _add(self, index: int, news: list[News]) -> Piece:
+        """Return what the news add to a text; a stop string also ends it in the engine."""
         output, calls = self._outputs[index], []
         text = output.add(news)
         if self._readers is not None:
-            reader = self._readers[index]
+            reader, request = self._readers[index], self._request
             text, calls = reader.add(text, final=output.finish_reason is not None)
-            if reader.count and output.finish_reason == "stop":
+            if reader.count and output.finish_reason == "stop" and not (request.calls and request.calls.named):
                 output.finish_reason = "tool_calls"
         if output.finish_reason is not None:
             self._open -= 1
             if news[-1].reason is None:
                 self._client.abort([self._ids[index]], "stop")
-        return text, output.logprobs(news), calls
+        logprobs = output.logprobs() if self._request.stream else None
+        return Piece(text, logprobs, calls, output.finish_reason, output.stop_reason)
 
     async def _send_whole(self, send: Send) -> None:
-        texts = [""] * len(self._outputs)
-        logprobs: list[list[TokenEntry]] = [[] for _ in self._outputs]
+        texts = [[self._echo(index)] for index in range(len(self._outputs))]
         calls: list[list[ToolCall]] = [[] for _ in self._outputs]
         while self._open:
             for index, news in (await self._next()).items():
                 if self._outputs[index].finish_reason is None:
-                    text, entries, new_calls = self._add(index, news)
-                    texts[index] += text
-                    calls[index] += new_calls
-                    logprobs[index] += entries or ()
-        choices = [
-            Choice(
-                self._echo(index) + texts[index],
-                output.finish_reason or "length",
-                None if self._request.logprobs is None else logprobs[index],
-                calls[index],
-            )
-            for index, output in enumerate(self._outputs)
+                    piece = self._add(index, news)
+                    texts[index].append(piece.text)
+                    calls[index] += piece.calls
+        whole = [
+            Piece("".join(text), output.logprobs(whole=True), called, output.finish_reason, output.stop_reason)
+            for output, text, called in zip(self._outputs, texts, calls, strict=True)
         ]
-        content = self._body.whole(choices, usage(self._request.prompt_tokens, self.new_tokens))
+        content = self._body.whole(whole, self._usage())
         headers = [*JSON_HEADERS, (b"content-length", str(len(content)).encode("ascii"))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -177,33 +178,34 @@ class TextAnswer:
             await send_body({"type": "http.response.body", "body": b"data: %b\n\n" % error.content, "more_body": True})
         else:
             if self._request.include_usage:
-                tokens = usage(self._request.prompt_tokens, self.new_tokens)
-                await send_body(
-                    {"type": "http.response.body", "body": self._body.usage_event(tokens), "more_body": True}
-                )
+                event = self._body.usage_event(self._usage())
+                await send_body({"type": "http.response.body", "body": event, "more_body": True})
         await send_body({"type": "http.response.body", "body": DONE})
 
     def _opening(self, index: int) -> bytes:
         """The events that begin a text."""
-        opening, echo = self._body.first(index), self._echo(index)
-        return opening + self._body.event(index, echo, None, None) if echo else opening
+        tokens = self._continuous_usage()
+        opening, echo = self._body.first(index, tokens), self._echo(index)
+        return opening + self._body.event(index, Piece(echo), tokens) if echo else opening
 
     def _events(self, news: dict[int, list[News]]) -> bytes:
         """The events for news; texts that have ended already get none."""
         events = []
         for index, of_text in news.items():
-            output = self._outputs[index]
-            if output.finish_reason is not None:
-                continue
-            text, logprobs, calls = self._add(index, of_text)
-            if text or logprobs or calls or output.finish_reason is not None:
-                events.append(self._body.event(index, text, logprobs, output.finish_reason, calls))
+            if self._outputs[index].finish_reason is None:
+                piece = self._add(index, of_text)
+                if piece.text or piece.logprobs or piece.calls or piece.finish_reason is not None:
+                    events.append(self._body.event(index, piece, self._continuous_usage()))
         return b"".join(events)
+
+    def _continuous_usage(self) -> dict[str, Any] | None:
+        """The numbers of tokens for an event, if all have them."""
+        return self._usage() if self._request.continuous_usage else None
 
     def _echo(self, index: int) -> str:
         """The prompt's text, if the answer repeats it."""
-        request: TextRequest = self._request
-        return self._tokenizer.decode(request.prompts[index // request.count]) if request.echo else ""
+        echoes = self._request.echoes
+        return echoes[index // self._request.count] if echoes else ""
 
 
 class _ClientGone(Exception):

@@ -1,59 +1,45 @@
-"""The bodies of answers with text, in OpenAI's forms; streamed events are joined from prepared parts."""
+"""The bodies of answers with text, in OpenAI's forms, joined from parts in JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from json.encoder import encode_basestring_ascii
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
 from meshwright.server.tool_calls import ToolCall
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 DONE = b"data: [DONE]\n\n"
-text_as_json: Callable[[str], str] = encode_basestring_ascii
 
 
-class Choice(NamedTuple):
-    """Finished text of an answer."""
+class Piece(NamedTuple):
+    """A piece of a text, or the whole."""
 
     text: str
-    finish_reason: str
-    logprobs: Sequence[TokenEntry] | None
+    logprobs: str | None = None
+    """Log probabilities as JSON."""
     calls: Sequence[ToolCall] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """Stop string or token id that ended the text, if it is one of the request's."""
+
+    @property
+    def end(self) -> str:
+        """The members of JSON about log probabilities and the end."""
+        if self.finish_reason is None:
+            return f'"logprobs":{self.logprobs or "null"},"finish_reason":null'
+        stop = json.dumps(self.stop_reason)
+        return f'"logprobs":{self.logprobs or "null"},"finish_reason":"{self.finish_reason}","stop_reason":{stop}'
 
 
-class TokenEntry(NamedTuple):
-    """A new token with its log probability."""
-
-    token: int
-    logprob: float
-    top: Sequence[tuple[int, float]]
-
-
-def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
+def usage(prompt_tokens: int, new_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """The numbers of tokens of a request."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
         "total_tokens": prompt_tokens + new_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-
-
-class TokenTexts:
-    """The texts of single tokens, for log probabilities."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def __getitem__(self, token: int) -> str:
-        """The text of a token; special tokens by name."""
-        if (text := self._texts.get(token)) is None:
-            text = self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
 
 
 class CompletionBody:
@@ -61,75 +47,45 @@ class CompletionBody:
 
     object = whole_object = "text_completion"
     prefix = "cmpl-"
+    logprobs: type[CompletionLogprobs | ChatLogprobs] = CompletionLogprobs
+    """Form of log probabilities."""
 
-    def __init__(self, number: str, created: int, model: str, tokens: TokenTexts, *, with_usage: bool = False) -> None:
-        """`with_usage`: every event of a stream has the key `usage`, which is null but in the last."""
+    def __init__(self, number: str, created: int, model: str, *, with_usage: bool = False) -> None:
+        """`with_usage`: every event of a stream has the key `usage`, which is null where there are no numbers."""
         self._base = {"id": self.prefix + number, "object": self.object, "created": created, "model": model}
-        self._tokens = tokens
         self._head = f"data: {json.dumps(self._base, separators=(',', ':'))[:-1]},"
         self._tail = ',"usage":null}\n\n' if with_usage else "}\n\n"
-        self._offsets: dict[int, int] = {}
-        """Characters of each text so far, by the texts of its tokens."""
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, tokens: Mapping[str, Any] | None = None) -> bytes:
         """The event that begins a text; empty if there is none."""
         return b""
 
-    def event(
-        self,
-        index: int,
-        text: str,
-        logprobs: Sequence[TokenEntry] | None,
-        finish_reason: str | None,
-        calls: Sequence[ToolCall] = (),
-    ) -> bytes:
-        """The event with a piece of text `index`, and calls in it."""
-        reason = "null" if finish_reason is None else f'"{finish_reason}"'
-        shown = "null" if logprobs is None else json.dumps(self._logprobs(index, logprobs), allow_nan=False)
-        return (
-            f'{self._head}"choices":[{{"index":{index},{self._piece(text, calls)},"logprobs":{shown},'
-            f'"finish_reason":{reason}}}]{self._tail}'
-        ).encode("ascii")
+    def event(self, index: int, piece: Piece, tokens: Mapping[str, Any] | None = None) -> bytes:
+        """The event with a piece of text `index`, and the numbers of tokens so far."""
+        content = self._piece(piece.text, piece.calls)
+        return f'{self._head}"choices":[{{"index":{index},{content},{piece.end}}}]{self._end(tokens)}'.encode("ascii")
 
-    def usage_event(self, tokens: Mapping[str, int]) -> bytes:
+    def usage_event(self, tokens: Mapping[str, Any]) -> bytes:
         """The last event of a stream, with the numbers of tokens."""
-        return f'{self._head}"choices":[],"usage":{json.dumps(tokens)}}}\n\n'.encode("ascii")
+        return f'{self._head}"choices":[]{self._end(tokens)}'.encode("ascii")
 
-    def whole(self, choices: Sequence[Choice], tokens: Mapping[str, int]) -> bytes:
+    def whole(self, texts: Sequence[Piece], tokens: Mapping[str, Any]) -> bytes:
         """The answer with all texts."""
-        shown = [
-            {
-                "index": index,
-                **self._message(choice.text, choice.calls),
-                "logprobs": None if choice.logprobs is None else self._logprobs(index, choice.logprobs),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, choice in enumerate(choices)
-        ]
-        return json.dumps(
-            {**self._base, "object": self.whole_object, "choices": shown, "usage": tokens}, allow_nan=False
-        ).encode("ascii")
+        choices = ",".join(
+            f'{{"index":{index},{self._message(piece.text, piece.calls)},{piece.end}}}'
+            for index, piece in enumerate(texts)
+        )
+        base = json.dumps({**self._base, "object": self.whole_object}, separators=(",", ":"))
+        return f'{base[:-1]},"choices":[{choices}],"usage":{json.dumps(tokens)}}}'.encode("ascii")
+
+    def _end(self, tokens: Mapping[str, Any] | None) -> str:
+        return self._tail if tokens is None else f',"usage":{json.dumps(tokens)}}}\n\n'
 
     def _piece(self, text: str, calls: Sequence[ToolCall]) -> str:
         return f'"text":{text_as_json(text)}'
 
-    def _message(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        return {"text": text}
-
-    def _logprobs(self, index: int, entries: Sequence[TokenEntry]) -> dict[str, Any]:
-        texts = [self._tokens[entry.token] for entry in entries]
-        offset, offsets = self._offsets.get(index, 0), []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
-        return {
-            "tokens": texts,
-            "token_logprobs": [entry.logprob for entry in entries],
-            # Of tokens with the same text, such as parts of a character, the likeliest counts.
-            "top_logprobs": [{self._tokens[token]: value for token, value in reversed(entry.top)} for entry in entries],
-            "text_offset": offsets,
-        }
+    def _message(self, text: str, calls: Sequence[ToolCall]) -> str:
+        return self._piece(text, calls)
 
 
 class ChatBody(CompletionBody):
@@ -137,11 +93,12 @@ class ChatBody(CompletionBody):
 
     object, whole_object = "chat.completion.chunk", "chat.completion"
     prefix = "chatcmpl-"
+    logprobs = ChatLogprobs
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, tokens: Mapping[str, Any] | None = None) -> bytes:
         return (
             f'{self._head}"choices":[{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
-            f'"finish_reason":null}}]{self._tail}'
+            f'"finish_reason":null}}]{self._end(tokens)}'
         ).encode("ascii")
 
     def _piece(self, text: str, calls: Sequence[ToolCall]) -> str:
@@ -151,23 +108,7 @@ class ChatBody(CompletionBody):
             return f'"delta":{json.dumps(delta)}'
         return f'"delta":{{"content":{text_as_json(text)}}}' if text else '"delta":{}'
 
-    def _message(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
-            message |= {"content": text or None, "tool_calls": [call.message for call in calls]}
-        return {"message": message}
-
-    def _logprobs(self, index: int, entries: Sequence[TokenEntry]) -> dict[str, Any]:
-        return {
-            "content": [
-                {**self._entry(entry.token, entry.logprob), "top_logprobs": [self._entry(*pair) for pair in entry.top]}
-                for entry in entries
-            ],
-            "refusal": None,
-        }
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokens[token]
-        # Bytes of an incomplete character are not known from the text.
-        content = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode("utf-8"))
-        return {"token": text, "logprob": logprob, "bytes": content}
+    def _message(self, text: str, calls: Sequence[ToolCall]) -> str:
+        content = "null" if calls and not text else text_as_json(text)
+        shown = f',"tool_calls":{json.dumps([call.message for call in calls])}' if calls else ""
+        return f'"message":{{"role":"assistant","content":{content},"refusal":null{shown}}}'

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright import __version__
 from meshwright.events.exposition import CONTENT_TYPE
+from meshwright.serve.token_bytes import TokenBytes
 from meshwright.server.answer import TextAnswer
-from meshwright.server.bodies import ChatBody, CompletionBody, TokenTexts
+from meshwright.server.bodies import ChatBody, CompletionBody
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.errors import RequestError
 from meshwright.server.model_files import ModelFiles
@@ -57,7 +58,7 @@ class Api:
         """Whether new requests are refused, while those that run go on."""
         self.role: Role = spec.role
         self._created = int(time.time())
-        self._texts = TokenTexts(files.tokenizer)
+        self._tokens = TokenBytes(files.tokenizer)
         self._unique = secrets.token_hex(6)
         self._numbers = itertools.count()
 
@@ -174,8 +175,8 @@ class Api:
             raise RequestError(503, "this engine computes prompts for others", code="role", retry_after=RETRY_SECONDS)
         self._refuse_if_full(len(shared.prompts) * shared.count)
         number = f"{self._unique}{next(self._numbers):x}"
-        shown = body(number, int(time.time()), self.name, self._texts, with_usage=shared.include_usage)
-        answer = TextAnswer(self.client, self.files.tokenizer, shared, shown, self._sizes.context)
+        shown = body(number, int(time.time()), self.name, with_usage=shared.include_usage)
+        answer = TextAnswer(self.client, self._tokens, shared, shown, self._sizes.context)
         request.scope["meshwright"] = {"prompt_tokens": shared.prompt_tokens, "answer": answer}
         return answer
 

@@ -25,6 +25,9 @@ Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
 TEXTS_AT_ONCE = 4
 """Texts of a step that get their tokens in one turn of the event loop; new requests are read between two turns."""
 
+NEWS_AT_ONCE = 64
+"""News that wake the reader of a whole answer: the work for a long text is then spread over its time."""
+
 
 class News(NamedTuple):
     """Output of a step for one text of a request."""
@@ -52,7 +55,7 @@ class Subscription:
     """The news of all texts of one HTTP request, in order."""
 
     def __init__(self, *, whole: bool) -> None:
-        """With `whole` the reader is woken only when all texts have ended."""
+        """With `whole` the reader is woken only when all texts have ended, or `NEWS_AT_ONCE` news have come."""
         self._news: list[News] = []
         self._whole = whole
         self._waiter: asyncio.Future[None] | None = None
@@ -64,8 +67,12 @@ class Subscription:
     def add(self, news: News) -> None:
         """Append news, and wake the reader."""
         self._news.append(news)
-        if not self._whole or not self.unfinished:
+        if self._readable:
             self.wake()
+
+    @property
+    def _readable(self) -> bool:
+        return bool(self._news) and (not self._whole or not self.unfinished or len(self._news) >= NEWS_AT_ONCE)
 
     def close(self) -> None:
         """The client has gone: the reader gets no more news."""
@@ -81,7 +88,7 @@ class Subscription:
         """The news since the last call, once there are any; empty if the client has gone."""
         if self.closed:
             return []
-        if not self._news or (self._whole and self.unfinished):
+        if not self._readable:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         news, self._news = self._news, []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from meshwright.server.chat_messages import read_messages
 from meshwright.server.chat_template import ChatTemplate
@@ -46,8 +46,8 @@ class RequestReader:
         fields, limits = parse_object(body), self._limits
         logprobs = fields.integer("logprobs", 0, limits.spec.max_logprobs, None)
         request = read_shared(fields, limits, logprobs=logprobs, new_tokens=DEFAULT_COMPLETION_TOKENS)
-        request.echo = fields.flag("echo")
-        if request.echo and logprobs is not None:
+        echo = fields.flag("echo")
+        if echo and logprobs is not None:
             raise RequestError(
                 400, "echo: log probabilities of prompts are not supported; leave out logprobs", param="echo"
             )
@@ -56,8 +56,11 @@ class RequestReader:
         if fields.text("suffix", ""):
             raise RequestError(400, "suffix: text between a prompt and a suffix is not supported", param="suffix")
         fields.finish()
-        request.prompts = self._prompts(prompts, special=special)
+        prompts = self._listed(prompts)
+        request.prompts = [self._prompt(prompt, special=special) for prompt in prompts]
         check_prompts(request, limits)
+        if echo:
+            request.echoes = [self._text(prompt) for prompt in prompts]
         return request
 
     def chat(self, body: bytes) -> TextRequest:
@@ -123,27 +126,32 @@ class RequestReader:
                     400, "response_format: excludes a tool_choice that needs calls", param="response_format"
                 )
             request.grammar, request.grammar_key = schema_grammar(tools.schema, "tools"), "tools"
-            request.calls = CallFormat("array", tools.parallel)
+            request.calls = CallFormat("array", tools.parallel, tools.named)
         elif tools.tools is not None and request.grammar is None and self._notation is not None:
             request.calls = CallFormat(self._notation, tools.parallel)
 
-    def _prompts(self, value: object, *, special: bool) -> list[Sequence[int]]:
-        """Token ids of each prompt: `value` is text, a list of texts, token ids, or a list of lists of them."""
+    def _listed(self, value: object) -> list[Any]:
+        """The prompts of a body: `value` is text, a list of texts, token ids, or a list of lists of them."""
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list) or not value:
             raise wrong("prompt", "text, token ids, or a list of either", value)
         if isinstance(value[0], int):
             value = [value]
-        limits = self._limits
-        if len(value) > limits.spec.max_choices:
-            raise wrong("prompt", f"at most {limits.spec.max_choices} prompts", value)
-        return [
-            self._encode(checked_text(prompt, "prompt"), special=special)
-            if isinstance(prompt, str)
-            else token_ids(prompt, "prompt", limits.vocab)
-            for prompt in value
-        ]
+        most = self._limits.spec.max_choices
+        if len(value) > most:
+            raise wrong("prompt", f"at most {most} prompts", value)
+        return value
+
+    def _prompt(self, prompt: Any, *, special: bool) -> list[int]:
+        """Token ids of a prompt, which is text or such ids."""
+        if isinstance(prompt, str):
+            return self._encode(checked_text(prompt, "prompt"), special=special)
+        return token_ids(prompt, "prompt", self._limits.vocab)
+
+    def _text(self, prompt: Any) -> str:
+        """A prompt's own text."""
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         """The token ids of a prompt. Raises RequestError, before it is encoded, for a text that cannot fit into the context."""

@@ -1,17 +1,14 @@
-"""The text of a request as its tokens arrive: detokenised, cut at stop strings."""
+"""The text of a request as its tokens arrive: detokenised, cut at stop strings, with log probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from meshwright.serve.stops import StopStrings
-from meshwright.serve.text import TextStream
-from meshwright.server.bodies import TokenEntry
+from meshwright.serve.text import INCOMPLETE, TextStream
 from meshwright.server.engine_client import News
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from meshwright.server.token_logprobs import TokenLogprobs
 
 
 class TextOutput:
@@ -19,56 +16,140 @@ class TextOutput:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        stop_strings: Sequence[str],
-        *,
-        logprobs: bool,
-        special: bool = False,
+        stream: TextStream,
+        stops: StopStrings | None,
+        logprobs: TokenLogprobs | None,
+        reported_stops: Collection[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        """`special`: the text has special tokens. `min_tokens`: first tokens in which no stop string ends it."""
-        self._stream = TextStream(tokenizer, special=special)
-        self._stops = StopStrings(stop_strings) if stop_strings else None
-        self._with_logprobs = logprobs
-        self._early = min_tokens
-        """Further tokens in which no stop string ends the text."""
+        """`reported_stops`: token ids that are the reason of an end at them. No stop string ends the first `min_tokens`."""
+        self._stream, self._stops = stream, stops
+        self._logprobs = None if logprobs is None else _AlignedLogprobs(logprobs)
+        self._reported_stops, self._min_tokens = reported_stops, min_tokens
         self.tokens = 0
-        """New tokens so far."""
+        """New tokens so far: up to the one that completes a stop string, however many come at a time."""
         self.finish_reason: str | None = None
         """Reason why the text has ended, as OpenAI names it; None while it goes on."""
+        self.stop_reason: str | int | None = None
+        """Stop string, or token id of the request, that ended the text."""
+        self.cached_tokens = 0
+        """Tokens of the prompt that were in the cache."""
 
     def add(self, news: Sequence[News]) -> str:
         """Return the further text that is final after these news, which belong to this text and are in order."""
-        tokens = [token for one in news for token in one.tokens] if len(news) > 1 else list(news[0].tokens)
-        self.tokens += len(tokens)
-        if self._stops is None:
-            text = self._stream.add(tokens)
-        else:
-            first, tokens = tokens[: self._early], tokens[self._early :]
-            self._early -= len(first)
-            text = self._stops.add(self._stream.add(first), ends=False) if first else ""
-            text += self._stops.add(self._stream.add(tokens), ends=not self._early)
-            if self._stops.complete:
-                self.finish_reason = "stop"
-                return text
-        if (reason := news[-1].reason) is not None:
-            self.finish_reason = "stop" if reason == "stop" else "length"
-            ending = self._stream.finish()
-            if self._stops is None:
-                return text + ending
-            text += self._stops.add(ending, ends=not self._early)
-            if self._stops.complete:
-                self.finish_reason = "stop"
-            else:
-                text += self._stops.finish()
+        if self._stops is None and self._logprobs is None:
+            return "".join([self._add_plain(one) for one in news])
+        return "".join([self._add_each(one) for one in news if self.finish_reason is None])
+
+    def _add_plain(self, news: News) -> str:
+        self.tokens += len(news.tokens)
+        text = self._stream.add(news.tokens)
+        if news.cached_tokens:
+            self.cached_tokens = news.cached_tokens
+        if news.reason is not None:
+            text += self._stream.finish()
+            self._end(news)
         return text
 
-    def logprobs(self, news: Sequence[News]) -> list[TokenEntry] | None:
-        """The log probabilities in the news; None if they were not asked for."""
-        if not self._with_logprobs:
+    def _add_each(self, news: News) -> str:
+        """Add tokens one by one, so that none behind a stop string counts."""
+        stream, stops, logprobs = self._stream, self._stops, self._logprobs
+        self.cached_tokens = news.cached_tokens or self.cached_tokens
+        shown = []
+        for index, token in enumerate(news.tokens):
+            text, content = stream.add_one(token)
+            self.tokens += 1
+            if logprobs is not None and news.logprobs:
+                logprobs.add(text, content, news.logprobs[index], incomplete=stream.incomplete)
+            if stops is not None:
+                text = stops.add(text, ends=self.tokens > self._min_tokens)
+            shown.append(text)
+            if stops is not None and stops.complete:
+                break
+        else:
+            if news.reason is not None:
+                ending = stream.finish()
+                if logprobs is not None:
+                    logprobs.complete(ending)
+                shown.append(ending if stops is None else stops.add(ending, ends=self.tokens > self._min_tokens))
+                if stops is not None and not stops.complete:
+                    shown.append(stops.finish())
+                self._end(news)
+        if stops is not None and stops.complete:
+            self.finish_reason, self.stop_reason = "stop", stops.found
+        text = "".join(shown)
+        if logprobs is not None:
+            logprobs.show(len(text), final=self.finish_reason is not None)
+        return text
+
+    def _end(self, news: News) -> None:
+        self.finish_reason = "stop" if news.reason == "stop" else "length"
+        if news.stop_token in self._reported_stops:
+            self.stop_reason = news.stop_token
+
+    def logprobs(self, *, whole: bool = False) -> str | None:
+        """The log probabilities of the text since the last call, as JSON.
+
+        None if they were not asked for, or, without `whole`, if there are none.
+        """
+        if self._logprobs is None or not (whole or self._logprobs.waiting):
             return None
-        return [
-            TokenEntry(token, *logprob)
-            for one in news
-            for token, logprob in zip(one.tokens, one.logprobs, strict=bool(one.logprobs))
-        ]
+        return self._logprobs.take()
+
+
+class _AlignedLogprobs:
+    """Log probabilities of the tokens whose text is shown: held back, and cut, together with it."""
+
+    def __init__(self, shown: TokenLogprobs) -> None:
+        self._shown = shown
+        self._held: list[list[Any]] = []
+        """Of each token that is not shown yet: text, bytes, log probabilities, and whether a character ends with it."""
+        self._characters = 0
+        """Characters of the held tokens that the text already has."""
+        self.waiting = False
+        """Whether tokens were shown since the last call of `take`."""
+
+    def add(self, text: str, content: bytes, logprob: Sequence[Any], *, incomplete: bool) -> None:
+        """Append a token with what it adds to the text before stop strings cut it."""
+        self._held.append([text, content, logprob, not incomplete])
+
+    def complete(self, ending: str) -> None:
+        """Give the last token the end of the text, which is no complete character."""
+        if ending and self._held:
+            self._held[-1][0] += ending
+
+    def show(self, characters: int, *, final: bool) -> None:
+        """Pass on the tokens whose text is shown, after so many further characters; `final`: the rest of the text is cut off."""
+        self._characters += characters
+        if final:
+            self._cut()
+        count = shown = 0
+        for index, (text, _, _, complete) in enumerate(self._held):
+            shown += len(text)
+            if shown > self._characters:
+                break
+            if complete or final:  # parts of a character go with its last token
+                count = index + 1
+        for text, content, logprob, _ in self._held[:count]:
+            self._characters -= len(text)
+            self._shown.add(text, content, *logprob)
+        self.waiting = self.waiting or count > 0
+        del self._held[:count]
+
+    def _cut(self) -> None:
+        """Take the text behind the end from the tokens that hold it."""
+        whole = "".join([entry[0] for entry in self._held])
+        kept, behind = whole[: self._characters], whole[self._characters :]
+        surplus, surplus_bytes = len(behind), len(behind.encode("utf-8"))
+        if INCOMPLETE not in kept:  # tokens of the kept text may have parts of the next character
+            surplus_bytes = max(sum([len(entry[1]) for entry in self._held]) - len(kept.encode("utf-8")), 0)
+        for entry in reversed(self._held):
+            text, content = entry[:2]
+            taken, taken_bytes = min(surplus, len(text)), min(surplus_bytes, len(content))
+            entry[:2] = text[: len(text) - taken], content[: len(content) - taken_bytes]
+            surplus, surplus_bytes = surplus - taken, surplus_bytes - taken_bytes
+
+    def take(self) -> str:
+        """The JSON of the tokens since the last call."""
+        self.waiting = False
+        return self._shown.take()

@@ -63,14 +63,20 @@ class TextRequest:
     stream: bool
     include_usage: bool
     """Whether a stream ends with the numbers of tokens."""
+    continuous_usage: bool = False
+    """Whether every event has them."""
+    include_stop: bool = False
+    """Whether a text ends behind its stop string, instead of before it."""
+    reported_stops: Sequence[int] = ()
+    """Those of `stop_ids` that are reported as the reason of an end: the request's own."""
     prompts: list[Sequence[int]] = field(default_factory=list)
     """Token ids of each prompt."""
+    echoes: list[str] = field(default_factory=list)
+    """The prompts' own texts, with which the texts begin; empty if they do not."""
     grammar_key: str = "response_format"
     """Key of the body that asks for the grammar."""
     calls: CallFormat | None = None
     """How tool calls are found in the texts; None if they are not."""
-    echo: bool = False
-    """Whether the text begins with the prompt."""
     special_tokens: bool = False
     """Whether the text has special tokens."""
 
@@ -128,8 +134,9 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
     stream = fields.flag("stream")
     options = fields.section("stream_options")
     include_usage = options is not None and options.flag("include_usage")
+    continuous_usage = options is not None and options.flag("continuous_usage_stats") and include_usage
     if options is not None:
-        options.ignore("include_obfuscation", "continuous_usage_stats")
+        options.ignore("include_obfuscation")
         options.finish()
         if not stream:
             raise RequestError(400, "stream_options: needs stream: true", param="stream_options")
@@ -143,6 +150,9 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
         grammar=grammar,
         stream=stream,
         include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        include_stop=fields.flag("include_stop_str_in_output"),
+        reported_stops=[id for id in stop_ids if ignore_end or id not in limits.stop_ids],
         special_tokens=special_tokens,
     )
 

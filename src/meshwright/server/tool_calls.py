@@ -36,6 +36,8 @@ class CallFormat(NamedTuple):
     notation: Notation
     parallel: bool = True
     """Whether a text may have several calls."""
+    named: bool = False
+    """Whether the request names the function: then a call is no reason for the end of a text."""
 
     def reader(self) -> ToolCallReader:
         """A reader for one text."""

@@ -23,6 +23,8 @@ class Tools:
     """JSON schema of the calls, if there must be some."""
     parallel: bool = True
     """Whether there may be several calls."""
+    named: bool = False
+    """Whether the request names the function to call."""
 
 
 def read_tools(fields: Fields) -> Tools:
@@ -46,7 +48,7 @@ def read_tools(fields: Fields) -> Tools:
     elif choice != "required":
         return Tools(value, parallel=parallel)
     several = parallel and named is None
-    return Tools(value, _calls_schema(functions, several=several), several)
+    return Tools(value, _calls_schema(functions, several=several), several, named is not None)
 
 
 def _named(choice: object) -> str | None:

@@ -1,0 +1,172 @@
+"""The bytes of single tokens: what each token of a vocabulary adds to a text, by the decoder of its tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class TokenBytes:
+    """The bytes of each token, and its name where a token is shown alone. Values are kept: at most one for each token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        # The state for pickling is the decoder's part of tokenizer.json.
+        decoder: Any = tokenizer.decoder
+        self.form = None if decoder is None else _read_form(json.loads(decoder.__getstate__()))
+        """How bytes follow from entries of the vocabulary; None if they depend on the tokens around one."""
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(token for token, entry in added.items() if entry.special)
+        """Special tokens, which texts leave out unless a request asks for them."""
+        self.all = _Bytes(self)
+        """The bytes of each token."""
+        self.plain = _Bytes(self, hidden=self.special)
+        """The bytes of each token; none for special tokens."""
+        self._names: dict[int, tuple[str, bytes]] = {}
+
+    def at_start(self, token: int) -> bytes:
+        """The bytes of the first token of a text, which may lack a space."""
+        entry = self.tokenizer.id_to_token(token)
+        return b"" if entry is None or self.form is None else self.form.encode_first(entry)
+
+    def name(self, token: int) -> tuple[str, bytes]:
+        """A token's text and bytes without others around it, also of a special token.
+
+        Bytes that are no text are named as OpenAI does, such as `bytes:\\xe2\\x80`. An id without a token is `token_id:…`.
+        """
+        if (named := self._names.get(token)) is None:
+            named = self._names[token] = self._name(token)
+        return named
+
+    def _name(self, token: int) -> tuple[str, bytes]:
+        if self.tokenizer.id_to_token(token) is None:
+            return f"token_id:{token}", b""
+        if self.form is None:
+            text = self.tokenizer.decode([token], skip_special_tokens=False)
+            return text, text.encode("utf-8")
+        content = self.all[token]
+        try:
+            return content.decode("utf-8"), content
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
+
+
+class _Bytes(dict[int, bytes]):
+    """Bytes by token, each found when it is first asked for."""
+
+    def __init__(self, tokens: TokenBytes, hidden: frozenset[int] = frozenset()) -> None:
+        self._tokenizer, self._form, self._hidden = tokens.tokenizer, tokens.form, hidden
+        self.texts = _Texts(self)
+
+    def __missing__(self, token: int) -> bytes:
+        entry = None if token in self._hidden else self._tokenizer.id_to_token(token)
+        content = b"" if entry is None or self._form is None else self._form.encode(entry)
+        self[token] = content
+        return content
+
+
+class _Texts(dict[int, str | None]):
+    """The texts of tokens that are whole characters; None for other tokens."""
+
+    def __init__(self, content: _Bytes) -> None:
+        self._content = content
+
+    def __missing__(self, token: int) -> str | None:
+        try:
+            text = self._content[token].decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self[token] = text
+        return text
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How an entry of the vocabulary becomes bytes, whatever tokens are around it."""
+
+    replaced: Sequence[tuple[str, str]] = ()
+    """Texts in entries, and what stands for them in a text."""
+    alphabet: Mapping[str, int] | None = None
+    """Byte of each character, if entries are written in such an alphabet."""
+    fallback: bool = False
+    """Whether an entry such as `<0x0A>` is a byte."""
+    first_marker: str = ""
+    """Text that the first token of a text loses wherever it has it."""
+    first_space: str = ""
+    """Character that a text loses once at its beginning."""
+
+    @property
+    def changes_first(self) -> bool:
+        """Whether the first token of a text may have other bytes than elsewhere."""
+        return bool(self.first_marker or self.first_space)
+
+    def encode(self, entry: str) -> bytes:
+        """The bytes of an entry."""
+        for old, new in self.replaced:
+            entry = entry.replace(old, new)
+        if self.fallback and len(entry) == 6 and entry.startswith("<0x") and entry.endswith(">"):
+            try:
+                return bytes.fromhex(entry[3:5])
+            except ValueError:
+                pass
+        if self.alphabet is not None:
+            try:
+                return bytes(self.alphabet[character] for character in entry)
+            except KeyError:  # an added token is written as itself
+                pass
+        return entry.encode("utf-8", "replace")
+
+    def encode_first(self, entry: str) -> bytes:
+        """The bytes of an entry that begins a text."""
+        if self.first_marker:
+            entry = entry.replace(self.first_marker, "")
+        return self.encode(entry).removeprefix(self.first_space.encode())
+
+
+def _read_form(decoder: Mapping[str, Any]) -> _Form | None:
+    """The form of a decoder: of bytes in an alphabet (GPT-2, Llama 3, Qwen), or of SentencePiece (Llama 2, Mistral, Gemma)."""
+    steps = list(_steps(decoder))
+    replaced: list[tuple[str, str]] = []
+    marker = space = ""
+    while steps and steps[0]["type"] in ("Replace", "Metaspace"):
+        step = steps.pop(0)
+        if step["type"] == "Metaspace":
+            replaced.append((step["replacement"], " "))
+            marker = "" if step["prepend_scheme"] == "never" else step["replacement"]
+        elif "String" in step["pattern"]:
+            replaced.append((step["pattern"]["String"], step["content"]))
+        else:
+            return None
+    by_alphabet = fallback = False
+    if steps and steps[0]["type"] in ("ByteLevel", "ByteFallback"):
+        by_alphabet = steps.pop(0)["type"] == "ByteLevel"
+        fallback = not by_alphabet
+    fused = by_alphabet or bool(steps and steps[0]["type"] == "Fuse")
+    while steps and steps[0]["type"] == "Fuse":
+        steps.pop(0)
+    if fused and steps and steps[0]["type"] == "Strip":
+        step = steps.pop(0)
+        if step["stop"] or step["start"] > 1 or not step["content"].isascii():
+            return None
+        space = step["content"] if step["start"] else ""
+    if steps:
+        return None
+    return _Form(replaced, _byte_alphabet() if by_alphabet else None, fallback, marker, space)
+
+
+def _steps(decoder: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _steps(part)]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte of each character of GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for U+0100 and after."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
