@@ -63,14 +63,86 @@ def read(notation: Notation, pieces: list[str], **options: Any) -> Expected:
     return plain, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-@pytest.mark.parametrize(("notation", "text", "expected"), TEXTS)
+MARKED = ("write", {"text": 'as <tool_call>{}</tool_call> or [TOOL_CALLS][1], {a}; \\"}'})
+OTHER_TEXTS: list[tuple[Notation, str, Expected]] = [
+    ("hermes", f"a <tool_call>{body(MARKED)}</tool_call> b", ("a b", [MARKED])),
+    ("hermes", f"a \n <tool_call> no <tool_call>{body(FIRST)}</tool_call>", ("a \n <tool_call> no", [FIRST])),
+    (
+        "hermes",
+        f"<tool_call>{body(FIRST)[:-1]}</tool_call>\n<tool_call>{body(SECOND)}",
+        (f"<tool_call>{body(FIRST)[:-1]}</tool_call>", [SECOND]),
+    ),
+    ("hermes", f'<tool_call>{{"name": "x</tool_call><tool_call>{body(SECOND)}', ('<tool_call>{"name": "x</tool_call>', [SECOND])),
+    ("hermes", f"<tool_call>{body(FIRST)}</tool_call> \n<tool_call>{{}}", (" \n<tool_call>{}", [FIRST])),
+    ("hermes", f"<tool_call><tool_call>{body(FIRST)}\n\n</tool_call>", ("", [FIRST])),
+    ("hermes", "<tool_call><tool_call>{}<tool_call>", ("<tool_call><tool_call>{}<tool_call>", [])),
+    ("hermes", '  <tool_call>\n{"name": 3}</tool_call> ', ('  <tool_call>\n{"name": 3}</tool_call> ', [])),
+    ("hermes", ' <tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', ("", [("f", {"a": 1})])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": NaN}', ('<tool_call>{"name": "f", "arguments": NaN}', [])),
+    ("hermes", '<tool_call>{"name": "f\n", "arguments": {}}', ('<tool_call>{"name": "f\n", "arguments": {}}', [])),
+    ("hermes", " \n ", (" \n ", [])),
+    ("hermes", f"<tool_call>{body(FIRST)}</tool_call>\nDone. \n", ("Done. \n", [FIRST])),
+    ("llama3", f" {body(FIRST)} ; and", (" ; and", [FIRST])),
+    ("llama3", f"{body(FIRST)};", ("", [FIRST])),
+    ("llama3", '{"a": [[[{', ('{"a": [[[{', [])),
+    ("llama3", f"{{}}<|python_tag|>{body(MARKED)}<|python_tag|>", ("{}<|python_tag|>", [MARKED])),
+    ("mistral", f"[TOOL_CALLS][{body(MARKED)}], and", (", and", [MARKED])),
+    ("mistral", "[TOOL_CALLS] name [ARGS] {}", ("[TOOL_CALLS] name [ARGS] {}", [])),
+    ("mistral", f"[TOOL_CALLS]f[CALL_ID]abc123[ARGS] {json.dumps(MARKED[1])} then", ("then", [("f", MARKED[1])])),
+    ("mistral", f"[TOOL_CALLS]{'x' * 300}{{}}", (f"[TOOL_CALLS]{'x' * 300}{{}}", [])),
+    ("mistral", "[TOOL_CALLS]some words [TOOL_CALLS]f{}", ("[TOOL_CALLS]some words", [("f", {})])),
+    ("mistral", "[TOOL_CAL", ("[TOOL_CAL", [])),
+    ("array", f"[{body(FIRST)}, {body(SECOND)[:-3]}", (f", {body(SECOND)[:-3]}", [FIRST])),
+    ("array", "[1, 2]", ("[1, 2]", [])),
+    ("array", f" [{body(MARKED)}]\n", ("", [MARKED])),
+]  # fmt: skip
+
+
+def pieces_of(text: str, draws: random.Random) -> list[str]:
+    """The text in a few random pieces."""
+    ends = sorted(draws.randrange(len(text) + 1) for _ in range(4))
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(("notation", "text", "expected"), TEXTS + OTHER_TEXTS)
 def test_calls_are_found_however_the_text_arrives(notation: Notation, text: str, expected: Expected) -> None:
     assert read(notation, [text]) == expected
     assert read(notation, [*text, ""]) == expected
+    for cut in range(len(text) + 1):
+        assert read(notation, [text[:cut], text[cut:]]) == expected
     draws = random.Random(text)
     for _ in range(20):
-        ends = sorted(draws.randrange(len(text) + 1) for _ in range(4))
-        assert read(notation, [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]) == expected
+        assert read(notation, pieces_of(text, draws)) == expected
+
+
+@pytest.mark.parametrize("notation", ["hermes", "llama3", "mistral", "array"])
+def test_mixed_texts_are_read_alike_in_all_pieces(notation: Notation) -> None:
+    draws = random.Random(notation)
+    parts = [
+        "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ",", ";", " ", "\n", "{", "}", '"', "\\",
+        "f", "text é", body(FIRST), body(MARKED), body(SECOND)[:-2], '{"a": 1}', "{}", "<tool", "[TOOL",
+    ]  # fmt: skip
+    for _ in range(1000):
+        text = "".join(draws.choices(parts, k=draws.randrange(1, 12)))
+        expected = read(notation, [text])
+        assert read(notation, [*text, ""]) == expected
+        assert read(notation, pieces_of(text, draws)) == expected
+        if not expected[1]:
+            assert expected[0] == text
+
+
+@pytest.mark.parametrize("notation", ["hermes", "llama3", "mistral", "array"])
+def test_long_arguments_and_white_space_are_read_once(notation: Notation) -> None:
+    opening = {"hermes": "<tool_call>", "llama3": "", "mistral": "[TOOL_CALLS][", "array": "["}[notation]
+    call = ("write", {"text": '}</tool_call>\\"{' * 10_000})
+    for text, expected in [
+        (opening + body(call), [call]),
+        (opening + body(call)[:-2], []),
+        (opening + " " * 160_000, []),
+    ]:
+        pieces = [text[start : start + 4] for start in range(0, len(text), 4)]
+        plain, calls = read(notation, pieces)
+        assert calls == expected and (calls or plain == text)
 
 
 def test_plain_text_is_not_held_back() -> None:

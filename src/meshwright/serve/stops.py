@@ -123,9 +123,3 @@ class StringSearch:
             while state and not self._next[state]:
                 state = self._shorter[state]
         return state, len(text), None
-
-
-def possible_start(text: str, string: str) -> int:
-    """Length of the longest end of `text` that begins `string`, shorter than it."""
-    longest = min(len(text), len(string) - 1)
-    return next((length for length in range(longest, 0, -1) if string.startswith(text[-length:])), 0)
