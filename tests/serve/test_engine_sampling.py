@@ -78,3 +78,21 @@ def test_texts_follow_their_grammars_beside_free_ones(overlap: bool, speculation
 def test_a_grammar_needs_a_tokenizer() -> None:
     with pytest.raises(BadInput, match="a grammar needs an engine with a tokenizer"):
         engine_of(tiny(LLAMA)).submit(PROMPTS[0], new_tokens=3, stop_ids=[1], grammar=Grammar("regex", "a"))
+
+
+def test_texts_of_the_engine_keep_the_space_after_the_prompt() -> None:
+    vocabulary = {
+        piece: index for index, piece in enumerate(["<s>", "▁the", "the", "▁fox", *"abcdefghijklmnopqrstuvwxyz"])
+    }
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    strip = decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokenizer.add_special_tokens(["<s>"])
+    engine = engine_of(tiny(LLAMA), tokenizer=tokenizer)
+    sampling = SamplingOptions(logit_bias={vocabulary["▁the"]: 100.0})
+    for prompt in ([0, 2], [0], [0, 2]):
+        engine.submit(prompt, new_tokens=2, sampling=sampling)
+    found = ["", "", ""]
+    for update in engine.run():
+        found[update.number] += update.text
+    assert found == [" the the", "the the", " the the"]  # as tokenizer.decode makes of prompt and text

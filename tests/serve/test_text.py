@@ -184,7 +184,7 @@ def test_stop_strings_cut_every_text_at_the_first(stops: list[str], include: boo
             assert stream.complete is bool(ends)
             if ends:
                 end, start, found = min(ends)
-                assert stream.found == found and shown == text[: end if include else start]
+                assert stream.reached == found and shown == text[: end if include else start]
             else:
                 assert shown + stream.finish() == text
 

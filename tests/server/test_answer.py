@@ -1,4 +1,4 @@
-"""Answers over HTTP on scripted texts: stops, numbers of tokens and echoes do not depend on how many tokens come at a time."""
+"""Answers over HTTP on scripted texts do not depend on how many tokens come at a time: stops, numbers, echoes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def answer(connection: Connection, id: int, request: dict[str, Any], at_once: in
 
 @pytest.fixture(scope="module", params=[1, 4, 100])
 def post(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Sends a body to the completions of a server whose engine gives so many tokens at a time; a stream's events are put together."""
+    """Sends a body to a server whose engine gives so many tokens at a time; the events of a stream are put together."""
     folder: Path = tmp_path_factory.mktemp("scripted")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)

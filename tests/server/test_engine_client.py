@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from meshwright.server.engine_client import EngineClient, EngineRequest, Subscription
+from meshwright.server.engine_client import NEWS_AT_ONCE, EngineClient, EngineRequest, News, Subscription
 from meshwright.server.messages import encode
 from meshwright.server.metrics import ServerMetrics
 
@@ -61,3 +61,19 @@ def test_a_server_with_a_role_counts_blocks_before_its_engine_reports_any() -> N
     for exchanges in (False, True):
         client = EngineClient(ServerMetrics("model"), exchanges=exchanges)
         assert ("kv_blocks_sent_total" in client.metrics.text(client.figures, client.transfers)) == exchanges
+
+
+def test_a_long_whole_answer_is_read_in_parts() -> None:
+    async def read() -> tuple[int, bool]:
+        subscription = Subscription(whole=True)
+        subscription.unfinished = 1
+        reader = asyncio.ensure_future(subscription.next())
+        await asyncio.sleep(0)
+        for token in range(NEWS_AT_ONCE - 1):
+            subscription.add(News(0, [token]))
+        await asyncio.sleep(0)
+        early = reader.done()
+        subscription.add(News(0, [1]))
+        return len(await reader), early
+
+    assert asyncio.run(read()) == (NEWS_AT_ONCE, False)

@@ -1,4 +1,4 @@
-"""Texts of an answer from the engine's news: stop strings, log probabilities and numbers of tokens, however many tokens come at a time."""
+"""Texts of an answer from the news of an engine: stop strings, log probabilities and numbers of tokens."""
 
 from __future__ import annotations
 
@@ -141,3 +141,15 @@ def test_bodies_are_json(body: type[CompletionBody]) -> None:
         event = json.loads(shown.event(index, piece, {"total_tokens": 3}).removeprefix(b"data: "))
         assert event["usage"] == {"total_tokens": 3} and event["choices"][0]["finish_reason"] == piece.finish_reason
     assert "stop_reason" not in json.loads(shown.event(0, Piece("x")).removeprefix(b"data: "))["choices"][0]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_no_stop_string_ends_the_first_tokens(at_once: int) -> None:
+    tokens = TokenBytes(tokenizer_of("gemma"))
+    ids = tokens.tokenizer.encode("fox fox fox", add_special_tokens=False).ids
+    least = next(count for count in range(len(ids)) if "fox f" in tokens.tokenizer.decode(ids[:count]))
+    search = StopStrings(StringSearch(["fox"]))
+    output = TextOutput(text_stream([], tokens), search, None, min_tokens=least)
+    cuts = list(range(at_once, len(ids), at_once))
+    text = "".join(output.add([news]) for news in news_of(ids, cuts) if output.finish_reason is None)
+    assert (text, output.stop_reason) == ("fox ", "fox") and least < output.tokens < len(ids)

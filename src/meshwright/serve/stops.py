@@ -17,13 +17,13 @@ class StopStrings:
         """`search` is that for the stop strings. `include`: the text ends behind the stop string instead of before it."""
         self._search, self._include = search, include
         self._state, self._held = 0, ""
-        self.found: str | None = None
+        self.reached: str | None = None
         """The stop string that the text has reached; the text before it is complete."""
 
     @property
     def complete(self) -> bool:
         """Whether the text has reached a stop string."""
-        return self.found is not None
+        return self.reached is not None
 
     @property
     def held(self) -> int:
@@ -37,11 +37,11 @@ class StopStrings:
         """
         if not self._state and not self._search.may_begin(text):
             return text
-        self._state, end, self.found = self._search.advance(self._state, text, ends=ends)
+        self._state, end, self.reached = self._search.advance(self._state, text, ends=ends)
         text = self._held + text[:end]
-        if self.found is not None:
+        if self.reached is not None:
             self._held = ""
-            return text if self._include else text[: len(text) - len(self.found)]
+            return text if self._include else text[: len(text) - len(self.reached)]
         certain = len(text) - self._search.length[self._state]
         self._held = text[certain:]
         return text[:certain]

@@ -67,7 +67,7 @@ class Subscription:
     def add(self, news: News) -> None:
         """Append news, and wake the reader."""
         self._news.append(news)
-        if self._readable:
+        if not self._whole or self._readable:
             self.wake()
 
     @property

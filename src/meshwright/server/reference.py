@@ -116,7 +116,7 @@ Bodies are JSON objects (`content-type: application/json`). A key that is not li
 - both: `model`, `n`, `max_tokens`, `max_completion_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `stop`,
   `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `logit_bias`, `stream`, `stream_options`,
   `response_format` (`json_object` and `json_schema` need the extra `grammar`), `stop_token_ids`, `ignore_eos`,
-  `min_tokens` (with `ignore_eos`), `best_of` (equal to `n`), `skip_special_tokens`
+  `min_tokens` (with `ignore_eos`), `best_of` (equal to `n`), `skip_special_tokens`, `include_stop_str_in_output`
 - completions: `prompt` (text, token ids, or a list of either), `echo`, `logprobs`, `add_special_tokens`
 - chats: `messages` (text only), `tools`, `tool_choice`, `parallel_tool_calls`, `logprobs`, `top_logprobs`,
   `add_generation_prompt`, `chat_template_kwargs`
@@ -124,6 +124,16 @@ Bodies are JSON objects (`content-type: application/json`). A key that is not li
   each call in one event. Text that is no call stays text. `tool_choice` `required`, or a function, makes the text a
   JSON array of calls that follow their schemas (extra `grammar`); with `auto` nothing checks the arguments.
 {_WITHOUT_EFFECT}
+
+## Answers
+
+- `usage` counts new tokens up to the one that completes a stop string; `cached_tokens` are prompt tokens from the
+  cache. With `include_usage` a stream ends with it, with `continuous_usage_stats` too every event has it.
+- `finish_reason` is `length` also at the end of the context, and `tool_calls` after calls unless `tool_choice` names
+  the function. `stop_reason` is the stop string, or the token of `stop_token_ids`, that ended the text.
+- The tokens of `logprobs` join to the text, and their bytes to its UTF-8. `top_logprobs` name tokens as they stand
+  alone; bytes that are no text are `bytes:\\xe2`.
+- `echo` is the prompt as given; token ids are decoded with special tokens.
 
 ## Errors
 

@@ -76,7 +76,7 @@ class TextOutput:
                     shown.append(stops.finish())
                 self._end(news)
         if stops is not None and stops.complete:
-            self.finish_reason, self.stop_reason = "stop", stops.found
+            self.finish_reason, self.stop_reason = "stop", stops.reached
         text = "".join(shown)
         if logprobs is not None:
             logprobs.show(len(text), final=self.finish_reason is not None)

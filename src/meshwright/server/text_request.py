@@ -68,7 +68,7 @@ class TextRequest:
     include_stop: bool = False
     """Whether a text ends behind its stop string, instead of before it."""
     reported_stops: Sequence[int] = ()
-    """Those of `stop_ids` that are reported as the reason of an end: the request's own."""
+    """Tokens of `stop_ids` that are the request's own: an end at one of them is reported with it."""
     prompts: list[Sequence[int]] = field(default_factory=list)
     """Token ids of each prompt."""
     echoes: list[str] = field(default_factory=list)

@@ -11,7 +11,7 @@ from meshwright.serve.token_bytes import TokenBytes
 
 text_as_json: Callable[[str], str] = encode_basestring_ascii
 LOWEST = "-9999.0"
-"""What stands for the logarithm of 0, which JSON cannot write; as OpenAI does."""
+"""The logarithm of 0, which JSON cannot write, as OpenAI writes it."""
 
 
 class TokenLogprobs(Protocol):

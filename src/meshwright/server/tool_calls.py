@@ -96,7 +96,7 @@ class ToolCallReader:
         """Without `parallel` only the first call counts."""
         self._syntax, self._search, self._parallel = _SYNTAX[notation], _SEARCH[notation], parallel
         self._take: Callable[[str], str | None] = self._begin
-        """What reads the text that comes next; returns the rest that another takes, or None once it has taken all."""
+        """Reader of the text that comes next; returns the end of it that another takes, or None once it has taken all."""
         self._space: list[str] = []
         """White space that is left out if a call follows."""
         self._held: list[str] = []
@@ -220,7 +220,7 @@ class ToolCallReader:
         return text
 
     def _give_up(self, text: str) -> str:
-        """What is held is no call: return the text to read on with, behind its first opening."""
+        """Return the text to read on with, as no call is held: behind its first opening."""
         held = "".join(self._held) + "".join(self._object_text) + self._tail
         if self._after_call and not (self._held or self._shown):
             self._space.clear()
