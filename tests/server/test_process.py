@@ -76,6 +76,34 @@ def engines_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in children if "engine_process" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
+def text_processes_of(process: subprocess.Popen[str]) -> list[int]:
+    """The process ids of the server's text processes."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if "text_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def test_sigterm_ends_a_text_process_with_an_endless_template(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHWRIGHT_API_KEY", "a key")
+    template = tmp_path / "endless.jinja"
+    template.write_text("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3)
+    with served(folder, "--chat-template", str(template), "--drain-seconds", "0.2") as (process, url):
+        (text_process,) = text_processes_of(process)
+        assert "a key" not in Path(f"/proc/{text_process}/environ").read_text()
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += f"authorization: Bearer a key\r\ncontent-length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as client:
+            client.sendall(head.encode() + body)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            answer = client.recv(1 << 16)
+        assert process.wait(60) == EXIT_DONE
+    assert b" 503 " in answer.splitlines()[0] and b"stopping" in answer
+    assert not Path(f"/proc/{text_process}").exists()
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sigterm_lets_running_requests_end(folder: Path, ranks: int) -> None:
     with served(folder, "--tensor", str(ranks)) as (process, url):

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 
+MOST_BODY_BYTES = 64 << 10
+"""Longest body of a request to the admin port."""
+
+
 class Admin:
     """Handlers of the admin port's requests."""
 
@@ -49,7 +53,7 @@ class Admin:
 
     async def role(self, request: Request) -> ASGIApp:
         """Take new work by `role`: prefill, decode or both; requests that run go on."""
-        fields = parse_object(await read_body(request, self._api.spec.max_body_bytes))
+        fields = parse_object(await read_body(request, MOST_BODY_BYTES))
         role = fields.text("role", None, get_args(Role))
         fields.finish()
         if role is None:
@@ -65,7 +69,7 @@ class Admin:
 
     async def weights(self, request: Request) -> ASGIApp:
         """Use the weights in `folder` from the next step on."""
-        fields = parse_object(await read_body(request, self._api.spec.max_body_bytes))
+        fields = parse_object(await read_body(request, MOST_BODY_BYTES))
         folder = fields.text("folder", None)
         fields.finish()
         if not folder:

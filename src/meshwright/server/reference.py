@@ -36,7 +36,8 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
 - SIGTERM and Ctrl-C refuse new requests, wait for running ones up to `drain_seconds`, and end the server with code 0.
 - If the engine cannot continue, `/health` answers 503 for two seconds. Then the server ends with the engine's
   [code](exit-codes.md): 7 if steps fail one after the other, 5 if its process has died.
-- HTTP and text are in one process, the engine in another; they exchange JSON over a Unix socket.
+- HTTP is in one process, the engine in another. A text process renders chat templates and reads bodies above 4 KiB;
+  one for bodies above 64 KiB starts when it is needed. They exchange messages over Unix sockets.
 
 ## Roles
 
@@ -97,7 +98,9 @@ Kubernetes has, is several servers.
   `application/json`, which pages of other sites cannot send without permission. The page at `/` loads nothing else.
 - Bodies, prompts, new tokens, choices, log probabilities, stop strings, schemas and the queue are limited. A client
   that leaves frees its part of the cache before the next step.
-- Chat templates run in Jinja's sandbox. The log of requests has no text of them.
+- A text process that takes 5 s for a body, or 20 s for one above 64 KiB, is ended and started again; so is one whose
+  memory is exhausted. Only the request that it worked on fails. It has no keys.
+- Chat templates run in Jinja's sandbox, in a text process. The log of requests has no text of them.
 - `tests/server/test_limits.py` sends malformed requests and checks each of these.
 
 ## Settings
@@ -148,6 +151,9 @@ Bodies are JSON objects (`content-type: application/json`). A key that is not li
 | 422 | the schema or the chat template cannot be used, or weights cannot be loaded |
 | 429 | the queue is full; `Retry-After` says when to try again |
 | 503 | the server is loading, draining or stopping, or the engine has failed; of the router also `server_lost` and `late` |
+
+A request that could not be read has one of these codes: `context_length_exceeded` (400), `text_timeout`, `text_memory`
+(422), `text_lost` (500: the process that read it died; sent again it may end the next), `text_unavailable` (503).
 
 In a stream that has begun an error is an event `data: {{"error": …}}`.
 """
