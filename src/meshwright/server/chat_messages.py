@@ -1,4 +1,4 @@
-"""The messages of a chat, checked and in the form that templates expect."""
+"""The messages of a chat, checked and in one form, whichever client sends them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,16 @@ from meshwright.server.fields import checked_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES = 4_096
-_KEYS = {
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "refusal",
-    "reasoning_content",
-    "annotations",
-    "audio",
-}
+_PARTS = ("text", "refusal")
+"""Types of the parts of a content, and of the key of each that has its text."""
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
-    """The messages; the text parts of a content are joined. Raises RequestError."""
+    """The messages, with the keys that templates know and no value that is null. Raises RequestError.
+
+    A content is one text, and the arguments of a call are an object. Other keys, which clients send back with the answers of
+    several servers, are left out.
+    """
     if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
         raise wrong("messages", f"a list of 1 to {MOST_MESSAGES} messages", value)
     return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
@@ -37,42 +32,78 @@ def _message(message: object, key: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise wrong(f"{key}.role", f"one of {', '.join(ROLES)}", role)
-    for name in message:
-        if name not in _KEYS:
-            raise RequestError(400, f"{key}.{name[:60]}: no such key", param=f"{key}.{name[:60]}")
-    content = message.get("content")
-    if content is None and not (role == "assistant" and message.get("tool_calls")):
+    read: dict[str, Any] = {"role": role, "content": _content(message.get("content"), f"{key}.content")}
+    read |= _texts(message, key, "name", "tool_call_id")
+    if role == "assistant":
+        read |= _of_assistant(message, key)
+        read["content"] = read["content"] or _text(message, key, "refusal") or ""
+    if read["content"] is None:
         raise wrong(f"{key}.content", "text", None)
+    return read
+
+
+def _of_assistant(message: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The calls and the thoughts of an answer; thoughts have one name in some templates and another in others."""
+    if message.get("function_call") is not None:
+        raise RequestError(400, f"{key}.function_call: use tool_calls", param=f"{key}.function_call")
+    thoughts = _text(message, key, "reasoning_content") or _text(message, key, "reasoning")
+    read: dict[str, Any] = {} if thoughts is None else {"reasoning_content": thoughts, "reasoning": thoughts}
     calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    if calls is not None and not isinstance(calls, list):
         raise wrong(f"{key}.tool_calls", "a list of objects", calls)
-    read = {} if calls is None else {"tool_calls": [_tool_call(call) for call in calls]}
-    return {**message, "content": _content(content, f"{key}.content"), **read}
+    if calls:
+        read["tool_calls"] = [_tool_call(call, f"{key}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return read
 
 
-def _tool_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A call with its arguments as an object, which templates expect, where OpenAI's form has JSON in a text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+def _tool_call(call: object, key: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise wrong(key, 'a call {"id", "type": "function", "function": {"name", "arguments"}}', call)
+    if not isinstance(function.get("name"), str):
+        raise wrong(f"{key}.function.name", "text", function.get("name"))
+    called = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
+    return {**_texts(call, key, "id"), "type": "function", "function": called}
+
+
+def _arguments(value: object) -> object:
+    """Arguments as an object, where OpenAI's form has its JSON; text that is no object stays, as the model has written it."""
+    if not isinstance(value, str):
+        return {} if value is None else value
+    if not value.strip():
+        return {}
     try:
-        arguments = json.loads(function["arguments"])
+        read = json.loads(value)
     except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+        return value
+    return {} if read is None else read if isinstance(read, dict) else value
 
 
 def _content(content: object, key: str) -> str | None:
-    """The text of a content: text, or a list of parts of text."""
+    """The text of a content: text, or a list of parts of text, of which each begins a line."""
     if content is None:
         return None
     if isinstance(content, str):
         return checked_text(content, key)
     if not isinstance(content, list):
         raise wrong(key, "text, or a list of parts", content)
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise wrong(key, 'parts {"type": "text", "text": …}; there are no images or audio', part)
-        texts.append(checked_text(part["text"], key))
-    return "".join(texts)
+    return "\n".join(_part(part, key) for part in content)
+
+
+def _part(part: object, key: str) -> str:
+    form = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or form not in _PARTS or not isinstance(part.get(form), str):
+        raise wrong(key, 'parts {"type": "text", "text": …}; there are no images or audio', part)
+    return checked_text(part[form], key)
+
+
+def _texts(values: Mapping[str, Any], key: str, *names: str) -> dict[str, str]:
+    """The texts with these names that are there."""
+    return {name: text for name in names if (text := _text(values, key, name)) is not None}
+
+
+def _text(values: Mapping[str, Any], key: str, name: str) -> str | None:
+    value = values.get(name)
+    if value is not None and not isinstance(value, str):
+        raise wrong(f"{key}.{name}", "text", value)
+    return value

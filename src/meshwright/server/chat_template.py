@@ -1,16 +1,44 @@
-"""The template of chats, with its errors as answers to a request."""
+"""The template of chats: what it expects of messages, and its errors as answers to a request."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.data import chat_template
 from meshwright.server.errors import RequestError
+from meshwright.server.fields import checked_text
+
+_DEVELOPER = re.compile("""(['"])developer\\1""")
+_ID_LENGTH = 9
+"""Characters of a call's id in templates of Mistral's models."""
+
+
+class _Habits(NamedTuple):
+    """Form of messages that a template expects."""
+
+    developer: bool = False
+    """Whether there are messages of the role developer; without, theirs is system."""
+    arguments_as_text: bool = False
+    """Whether the arguments of calls are JSON in a text."""
+    content_beside_calls: str | None = ""
+    """Content of a message that has calls only."""
+    short_ids: bool = False
+    """Whether ids of calls have nine letters or digits."""
 
 
 class ChatTemplate(chat_template.ChatTemplate):
-    """A chat template that refuses messages by RequestError."""
+    """A chat template that receives messages as it expects them, and refuses some by RequestError."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises BadInput if the source is no template."""
+        super().__init__(source, special_tokens)
+        self._habits = self._tried(source)
 
     def render(
         self,
@@ -21,7 +49,96 @@ class ChatTemplate(chat_template.ChatTemplate):
         add_generation_prompt: bool = True,
     ) -> str:
         """The prompt of a chat. Raises RequestError if the template refuses the messages."""
+        fitted = [_fitted(message, self._habits) for message in messages]
         try:
-            return super().render(messages, tools, variables, add_generation_prompt=add_generation_prompt)
+            text = super().render(fitted, tools, variables, add_generation_prompt=add_generation_prompt)
         except chat_template.TemplateRefusal as error:
             raise RequestError(422, f"messages: the chat template refuses them: {error}", param="messages") from None
+        return checked_text(text, "messages")
+
+    def continued(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt whose continuation goes on with the last message, an answer. Raises RequestError as `render` does."""
+        last = messages[-1]
+        if last["role"] != "assistant" or "tool_calls" in last:
+            raise RequestError(
+                400,
+                "continue_final_message: expected a last message of the assistant without tool calls",
+                param="continue_final_message",
+            )
+        mark = f"{chat_template.START}{secrets.token_hex(8)}{chat_template.END}"
+        marked = [*messages[:-1], {**last, "content": last["content"] + mark}]
+        before, *after = self.render(marked, tools, variables, add_generation_prompt=False).split(mark)
+        if len(after) != 1:
+            raise RequestError(
+                422,
+                "continue_final_message: the chat template does not write the last message once",
+                param="continue_final_message",
+            )
+        return before
+
+    def _tried(self, source: str) -> _Habits:
+        """The habits with which the template writes a small chat in full; OpenAI's form if there are none."""
+        developer = _DEVELOPER.search(source) is not None and self._shows(
+            [{"role": "developer", "content": "instruction"}, _QUESTION], _Habits(developer=True), "instruction"
+        )
+        forms = itertools.product((False, True), ("", None), (False, True))
+        for habits in (_Habits(developer, *form) for form in forms):
+            if self._shows(_CALLED, habits, "called_function", "argument_value"):
+                return habits
+        return _Habits(developer)
+
+    def _shows(self, messages: Sequence[Mapping[str, Any]], habits: _Habits, *texts: str) -> bool:
+        try:
+            fitted = [_fitted(message, habits) for message in messages]
+            text = super().render(fitted, [_TOOL], add_generation_prompt=False)
+        except chat_template.TemplateRefusal:
+            return False
+        return all(part in text for part in texts)
+
+
+_QUESTION = {"role": "user", "content": "question"}
+_TOOL = {"type": "function", "function": {"name": "tool", "description": "", "parameters": {"type": "object"}}}
+_CALL = {
+    "id": "call_0123456789",
+    "type": "function",
+    "function": {"name": "called_function", "arguments": {"first": "argument_value"}},
+}
+_CALLED = (
+    _QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "result", "tool_call_id": _CALL["id"]},
+)
+
+
+def _fitted(message: Mapping[str, Any], habits: _Habits) -> Mapping[str, Any]:
+    """A message in the form that a template with these habits expects."""
+    if message["role"] == "developer":
+        return message if habits.developer else {**message, "role": "system"}
+    if "tool_calls" in message:
+        calls = [_fitted_call(call, habits) for call in message["tool_calls"]]
+        return {**message, "content": message["content"] or habits.content_beside_calls, "tool_calls": calls}
+    if habits.short_ids and "tool_call_id" in message:
+        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    return message
+
+
+def _fitted_call(call: Mapping[str, Any], habits: _Habits) -> Mapping[str, Any]:
+    fitted = dict(call)
+    if habits.short_ids and "id" in call:
+        fitted["id"] = _short_id(call["id"])
+    arguments = call["function"]["arguments"]
+    if habits.arguments_as_text and not isinstance(arguments, str):
+        fitted["function"] = {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return fitted
+
+
+def _short_id(id: str) -> str:
+    """An id of nine letters and digits: itself, or one that follows from it."""
+    if len(id) == _ID_LENGTH and id.isascii() and id.isalnum():
+        return id
+    return hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_LENGTH]
