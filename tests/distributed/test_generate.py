@@ -22,8 +22,8 @@ from tests.slow import quick_first
 LLAMA, GPT = replace(DEEP, init_std=0.6), replace(DEEP_TIED, init_std=0.6)
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (20,), (7, 7, 7), (11, 2))
 """The first outgrows the model's positions on its way; lengths differ, and there are more than pipeline ranks."""
-GREEDY = Sampling(tokens=9, temperature=0, top_k=0, seed=0, stop=None)
-DRAWN = Sampling(tokens=9, temperature=1.5, top_k=20, seed=5, stop=None)
+GREEDY = Sampling(tokens=9, temperature=0, top_k=0, seed=0, stops=())
+DRAWN = Sampling(tokens=9, temperature=1.5, top_k=20, seed=5, stops=())
 CASES = [
     Case("1f1b", shard=2),
     Case("zbv", pipeline=2),
@@ -97,7 +97,7 @@ def test_each_text_ends_at_its_own_end_token(pool: Pool) -> None:
     """The pipeline goes on with those that have not ended."""
     without_stop = generated_alone(LLAMA, DRAWN)
     stop = without_stop[1][3]
-    with_stop = replace(DRAWN, stop=stop)
+    with_stop = replace(DRAWN, stops=(stop,))
     truth = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in without_stop]
     assert len({len(tokens) for tokens in truth}) > 1
     case = Case("zbv", pipeline=2)

@@ -86,15 +86,14 @@ def test_templates_run_in_a_sandbox() -> None:
         ChatTemplate("{% if %}", {})
 
 
-def test_end_tokens_of_a_folder(tmp_path: Path) -> None:
+def test_files_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no tokenizer"):
         read_model_files(tmp_path)
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    assert read_model_files(tmp_path).stop_ids == (0,)  # the end of text
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3]}))
-    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token + eos_token }}")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "!"}}))
     files = read_model_files(tmp_path)
-    assert files.stop_ids == tuple(sorted((3, 7, byte_tokenizer().token_to_id("!"))))
+    assert files.stop_ids == (byte_tokenizer().token_to_id("!"),)
     assert files.chat_template is not None
-    assert ChatTemplate(files.chat_template, files.special_tokens).render([]) == "!"
+    assert ChatTemplate(files.chat_template, files.special_tokens).render([]) == "<!"

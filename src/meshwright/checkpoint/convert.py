@@ -21,8 +21,8 @@ from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.config.load import resolved_yaml
-from meshwright.data.chat_template import TOKENIZER_CONFIG, copy_chat_files, read_object, special_tokens
-from meshwright.data.tokenizer import KNOWN_ENDS
+from meshwright.data.chat_template import copy_chat_files
+from meshwright.data.end_tokens import end_tokens
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
@@ -149,13 +149,13 @@ def _single_chunk_record(header: TensorHeader) -> TensorRecord:
     )
 
 
-def _end_of_text(tokenizer: Path | None) -> str | None:
-    """The tokenizer's end-of-text token, if its configuration names it or it has a known one."""
-    if tokenizer is None:
+def _end_of_text(file: Path | None) -> str | None:
+    """The token that ends a document of a run with this tokenizer; None without one."""
+    if file is None:
         return None
-    vocabulary = Tokenizer.from_file(str(tokenizer)).get_vocab()
-    configured = special_tokens(read_object(tokenizer.parent / TOKENIZER_CONFIG)).get("eos_token", "")
-    return next((token for token in (configured, *KNOWN_ENDS) if token in vocabulary), None)
+    tokenizer = Tokenizer.from_file(str(file))
+    document = end_tokens(file.parent, tokenizer).document
+    return None if document is None else tokenizer.id_to_token(document)
 
 
 def _note(config: dict[str, Any], reader: CheckpointReader) -> str:

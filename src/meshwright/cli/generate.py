@@ -198,7 +198,8 @@ def sample(
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
     All prompts are continued at the same time.
     """
-    from tokenizers import Tokenizer
+    from meshwright.data.end_tokens import end_tokens
+    from meshwright.server.model_files import read_model_files
 
     from meshwright.serve.text import continuation
     from meshwright.serve.token_bytes import TokenBytes
@@ -211,14 +212,11 @@ def sample(
             raise BadInput(f"{refused} for one device: leave out {option}")
         if drafting.tokens:
             raise BadInput(f"--speculate and --draft-model are for one device: leave out {option}")
-    candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
-    file = next((path for path in candidates if path.exists()), None)
-    if file is None:
-        raise BadInput(f"{folder} has no tokenizer.json to read the prompt with")
-    tokenizer = Tokenizer.from_file(str(file))
-    stop = tokenizer.token_to_id("<|endoftext|>")
-    how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
-    ids = [tuple(tokenizer.encode(prompt).ids or [stop or 0]) for prompt in prompts]
+    files = read_model_files(folder)
+    tokenizer = files.tokenizer
+    ends = end_tokens(files.tokenizer_file.parent, tokenizer)
+    how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stops=ends.stops)
+    ids = [tuple(tokenizer.encode(prompt).ids or [ends.document or 0]) for prompt in prompts]
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder(prompts, show)
     if plan is None and ranks == 1:
@@ -242,7 +240,7 @@ class Sampling(NamedTuple):
     temperature: float
     top_k: int
     seed: int
-    stop: int | None
+    stops: tuple[int, ...]
 
 
 class _TextsInOrder:
@@ -330,8 +328,9 @@ def continued(engine: Engine, prompts: Sequence[Sequence[int]], how: Sampling) -
     from meshwright.serve.sampling import SamplingOptions
 
     sampling = SamplingOptions(temperature=how.temperature, top_k=how.top_k, seed=how.seed)
-    stop_ids = () if how.stop is None else (how.stop,)
-    numbers = [engine.submit(prompt, new_tokens=how.tokens, sampling=sampling, stop_ids=stop_ids) for prompt in prompts]
+    numbers = [
+        engine.submit(prompt, new_tokens=how.tokens, sampling=sampling, stop_ids=how.stops) for prompt in prompts
+    ]
     for update in engine.run():
         if update.error is not None:
             raise RuntimeError(update.error)

@@ -36,7 +36,7 @@ class EngineJob:
     temperature: float
     top_k: int
     seed: int
-    stop: int | None
+    stops: tuple[int, ...]
     weights: WeightFormat | None
     kv_cache: Fp8 | None
     experts: ExpertRanks

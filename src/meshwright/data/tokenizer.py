@@ -15,12 +15,11 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.corpus import Document, InputFile, read_documents
+from meshwright.data.end_tokens import END_OF_TEXT, KNOWN_ENDS
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
 from meshwright.durable.writes import digest
 from meshwright.spec.errors import BadInput, nearest
 
-END_OF_TEXT = "<|endoftext|>"
-KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 SMALLEST = 257
 SAMPLE_BYTES = 64 << 20
 LONGEST_TEXT = 1 << 18

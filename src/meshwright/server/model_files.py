@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.data.chat_template import TOKENIZER_CONFIG, folder_template, read_object, read_text, special_tokens
+from meshwright.data.chat_template import TOKENIZER_CONFIG, folder_template, read_object, read_text
+from meshwright.data.end_tokens import end_tokens, folder_special_tokens
 from meshwright.server.token_reach import TokenReach, token_reach
 from meshwright.spec.errors import BadInput, attach_key
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
@@ -78,31 +77,16 @@ def read_model_files(folder: Path, chat_template: Path | None = None) -> ModelFi
     # A prompt is never cut: one that is too long for the context is refused.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = read_object(home / TOKENIZER_CONFIG)
-    special = special_tokens(config)
     if chat_template is None:
-        template = folder_template(home, config)
+        template = folder_template(home, read_object(home / TOKENIZER_CONFIG))
     else:
         with attach_key("chat_template"):
             template = read_text(chat_template)
-    stop_ids = _stop_ids(home, tokenizer, special)
-    return ModelFiles(tokenizer, file, stop_ids, template, special, token_reach(tokenizer))
+    stop_ids = end_tokens(home, tokenizer).stops
+    return ModelFiles(tokenizer, file, stop_ids, template, folder_special_tokens(home), token_reach(tokenizer))
 
 
 def tokenizer_file(folder: Path) -> Path | None:
     """The tokenizer.json of a model's folder; that of the run, for a checkpoint."""
     candidates = [parent / "tokenizer.json" for parent in (folder, folder.parent.parent)]
     return next((path for path in candidates if path.is_file()), None)
-
-
-def _stop_ids(home: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
-    """End tokens by generation_config.json and config.json, by the tokenizer's `eos_token`, or the end of text."""
-    ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        value = read_object(home / name).get("eos_token_id")
-        ids.update(id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int))
-    for text in (special.get("eos_token"), None if ids else END_OF_TEXT):
-        id = None if text is None else tokenizer.token_to_id(text)
-        if id is not None:
-            ids.add(id)
-    return tuple(sorted(ids))

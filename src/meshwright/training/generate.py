@@ -18,7 +18,7 @@ from meshwright.parallel.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters: at most `tokens` new tokens, ending early at token `stop`.
+    """Sampling parameters: at most `tokens` new tokens, ending early at one of `stops`.
 
     temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (0: any) is drawn. A draw is a function
     of `seed` and the token's position (`kernels.token_draw`).
@@ -28,7 +28,7 @@ class Sampling:
     temperature: float
     top_k: int
     seed: int
-    stop: int | None
+    stops: tuple[int, ...]
 
 
 def generate_under_plan(
@@ -84,7 +84,7 @@ class _Text:
         return int(draw_tokens(logits[None].cpu(), *options))
 
     def add(self, token: int) -> None:
-        stopped = token == self._how.stop
+        stopped = token in self._how.stops
         self.new += [] if stopped else [token]
         self.ended = stopped or len(self.new) == self._how.tokens
 
