@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_process import load_engine
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.metrics import ServerMetrics
-from meshwright.server.run import tell_loading
+from meshwright.server.run import tell_defaults, tell_loading
 from meshwright.spec.deployment import Deployment, InstanceSpec
 from meshwright.spec.errors import BadConfig, BadInput, CommunicationFailure, OutOfResources
 from meshwright.spec.serve import ServeSpec
@@ -352,3 +353,19 @@ def test_a_router_that_ends_during_a_load_test_is_named(folder: Path) -> None:
             while time.monotonic() < deadline:
                 running.check()
                 time.sleep(0.02)
+
+
+def test_a_sampling_value_of_the_model_out_of_range(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": 0, "top_p": 7}')
+    answer = meshwright("serve", str(model))
+    assert answer.code == 2 and not answer.out
+    assert f"{model}/generation_config.json: top_p: expected 0 to 1, got 7" in answer.err
+    assert "generation_config: none" in answer.err
+
+
+def test_sampling_values_of_the_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_defaults({})
+    tell_defaults({"temperature": 0.6, "top_k": 20})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "temperature 0.6, top_k 20" in line and "--generation-config none" in line

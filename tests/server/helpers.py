@@ -150,7 +150,7 @@ def running_api(
     folder: Path, spec: ServeSpec, engine: Callable[[Connection], None]
 ) -> Iterator[tuple[str, Api, asyncio.AbstractEventLoop]]:
     """The API for the tokenizer in `folder` at a free port, with its loop; `engine` runs the other end of its socket."""
-    files = read_model_files(folder)
+    files = read_model_files(folder, defaults=spec.generation_config == "auto")
     ours, theirs = socket.socketpair()
     engine_thread = threading.Thread(target=engine, args=(Connection(theirs),))
     engine_thread.start()

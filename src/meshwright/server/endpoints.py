@@ -188,4 +188,5 @@ class Api:
             "created": self._created,
             "owned_by": "meshwright",
             "max_model_len": None if ready is None else ready["context"],
+            "default_sampling": self.files.sampling,
         }

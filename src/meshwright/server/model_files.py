@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chat_template import TOKENIZER_CONFIG, folder_template, read_object, read_text
-from meshwright.data.end_tokens import end_tokens, folder_special_tokens
+from meshwright.data.end_tokens import GENERATION_CONFIG, end_tokens, folder_special_tokens
+from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.token_reach import TokenReach, token_reach
 from meshwright.spec.errors import BadInput, attach_key
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Values of a generation_config.json that are defaults of requests."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class ModelFiles:
     """Variables of the template such as `bos_token`."""
     reach: TokenReach | None = None
     """Most text that a token stands for; None: it has no limit."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of requests: fields of `SamplingOptions`."""
 
     def pack(self) -> tuple[dict[str, Any], bytes]:
         """Return all of it for another process: values of JSON, and the content of a tokenizer.json."""
@@ -39,6 +45,7 @@ class ModelFiles:
             "chat_template": self.chat_template,
             "special_tokens": self.special_tokens,
             "reach": self.reach,
+            "sampling": self.sampling,
         }
         return values, self.tokenizer.to_str().encode("utf-8")
 
@@ -54,13 +61,15 @@ class ModelFiles:
             values["chat_template"],
             values["special_tokens"],
             None if values["reach"] is None else TokenReach(*values["reach"]),
+            values["sampling"],
         )
 
 
-def read_model_files(folder: Path, chat_template: Path | None = None) -> ModelFiles:
+def read_model_files(folder: Path, chat_template: Path | None = None, *, defaults: bool = True) -> ModelFiles:
     """The files in a run's folder, a checkpoint's or a Hugging Face folder; `chat_template` replaces the folder's template.
 
-    Raises BadInput without a tokenizer.json, or if one of the files cannot be used.
+    `defaults`: whether sampling values of the folder's generation_config.json are defaults of requests. Raises BadInput without a
+    tokenizer.json, or if one of the files cannot be used.
     """
     from tokenizers import Tokenizer
 
@@ -83,10 +92,31 @@ def read_model_files(folder: Path, chat_template: Path | None = None) -> ModelFi
         with attach_key("chat_template"):
             template = read_text(chat_template)
     stop_ids = end_tokens(home, tokenizer).stops
-    return ModelFiles(tokenizer, file, stop_ids, template, folder_special_tokens(home), token_reach(tokenizer))
+    special, reach = folder_special_tokens(home), token_reach(tokenizer)
+    sampling = _default_sampling(home / GENERATION_CONFIG) if defaults else {}
+    return ModelFiles(tokenizer, file, stop_ids, template, special, reach, sampling)
 
 
 def tokenizer_file(folder: Path) -> Path | None:
     """The tokenizer.json of a model's folder; that of the run, for a checkpoint."""
     candidates = [parent / "tokenizer.json" for parent in (folder, folder.parent.parent)]
     return next((path for path in candidates if path.is_file()), None)
+
+
+def _default_sampling(file: Path) -> dict[str, Any]:
+    """The sampling values of a generation_config.json that differ from the usual defaults.
+
+    Raises BadInput for a value out of range. As in vLLM, `do_sample` does not count.
+    """
+    values = read_object(file)
+    if values.get("top_k") == -1:  # another spelling of 0
+        del values["top_k"]
+    given: dict[str, Any] = {key: values[key] for key in _SAMPLING if values.get(key) is not None}
+    for key, value in given.items():
+        only: dict[str, Any] = {key: value}
+        try:
+            SamplingOptions(**only)
+        except BadInput as error:
+            hint = "or leave the file's values out by generation_config: none"
+            raise BadInput(f"{file}: {error}; correct it, {hint}", key="generation_config") from None
+    return {key: value for key, value in given.items() if value != getattr(SamplingOptions, key)}

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,8 +75,10 @@ def run_server(
     try:
         from meshwright.server.endpoints import Api  # while the engine's process imports torch
 
-        files = read_model_files(folder, None if spec.chat_template is None else Path(spec.chat_template))
+        template = None if spec.chat_template is None else Path(spec.chat_template)
+        files = read_model_files(folder, template, defaults=spec.generation_config == "auto")
         name = spec.name or folder.resolve().name
+        tell_defaults(files.sampling)
         client = EngineClient(ServerMetrics(name), exchanges=spec.exchanges)
         api = Api(spec, name, files, client)
         sockets = [listening_socket(spec.host, spec.port, "port")]
@@ -178,6 +180,14 @@ class _Server:
                 while (self._client.unfinished or self._api.workers.unfinished) and not now.done():
                     await asyncio.wait([now], timeout=0.02)
         now.cancel()
+
+
+def tell_defaults(sampling: Mapping[str, Any]) -> None:
+    """Say on stderr which sampling values of the model's folder are defaults of requests."""
+    if sampling:
+        values = ", ".join(f"{key} {value}" for key, value in sampling.items())
+        line = f"defaults of requests by generation_config.json: {values}; without: --generation-config none"
+        write_line(line, sys.stderr)
 
 
 async def tell_loading(client: EngineClient, name: str) -> None:

@@ -34,6 +34,8 @@ class HttpSettings:
     """Name of the model for clients; the folder's name if none."""
     chat_template: str | None = None
     """File with the Jinja template of chats; that of the model's folder if none."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Whether sampling values of the folder's generation_config.json are defaults of requests: auto takes them, none does not."""
     tool_calls: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"
     """Notation of tool calls in the model's texts; auto detects it from the chat template, none leaves them in the text."""
     follow: bool = False
@@ -46,8 +48,8 @@ class HttpSettings:
     """Longest body of a request."""
     max_new_tokens: Positive | None = None
     """Largest `max_tokens` of a request; none is the context."""
-    max_choices: Positive = 16
-    """Largest `n` of a request times its number of prompts."""
+    max_choices: Positive = 128
+    """Largest `n` of a request times its number of prompts; OpenAI allows 128, and LangChain sends 20 prompts a request."""
     max_logprobs: Annotated[int, Bound(at_least=0, at_most=20)] = 20
     """Largest `top_logprobs` of a request."""
     max_stop_strings: Positive = 16
