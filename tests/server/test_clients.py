@@ -102,6 +102,18 @@ def test_chat_continues_what_the_template_gives(client: openai.OpenAI) -> None:
     assert events[-1].choices[0].finish_reason == "length"
 
 
+def test_an_answer_is_sent_back_as_the_client_dumps_it(client: openai.OpenAI) -> None:
+    request = {"model": NAME, "max_tokens": 4, "temperature": 0}
+    first = client.chat.completions.create(messages=MESSAGES, **request).choices[0].message
+    plain = {"role": "assistant", "content": first.content}
+    again = {"role": "user", "content": "And now?"}
+    dumped = client.chat.completions.create(messages=[*MESSAGES, first.model_dump(), again], **request)
+    as_plain = client.chat.completions.create(messages=[*MESSAGES, plain, again], **request)
+    assert {"function_call", "annotations", "audio"} <= {*first.model_dump()}
+    assert dumped.usage.prompt_tokens == as_plain.usage.prompt_tokens
+    assert dumped.choices[0].message.content == as_plain.choices[0].message.content
+
+
 def test_a_seed_repeats_samples_that_differ(client: openai.OpenAI) -> None:
     request = {"model": NAME, "messages": MESSAGES, "max_tokens": 12, "n": 3, "seed": -5}
     first, again = (client.chat.completions.create(**request) for _ in range(2))

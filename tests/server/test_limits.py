@@ -182,22 +182,32 @@ ODD = [
     "", "x", "\ud800", "é\0", "text", [], [[]], [None], [1], [-1], [256], [257], [1.5], ["a"], ["a", 1], [[1], ["a"]],
     {}, {"a": 1}, {"type": "json_schema"}, {"include_usage": 3}, {"5": "x"}, {"-1": 1}, {"5": 1e9}, [{"type": "function"}],
     [{"role": "user"}], [{"role": "user", "content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}],
-    [{"role": "tool", "content": None}], {"type": "json_schema", "json_schema": {"schema": {"type": 3}}},
+    [{"role": "tool", "content": None}], [{"role": "assistant", "tool_calls": [{"function": {"name": "x"}}]}],
+    [{"role": "assistant", "content": "x"}], {"choice": ["a", "b"]}, {"regex": "a*"}, {"grammar": "start: \"a\""},
+    {"type": "json_schema", "json_schema": {"schema": {"type": 3}}},
 ]  # fmt: skip
 KEYS = (
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "best_of", "temperature", "top_p", "top_k",
     "min_p", "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias", "response_format", "tools",
     "tool_choice", "skip_special_tokens", "echo", "suffix", "user", "stop_token_ids", "ignore_eos", "min_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "chat_template_kwargs", "add_special_tokens", "tokens", "nonsense", "",
+    "priority", "cache_salt", "bad_words", "allowed_token_ids", "include_stop_str_in_output", "continue_final_message",
+    "add_generation_prompt", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "reasoning_effort", "modalities", "functions",
 )  # fmt: skip
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
-def malformed(random: random.Random) -> bytes:
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+def malformed(random: random.Random, path: str) -> bytes:
     """A body: a request with some odd values, or bytes that are no JSON."""
-    request: dict[str, Any] = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-    if random.random() < 0.5:
-        del request[random.choice(["prompt", "messages"])]
+    request = dict(BODIES[path])
     for _ in range(random.randint(1, 4)):
         request[random.choice(KEYS)] = random.choice(ODD)
     body = json.dumps(request).encode()
@@ -218,7 +228,8 @@ def test_malformed_requests_are_answered(server: RunningServer, count: int) -> N
 
     async def answers() -> list[Answer]:
         app = server.app
-        return [await call(app, "POST", source.choice(PATHS), malformed(source), JSON) for _ in range(count)]
+        paths = source.choices(list(BODIES), k=count)
+        return [await call(app, "POST", path, malformed(source, path), JSON) for path in paths]
 
     found = server.run(answers())
     statuses = {answer.status for answer in found}

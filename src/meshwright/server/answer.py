@@ -91,12 +91,14 @@ class TextAnswer:
             room = self._context - len(prompt)
             engine_request = EngineRequest(
                 tokens=prompt,
-                new_tokens=min(request.new_tokens or room, room),
+                new_tokens=min(request.new_tokens, room),
                 # Without a seed the samples of each prompt are drawn for themselves.
                 sampling={"seed": secrets.randbits(63), **request.sampling},
                 stop_ids=request.stop_ids,
                 grammar=request.grammar,
                 count=request.count,
+                priority=request.priority,
+                salt=request.salt,
             )
             self._ids += self._client.submit(engine_request, self._subscription, index * request.count)
 

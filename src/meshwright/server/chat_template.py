@@ -38,7 +38,12 @@ class ChatTemplate(chat_template.ChatTemplate):
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises BadInput if the source is no template."""
         super().__init__(source, special_tokens)
+        self._source = source
         self._habits = self._tried(source)
+
+    def knows(self, variable: str) -> bool:
+        """Whether the template names a variable."""
+        return variable in self._source
 
     def render(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from meshwright.server.errors import RequestError, wrong
@@ -83,14 +83,18 @@ class Fields:
         """Accept keys that have no effect."""
         self._known.update(keys)
 
-    def finish(self) -> None:
-        """Raise the error for the first key that nothing has read."""
-        for key in self._values:
-            if key not in self._known:
+    def finish(self, defaults: Mapping[str, Any] = {}) -> None:
+        """Raise the error for the first key that nothing has read; those of `defaults` may have their value there."""
+        for key, value in self._values.items():
+            if key in self._known:
+                continue
+            name = self._inside + key[:60]
+            if key not in defaults:
                 near = nearest(key, self._known)
                 hint = f"; nearest: {near}" if near else ""
-                name = self._inside + key[:60]
                 raise RequestError(400, f"{json.dumps(name)}: no such key{hint}", param=name)
+            if value != defaults[key]:
+                raise wrong(name, f"{json.dumps(defaults[key])}, the only value here", value)
 
 
 def parse_object(body: bytes) -> Fields:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from meshwright.config.reference import key_table
 from meshwright.server.app import ADMIN_ROUTES, API_ROUTES
-from meshwright.server.text_request import WITHOUT_EFFECT
+from meshwright.server.text_request import ONLY_DEFAULTS, WITHOUT_EFFECT
 from meshwright.spec.serve import ServeSpec
 
 _INTRODUCTION = """\
@@ -111,22 +112,42 @@ Keys of the file that `--config` names. The option of a key has its name: `max_b
 _WITHOUT_EFFECT = textwrap.fill(
     "- without effect: " + ", ".join(f"`{key}`" for key in WITHOUT_EFFECT), 118, subsequent_indent="  "
 )
+_ONLY_DEFAULTS = textwrap.fill(
+    "- with their defaults only: " + ", ".join(f"`{key}`: {json.dumps(value)}" for key, value in ONLY_DEFAULTS.items()),
+    118,
+    subsequent_indent="  ",
+    break_on_hyphens=False,
+)
 _REQUESTS = f"""\
 ## Requests
 
-Bodies are JSON objects (`content-type: application/json`). A key that is not listed is an error that names it.
+Bodies are JSON objects (`content-type: application/json`). A key that is not listed is an error that names it, unless
+its value is null.
 
-- both: `model`, `n`, `max_tokens`, `max_completion_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `stop`,
-  `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `logit_bias`, `stream`, `stream_options`,
-  `response_format` (`json_object` and `json_schema` need the extra `grammar`), `stop_token_ids`, `ignore_eos`,
-  `min_tokens` (with `ignore_eos`), `best_of` (equal to `n`), `skip_special_tokens`, `include_stop_str_in_output`
+- both: `model`, `n`, `max_tokens`, `max_completion_tokens`, `min_tokens`, `temperature`, `top_p`, `top_k`, `min_p`,
+  `seed`, `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `logit_bias`, `allowed_token_ids`, `bad_words`,
+  `stop`, `stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`, `stream`, `stream_options` (`include_usage`,
+  `continuous_usage_stats`), `response_format`, `structured_outputs`, `guided_json`, `guided_regex`, `guided_choice`,
+  `guided_grammar`, `priority` (lower ones first), `cache_salt` (only requests of equal salt share cached prompts),
+  `best_of` (equal to `n`), `skip_special_tokens`
 - completions: `prompt` (text, token ids, or a list of either), `echo`, `logprobs`, `add_special_tokens`
 - chats: `messages` (text only), `tools`, `tool_choice`, `parallel_tool_calls`, `logprobs`, `top_logprobs`,
-  `add_generation_prompt`, `chat_template_kwargs`
+  `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, `reasoning_effort` (if the template names it)
+- New tokens that the context has no room for are cut (`finish_reason` `length`).
+- Defaults of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` are those of the model's
+  `generation_config.json` (`generation_config`). They are printed at the start and listed by `/v1/models`.
+- A grammar is asked for by one key (extra `grammar`): a JSON schema, a regular expression, one of several texts
+  (`choice`), or a grammar in Lark's notation. `structured_outputs` has one of `json`, `regex`, `choice`, `grammar`,
+  `json_object`.
+- A word of `bad_words` is excluded at the beginning of a text or line and after a space.
+- In messages null counts as absent, and keys that templates do not know are left out; `developer` becomes `system` for
+  templates without it. Answers of any server can be sent back as they are.
+- `continue_final_message` goes on with the last message, which is the assistant's.
 - tools go to the template. Calls in the notation that `tool_calls` names become `tool_calls` of the answer, in a stream
   each call in one event. Text that is no call stays text. `tool_choice` `required`, or a function, makes the text a
   JSON array of calls that follow their schemas (extra `grammar`); with `auto` nothing checks the arguments.
 {_WITHOUT_EFFECT}
+{_ONLY_DEFAULTS}
 
 ## Answers
 

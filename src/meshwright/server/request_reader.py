@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from meshwright.server.chat_messages import read_messages
 from meshwright.server.chat_template import ChatTemplate
 from meshwright.server.errors import RequestError, wrong
-from meshwright.server.fields import checked_text, parse_object
+from meshwright.server.fields import Fields, checked_text, parse_object
+from meshwright.server.grammar_request import schema_grammar
 from meshwright.server.model_files import ModelFiles
 from meshwright.server.text_request import (
+    ONLY_DEFAULTS,
     Limits,
     TextRequest,
     check_prompts,
     read_shared,
-    schema_grammar,
     token_ids,
     too_long,
 )
@@ -29,6 +32,10 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` in /v1/completions."""
 
 
+EFFORT = "reasoning_effort"
+"""Key of a chat that is a variable of some templates."""
+
+
 class RequestReader:
     """Reads the bodies of requests for one model. Every method raises RequestError for a body that cannot be used."""
 
@@ -38,13 +45,14 @@ class RequestReader:
         """`model` is the name for clients; `template` is that of `chat_template`, which is compiled once."""
         self._files, self._template = files, template
         self._tokenizer = files.tokenizer
-        self._limits = Limits(spec, model, context, vocab, files.stop_ids)
+        self._limits = Limits(spec, model, files, context, vocab)
         self._notation = _notation(spec, files.chat_template)
 
     def completion(self, body: bytes) -> TextRequest:
         """The request of a body of /v1/completions."""
         fields, limits = parse_object(body), self._limits
-        logprobs = fields.integer("logprobs", 0, limits.spec.max_logprobs, None)
+        wanted = fields.take("logprobs") is not False  # a default that some clients send
+        logprobs = fields.integer("logprobs", 0, limits.spec.max_logprobs, None) if wanted else None
         request = read_shared(fields, limits, logprobs=logprobs, new_tokens=DEFAULT_COMPLETION_TOKENS)
         echo = fields.flag("echo")
         if echo and logprobs is not None:
@@ -55,7 +63,7 @@ class RequestReader:
         prompts = fields.take("prompt")
         if fields.text("suffix", ""):
             raise RequestError(400, "suffix: text between a prompt and a suffix is not supported", param="suffix")
-        fields.finish()
+        fields.finish(ONLY_DEFAULTS)
         prompts = self._listed(prompts)
         request.prompts = [self._prompt(prompt, special=special) for prompt in prompts]
         check_prompts(request, limits)
@@ -73,18 +81,14 @@ class RequestReader:
             )
         most = fields.integer("top_logprobs", 0, limits.spec.max_logprobs, None)
         wanted = fields.flag("logprobs")
-        if most is not None and not wanted:
+        if most and not wanted:
             raise RequestError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
         request = read_shared(fields, limits, logprobs=(most or 0) if wanted else None, new_tokens=None)
-        messages, tools = read_messages(fields.take("messages")), read_tools(fields)
+        tools = read_tools(fields)
         self._find_calls(request, tools)
-        prompt = fields.flag("add_generation_prompt", True)
-        variables = fields.take("chat_template_kwargs")
-        if variables is not None and not isinstance(variables, dict):
-            raise wrong("chat_template_kwargs", "an object", variables)
-        fields.finish()
-        text = self._template.render(messages, tools.tools, variables, add_generation_prompt=prompt)
-        request.prompts = [self._encode(text, special=False)]
+        write = _prompt_writer(fields, self._template, tools)
+        fields.finish(ONLY_DEFAULTS)
+        request.prompts = [self._encode(write(), special=False)]
         check_prompts(request, limits)
         return request
 
@@ -95,14 +99,12 @@ class RequestReader:
         special = fields.flag("add_special_tokens", True)
         names = fields.flag("return_token_strs")
         if fields.has("messages") and self._template is not None:
-            prompt = fields.flag("add_generation_prompt", True)
-            text = self._template.render(
-                read_messages(fields.take("messages")), read_tools(fields).tools, add_generation_prompt=prompt
-            )
-            special = False
+            write = _prompt_writer(fields, self._template, read_tools(fields))
+            fields.finish()
+            text, special = write(), False
         else:
             text = fields.text("prompt", None)
-        fields.finish()
+            fields.finish()
         if text is None:
             raise wrong("prompt", "text", None)
         ids = self._tokenizer.encode(text, add_special_tokens=special).ids
@@ -122,9 +124,8 @@ class RequestReader:
         """Let the texts of a request have calls of tools, by a grammar if there must be some."""
         if tools.schema is not None:
             if request.grammar is not None:
-                raise RequestError(
-                    400, "response_format: excludes a tool_choice that needs calls", param="response_format"
-                )
+                key = request.grammar_key
+                raise RequestError(400, f"{key}: excludes a tool_choice that needs calls", param=key)
             request.grammar, request.grammar_key = schema_grammar(tools.schema, "tools"), "tools"
             request.calls = CallFormat("array", tools.parallel, tools.named)
         elif tools.tools is not None and request.grammar is None and self._notation is not None:
@@ -167,6 +168,25 @@ def chat_template(spec: ServeSpec, files: ModelFiles) -> ChatTemplate | None:
         return None
     with nullcontext() if spec.chat_template is None else attach_key("chat_template"):
         return ChatTemplate(files.chat_template, files.special_tokens)
+
+
+def _prompt_writer(fields: Fields, template: ChatTemplate, tools: Tools) -> Callable[[], str]:
+    """Read the keys of a chat that its prompt depends on; returns the function that writes the prompt."""
+    messages = read_messages(fields.take("messages"))
+    continued = fields.flag("continue_final_message")
+    prompt = fields.flag("add_generation_prompt", not continued)
+    if continued and prompt:
+        raise RequestError(
+            400, "continue_final_message: needs add_generation_prompt: false", param="continue_final_message"
+        )
+    variables = fields.take("chat_template_kwargs")
+    if variables is not None and not isinstance(variables, dict):
+        raise wrong("chat_template_kwargs", "an object", variables)
+    if template.knows(EFFORT) and (effort := fields.text(EFFORT, None)) is not None:
+        variables = {EFFORT: effort, **(variables or {})}
+    if continued:
+        return partial(template.continued, messages, tools.tools, variables)
+    return partial(template.render, messages, tools.tools, variables, add_generation_prompt=prompt)
 
 
 def _notation(spec: ServeSpec, template: str | None) -> Notation | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshwright.policies.batch_request import LARGEST_PRIORITY, LONGEST_SALT
 from meshwright.serve.sampling_options import SamplingOptions
+from meshwright.server.bad_words import word_tokens
 from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import LARGEST_INTEGER, Fields, checked_text
+from meshwright.server.grammar_request import read_grammar
+from meshwright.server.model_files import ModelFiles
 from meshwright.server.packed_ids import ID_BYTES, packed_ids, unpacked_ids
 from meshwright.server.tool_calls import CallFormat
 from meshwright.spec.errors import BadInput
@@ -17,12 +20,32 @@ from meshwright.spec.serve import ServeSpec
 
 LONGEST_STOP_STRING = 256
 MOST_STOP_IDS = 64
-LONGEST_SCHEMA = 64 << 10
-"""Characters of a JSON schema at most."""
+MOST_BAD_WORDS, LONGEST_BAD_WORD = 128, 256
+"""Words of `bad_words`, and characters of one, at most."""
 WITHOUT_EFFECT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "guided_decoding_backend",
 )  # fmt: skip
-"""Keys of OpenAI's clients that this server has no use for."""
+"""Keys of OpenAI's and vLLM's clients that this server has no use for."""
+ONLY_DEFAULTS: Mapping[str, Any] = {
+    "modalities": ["text"],
+    "verbosity": "medium",
+    "reasoning_effort": "medium",
+    "function_call": "none",
+    "functions": [],
+    "echo": False,
+    "add_special_tokens": False,
+    "use_beam_search": False,
+    "length_penalty": 1,
+    "early_stopping": False,
+    "spaces_between_special_tokens": True,
+    "detokenize": True,
+    "include_reasoning": True,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "prompt_logprobs": False,
+}
+"""Keys of OpenAI's and vLLM's clients that this server has not, with their defaults, which are accepted."""
 _SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -33,14 +56,13 @@ class Limits:
     spec: ServeSpec
     model: str
     """Name of the model for clients."""
+    files: ModelFiles
     context: int
     vocab: int
-    stop_ids: Sequence[int]
-    """Tokens that end a text."""
 
     @property
     def new_tokens(self) -> int:
-        """Largest `max_tokens`."""
+        """New tokens of a text at most."""
         return min(self.spec.max_new_tokens or self.context, self.context)
 
 
@@ -50,8 +72,8 @@ class TextRequest:
 
     count: int
     """Texts for each prompt."""
-    new_tokens: int | None
-    """New tokens of a text at most; None: as many as the context has room for."""
+    new_tokens: int
+    """New tokens of a text at most, if the context has room for them."""
     sampling: dict[str, Any]
     """Fields of `SamplingOptions`; without `seed` each prompt gets a random one."""
     logprobs: int | None
@@ -69,6 +91,10 @@ class TextRequest:
     """Whether a text ends behind its stop string, instead of before it."""
     reported_stops: Sequence[int] = ()
     """Tokens of `stop_ids` that are the request's own: an end at one of them is reported with it."""
+    priority: int = 0
+    """Requests of a larger number go first."""
+    salt: str = ""
+    """Only requests of equal salt share cached prompts."""
     prompts: list[Sequence[int]] = field(default_factory=list)
     """Token ids of each prompt."""
     echoes: list[str] = field(default_factory=list)
@@ -120,15 +146,16 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
     count = fields.integer("n", 1, spec.max_choices, 1)
     if (best := fields.take("best_of")) is not None and best != count:
         raise RequestError(400, "best_of: expected the value of n; texts are not ranked", param="best_of")
-    most = fields.integer("max_tokens", 1, limits.new_tokens, None)
-    most = fields.integer("max_completion_tokens", 1, limits.new_tokens, most)
+    largest = spec.max_new_tokens or LARGEST_INTEGER  # what the context has no room for is cut
+    most = fields.integer("max_tokens", 1, largest, None)
+    most = fields.integer("max_completion_tokens", 1, largest, most)
     ignore_end = fields.flag("ignore_eos")
-    least = fields.integer("min_tokens", 0, limits.new_tokens, 0)
     special_tokens = not fields.flag("skip_special_tokens", True)
-    stop_ids = _stop_ids(fields, limits.vocab)
+    stop_ids = [*_stop_ids(fields, limits.vocab), *(() if ignore_end else limits.files.stop_ids)]
     stop_strings = _stop_strings(fields, spec.max_stop_strings)
-    sampling = _sampling(fields, limits, logprobs) | ({"min_tokens": least} if least else {})
-    grammar = _grammar(fields)
+    least = fields.integer("min_tokens", 0, limits.new_tokens if most is None else most, 0)
+    sampling = _sampling(fields, limits, logprobs, least if stop_ids or stop_strings else 0)
+    grammar = read_grammar(fields)
     if grammar is not None and ignore_end:
         raise RequestError(400, "ignore_eos: a text that follows a schema needs its end", param="ignore_eos")
     stream = fields.flag("stream")
@@ -140,21 +167,24 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
         options.finish()
         if not stream:
             raise RequestError(400, "stream_options: needs stream: true", param="stream_options")
-    return TextRequest(
+    request = TextRequest(
         count=count,
-        new_tokens=new_tokens if most is None else most,
+        new_tokens=min(most or new_tokens or limits.new_tokens, limits.new_tokens),
         sampling=sampling,
         logprobs=logprobs,
-        stop_ids=[*stop_ids, *(() if ignore_end else limits.stop_ids)],
+        stop_ids=stop_ids,
         stop_strings=stop_strings,
-        grammar=grammar,
+        grammar=None if grammar is None else (grammar.notation, grammar.text),
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         include_stop=fields.flag("include_stop_str_in_output"),
-        reported_stops=[id for id in stop_ids if ignore_end or id not in limits.stop_ids],
+        reported_stops=[id for id in stop_ids if ignore_end or id not in limits.files.stop_ids],
         special_tokens=special_tokens,
+        priority=-fields.integer("priority", -LARGEST_PRIORITY, LARGEST_PRIORITY, 0),  # as vLLM: lower ones first
+        salt=_salt(fields),
     )
+    return request if grammar is None else replace(request, grammar_key=grammar.key)
 
 
 def check_prompts(request: TextRequest, limits: Limits) -> None:
@@ -213,9 +243,34 @@ def _stop_strings(fields: Fields, most: int) -> list[str]:
     return texts
 
 
-def _sampling(fields: Fields, limits: Limits, logprobs: int | None) -> dict[str, Any]:
-    """Fields of `SamplingOptions`, checked by it; without `seed` if the body has none."""
-    values = {key: value for key in _SAMPLING_NUMBERS if (value := fields.take(key)) is not None}
+def _salt(fields: Fields) -> str:
+    salt = fields.text("cache_salt", None)
+    if salt is not None and not 0 < len(salt) <= LONGEST_SALT:
+        raise wrong("cache_salt", f"text of 1 to {LONGEST_SALT} characters", salt)
+    return salt or ""
+
+
+def _bad_words(value: object, limits: Limits) -> list[list[int]]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) > MOST_BAD_WORDS:
+        raise wrong("bad_words", f"a list of at most {MOST_BAD_WORDS} words", value)
+    for word in value:
+        if not isinstance(word, str) or not 0 < len(word) <= LONGEST_BAD_WORD:
+            raise wrong("bad_words", f"words of 1 to {LONGEST_BAD_WORD} characters", word)
+        checked_text(word, "bad_words")
+    return word_tokens(limits.files.tokenizer, value)
+
+
+def _sampling(fields: Fields, limits: Limits, logprobs: int | None, min_tokens: int) -> dict[str, Any]:
+    """Fields of `SamplingOptions`, checked by it, with the model's defaults; without `seed` if the body has none."""
+    values = dict(limits.files.sampling)
+    values |= {key: value for key in _SAMPLING_NUMBERS if (value := fields.take(key)) is not None}
+    values["min_tokens"] = min_tokens
+    if words := _bad_words(fields.take("bad_words"), limits):
+        values["bad_words"] = words
+    if (allowed := fields.take("allowed_token_ids")) is not None:
+        values["allowed_token_ids"] = token_ids(allowed, "allowed_token_ids", limits.vocab)
     if (top_k := fields.integer("top_k", -1, 2**31 - 1, None)) is not None:
         values["top_k"] = max(top_k, 0)
     seed = fields.integer("seed", -LARGEST_INTEGER - 1, LARGEST_INTEGER, None)
@@ -239,33 +294,3 @@ def _biases(value: object) -> dict[int, float]:
         if not token.isascii() or not token.isdecimal() or len(token) > 9:
             raise wrong("logit_bias", "token ids as keys", token)
     return {int(token): bias for token, bias in value.items()}
-
-
-def _grammar(fields: Fields) -> tuple[str, str] | None:
-    """Notation and text of the grammar that `response_format` asks for."""
-    section = fields.section("response_format")
-    if section is None:
-        return None
-    form = section.text("type", "text", ("text", "json_object", "json_schema"))
-    schema: Any = {"type": "object"}
-    described = section.section("json_schema")
-    if form == "json_schema":
-        if described is None:
-            raise wrong("response_format.json_schema", "an object with the key schema", None)
-        described.ignore("name", "description", "strict")
-        schema = described.take("schema")
-        described.finish()
-        if not isinstance(schema, dict):
-            raise wrong("response_format.json_schema.schema", "an object", schema)
-    section.finish()
-    if form == "text":
-        return None
-    return schema_grammar(schema, "response_format.json_schema.schema")
-
-
-def schema_grammar(schema: Any, key: str) -> tuple[str, str]:
-    """Notation and text of the grammar of a schema, which `key` of the body asks for. Raises RequestError if it is too long."""
-    text = json.dumps(schema)
-    if len(text) > LONGEST_SCHEMA:
-        raise wrong(key, f"at most {LONGEST_SCHEMA} characters", schema)
-    return "json_schema", text

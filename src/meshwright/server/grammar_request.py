@@ -1,0 +1,132 @@
+"""The grammar that a request asks for: by `response_format` as OpenAI's clients do, or by the keys of vLLM's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from meshwright.server.errors import RequestError, wrong
+from meshwright.server.fields import Fields, checked_text
+
+LONGEST_SCHEMA = 64 << 10
+"""Characters of a schema, regular expression or grammar at most."""
+_MEANING = re.compile(r"[\\.+*?()|\[\]{}^$]")
+"""Characters that stand for something else than themselves in a regular expression."""
+
+
+class GrammarRequest(NamedTuple):
+    """A grammar and the key of the body that asks for it."""
+
+    notation: str
+    text: str
+    key: str
+
+
+def read_grammar(fields: Fields) -> GrammarRequest | None:
+    """The grammar that one of the keys asks for. Raises RequestError if a value is wrong, or if several keys ask for one."""
+    asked = [_response_format(fields), _structured_outputs(fields)]
+    asked += [_of_key(fields, f"guided_{form}", f"guided_{form}", read) for form, read in _FORMS.items()]
+    found = [grammar for grammar in asked if grammar is not None]
+    if len(found) > 1:
+        raise RequestError(400, f"{found[1].key}: excludes {found[0].key}", param=found[1].key)
+    return found[0] if found else None
+
+
+def schema_grammar(schema: Any, key: str) -> tuple[str, str]:
+    """Notation and text of the grammar of a schema, which `key` of the body asks for. Raises RequestError if it is too long."""
+    return "json_schema", _of_length(json.dumps(schema), key)
+
+
+def _response_format(fields: Fields) -> GrammarRequest | None:
+    section = fields.section("response_format")
+    if section is None:
+        return None
+    form = section.text("type", "text", ("text", "json_object", "json_schema"))
+    schema: Any = {"type": "object"}
+    described = section.section("json_schema")
+    if form == "json_schema":
+        if described is None:
+            raise wrong("response_format.json_schema", "an object with the key schema", None)
+        described.ignore("name", "description", "strict")
+        schema = described.take("schema")
+        described.finish()
+        if not isinstance(schema, dict):
+            raise wrong("response_format.json_schema.schema", "an object", schema)
+    section.finish()
+    if form == "text":
+        return None
+    return GrammarRequest(*schema_grammar(schema, "response_format.json_schema.schema"), "response_format")
+
+
+def _structured_outputs(fields: Fields) -> GrammarRequest | None:
+    section = fields.section("structured_outputs")
+    if section is None:
+        return None
+    asked = [_of_key(section, form, f"structured_outputs.{form}", read) for form, read in _FORMS.items()]
+    if section.flag("json_object"):
+        asked.append(GrammarRequest(*schema_grammar({"type": "object"}, "structured_outputs"), "structured_outputs"))
+    section.finish({"disable_fallback": False, "disable_any_whitespace": False, "disable_additional_properties": False})
+    found = [grammar for grammar in asked if grammar is not None]
+    if len(found) != 1:
+        forms = ", ".join((*_FORMS, "json_object"))
+        raise RequestError(400, f"structured_outputs: expected one of {forms}", param="structured_outputs")
+    return found[0]._replace(key="structured_outputs")
+
+
+def _of_key(fields: Fields, name: str, key: str, read: Callable[[Any, str], tuple[str, str]]) -> GrammarRequest | None:
+    value = fields.take(name)
+    return None if value is None else GrammarRequest(*read(value, key), key)
+
+
+def _schema(value: Any, key: str) -> tuple[str, str]:
+    """The grammar of a schema, which may be the text of its JSON."""
+    schema = value
+    if isinstance(value, str):
+        try:
+            schema = json.loads(_of_length(value, key))
+        except (ValueError, RecursionError):
+            schema = None
+    if not isinstance(schema, dict):
+        raise wrong(key, "a JSON schema, an object", value)
+    return schema_grammar(schema, key)
+
+
+def _regex(value: Any, key: str) -> tuple[str, str]:
+    return "regex", _of_length(_checked(value, key), key)
+
+
+def _choice(value: Any, key: str) -> tuple[str, str]:
+    """The grammar of one of several texts."""
+    if not isinstance(value, list) or not value:
+        raise wrong(key, "a list of texts", value)
+    texts = [_MEANING.sub(r"\\\g<0>", _checked(text, key)) for text in value]
+    return "regex", _of_length("|".join(texts), key)
+
+
+def _lark(value: Any, key: str) -> tuple[str, str]:
+    text = _checked(value, key)
+    if "::=" in text:
+        raise wrong(key, 'a grammar in Lark\'s notation, as start: "yes" | "no"', value)
+    return "lark", _of_length(text, key)
+
+
+_FORMS: Mapping[str, Callable[[Any, str], tuple[str, str]]] = {
+    "json": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _lark,
+}
+
+
+def _checked(value: object, key: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise wrong(key, "text of at least one character", value)
+    return checked_text(value, key)
+
+
+def _of_length(text: str, key: str) -> str:
+    if len(text) > LONGEST_SCHEMA:
+        raise wrong(key, f"at most {LONGEST_SCHEMA} characters", text)
+    return text
