@@ -28,7 +28,7 @@ from meshwright.server.text_workers import SHORT_BODY, Sizes, TextWorkers
 from meshwright.spec.fields import to_plain
 from meshwright.spec.serve import ServeSpec
 from tests.server.helpers import JSON, NAME, TEMPLATE, Answer, call, running_server
-from tests.server.test_limits import PATHS, malformed
+from tests.server.test_limits import BODIES, malformed
 
 SIZES = Sizes(context=192, vocab=257)
 ENDLESS = "endless"
@@ -114,7 +114,7 @@ def test_a_text_process_reads_what_the_http_process_reads(files: ModelFiles, cou
     reader = RequestReader(spec, NAME, files, chat_template(spec, files), SIZES.context, SIZES.vocab)
     long = "long text \u00e9 " * (SHORT_BODY // 8)
     bodies = [
-        *((source.choice(PATHS), malformed(source)) for _ in range(count // 2)),
+        *((path, malformed(source, path)) for path in source.choices(list(BODIES), k=count // 2)),
         *(("/v1/completions", completion(source)) for _ in range(count // 2)),
         ("/v1/completions", b'{"prompt": ["a", "b\xc3\xa9"], "n": 2, "stop": ["x"], "logit_bias": {"7": 1.5}, "echo": true}'),
         ("/v1/completions", json.dumps({"prompt": long}).encode()),
