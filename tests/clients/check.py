@@ -1,9 +1,10 @@
-"""A load generator and an evaluation against the server, unchanged: `make test-clients`.
+"""Programs and libraries of clients against the server, unchanged: `make test-clients`.
 
-    python -m tests.clients.check BIN      # BIN: the folder with `guidellm` and `lm_eval`
+    python -m tests.clients.check BIN      # BIN: the folder with `python`, `guidellm` and `lm_eval`
 
 GuideLLM sends a fixed number of requests at some concurrency; none may fail. lm-eval runs a task of its own file through
-`local-completions`; it must score all its documents.
+`local-completions`; it must score all its documents. LangChain, litellm and instructor hold chats with chat templates in the forms of
+Qwen3, Llama 3 and Mistral: calls of tools come from an engine that says what is written in a script, all else from a tiny model.
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
-from tests.server.helpers import NAME, write_folder
+from tests.models.tiny import LLAMA
+from tests.server.chat_templates import SPECIAL_TOKENS, TEMPLATES
+from tests.server.helpers import NAME, running_server, write_folder
+from tests.server.scripted_engine import scripted_server
 from tests.server.test_process import served
 
+LIBRARIES = ("langchain", "litellm", "instructor")
+CONTEXT = 3072
+"""The tools of a chat are long in a tokenizer of bytes."""
 REQUESTS, STREAMS, DOCUMENTS = 40, 8, 6
 TASK = """\
 task: arithmetic
@@ -72,24 +81,62 @@ def run_evaluation(programs: Path, url: str, model: Path, out: Path) -> None:
     print(f"lm-eval: {metrics}")
 
 
-def call(*command: object) -> None:
-    """Run a program without access to the hub; its output is shown if it fails."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def run_libraries(programs: Path, folder: Path) -> list[str]:
+    """The checks of the libraries that failed, one line each; prints a line for each library and template."""
+    failed: list[str] = []
+    with ExitStack() as stack:
+        urls = {}
+        for form in TEMPLATES:
+            homes = [folder / f"{form}-{kind}" for kind in ("scripted", "real")]
+            homes[0].mkdir()
+            real = stack.enter_context(
+                running_server(model_of(homes[1], form), context=CONTEXT, cache_blocks=8 * CONTEXT // 4)
+            )
+            urls[form] = {"scripted": stack.enter_context(scripted_server(homes[0], form)), "real": real.url}
+        for library in LIBRARIES:
+            script = Path(__file__).with_name(f"{library}_client.py")
+            for line in call(programs / "python", script, json.dumps(urls)).splitlines():
+                found = json.loads(line)
+                name, count = f"{library} with the template of {found['form']}", found["checks"]
+                print(f"{name}: {count - len(found['failed'])} of {count} checks passed")
+                failed += [f"{name}: {check}: {error}" for check, error in found["failed"].items()]
+    return failed
+
+
+def model_of(folder: Path, form: str) -> Path:
+    """The folder of a tiny model with a chat template of this form."""
+    write_folder(folder, replace(LLAMA, max_seq_len=CONTEXT))
+    config = folder / "tokenizer_config.json"
+    values = {**json.loads(config.read_text()), "chat_template": TEMPLATES[form]}
+    config.write_text(json.dumps({**SPECIAL_TOKENS[form], **values}))
+    return folder
+
+
+def call(*command: object) -> str:
+    """What a program without access to the hub prints; all of its output is shown if it fails."""
+    environment = {
+        **os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false",
+    }  # fmt: skip
     result = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"{command[0]}: code {result.returncode}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}")
+    return result.stdout
 
 
 def main() -> None:
-    """Serve a tiny model and run both programs."""
+    """Serve tiny models and run all clients."""
     programs = Path(sys.argv[1]).absolute()
     with tempfile.TemporaryDirectory() as folder:
+        failed = run_libraries(programs, Path(folder))
         model = write_folder(Path(folder) / NAME)
         with served(model) as (_, url):
             for run in (run_load, run_evaluation):
                 out = Path(folder) / run.__name__
                 out.mkdir()
                 run(programs, url, model, out)
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":
