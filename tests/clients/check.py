@@ -113,7 +113,7 @@ def model_of(folder: Path, form: str) -> Path:
 
 
 def call(*command: object) -> str:
-    """What a program without access to the hub prints; all of its output is shown if it fails."""
+    """Output of a program without access to the hub; all of it is shown if it fails."""
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false",

@@ -17,7 +17,7 @@ NAME = "tiny"
 KEY = "any"
 ARGUMENTS = {"city": "Paris"}
 RESULT, REPLY = "22 degrees", "It is 22 degrees in Paris, and no rain is near."
-"""What the tool answers, and what the scripted engine says then."""
+"""Answer of the tool, and the text of the scripted engine after it."""
 
 
 NO_SPACES = {str(1 + sorted(ByteLevel.alphabet()).index(char)): -100 for char in "ĠĊĉč"}
@@ -57,7 +57,7 @@ def run_checks(scripted: Mapping[str, Check], real: Mapping[str, Check]) -> None
         print(json.dumps({"form": form, "checks": len(scripted) + len(real), "failed": failed}), flush=True)
 
 
-def expect(found: object, expected: object) -> None:
+def expect(got: object, expected: object) -> None:
     """Raise AssertionError if two values differ."""
-    if found != expected:
-        raise AssertionError(f"expected {expected!r}, got {found!r}")
+    if got != expected:
+        raise AssertionError(f"expected {expected!r}, got {got!r}")

@@ -1,4 +1,4 @@
-"""LangChain's chat model and completion model: tools over two turns, streams, structured output, many prompts in one request."""
+"""LangChain's chat model and completion model: tools over two turns, streams, structured output, many prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""litellm, by its providers for OpenAI's API and for a hosted vLLM: tools over two turns, streams, structured output, many prompts."""
+"""litellm: tools over two turns, streams, structured output, many prompts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import litellm
 from checks import ARGUMENTS, KEY, NAME, NO_SPACES, REPLY, RESULT, Report, expect, run_checks
 
 PROVIDERS = ("openai", "hosted_vllm")
+"""Its providers for OpenAI's API, and for servers of other makers that have it."""
 QUESTION = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is the weather in Paris?"}]
 TOOLS = [
     {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.server.engine_process import Connection
+from meshwright.server.packed_ids import ids_of_text
 from meshwright.spec.serve import ServeSpec
 from tests.server.chat_templates import SPECIAL_TOKENS, TEMPLATES
 from tests.server.helpers import SIZES, byte_tokenizer, running_api
@@ -19,7 +20,7 @@ SPECIAL = (
 )  # fmt: skip
 ARGUMENTS = {"city": "Paris"}
 RESULT = "22 degrees"
-"""What the tool answers."""
+"""Answer of the tool."""
 REPLY = "It is 22 degrees in Paris, and no rain is near."
 _WRITTEN = json.dumps({"name": "weather", "arguments": ARGUMENTS})
 CALLS: Mapping[str, str] = {
@@ -37,13 +38,14 @@ def say(form: str, connection: Connection) -> None:
     try:
         while True:
             for message in connection.receive(wait=True):
-                request: Any = message.get("submit", {"ids": (), "tokens": []})
-                answered = RESULT in tokenizer.decode(request["tokens"])
+                if (request := message.get("submit")) is None:
+                    continue
+                answered = RESULT in tokenizer.decode(ids_of_text(request["tokens"]))
                 tokens = tokenizer.encode(REPLY if answered else CALLS[form]).ids
                 for id in request["ids"]:
                     for start in range(0, len(tokens), 3):
                         _send(connection, [id, tokens[start : start + 3]])
-                    _send(connection, [id, [], "stop", None, []])
+                    _send(connection, [id, [], {"reason": "stop"}])
     except EOFError:
         return
 
