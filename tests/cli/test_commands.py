@@ -73,7 +73,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "check": (lambda tiny, run, tmp: [tiny, "--runs", tmp], {"ok", "errors"}),
     "data prepare": (
         lambda tiny, run, tmp: [tiny.parent / "source", "--tokenizer", run / "tokenizer.json", "--out", tmp / "data"],
-        {"out", "splits", "vocab_size", "bad", "passed_over", "reused"},
+        {"out", "splits", "vocab_size", "bad", "not_read", "reused"},
     ),
     "data lengths": (lambda tiny, run, tmp: [tiny.parent / "data"], {"documents", "tokens", "longest", "ranges"}),
     "data show": (lambda tiny, run, tmp: [run, "--step", 2], {"step", "samples"}),

@@ -4,26 +4,35 @@ import gzip
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
-from meshwright.data.corpus import BadDocument, Document, list_inputs, read_documents
+from meshwright.data.corpus import Document, read_documents
+from meshwright.data.input_stream import Contents
+from meshwright.data.inputs import NotRead, list_inputs
+from meshwright.data.records import BadDocument
 from meshwright.spec.errors import BadInput
 
 
-def documents(*inputs: Path | str, text_key: str = "text", exclude: Path | None = None) -> list[Document | BadDocument]:
-    files = list_inputs([str(name) for name in inputs], exclude)
-    return [document for file in files for document in read_documents(file, text_key)]
+def documents(*inputs: Path | str, text_key: str = "text", exclude: Path | None = None) -> list[Any]:
+    files, not_read = list_inputs([str(name) for name in inputs], exclude)
+    stream = [document for file in files for document in read_documents(file, text_key)]
+    return [*not_read, *(item for item in stream if not isinstance(item, Contents))]
 
 
-def good(stream: list[Document | BadDocument]) -> list[tuple[int | str, str]]:
+def good(stream: list[Any]) -> list[tuple[int | str, str]]:
     return [(document.id, document.text) for document in stream if isinstance(document, Document)]
 
 
-def bad(stream: list[Document | BadDocument]) -> list[str]:
+def not_read(stream: list[Any]) -> list[str]:
+    return [str(item) for item in stream if isinstance(item, NotRead)]
+
+
+def bad(stream: list[Any]) -> list[str]:
     return [str(document) for document in stream if isinstance(document, BadDocument)]
 
 
@@ -48,11 +57,10 @@ def test_parquet_rows(tmp_path: Path) -> None:
     stream = documents(path)
     assert good(stream) == [("a", "one"), ("d", "four")]
     assert bad(stream) == [f"{path}:2: expected text, got NoneType", f"{path}:3: empty"]
-    assert bad(documents(path, text_key="txt")) == [
-        f"{path}: no column 'txt'; columns: 'text', 'id', 'other' (nearest: 'text')"
-    ]
+    columns = "columns: 'text', 'id', 'other' (nearest: 'text'); --text-key names another column"
+    assert not_read(documents(path, text_key="txt")) == [f"{path}: no column: no column 'txt'; {columns}"]
     path.write_bytes(path.read_bytes()[:50])
-    assert "cannot be read as parquet" in bad(documents(path))[0]
+    assert "cannot be read as parquet" in not_read(documents(path))[0]
 
 
 def test_bad_lines_are_named_by_file_and_line(tmp_path: Path) -> None:
@@ -64,7 +72,11 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path) -> None:
     assert good(stream) == [(1, "fine"), (10, "fine too")]
     messages = [line.removeprefix(f"{path}:") for line in bad(stream)]
     assert [message.split(":")[0] for message in messages] == ["2", "4", "5", "6", "7", "8", "9"]
-    expected = ["not JSON", "no key 'text'; keys: 'txt' (nearest: 'txt')", "expected a JSON object, got list"]
+    expected = [
+        "not JSON",
+        "no key 'text'; keys: 'txt' (nearest: 'txt'); --text-key names another key",
+        "expected a JSON object, got list",
+    ]
     expected += ["expected text, got int", "empty", "not utf-8", "surrogate"]
     for message, fragment in zip(messages, expected, strict=True):
         assert fragment in message
@@ -76,9 +88,9 @@ def test_a_truncated_gzip_gives_what_it_has_and_says_where_it_ends(tmp_path: Pat
     path.write_bytes(gzip.compress(many)[:-2000])
     stream = documents(path)
     assert len(good(stream)) > 100
-    assert len(bad(stream)) == 1 and "cannot be read further" in bad(stream)[0]
+    assert not bad(stream) and len(not_read(stream)) == 1 and "cannot be read further" in not_read(stream)[0]
     path.write_bytes(b"no gzip at all")
-    assert bad(documents(path))[0].startswith(f"{path}:1: cannot be read further")
+    assert not_read(documents(path))[0].startswith(f"{path}:1: damaged: cannot be read further: no gzip data")
 
 
 def test_a_directory_gives_its_text_files_in_order_of_name(tmp_path: Path) -> None:
@@ -149,8 +161,8 @@ def test_a_missing_package_is_named_before_any_work(
 
 def test_stdlib_is_source_without_tests_and_packages() -> None:
     files = list_inputs(["stdlib"])
-    names = [file.name for file in files]
+    names = [file.name for file in files.files]
     assert "stdlib/abc.py" in names and "stdlib/json/decoder.py" in names
     assert not [n for n in names if "site-packages" in n or "/test/" in n or "/tests/" in n or "idle_test" in n]
     assert all(name.endswith(".py") for name in names)
-    assert names == [file.name for file in list_inputs(["stdlib"])]
+    assert names == [file.name for file in list_inputs(["stdlib"]).files]

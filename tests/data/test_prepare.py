@@ -182,11 +182,11 @@ def test_changed_inputs_are_noticed_on_the_way(
 
 def test_an_attempt_without_finished_shards_does_not_block_the_next(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(BadInput, match="no usable document for train; the bad ones"):
+    with pytest.raises(BadInput, match="no usable document for train\n120 bad documents:"):
         prepare([str(corpus)], "train:280", out, text_key="body", held_out=0.1)
     result = prepare([str(corpus)], "train:280", out)
     assert result.manifests["train"].documents == 120
-    assert {name.split(".")[0] for name in contents(out)} == {"manifest", "tokenizer", "shard-00000"}
+    assert {name.split(".")[0] for name in contents(out)} == {"inputs", "manifest", "tokenizer", "shard-00000"}
 
 
 def test_held_out_documents_are_kept_apart_by_their_key(
@@ -222,30 +222,45 @@ def with_bad_lines(folder: Path) -> Path:
 def test_bad_documents_are_skipped_and_named(tokenizer_file: Path, tmp_path: Path) -> None:
     source = with_bad_lines(tmp_path)
     result = prepare([str(source)], str(tokenizer_file), tmp_path / "out")
-    assert result.bad.count == 30 and len(result.bad.first) == 20
-    assert result.bad.first[1].startswith(f"{source}:4: not JSON")
-    assert str(result.bad).endswith("... and 10 more")
+    assert result.left_out.bad.count == 30 and len(result.left_out.bad.first) == 20
+    assert result.left_out.bad.first[1].startswith(f"{source}:4: not JSON")
+    assert str(result.left_out.bad).endswith("... and 10 more")
     assert result.manifests["train"].documents == 60 and result.manifests["train"].skipped == 30
 
 
 def test_bad_documents_are_refused_before_any_work(tokenizer_file: Path, tmp_path: Path) -> None:
     source = with_bad_lines(tmp_path)
-    with pytest.raises(BadInput, match=r"30 bad documents .*\n.*mixed.jsonl:1: not JSON"):
+    with pytest.raises(BadInput, match=r"refuse \(.*\n30 bad documents:\n.*mixed.jsonl:1: not JSON"):
         prepare([str(source)], str(tokenizer_file), tmp_path / "out", on_bad="refuse")
     assert not (tmp_path / "out").exists(), "a refused start leaves nothing behind"
 
 
-def test_files_without_text_are_counted_by_extension(tokenizer_file: Path, tmp_path: Path) -> None:
+def test_files_without_text_are_counted_by_reason(tokenizer_file: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for number in range(60):
         (source / f"{number}.txt").write_text(story(number))
     for name, content in {"a.png": b"\x89PNG\0", "b.png": b"\0", "core": b"\x7fELF\0", "empty.py": b""}.items():
         (source / name).write_bytes(content)
+    (source / ".hidden").write_text("text")
+    (source / "photos.zip").write_bytes(b"PK" * 50)
     result = prepare([str(source)], str(tokenizer_file), tmp_path / "out", held_out=0.1)
-    assert result.passed == {".png": 2, "no extension": 1, ".py": 1} and result.bad.count == 0
-    assert "  passed over 4 binary or empty files: 2 .png, 1 " in _sentences(result)
-    assert _summary(result)["passed_over"] == result.passed
+    assert result.left_out.bad.count == 0
+    expected = {"binary": (3, 11), "empty": (1, 0), "format not read": (1, 100), "hidden": (1, 0)}
+    not_read = {reason: {"files": files, "bytes": size} for reason, (files, size) in expected.items()}
+    assert result.manifests["train"].not_read == Manifest.read(tmp_path / "out/held_out").not_read == not_read
+    assert "not read: binary: 3 files, 11 bytes; empty: 1 files; format not read: 1 files, 100 bytes" in _sentences(
+        result
+    )
+    assert _summary(result)["not_read"]["binary"]["first"] == [
+        str(source / name) for name in ("a.png", "b.png", "core")
+    ]
+    with pytest.raises(
+        BadInput, match="not read, format not read: 1 files, 100 bytes\n.*photos.zip: an archive; unpack"
+    ):
+        prepare([str(source)], str(tokenizer_file), tmp_path / "refused", on_bad="refuse")
+    with pytest.raises(BadInput, match="was prepared without 0 bad documents; not read: binary: 3 files"):
+        prepare([str(source)], str(tokenizer_file), tmp_path / "out", held_out=0.1, on_bad="refuse")
 
 
 def test_other_peoples_files_are_not_overwritten(corpus: Path, tokenizer_file: Path, tmp_path: Path) -> None:

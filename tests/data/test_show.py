@@ -110,7 +110,7 @@ def test_bad_documents_are_named_on_stderr(tokenizer_file: Path, tmp_path: Path)
     ]
     answer = RUNNER.invoke(data_command.app, [*arguments, "--json"])
     assert json.loads(answer.stdout)["bad"]["count"] == 1
-    assert "left out 1 bad documents" in answer.stderr and "a.jsonl:2: not JSON" in answer.stderr
+    assert "left out:\n1 bad documents:" in answer.stderr and "a.jsonl:2: not JSON" in answer.stderr
 
 
 def test_the_tokenizer_command(corpus: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data import corpus, stdlib
+from meshwright.data import inputs, stdlib
 from meshwright.data.manifest import Manifest, verify
 from meshwright.data.stdlib import ensure_stdlib, stdlib_folder
 from meshwright.spec.errors import BadInput
@@ -24,7 +24,7 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, small = Path(sysconfig.get_path("stdlib")), tmp_path / "lib"
     for name in PARTS:
         shutil.copytree(real / name, small / name, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(small))
+    monkeypatch.setattr(inputs.sysconfig, "get_path", lambda name: str(small))
 
 
 @pytest.mark.usefixtures("small_library")

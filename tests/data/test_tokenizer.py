@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from meshwright.data.corpus import InputFile
 from meshwright.data.encode import token_dtype
+from meshwright.data.inputs import InputFile
 from meshwright.data.tokenizer import (
     END_OF_TEXT,
     load_tokenizer,

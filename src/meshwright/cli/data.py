@@ -49,8 +49,8 @@ def prepare_command(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet), directories of such files or of source code, "
-            "or the word `stdlib` for Python's own standard library.",
+            help="Files of text, .jsonl, .json, .csv, .tsv or .parquet, also compressed (.gz, .zst, .bz2, .xz, .lz4), directories "
+            "of such files, or the word `stdlib` for Python's own standard library.",
         ),
     ],
     tokenizer: Annotated[
@@ -85,8 +85,8 @@ def prepare_command(
     on_bad: Annotated[
         OnBad,
         typer.Option(
-            help="Documents that are not utf-8, not JSON, lack the key or are empty: skip and name them at the end, or "
-            "check all first and refuse to start."
+            help="Documents that are not utf-8, not JSON, lack the key or are empty, and files that cannot be read: skip and "
+            "name them at the end, or check all first and refuse to start."
         ),
     ] = OnBad.skip,
     eos: Annotated[
@@ -135,8 +135,8 @@ def prepare_command(
         workers=workers,
         shown=True,
     )
-    if prepared.bad.count:
-        sys.stderr.write(f"left out {prepared.bad.count} bad documents:\n{prepared.bad}\n")
+    if lines := prepared.left_out.lines():
+        sys.stderr.write("\n".join(["left out:", *lines, ""]))
     if verify and (faults := verify_directory(out)):
         raise Damaged("\n".join(faults))
     print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
@@ -230,29 +230,29 @@ def _summary(prepared: Prepared) -> dict[str, Any]:
         for split, manifest in prepared.manifests.items()
     }
     tokenizer = next(iter(prepared.manifests.values())).tokenizer
-    bad = {"count": prepared.bad.count, "first": prepared.bad.first}
+    left_out = prepared.left_out
     return {
         "out": str(prepared.out),
         "splits": splits,
         "vocab_size": tokenizer.vocab_size,
-        "bad": bad,
-        "passed_over": dict(prepared.passed),
+        "bad": {"count": left_out.bad.count, "first": left_out.bad.first},
+        "not_read": left_out.not_read,
         "reused": prepared.reused,
     }
 
 
 def _sentences(prepared: Prepared) -> str:
+    from meshwright.data.left_out import not_read_words
+
     lines = ["already prepared by this command" if prepared.reused else "prepared"]
     for split, manifest in prepared.manifests.items():
         ratio = manifest.text_bytes / manifest.tokens
         size = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {ratio:.2f} bytes per token"
         lines.append(f"  {split}: {size}")
-    if prepared.passed:
-        counts = ", ".join(f"{count:,} {extension}" for extension, count in prepared.passed.most_common())
-        lines.append(f"  passed over {prepared.passed.total():,} binary or empty files: {counts}")
-    chat = next(iter(prepared.manifests.values())).request.get("chat")
-    mask = ", document_mask: true" if chat else ""
-    lines.append(f"Train on it with  data: {{mix: {{{prepared.out}: 1}}{mask}}}")
+    manifest = next(iter(prepared.manifests.values()))
+    if manifest.not_read:
+        lines.append(f"  not read: {not_read_words(manifest.not_read)}")
+    lines.append(f"Train on it with  data: {{mix: {prepared.out}}}")
     return "\n".join(lines)
 
 

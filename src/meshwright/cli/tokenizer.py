@@ -25,8 +25,8 @@ def train_command(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet), directories, or the word `stdlib`. Of much "
-            "text, a sample of 64 MiB spread over all files is used.",
+            help="Files, directories, or the word `stdlib`, as of `data prepare`. Of much text, a sample of 64 MiB spread over "
+            "all files is used.",
         ),
     ],
     size: Annotated[
@@ -35,8 +35,9 @@ def train_command(
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="File to write, for example tokenizer.json.")],
     text_key: Annotated[
-        str, typer.Option(metavar="KEY", help="Key (or parquet column) that holds the text of a record.")
-    ] = "text",
+        str | None,
+        typer.Option(metavar="KEY", help="Key (or column) that holds the text of a record, `text` by default."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer.json.
@@ -48,7 +49,7 @@ def train_command(
 
         meshwright tokenizer train corpus/ --size 32000 --out tokenizer.json
     """
-    from meshwright.data.corpus import list_inputs
+    from meshwright.data.inputs import check_text_key, list_inputs
     from meshwright.data.tokenizer import check_size, parse_tokenizer, sample_texts, train_tokenizer
     from meshwright.durable.writes import write_durable
     from meshwright.spec.errors import BadInput
@@ -56,7 +57,9 @@ def train_command(
     check_size(size)
     if not out.parent.is_dir():
         raise BadInput(f"{out}: no directory {out.parent}")
-    texts = [text for _, text in sample_texts(list_inputs(inputs), text_key)]
+    files, _ = list_inputs(inputs)
+    check_text_key(text_key, files)
+    texts = [text for _, text in sample_texts(files, text_key or "text")]
     if not texts:
         raise BadInput(
             f"{', '.join(inputs)}: no usable document; `meshwright data prepare` names what is wrong with each"

@@ -1,4 +1,4 @@
-"""Chats as documents: the template's text of each line's messages, and the ranges of it to train on.
+"""Chats as documents: the template's text of the messages of a record, and the ranges of it to train on.
 
 A template may mark what the assistant writes by `{% generation %}`. Otherwise the range of a message follows from the
 text of the messages before it and up to it, which must each be a beginning of the whole text.
@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chat_template import (
     TEMPLATE,
     TOKENIZER_CONFIG,
+    TOOL_TEMPLATE,
     ChatTemplate,
     TemplateRefusal,
     folder_template,
+    folder_tool_template,
     read_object,
     read_text,
     special_tokens,
 )
-from meshwright.data.corpus import BadDocument, Document, InputFile, Record, checked_document, read_records
+from meshwright.data.corpus import Document, FromFile, checked_document
+from meshwright.data.file_formats import LAYOUTS
+from meshwright.data.inputs import InputFile, NotRead
+from meshwright.data.records import BadDocument, Record, read_records
 from meshwright.durable.writes import digest, write_durable
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, nearest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,6 +41,14 @@ if TYPE_CHECKING:
 ASSISTANT = "assistant"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 Span = tuple[int, int]
+CHAT_ENDINGS = [ending for ending, layout in LAYOUTS.items() if layout in ("lines", "json", "parquet")]
+"""Endings of files that may have chats; csv has text only."""
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train")
+"""Keys of a message; it may also have any that the template names."""
+UNUSED_KEYS = ("functions", "function_call", "documents", "chat_template_kwargs", "system")
+"""Keys of a chat that other programs read, and that would be lost."""
+ALMOST = 0.85
+"""Similarity from which an unknown key of a chat is a misspelling."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +58,23 @@ class ChatFiles:
     source: str
     config: dict[str, Any]
     name: str
+    tool_source: str | None = None
+    """Template of chats with tools, if it is another."""
 
     @property
     def digest(self) -> str:
-        """Digest of the template and of the tokens that it can name."""
-        return digest("\n".join([self.source, *map(repr, sorted(special_tokens(self.config).items()))]).encode())
+        """Digest of the templates and of the tokens that they can name."""
+        tools = [] if self.tool_source is None else [self.tool_source]
+        tokens = map(repr, sorted(special_tokens(self.config).items()))
+        return digest("\n".join([self.source, *tools, *tokens]).encode())
 
     def write(self, folder: Path) -> None:
         """Write the template and the configuration, without its own template, into `folder`."""
         config = {key: value for key, value in self.config.items() if key != "chat_template"}
         write_durable(folder / TEMPLATE, self.source.encode())
+        if self.tool_source is not None:
+            (folder / TOOL_TEMPLATE).parent.mkdir(exist_ok=True)
+            write_durable(folder / TOOL_TEMPLATE, self.tool_source.encode())
         write_durable(folder / TOKENIZER_CONFIG, json.dumps(config, indent=1, ensure_ascii=False).encode() + b"\n")
 
 
@@ -65,15 +87,34 @@ def read_chat_files(tokenizer: Path, template: Path | None) -> ChatFiles:
         raise BadInput(
             f"{folder}: has no chat template; expected {TEMPLATE} or chat_template in {TOKENIZER_CONFIG}, or --chat-template FILE"
         )
-    return ChatFiles(source, config, str(template or folder))
+    tool_source = folder_tool_template(folder, config) if template is None else None
+    return ChatFiles(source, config, str(template or folder), tool_source)
 
 
 class InexactTemplate(Exception):
     """The range of a message in the text of a chat is not certain."""
 
 
+def reads_chats(file: InputFile) -> bool:
+    """Whether chats are read from files of this format."""
+    return not file.format.refused and file.format.layout in {LAYOUTS[ending] for ending in CHAT_ENDINGS}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A checked chat: messages in the form that templates expect, and for each whether its line says that it is trained on."""
+
+    messages: list[dict[str, Any]]
+    marks: list[bool | None]
+    tools: list[dict[str, Any]] | None = None
+
+
+class BadChat(Exception):
+    """A line that is no chat: the key, and what was expected."""
+
+
 class ChatReader:
-    """Reads the chats of `.jsonl` files. `roles` are those to train on."""
+    """Reads the chats of files. `roles` are those to train on."""
 
     def __init__(self, files: ChatFiles, roles: Sequence[str], tokenizer: Tokenizer, now_ns: int) -> None:
         """`now_ns` is the time that the template can show: the same for each run, so that its output is.
@@ -82,36 +123,89 @@ class ChatReader:
         """
         self.name, self.roles = files.name, tuple(roles)
         now = datetime.fromtimestamp(now_ns // 10**9, UTC)
-        self._template = ChatTemplate(files.source, special_tokens(files.config), lambda: now)
-        self._marked_by_template = bool(GENERATION.search(files.source))
+        self._sources = {False: files.source, True: files.tool_source or files.source}
+        """The template of chats without and with tools."""
+        self._template = ChatTemplate(files.source, special_tokens(files.config), lambda: now, files.tool_source)
+        self._named_by_template = lru_cache(maxsize=None)(self._is_named)
         added = sorted(
             (token.content for token in tokenizer.get_added_tokens_decoder().values()), key=len, reverse=True
         )
         self._after_end = re.compile(f"(?:{'|'.join(map(re.escape, added))})(\\s*)\\Z") if added else None
 
-    def read(self, file: InputFile, key: str) -> Iterator[Document | BadDocument]:
+    def read(self, file: InputFile, key: str) -> Iterator[FromFile]:
         """The chats of a file, whose messages are under `key`.
 
         Raises BadInput for a chat that the template writes in a way that does not show the range of each message.
         """
-        for record in read_records(file, key):
-            if isinstance(record, BadDocument):
+        if not reads_chats(file):
+            yield NotRead(file.name, "format not read", f"chats are in {', '.join(CHAT_ENDINGS)} files", file.size)
+            return
+        for record in read_records(file, key, ("tools", *UNUSED_KEYS)):
+            if not isinstance(record, Record):
                 yield record
                 continue
-            messages = _messages(record.value)
-            tools = record.fields.get("tools") or None
-            if isinstance(messages, str):
-                yield BadDocument(record.where, f"{key}{messages}")
-            elif tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-                yield BadDocument(record.where, "tools: expected a list of objects")
-            else:
-                yield self._document(file, record, messages, tools)
+            try:
+                yield self._document(file, record, self._chat(record, key))
+            except BadChat as error:
+                yield BadDocument(record.where, str(error))
 
-    def _document(
-        self, file: InputFile, record: Record, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-    ) -> Document | BadDocument:
+    def _chat(self, record: Record, key: str) -> Chat:
+        """The chat of a record. Raises BadChat."""
+        tools = _tools(record.fields.get("tools"))
+        for name in (name for name, value in record.fields.items() if value is not None):
+            near = (
+                nearest(name, (key, "tools", "weight", "train"), ALMOST) if name not in (key, "tools", "id") else None
+            )
+            if name in UNUSED_KEYS or near is not None:
+                hint = f" (nearest: {near!r})" if near else ""
+                raise BadChat(f"{name}: unknown key{hint}; a chat has {key!r}, 'tools' and 'id'")
+        if tools and not self._named_by_template("tools", True):
+            raise BadChat(f"tools: the chat template of {self.name} does not write them")
+        if not isinstance(record.value, list) or not record.value:
+            raise BadChat(f"{key}: expected a list of messages")
+        messages, marks = [], []
+        for index, message in enumerate(record.value):
+            where = f"{key}[{index}]"
+            messages.append(_message(message, where))
+            self._check_keys(messages[-1], where, bool(tools))
+            marks.append(self._mark(messages[-1], where))
+        return Chat(messages, marks, tools)
+
+    def _check_keys(self, message: Mapping[str, Any], where: str, with_tools: bool) -> None:
+        """Raise BadChat if a message has a key that is lost."""
+        for name in message:
+            if name == "tool_calls" and message[name] and not self._named_by_template(name, with_tools):
+                raise BadChat(f"{where}.{name}: the chat template of {self.name} does not write them")
+            if name not in MESSAGE_KEYS and not self._named_by_template(name, with_tools):
+                near = nearest(name, MESSAGE_KEYS)
+                hint = f" (nearest: {near!r})" if near else ""
+                known = f"known: {', '.join(MESSAGE_KEYS)}, and what the chat template of {self.name} reads"
+                raise BadChat(f"{where}.{name}: unknown key{hint}; {known}")
+
+    def _is_named(self, key: str, with_tools: bool) -> bool:
+        """Whether the text of the template has the word `key`."""
+        return re.search(rf"\b{re.escape(key)}\b", self._sources[with_tools]) is not None
+
+    def _mark(self, message: dict[str, Any], where: str) -> bool | None:
+        """Whether a message says that it is trained on; its `weight` and `train` are removed. Raises BadChat."""
+        marks = {}
+        for name, expected in (("weight", "0 or 1"), ("train", "true or false")):
+            if name not in message:
+                continue
+            value = message.pop(name)
+            if value not in (0, 1) or isinstance(value, bool) != (name == "train"):
+                raise BadChat(f"{where}.{name}: expected {expected}, got {json.dumps(value, default=str)}")
+            marks[name] = bool(value)
+        if len(set(marks.values())) > 1:
+            raise BadChat(f"{where}: weight and train contradict each other")
+        mark = next(iter(marks.values()), None)
+        if mark and message["role"] not in self.roles:
+            raise BadChat(f"{where}.{next(iter(marks))}: to train on role {message['role']}, name it in --train-roles")
+        return mark
+
+    def _document(self, file: InputFile, record: Record, chat: Chat) -> Document | BadDocument:
         try:
-            text, spans = self.text_and_spans(messages, tools)
+            text, spans = self.text_and_spans(chat.messages, chat.tools, chat.marks)
         except TemplateRefusal as error:
             return BadDocument(record.where, f"the chat template refuses the messages: {error}")
         except InexactTemplate as error:
@@ -124,24 +218,40 @@ class ChatReader:
         return checked_document(file, record, text, tuple(spans))
 
     def text_and_spans(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        marks: Sequence[bool | None] | None = None,
     ) -> tuple[str, list[Span]]:
-        """The text of a chat, and the ranges of its characters to train on, ascending.
+        """The text of a chat, and the ranges of its characters to train on, ascending; not those of messages with a false mark.
 
         Raises TemplateRefusal if the template refuses the messages, InexactTemplate if the ranges are not certain.
         """
         spans: list[Span] = []
         searched = set(self.roles)
-        if self._marked_by_template and ASSISTANT in searched:
+        left_out = [index for index, mark in enumerate(marks or ()) if mark is False]
+        if ASSISTANT in searched and GENERATION.search(self._sources[bool(tools)]):
             text, spans = self._template.generated_spans(messages, tools)
             searched.remove(ASSISTANT)
+            if any(messages[index]["role"] == ASSISTANT for index in left_out):
+                spans = self._without(spans, text, messages, tools, left_out)
         else:
             text = self._template.render(messages, tools, add_generation_prompt=False)
         for index, message in enumerate(messages):
-            if message["role"] in searched:
+            if message["role"] in searched and index not in left_out:
                 start, stop = self._span(text, messages, index, tools)
                 spans += [(start, stop)] if stop > start else []
         return text, sorted(spans)
+
+    def _without(
+        self, spans: list[Span], text: str, messages: Sequence[Mapping[str, Any]], tools: Any, left_out: list[int]
+    ) -> list[Span]:
+        """The generated spans of the messages that are not left out."""
+        answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if len(answers) == len(spans):
+            return [span for index, span in zip(answers, spans, strict=True) if index not in left_out]
+        stops = [self._length(text, messages[: index + 1], tools, prompt=False) for index in range(len(messages))]
+        return [span for span in spans if bisect_right(stops, span[0]) not in left_out]
 
     def _span(self, text: str, messages: Sequence[Mapping[str, Any]], index: int, tools: Any) -> Span:
         """The range of a message, from the first character behind its header to the end of its end token."""
@@ -173,19 +283,26 @@ class ChatReader:
         return len(beginning)
 
 
-def _messages(value: Any) -> list[dict[str, Any]] | str:
-    """The messages in the form that templates expect: text parts of a content joined. Text if they are wrong: where and why."""
-    if not isinstance(value, list) or not value:
-        return ": expected a list of messages"
-    messages = []
-    for index, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"[{index}]: expected an object with a role"
-        content = message.get("content")
-        if isinstance(content, list):
-            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else 0
-        if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
-            return f"[{index}].content: expected text, or parts that are text"
-        messages.append({**message, "content": content})
-    return messages
+def _message(value: Any, where: str) -> dict[str, Any]:
+    """A message without keys that are null, except its content; text parts of a content are joined. Raises BadChat."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise BadChat(f"{where}: expected an object with a role")
+    content = value.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else 0
+    if not (isinstance(content, str) or (content is None and value.get("tool_calls"))):
+        raise BadChat(f"{where}.content: expected text, or parts that are text")
+    return {**{key: item for key, item in value.items() if item is not None}, "content": content}
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """The tools of a chat, which may be JSON in text, as columns of parquet have them. Raises BadChat."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadChat(f"tools: expected a list of objects, got text that is not JSON: {error}") from None
+    if value and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
+        raise BadChat("tools: expected a list of objects")
+    return value or None

@@ -13,8 +13,25 @@ from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""Template of chats with tools, where a folder has one beside its default."""
 START, END = "\ufdd0", "\ufdd1"
 """Marks around the text of a generation block: code points that Unicode reserves for internal use."""
+
+
+class _NoContent(str):
+    """A content that is null: no text where a template writes it, and none where a template tests it."""
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+NO_CONTENT = _NoContent()
 
 
 class TemplateRefusal(Exception):
@@ -25,11 +42,20 @@ class ChatTemplate:
     """A Jinja template with the functions and the `{% generation %}` block that templates of Hugging Face folders use."""
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime] = datetime.now,
+        tool_source: str | None = None,
     ) -> None:
-        """`now` is the time that the template can show. Raises BadInput if the source is no template."""
+        """`now` is the time that the template can show; `tool_source` is the template of chats with tools, if it is another.
+
+        Raises BadInput if a source is no template.
+        """
         self._plain = _compile(source, now, marks=False)
         self._marked = _compile(source, now, marks=True)
+        self._plain_tools = self._plain if tool_source is None else _compile(tool_source, now, marks=False)
+        self._marked_tools = self._marked if tool_source is None else _compile(tool_source, now, marks=True)
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -41,7 +67,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
     ) -> str:
         """The text of a chat. Raises TemplateRefusal if the template refuses the messages."""
-        return self._render(self._plain, messages, tools, variables, add_generation_prompt)
+        return self._render(
+            self._plain_tools if tools else self._plain, messages, tools, variables, add_generation_prompt
+        )
 
     def generated_spans(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -50,9 +78,10 @@ class ChatTemplate:
 
         Raises TemplateRefusal if the template refuses the messages, or does more with a block's text than to write it.
         """
-        text = self._render(self._plain, messages, tools, None, False)
+        text = self.render(messages, tools, add_generation_prompt=False)
         pieces, spans, at, depth, begin = [], [], 0, 0, 0
-        for piece in _split(self._render(self._marked, messages, tools, None, False)):
+        marked = self._marked_tools if tools else self._marked
+        for piece in _split(self._render(marked, messages, tools, None, False)):
             if piece == START:
                 begin = begin if depth else at
                 depth += 1
@@ -77,7 +106,10 @@ class ChatTemplate:
         values = {
             **self._special_tokens,
             **(variables or {}),
-            "messages": messages,
+            "messages": [
+                {**message, "content": NO_CONTENT} if message.get("content", "") is None else message
+                for message in messages
+            ],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -92,19 +124,32 @@ class ChatTemplate:
 
 def folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The source of a folder's template: its chat_template.jinja, or the default one in `config`, its tokenizer_config.json."""
-    if (folder / TEMPLATE).is_file():
-        return read_text(folder / TEMPLATE)
+    return _template_source(folder / TEMPLATE, config, "default")
+
+
+def folder_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The source of a folder's template of chats with tools; None if it has none beside the default one."""
+    return _template_source(folder / TOOL_TEMPLATE, config, "tool_use")
+
+
+def _template_source(file: Path, config: Mapping[str, Any], name: str) -> str | None:
+    """The template in a file, or else the one of that name in a tokenizer_config.json, where text is the default one."""
+    if file.is_file():
+        return read_text(file)
     template = config.get("chat_template")
     if isinstance(template, list):  # several templates by name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        template = named.get(name)
+    elif name != "default":
+        template = None
     return template if isinstance(template, str) else None
 
 
 def copy_chat_files(source: Path, folder: Path) -> None:
     """Copy the files of a tokenizer's chats that `source` has and `folder` lacks."""
-    for name in (TEMPLATE, TOKENIZER_CONFIG):
+    for name in (TEMPLATE, TOOL_TEMPLATE, TOKENIZER_CONFIG):
         if (source / name).is_file() and not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
             write_durable(folder / name, (source / name).read_bytes())
 
 
@@ -157,6 +202,7 @@ def _compile(source: str, now: Callable[[], datetime], *, marks: bool) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     environment.filters["tojson"] = _to_json
+    environment.tests["none"] = lambda value: value is None or value is NO_CONTENT
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda format: now().strftime(format)
     try:

@@ -1,6 +1,7 @@
 """The manifest of a prepared data directory: contents, look-up, and the check that its files are as written.
 
     manifest.json   this record          tokenizer.json   the tokenizer the shards were made with
+    inputs.jsonl                         the files that were read (data/input_record.py)
     shard-00000.bin, .idx                tokens, in Megatron's format (data/indexed.py)
     shard-00000.documents.jsonl          one line for each document: [source file, id]
     shard-00000.mask                     of chats: the tokens to train on (data/masks.py)
@@ -25,6 +26,7 @@ from meshwright.spec.errors import BadInput, Damaged, nearest
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+INPUTS = "inputs.jsonl"
 UNFINISHED = "unfinished.json"
 TRAIN, HELD_OUT = "train", "held_out"
 VERSION, WITH_MASKS = 1, 2
@@ -57,13 +59,19 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Record of one prepared directory. `request` is the command that made it, `skipped` its bad documents."""
+    """Record of one prepared directory. `request` is the command that made it, `skipped` the number of bad documents.
+
+    `inputs` is the digest of `inputs.jsonl`, None in directories of earlier releases; `not_read` has the files and bytes that were not
+    read, by reason.
+    """
 
     tokenizer: TokenizerRecord
     dtype: str
     shards: tuple[Shard, ...]
     skipped: int
     request: dict[str, Any] = field(default_factory=dict)
+    inputs: str | None = None
+    not_read: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -224,6 +232,9 @@ def verify(path: Path) -> list[str]:
                 _check_tokenizer(directory, manifest)
             except Damaged as error:
                 faults.append(str(error))
+            record = _digest_or_none(directory / INPUTS) if manifest.inputs else manifest.inputs
+            if record != manifest.inputs:
+                faults.append(f"{directory / INPUTS}: expected digest {manifest.inputs}, found {record or 'no file'}")
         for stem, record in _shards_of(directory, manifest, stems):
             faults += _verify_shard(stem, record)
     return faults
@@ -301,12 +312,13 @@ def _parse(data: dict[str, Any]) -> Manifest:
     for name in (tokenizer.file, *(shard.name for shard in shards)):
         if Path(name).name != name:
             raise ValueError(f"{name!r} leaves the directory")
-    return Manifest(tokenizer, data["dtype"], shards, data["skipped"], data["request"])
+    later = {"inputs": data.get("inputs"), "not_read": data.get("not_read", {})}
+    return Manifest(tokenizer, data["dtype"], shards, data["skipped"], data["request"], **later)
 
 
 def _nothing_at(path: Path) -> str:
     siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     near = nearest(path.name, siblings)
-    hint = f" (nearest: {path.parent / near})" if near and near != path.name else ""
+    hint = f" (nearest: {path.parent / near})" if near else ""
     expected = f"expected {MANIFEST}, {TRAIN}/{MANIFEST} or .bin/.idx pairs"
     return f"{path}: no prepared data here{hint}; {expected}. `meshwright data prepare INPUT --out {path}` makes it"

@@ -9,27 +9,23 @@ from __future__ import annotations
 import errno
 import shutil
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.data.chat import ChatReader
-from meshwright.data.corpus import (
-    JSONL_SUFFIXES,
-    BadDocument,
-    Document,
-    InputFile,
-    TextlessFile,
-    list_inputs,
-    read_documents,
-)
+from meshwright.data.chat import CHAT_ENDINGS, ChatReader, reads_chats
+from meshwright.data.corpus import Document, FromFile, read_documents
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
+from meshwright.data.input_record import changed_inputs, write_input_record
+from meshwright.data.input_stream import Contents
+from meshwright.data.inputs import HARMLESS, InputFile, NotRead, check_text_key, list_inputs
+from meshwright.data.left_out import LeftOut, not_read_words
 from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.progress import progress
 from meshwright.data.request import (
@@ -57,39 +53,17 @@ from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.host_limits import usable_cores
 
-NAMED = 20
-Read = Callable[[InputFile], Iterable[Document | BadDocument | TextlessFile]]
+Read = Callable[[InputFile], Iterable[FromFile]]
 """Reads the documents of a file in order."""
-
-
-@dataclass
-class BadDocuments:
-    """The number of unusable documents, and the first of them."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, bad: BadDocument) -> None:
-        self.count += 1
-        if len(self.first) < NAMED:
-            self.first.append(str(bad))
-
-    def __str__(self) -> str:
-        more = [f"... and {self.count - len(self.first)} more"] if self.count > len(self.first) else []
-        return "\n".join([*self.first, *more])
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of `prepare`. `bad` and `passed` are empty if all output existed already (`reused`).
-
-    `passed` counts the files without text in searched directories, by extension.
-    """
+    """The result of `prepare`. `left_out` is empty if all output existed already (`reused`)."""
 
     out: Path
     manifests: dict[str, Manifest]
-    bad: BadDocuments
-    passed: Counter[str]
+    left_out: LeftOut
     reused: bool
 
 
@@ -122,7 +96,8 @@ def prepare(
     key = text_key or ("text" if chat is None else "messages")
     preparation = Preparation(tuple(inputs), tokenizer, out, held_out, key, on_bad, eos, shard_tokens, chat)
     preparation.check()
-    files = list_inputs(inputs, exclude=out)
+    files, not_read = list_inputs(inputs, exclude=out)
+    check_text_key(text_key, files)
     if chat is not None:
         _check_records(files)
     request = preparation.describe(files)
@@ -130,11 +105,12 @@ def prepare(
         done = finished_manifests(preparation)
         if done:
             check_same(out, done[TRAIN].request, request)
+            _check_reusable(preparation, done[TRAIN], files)
             (out / JOURNAL).unlink(missing_ok=True)
-            return Prepared(out, done, BadDocuments(), Counter(), reused=True)
+            return Prepared(out, done, LeftOut(), reused=True)
         begin(preparation, files, request)
         try:
-            return _run(preparation, files, request, workers or usable_cores(), shown)
+            return _run(preparation, files, not_read, request, workers or usable_cores(), shown)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -147,11 +123,16 @@ def prepare(
 
 
 def _run(
-    preparation: Preparation, files: list[InputFile], request: dict[str, Any], workers: int, shown: bool
+    preparation: Preparation,
+    files: list[InputFile],
+    not_read: list[NotRead],
+    request: dict[str, Any],
+    workers: int,
+    shown: bool,
 ) -> Prepared:
     read = _reader(preparation, files)
     if preparation.on_bad == "refuse":
-        _refuse_bad(files, read)
+        _refuse_bad(files, not_read, read)
     tokenizer = _tokenizer(preparation, files, shown)
     dtype = token_dtype(tokenizer.record.vocab_size)
     journal = recover_journal(preparation.out)
@@ -160,34 +141,63 @@ def _run(
         for split, directory in preparation.directories().items()
     }
     _check_space(preparation.out, files, np.dtype(dtype).itemsize, writers)
-    bad, passed = BadDocuments(), Counter[str]()
+    reading = _Reading(files, not_read, read)
     try:
-        _write_shards(preparation, files, read, tokenizer, writers, bad, passed, workers, shown)
+        _write_shards(preparation, reading, tokenizer, writers, workers, shown)
     finally:
         # After an error this closes the unfinished shards; after success no shard is open.
         for writer in writers.values():
             writer.abandon()
+    left_out = reading.left_out
     for split, writer in writers.items():
         if not writer.shards:
             # Nothing here is worth keeping, and without a journal a corrected command may start afresh.
             (preparation.out / JOURNAL).unlink(missing_ok=True)
-            raise BadInput(_no_documents(preparation, split, bad))
+            raise BadInput(_no_documents(preparation, split, left_out))
+    figures = {
+        reason: {"files": each["files"], "bytes": each["bytes"]} for reason, each in sorted(left_out.not_read.items())
+    }
+    records = {
+        split: write_input_record(directory, files, reading.digests)
+        for split, directory in preparation.directories().items()
+    }
     manifests = {
-        split: Manifest(tokenizer.record, dtype, tuple(writer.shards), bad.count, request)
+        split: Manifest(
+            tokenizer.record, dtype, tuple(writer.shards), left_out.bad.count, request, records[split], figures
+        )
         for split, writer in writers.items()
     }
     _commit(preparation, manifests)
-    return Prepared(preparation.out, manifests, bad, passed, reused=False)
+    return Prepared(preparation.out, manifests, left_out, reused=False)
+
+
+class _Reading:
+    """A pass over the documents of all files; `left_out` and `digests` are complete once it is done."""
+
+    def __init__(self, files: list[InputFile], not_read: list[NotRead], read: Read) -> None:
+        self.files, self._read = files, read
+        self.left_out = LeftOut()
+        self.digests: dict[str, str] = {}
+        """Digest of the bytes of each file, by name."""
+        for item in not_read:
+            self.left_out.add(item)
+
+    def documents(self) -> Iterator[Document]:
+        for file in self.files:
+            for item in self._read(file):
+                if isinstance(item, Document):
+                    yield item
+                elif isinstance(item, Contents):
+                    self.digests[item.file.name] = item.digest
+                else:
+                    self.left_out.add(item)
 
 
 def _write_shards(
     preparation: Preparation,
-    files: list[InputFile],
-    read: Read,
+    reading: _Reading,
     tokenizer: LoadedTokenizer,
     writers: dict[str, SplitWriter],
-    bad: BadDocuments,
-    passed: Counter[str],
     workers: int,
     shown: bool,
 ) -> None:
@@ -195,7 +205,7 @@ def _write_shards(
     pending: deque[tuple[str, int]] = deque()  # (split, number) of each document in the encoder
 
     def unfinished_documents() -> Iterator[Document]:
-        for number, document in enumerate(_documents(files, read, bad, passed)):
+        for number, document in enumerate(reading.documents()):
             split = preparation.split_of(document.key)
             if number > writers[split].done_through:
                 pending.append((split, number))
@@ -209,7 +219,7 @@ def _write_shards(
         return encode_documents(documents, tokenizer, dtype, workers)
 
     with (
-        progress("preparing", sum(file.size for file in files), shown) as report,
+        progress("preparing", sum(file.size for file in reading.files), shown) as report,
         closing(encode(unfinished_documents())) as encoded_documents,
     ):
         for encoded in encoded_documents:
@@ -232,21 +242,22 @@ def _reader(preparation: Preparation, files: list[InputFile]) -> Read:
 
 
 def _check_records(files: list[InputFile]) -> None:
-    """Raise BadInput if a file is no `.jsonl` file."""
+    """Raise BadInput if a file that is an input itself, or every file, has no chats."""
     for file in files:
-        if not file.name.endswith(JSONL_SUFFIXES):
-            raise BadInput(f"{file.name}: chats are read from {', '.join(JSONL_SUFFIXES)} files")
+        if not reads_chats(file) and (not file.from_search or len(files) == 1):
+            raise BadInput(f"{file.name}: chats are read from {', '.join(CHAT_ENDINGS)} files")
 
 
-def _documents(files: list[InputFile], read: Read, bad: BadDocuments, passed: Counter[str]) -> Iterator[Document]:
-    for file in files:
-        for document in read(file):
-            if isinstance(document, Document):
-                yield document
-            elif isinstance(document, BadDocument):
-                bad.add(document)
-            else:
-                passed[document.file.path.suffix or "no extension"] += 1
+def _check_reusable(preparation: Preparation, manifest: Manifest, files: list[InputFile]) -> None:
+    """Raise BadInput if the inputs changed since the preparation, or it left out what is now to be refused."""
+    out, choose = preparation.out, "choose another --out, or remove it to prepare again"
+    if changed := changed_inputs(preparation.directories()[TRAIN], manifest, files):
+        raise BadInput(f"{out}: was prepared by this command, but {changed}; {choose}")
+    lost = {reason: figures for reason, figures in manifest.not_read.items() if reason not in HARMLESS}
+    if preparation.on_bad == "refuse" and (manifest.skipped or lost):
+        files_lost = f"; not read: {not_read_words(lost)}" if lost else ""
+        bad = f"without {manifest.skipped:,} bad documents{files_lost}"
+        raise BadInput(f"{out}: was prepared {bad}, which --on-bad refuse does not accept; {choose}")
 
 
 def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) -> LoadedTokenizer:
@@ -286,23 +297,23 @@ def _commit(preparation: Preparation, manifests: dict[str, Manifest]) -> None:
 def _check_space(out: Path, files: list[InputFile], itemsize: int, writers: dict[str, SplitWriter]) -> None:
     """Raise OutOfResources if the disk is too small.
     Assumes at least two bytes of text per token, and a compression factor of four."""
-    packed = (".gz", ".zst", ".parquet")
-    text = sum(file.size * (4 if file.name.endswith(packed) else 1) for file in files)
+    text = sum(file.size * (4 if file.format.compression or file.format.layout == "parquet" else 1) for file in files)
     done = sum(sum(shard.bytes.values()) for writer in writers.values() for shard in writer.shards)
     needed, free = max(text * itemsize // 2 - done, 0), shutil.disk_usage(out).free
     if needed > free:
         raise OutOfResources(f"{out}: about {needed:,} bytes are needed, {free:,} are free on its disk")
 
 
-def _refuse_bad(files: list[InputFile], read: Read) -> None:
-    bad = BadDocuments()
-    for _ in _documents(files, read, bad, Counter()):
+def _refuse_bad(files: list[InputFile], not_read: list[NotRead], read: Read) -> None:
+    reading = _Reading(files, not_read, read)
+    for _ in reading.documents():
         pass
-    if bad.count:
-        raise BadInput(f"{bad.count} bad documents (`--on-bad skip` leaves them out):\n{bad}")
+    if lines := reading.left_out.lines():
+        raise BadInput("\n".join(["--on-bad refuse (`--on-bad skip` leaves these out):", *lines]))
 
 
-def _no_documents(preparation: Preparation, split: str, bad: BadDocuments) -> str:
-    if preparation.held_out and bad.count == 0:
+def _no_documents(preparation: Preparation, split: str, left_out: LeftOut) -> str:
+    lines = left_out.lines()
+    if preparation.held_out and not lines:
         return f"{preparation.out}: held-out fraction {preparation.held_out:g} leaves no document for {split}; choose another fraction"
-    return f"{', '.join(preparation.inputs)}: no usable document for {split}; the bad ones:\n{bad}"
+    return "\n".join([f"{', '.join(preparation.inputs)}: no usable document for {split}", *lines])

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import xxhash
 
 from meshwright.data.chat import ASSISTANT, ChatFiles, read_chat_files
-from meshwright.data.chat_template import TEMPLATE, TOKENIZER_CONFIG
-from meshwright.data.corpus import InputFile
-from meshwright.data.manifest import HELD_OUT, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
+from meshwright.data.chat_template import TEMPLATE, TOKENIZER_CONFIG, TOOL_TEMPLATE
+from meshwright.data.inputs import InputFile
+from meshwright.data.manifest import HELD_OUT, INPUTS, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.shards import JOURNAL
 from meshwright.data.tokenizer import TRAIN_PREFIX, load_tokenizer, parse_train_request, tokenizer_file
 from meshwright.durable.writes import digest, digest_file, write_durable
@@ -117,7 +117,8 @@ def begin(preparation: Preparation, files: list[InputFile], request: dict[str, A
 
     An attempt at another request raises BadInput if it has finished a shard, and is removed otherwise.
     """
-    full = {**request, "newest_input_ns": newest_input_ns(files)}
+    times = json.dumps([[file.modified_ns, file.changed_ns] for file in files])
+    full = {**request, "newest_input_ns": newest_input_ns(files), "input_times": digest(times.encode())}
     path = preparation.out / UNFINISHED
     if path.is_file():
         before = json.loads(path.read_bytes())
@@ -133,7 +134,7 @@ def begin(preparation: Preparation, files: list[InputFile], request: dict[str, A
 
 def newest_input_ns(files: list[InputFile]) -> int:
     """The time in ns at which the newest of the files was changed."""
-    return max(file.path.stat().st_mtime_ns for file in files)
+    return max(file.modified_ns for file in files)
 
 
 def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -160,5 +161,6 @@ def forget(out: Path) -> None:
     for split in (TRAIN, HELD_OUT):
         if (out / split).is_dir():
             shutil.rmtree(out / split)
-    for file in [out / TOKENIZER, out / TOKENIZER_CONFIG, out / TEMPLATE, *out.glob("shard-*")]:
+    shutil.rmtree((out / TOOL_TEMPLATE).parent, ignore_errors=True)
+    for file in [out / TOKENIZER, out / TOKENIZER_CONFIG, out / TEMPLATE, out / INPUTS, *out.glob("shard-*")]:
         file.unlink(missing_ok=True)

@@ -15,8 +15,8 @@ import numpy as np
 
 from meshwright.data.chat_template import TEMPLATE
 from meshwright.data.conversations import ConversationWindows, PackingCounts
-from meshwright.data.corpus import STDLIB
 from meshwright.data.documents import DocumentSamples
+from meshwright.data.inputs import STDLIB
 from meshwright.data.manifest import (
     HELD_OUT,
     TRAIN,

@@ -6,7 +6,7 @@ import errno
 import platform
 from pathlib import Path
 
-from meshwright.data.corpus import STDLIB
+from meshwright.data.inputs import STDLIB
 from meshwright.data.prepare import prepare
 from meshwright.data.request import Preparation, finished_manifests
 from meshwright.data.tokenizer import TRAIN_PREFIX

@@ -14,8 +14,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from meshwright.data.corpus import Document, InputFile, read_documents
+from meshwright.data.corpus import Document, read_documents
 from meshwright.data.end_tokens import END_OF_TEXT, KNOWN_ENDS
+from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
 from meshwright.durable.writes import digest
 from meshwright.spec.errors import BadInput, nearest

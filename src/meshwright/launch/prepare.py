@@ -17,7 +17,7 @@ from meshwright.checkpoint.mirror import fetch_newest
 from meshwright.checkpoint.object_store import check_mirror
 from meshwright.config.load import load_plan, plan_yaml, resolved_yaml
 from meshwright.data.chat_template import copy_chat_files
-from meshwright.data.corpus import STDLIB
+from meshwright.data.inputs import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder

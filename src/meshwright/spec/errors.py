@@ -222,6 +222,7 @@ def nearest_file(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `word`, or None if no similarity reaches `cutoff` (0: different, 1: equal)."""
-    matches = get_close_matches(word[:COMPARED_CHARACTERS], list(candidates), n=1, cutoff=cutoff)
+    """The candidate most like `word` but not equal to it, or None if no similarity reaches `cutoff` (0: different, 1: equal)."""
+    others = [candidate for candidate in candidates if candidate != word]
+    matches = get_close_matches(word[:COMPARED_CHARACTERS], others, n=1, cutoff=cutoff)
     return matches[0] if matches else None

@@ -1,0 +1,183 @@
+"""Formats of input files by the ending of their names, with any compression behind it; upper case counts as lower case.
+
+    posts.jsonl.gz      lines of JSON, compressed by gzip
+    notes.TXT           text; so is a name without an ending that is listed here
+    photos.zip          not read, and named
+
+A compressed file is read with the standard library, `zstandard` or `lz4`. A file that ends inside its compressed data is an error, and so
+are other bytes behind the data: no byte of a file is passed over.
+"""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO, Literal, Protocol
+
+Layout = Literal["text", "lines", "json", "csv", "tsv", "parquet"]
+LAYOUTS: dict[str, Layout] = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".jsonlines": "lines",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+"""Endings of files of records; other files are text."""
+RECORDS = ", ".join(LAYOUTS)
+READ_BYTES = 1 << 20
+WINDOW_BYTES = 1 << 31
+"""Largest window of zstd, of its option `--long=31`."""
+
+
+class Decompressor(Protocol):
+    """Decompresses one frame, as the objects of bz2 and lzma do."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes | None: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A compression; `package` is what has to be installed for it, None if Python has it."""
+
+    name: str
+    decompressor: Callable[[], Decompressor]
+    package: str | None = None
+    piece: int = 1 << 16
+    """Bytes that are decompressed in one call."""
+
+
+def _zstd() -> Decompressor:
+    import zstandard
+
+    return zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).decompressobj()
+
+
+def _lz4() -> Decompressor:
+    import lz4.frame
+
+    return lz4.frame.LZ4FrameDecompressor()
+
+
+ZSTD = Compression("zstd", _zstd, "zstandard")
+COMPRESSIONS = {
+    ".gz": Compression("gzip", lambda: zlib.decompressobj(wbits=31)),
+    ".bz2": Compression("bzip2", bz2.BZ2Decompressor, piece=1 << 12),
+    ".xz": Compression("xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), piece=1 << 12),
+    ".zst": ZSTD,
+    ".zstd": ZSTD,
+    ".lz4": Compression("lz4", _lz4, "lz4"),
+}
+
+
+def _refusals() -> dict[str, str]:
+    archive, packed, table = "an archive; unpack it", "a compression that is not read; decompress it", "convert it"
+    groups = {
+        archive: ".zip .tar .tgz .tbz .tbz2 .txz .tzst .7z .rar .jar .whl .egg",
+        packed: ".z .lzma .lz .lzo .br .sz .snappy .gzip .bz",
+        f"a table that is not read; {table} to .parquet or .jsonl": (
+            ".arrow .feather .ipc .avro .orc .tfrecord .tfrecords .mds .msgpack .h5 .hdf5 .db .sqlite .sqlite3 .xls .xlsx .ods"
+        ),
+        f"pickled or numeric data; {table} to .jsonl": ".pkl .pickle .npy .npz .pt .pth .safetensors .gguf",
+        f"a document that is not plain text; {table} to .txt": ".pdf .doc .docx .odt .rtf .ppt .pptx .epub .mobi",
+    }
+    return {ending: why for why, endings in groups.items() for ending in endings.split()}
+
+
+REFUSED = _refusals()
+"""Endings of files that are not read, and what to do with them."""
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """How a file is read: its layout and compression, or the reason why it is not (`refused`)."""
+
+    layout: Layout
+    compression: Compression | None = None
+    refused: str = ""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Packages outside the standard library that reading needs."""
+        named = (
+            self.compression.package if self.compression else None,
+            "pyarrow" if self.layout == "parquet" else None,
+        )
+        return tuple(package for package in named if package)
+
+
+def format_of(name: str) -> FileFormat:
+    """The format that the ending of a file's name stands for."""
+    stem, ending = _split(name)
+    compression = COMPRESSIONS.get(ending)
+    if compression is not None:
+        ending = _split(stem)[1]
+    layout = LAYOUTS.get(ending, "text")
+    if layout == "parquet" and compression is not None:
+        return FileFormat(layout, compression, "parquet in another compression; decompress it")
+    return FileFormat(layout, compression, REFUSED.get(ending, ""))
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The name without its last ending, and the ending in lower case; a dot at the beginning begins none."""
+    base = name[name.rfind("/") + 1 :]
+    dot = base.rfind(".")
+    return (base[:dot], base[dot:].lower()) if dot > 0 else (base, "")
+
+
+class DamagedData(Exception):
+    """The compressed data of a file are truncated, or something in it is no such data."""
+
+
+class DecompressedFile(io.RawIOBase):
+    """The content of a compressed file, of all its frames one after another. A read raises DamagedData."""
+
+    def __init__(self, raw: BinaryIO, compression: Compression) -> None:
+        self._raw, self._compression = raw, compression
+        self._frame: Decompressor | None = None
+        self._input = self._output = b""
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # pyrefly: ignore[bad-override]
+        while self._at == len(self._output):
+            if not self._decompress_more():
+                return 0
+        piece = self._output[self._at : self._at + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+    def _decompress_more(self) -> bool:
+        """Decompress the next piece into `_output`, which may stay empty; False at the end of the file."""
+        if self._frame is None or self._frame.eof:
+            self._input = self._input.lstrip(b"\0")  # padding, as between the frames of gzip and xz
+        self._input = self._input or self._raw.read(self._compression.piece)
+        if not self._input:
+            if self._frame is not None and not self._frame.eof:
+                raise DamagedData(f"the file ends inside its {self._compression.name} data")
+            return False
+        if self._frame is None or self._frame.eof:
+            self._input = self._input.lstrip(b"\0")
+            if not self._input:
+                return True
+            self._frame = self._compression.decompressor()
+        try:
+            self._output, self._at = self._frame.decompress(self._input), 0
+        except Exception as error:  # each library has errors of its own
+            raise DamagedData(f"no {self._compression.name} data: {error}") from error
+        self._input = (self._frame.unused_data or b"") if self._frame.eof else b""
+        return True

@@ -1,0 +1,74 @@
+"""An input file as a stream of its decompressed bytes, with the digest of its bytes on the disk."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+import xxhash
+
+from meshwright.data.file_formats import READ_BYTES, DecompressedFile
+from meshwright.data.inputs import InputFile
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The xxh3_128 of all bytes of a file that was read."""
+
+    file: InputFile
+    digest: str
+
+
+class InputStream(io.BufferedReader):
+    """The decompressed bytes of a file. A read raises DamagedData if they cannot be decompressed."""
+
+    def __init__(self, file: InputFile) -> None:
+        """Raises OSError if the file cannot be opened."""
+        self.file = file
+        self.number = 0
+        """Number of the line or record that was read last."""
+        self._stored = _StoredFile(file.path.open("rb", buffering=0))
+        compression = file.format.compression
+        stored = cast(BinaryIO, self._stored)
+        super().__init__(self._stored if compression is None else DecompressedFile(stored, compression), READ_BYTES)
+
+    @property
+    def consumed(self) -> int:
+        """Bytes of the file that were read until now."""
+        return self._stored.count
+
+    def contents(self) -> Contents:
+        """The digest of the whole file; reads what is left of it."""
+        while self._stored.read(READ_BYTES):
+            pass
+        return Contents(self.file, self._stored.state.hexdigest())
+
+    def __enter__(self) -> InputStream:
+        return self
+
+    def close(self) -> None:
+        super().close()
+        self._stored.close()
+
+
+class _StoredFile(io.RawIOBase):
+    """The bytes of a file as they are on the disk: their number and digest until now."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self.count = 0
+        self.state = xxhash.xxh3_128()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # pyrefly: ignore[bad-override]
+        count = self._file.readinto(buffer) or 0
+        self.state.update(buffer[:count])
+        self.count += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -1,0 +1,71 @@
+"""Everything that a preparation leaves out: bad documents, and files that are not read, by reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.data.inputs import HARMLESS, NotRead
+from meshwright.data.records import BadDocument
+
+NAMED = 20
+"""Bad documents, and files of each reason, that are named; further ones are counted."""
+
+
+@dataclass
+class BadDocuments:
+    """The number of unusable documents, and the first of them."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, bad: BadDocument) -> None:
+        self.count += 1
+        if len(self.first) < NAMED:
+            self.first.append(str(bad))
+
+    def __str__(self) -> str:
+        more = [f"... and {self.count - len(self.first)} more"] if self.count > len(self.first) else []
+        return "\n".join([*self.first, *more])
+
+
+@dataclass
+class LeftOut:
+    """Bad documents, and by reason the files that are not read: `{reason: {files, bytes, first}}`."""
+
+    bad: BadDocuments = field(default_factory=BadDocuments)
+    not_read: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, item: BadDocument | NotRead) -> None:
+        if isinstance(item, BadDocument):
+            self.bad.add(item)
+            return
+        figures = self.not_read.setdefault(item.reason, {"files": 0, "bytes": 0, "first": []})
+        figures["files"] += 1
+        figures["bytes"] += item.bytes
+        if len(figures["first"]) < NAMED:
+            figures["first"].append(f"{item.where}: {item.detail}" if item.detail else item.where)
+
+    @property
+    def lost(self) -> dict[str, dict[str, Any]]:
+        """The files that are not read though the inputs name them."""
+        return {reason: figures for reason, figures in self.not_read.items() if reason not in HARMLESS}
+
+    def lines(self) -> list[str]:
+        """The bad documents, and the files that are not read though the inputs name them, for a person."""
+        lines = [f"{self.bad.count:,} bad documents:", *str(self.bad).splitlines()] if self.bad.count else []
+        for reason, figures in self.lost.items():
+            lines += [f"not read, {reason}: {_amount(figures)}", *figures["first"]]
+            more = figures["files"] - len(figures["first"])
+            lines += [f"... and {more} more"] if more else []
+        return lines
+
+
+def not_read_words(not_read: Mapping[str, Mapping[str, Any]]) -> str:
+    """The figures of the files that are not read, in one line; empty if there are none."""
+    return "; ".join(f"{reason}: {_amount(figures)}" for reason, figures in sorted(not_read.items()))
+
+
+def _amount(figures: Mapping[str, Any]) -> str:
+    return f"{figures['files']:,} files" + (f", {figures['bytes']:,} bytes" if figures["bytes"] else "")

@@ -1,0 +1,281 @@
+"""Reads records from files of JSON, CSV, TSV and parquet, with the position of each in its file."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.data.file_formats import READ_BYTES, DamagedData
+from meshwright.data.input_stream import Contents, InputStream
+from meshwright.data.inputs import InputFile, NotRead
+from meshwright.durable.writes import digest_file
+from meshwright.spec.errors import nearest
+
+LONGEST_ELEMENT = 256 << 20
+"""Most characters of an element of a JSON array."""
+ROWS_AT_ONCE = 1024
+BLANK = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class BadDocument:
+    """An unusable document: `where` is file:line (file:number for arrays and parquet), `why` what was expected."""
+
+    where: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of a file: `where` is file:line, `shown` its id, and `value` what it has under the key that is read."""
+
+    where: str
+    number: int
+    shown: int | str
+    value: Any
+    fields: Mapping[str, Any]
+    consumed: int
+
+
+ReadRecord = Record | BadDocument | NotRead | Contents
+
+
+def read_records(file: InputFile, key: str, columns: Sequence[str] = ()) -> Iterator[ReadRecord]:
+    """The records of a file that have `key`, then the digest of the file.
+
+    Of parquet only the columns `key`, `id` and `columns` are read.
+    """
+    if file.format.layout == "parquet":
+        yield from _parquet(file, key, columns)
+        return
+    try:
+        stream = InputStream(file)
+    except OSError as error:
+        yield NotRead(file.name, "cannot be read", error.strerror or str(error), file.size)
+        return
+    with stream:
+        try:
+            yield from LAYOUT_READERS[file.format.layout](stream, key)
+        except (DamagedData, OSError) as error:
+            place = f"{file.name}:{stream.number + 1}"
+            yield NotRead(place, "damaged", f"cannot be read further: {error}", file.size - stream.consumed)
+        yield stream.contents()
+
+
+def _lines(stream: InputStream, key: str) -> Iterator[ReadRecord]:
+    name = stream.file.name
+    for number, line in enumerate(stream, stream.number + 1):
+        if not line.isspace():
+            yield _parsed(f"{name}:{number}", number, line, key, stream.consumed)
+        stream.number = number
+
+
+def _json(stream: InputStream, key: str) -> Iterator[ReadRecord]:
+    """The elements of an array, the objects of lines, or the only object of a file."""
+    if _first_byte(stream) == b"[":
+        yield from _array(stream, key)
+        return
+    name, line = stream.file.name, stream.readline()
+    first = _parsed(f"{name}:1", 1, line, key, stream.consumed)
+    others = stream.read() if isinstance(first, BadDocument) and not _is_json(line) else b""
+    if not others:
+        stream.number = 1
+        yield first
+        yield from _lines(stream, key)
+    elif _is_json(line + others):
+        yield _parsed(f"{name}:1", 1, line + others, key, stream.consumed)
+    else:
+        expected = "expected an array of objects, an object in each line, or an object"
+        yield NotRead(name, "damaged", f"not JSON; {expected}", stream.file.size)
+
+
+def _array(stream: InputStream, key: str) -> Iterator[ReadRecord]:
+    name = stream.file.name
+    try:
+        for number, element in enumerate(_elements(stream), 1):
+            yield _record(f"{name}:{number}", number, element, key, stream.consumed)
+            stream.number = number
+    except (ValueError, RecursionError) as error:
+        yield NotRead(f"{name}:{stream.number + 1}", "damaged", f"not JSON from this element on: {error}")
+
+
+def _elements(stream: InputStream) -> Iterator[Any]:
+    """The elements of the array of a stream, of which little more than one element is in memory. Raises ValueError."""
+    decode, parse = codecs.getincrementaldecoder("utf-8-sig")().decode, json.JSONDecoder().raw_decode
+    text, at, complete, count = "", 0, False, -1
+    while True:
+        at = _skip(text, at)
+        if count < 0 and text[at : at + 1] == "[":
+            at, count = _skip(text, at + 1), 0
+        closed = text[at : at + 1] == "]"
+        separated = count == 0 or text[at : at + 1] == ","
+        element = None
+        if count >= 0 and at < len(text) and not closed:
+            if not separated:
+                raise ValueError("expected a comma or the end of the array")
+            begin = _skip(text, at + 1 if count else at)
+            try:
+                element, end = parse(text, begin)
+            except json.JSONDecodeError:
+                if complete or len(text) - at > LONGEST_ELEMENT:
+                    raise
+            else:
+                if end < len(text) or complete:  # else a number may go on
+                    yield element
+                    at, count = end, count + 1
+                    continue
+        if complete:
+            if not closed:
+                raise ValueError("the file ends inside the array")
+            if text[at + 1 :].strip(BLANK):
+                raise ValueError("text after the end of the array")
+            return
+        piece = stream.read(max(READ_BYTES, len(text) - at))
+        text, at, complete = text[at:] + decode(piece, not piece), 0, not piece
+
+
+def _skip(text: str, at: int) -> int:
+    """The position of the first character at or after `at` that is not blank."""
+    while at < len(text) and text[at] in BLANK:
+        at += 1
+    return at
+
+
+def _first_byte(stream: InputStream) -> bytes:
+    """The first byte of a stream that is neither blank nor part of a byte-order mark; it is not consumed."""
+    while head := stream.peek(1):
+        text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+        if text:
+            return text[:1]
+        stream.read(len(head))
+    return b""
+
+
+def _csv(stream: InputStream, key: str) -> Iterator[ReadRecord]:
+    yield from _table(stream, key, ",")
+
+
+def _tsv(stream: InputStream, key: str) -> Iterator[ReadRecord]:
+    yield from _table(stream, key, "\t")
+
+
+def _table(stream: InputStream, key: str, delimiter: str) -> Iterator[ReadRecord]:
+    """The lines of a table below its first line, which names the columns."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    if stream.peek(3).startswith(codecs.BOM_UTF8):
+        stream.read(len(codecs.BOM_UTF8))
+    # Bytes that are not UTF-8 become surrogates, which no document may have, so that only their own document is bad.
+    text = (line.decode("utf-8", "surrogateescape") for line in stream)
+    lines, columns, name = csv.reader(text, delimiter=delimiter, strict=True), None, stream.file.name
+    while True:
+        first_line = lines.line_num + 1
+        where = f"{name}:{first_line}"
+        try:
+            values = next(lines)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield BadDocument(where, f"not a line of a table: {error}")
+            continue
+        stream.number = lines.line_num
+        if not values:
+            continue
+        if columns is None:
+            columns = values
+            if key not in columns:
+                yield NotRead(name, "no column", _no_key("column", key, columns), stream.file.size)
+                return
+        elif len(values) != len(columns):
+            yield BadDocument(where, f"expected {len(columns)} fields as in the first line, got {len(values)}")
+        else:
+            yield _record(where, first_line, dict(zip(columns, values, strict=True)), key, stream.consumed)
+
+
+LAYOUT_READERS: dict[str, Callable[[InputStream, str], Iterator[ReadRecord]]] = {
+    "lines": _lines,
+    "json": _json,
+    "csv": _csv,
+    "tsv": _tsv,
+}
+
+
+def _parsed(where: str, number: int, line: bytes, key: str, consumed: int) -> Record | BadDocument:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError as error:
+        return BadDocument(where, f"not utf-8 (byte {error.start} of the line: {error.reason})")
+    except (ValueError, RecursionError) as error:
+        return BadDocument(where, f"not JSON ({error})")
+    return _record(where, number, record, key, consumed)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _record(where: str, number: int, record: Any, key: str, consumed: int) -> Record | BadDocument:
+    if not isinstance(record, dict):
+        return BadDocument(where, f"expected a JSON object, got {type(record).__name__}")
+    if key not in record:
+        return BadDocument(where, _no_key("key", key, record))
+    identity = record.get("id")
+    shown = identity if isinstance(identity, (int, str)) and not isinstance(identity, bool) and key != "id" else number
+    return Record(where, number, shown, record[key], record, consumed)
+
+
+def _no_key(word: str, key: str, names: Sequence[str] | Mapping[str, Any]) -> str:
+    near = nearest(key, names)
+    hint = f" (nearest: {near!r})" if near else ""
+    chats = "chats need --chat; " if key != "messages" and "messages" in names else ""
+    return f"no {word} {key!r}; {word}s: {', '.join(map(repr, names))}{hint}; {chats}--text-key names another {word}"
+
+
+def _parquet(file: InputFile, key: str, columns: Sequence[str]) -> Iterator[ReadRecord]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        table = pyarrow.parquet.ParquetFile(file.path)
+        names = table.schema_arrow.names
+        if key not in names:
+            yield NotRead(file.name, "no column", _no_key("column", key, names), file.size)
+        else:
+            wanted = [name for name in dict.fromkeys([key, "id", *columns]) if name in names]
+            count = table.metadata.num_rows or 1
+            for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, columns=wanted):
+                for fields in batch.to_pylist():
+                    number += 1
+                    where = f"{file.name}:{number}"
+                    yield _record(where, number, _without_nulls(fields), key, file.size * number // count)
+    except (pyarrow.ArrowException, OSError) as error:
+        yield NotRead(f"{file.name}:{number + 1}", "damaged", f"cannot be read as parquet: {error}")
+    try:
+        yield Contents(file, digest_file(file.path))
+    except OSError:
+        return
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a row, and in lists only keys that have a value: a struct of parquet has all keys that any row has."""
+
+    def pruned(value: Any) -> Any:
+        if isinstance(value, list):
+            return [pruned(item) for item in value]
+        if isinstance(value, dict):
+            return {name: pruned(item) for name, item in value.items() if item is not None}
+        return value
+
+    return {name: pruned(value) if isinstance(value, list) else value for name, value in fields.items()}
