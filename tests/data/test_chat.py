@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import data as data_command
 from meshwright.data import shards
+from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.indexed import IndexedFile
 from meshwright.data.manifest import Manifest, open_directory, verify
 from meshwright.data.masks import MaskFile
@@ -308,3 +309,140 @@ def test_chats_and_texts_in_one_mixture(tmp_path: Path) -> None:
         assert ("trained" in source.describe(index)) == (name == str(out))
     assert set(shares[str(tmp_path / "text")]) == {1.0} and min(shares[str(out)]) < 1
     assert IndexedFile(out / "shard-00000").tokens == source.sources[str(out)].tokens
+
+
+def trained_text(tmp_path: Path, template: str, lines: list[Any], **options: Any) -> str:
+    """The text that is trained on of the only chat."""
+    (stored,) = documents(prepared_chats(tmp_path, template, lines, **options))
+    return byte_level().decode(trained_ids(*stored), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("form", [plain, marked])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_answers_of_weight_0_are_not_trained_on(tmp_path: Path, form: Any, mark: dict[str, Any]) -> None:
+    first, second = turns("a", "first", "b", "second")[::2], turns("a", "first", "b", "second")[1::2]
+    chat = [first[0], {**second[0], **mark}, first[1], {**second[1], "weight": 1, "train": True}]
+    assert trained_text(tmp_path, form(CHATML), [chat]) == "second<|im_end|>"
+    template = (tmp_path / "out" / "chat_template.jinja").read_text()
+    assert "weight" not in template
+    assert (
+        documents(tmp_path / "out")[0][0]
+        == judged(tmp_path / "model", marked(CHATML), turns("a", "first", "b", "second"))[0]
+    )
+
+
+def test_a_weight_finds_its_message_where_an_answer_has_several_blocks(tmp_path: Path) -> None:
+    blocks = CHATML.replace("BEGIN{{- message.content or '' }}", "BEGIN{{- message.content or '' }}ENDBEGIN")
+    chat = turns("a", "first", "b", "second")
+    chat[1]["weight"] = 0
+    assert trained_text(tmp_path, marked(blocks), [chat]) == "second<|im_end|>"
+
+
+def test_weights_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "model", marked(CHATML))
+    for message, words in [
+        ({"weight": 0.5}, r"messages\[1\].weight: expected 0 or 1, got 0.5"),
+        ({"weight": True}, r"messages\[1\].weight: expected 0 or 1, got true"),
+        ({"train": 1}, r"messages\[1\].train: expected true or false, got 1"),
+        ({"train": True, "weight": 0}, r"messages\[1\]: weight and train contradict each other"),
+        ({"wieght": 0}, r"messages\[1\].wieght: unknown key \(nearest: 'weight'\); known: role, content, name"),
+        ({"reasoning": "hm"}, r"messages\[1\].reasoning: unknown key; known: role"),
+    ]:
+        chat = turns("a", "b")
+        chat[1].update(message)
+        file = write_chats(tmp_path / "chats.jsonl", [chat])
+        with pytest.raises(BadInput, match=words):
+            prepare([str(file)], str(folder), tmp_path / "out", chat=ChatRequest(), on_bad="refuse")
+    user = turns("a", "b")
+    user[0]["weight"] = 1
+    for line, words in [
+        ({"messages": user}, "to train on role user, name it in --train-roles"),
+        (
+            {"messages": turns("a", "b"), "tool": TOOLS},
+            r"tool: unknown key \(nearest: 'tools'\); a chat has 'messages'",
+        ),
+        ({"messages": turns("a", "b"), "functions": TOOLS}, "functions: unknown key; a chat has"),
+    ]:
+        file = write_chats(tmp_path / "chats.jsonl", [line])
+        with pytest.raises(BadInput, match=words):
+            prepare([str(file)], str(folder), tmp_path / "out", chat=ChatRequest(), on_bad="refuse")
+
+
+def test_a_key_that_the_template_reads_is_no_unknown_one(tmp_path: Path) -> None:
+    template = marked(CHATML).replace("{{- message.content or '' }}", "{{- message.thought ~ message.content }}")
+    chat = turns("a", "b")
+    chat[1]["thought"] = "Hm. "
+    assert trained_text(tmp_path, template, [chat]) == "Hm. b<|im_end|>"
+
+
+def test_calls_and_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "model", marked(TEMPLATES["headers"]))
+    calls = [*turns("a"), {"role": "assistant", "content": "b", "tool_calls": [TOOL_CALL]}]
+    for line, words in [
+        ({"messages": calls}, r"messages\[1\].tool_calls: the chat template of .* does not write them"),
+        ({"messages": turns("a", "b"), "tools": TOOLS}, "tools: the chat template of .* does not write them"),
+    ]:
+        file = write_chats(tmp_path / "chats.jsonl", [line])
+        with pytest.raises(BadInput, match=words):
+            prepare([str(file)], str(folder), tmp_path / "out", chat=ChatRequest(), on_bad="refuse")
+
+
+@pytest.mark.parametrize("where", ["configuration", "folder"])
+def test_chats_with_tools_take_the_template_for_them(tmp_path: Path, where: str) -> None:
+    tools_template = marked(CHATML.replace("<|im_start|>system", "<|im_start|>tools"))
+    folder = write_tokenizer(tmp_path / "model", None)
+    if where == "folder":
+        (folder / "chat_template.jinja").write_text(marked(TEMPLATES["headers"]))
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tools_template)
+    else:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        templates = {"default": marked(TEMPLATES["headers"]), "tool_use": tools_template}
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    file = write_chats(tmp_path / "chats.jsonl", [{"messages": turns("a", "b"), "tools": TOOLS}, turns("c", "d")])
+    prepare([str(file)], str(folder), tmp_path / "out", chat=ChatRequest(), on_bad="refuse")
+    texts = [byte_level().decode(tokens, skip_special_tokens=False) for tokens, _ in documents(tmp_path / "out")]
+    assert texts[0].startswith("<|im_start|>tools\n[") and texts[1].startswith("<s><|header|>user")
+    copy_chat_files(tmp_path / "out", tmp_path / "model2")
+    assert (tmp_path / "model2" / "additional_chat_templates" / "tool_use.jinja").read_text() == tools_template
+    assert verify(tmp_path / "out") == []
+
+
+def test_a_null_content_is_no_text(tmp_path: Path) -> None:
+    printing = marked(CHATML).replace(
+        "{{- message.content or '' }}", "{{- message.content }}{{- 'a' ~ message.content }}"
+    )
+    testing = "{%- if message.content is none and message.content == none %}{{- 'called' }}{%- endif %}"
+    chat = [*turns("a"), {"role": "assistant", "content": None, "name": None, "tool_calls": [TOOL_CALL]}]
+    text = trained_text(tmp_path, printing.replace("{{- 'a' ~", testing + "{{- 'a' ~"), [chat])
+    assert text.startswith("calleda<tool_call>") and "None" not in text
+
+
+def test_chats_in_parquet_and_arrays(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = write_tokenizer(tmp_path / "model", marked(CHATML))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    called = [*turns("1 + 2?"), {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    lines = [{"messages": turns("a", "b"), "tools": ""}, {"messages": called, "tools": json.dumps(TOOLS)}]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{**line, "score": 1.5} for line in lines]), tmp_path / "c.parquet"
+    )
+    (tmp_path / "c.json").write_text(json.dumps([{**line, "tools": line["tools"] and TOOLS} for line in lines]))
+    stored = []
+    for name in ("c.parquet", "c.json"):
+        prepare([str(tmp_path / name)], str(folder), tmp_path / f"out-{name}", chat=ChatRequest(), on_bad="refuse")
+        stored.append(documents(tmp_path / f"out-{name}"))
+    assert stored[0] == stored[1] and len(stored[0]) == 2
+    assert "tool_call" in byte_level().decode(stored[0][1][0], skip_special_tokens=False)
+
+
+def test_other_files_beside_chats_are_counted(tmp_path: Path) -> None:
+    folder, chats = write_tokenizer(tmp_path / "model", marked(CHATML)), tmp_path / "chats"
+    chats.mkdir()
+    write_chats(chats / "chats.jsonl", CHATS)
+    (chats / "README.md").write_text("Chats")
+    result = prepare([str(chats)], str(folder), tmp_path / "out", chat=ChatRequest())
+    assert result.manifests["train"].not_read == {"format not read": {"files": 1, "bytes": 5}}
