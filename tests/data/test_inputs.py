@@ -1,4 +1,4 @@
-"""What inputs name: links, directories that cannot be read, files that are no files, and one file under two names."""
+"""Inputs: links, directories that cannot be read, files that are no files, and one file under two names."""
 
 from __future__ import annotations
 

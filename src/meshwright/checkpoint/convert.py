@@ -26,6 +26,7 @@ from meshwright.data.end_tokens import end_tokens
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.run import ModelSection, RunSpec
@@ -97,7 +98,7 @@ def import_checkpoint(source: Path, out: Path) -> Path:
         raise
     tokenizer = checkpoints.parent / "tokenizer.json"
     if (source / "tokenizer.json").is_file() and not tokenizer.exists():
-        write_durable(tokenizer, (source / "tokenizer.json").read_bytes())
+        write_durable(tokenizer, read_folder_file(source / "tokenizer.json", TOKENIZER_BYTES))
         copy_chat_files(source, checkpoints.parent)
     return attempt.target
 

@@ -34,6 +34,7 @@ from meshwright.models.families import (
 )
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
 from meshwright.spec.fields import from_plain
+from meshwright.spec.folder_files import TOKENIZER_BYTES, check_inside, read_folder_file
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameter_count, parameters
 
 SLICE_BYTES = 32 << 20
@@ -96,7 +97,7 @@ def export_hf(
             partial / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
         )
         if tokenizer is not None:
-            write_durable(partial / "tokenizer.json", tokenizer.read_bytes())
+            write_durable(partial / "tokenizer.json", read_folder_file(tokenizer, TOKENIZER_BYTES))
             _write_json(
                 partial / TOKENIZER_CONFIG,
                 _tokenizer_config(spec, eos, read_object(tokenizer.parent / TOKENIZER_CONFIG)),
@@ -253,6 +254,7 @@ def _dequantised(stored: Any, scales: Any, first: int, last: int) -> Tensor:
 
 def _opened(path: Path) -> Any:
     """The file's tensors. Raises BadInput without permission, for which safetensors says that there is no such file."""
+    check_inside(path)
     if path.exists() and not os.access(path, os.R_OK):
         raise BadInput(f"{path}: permission denied; this user must be able to read it")
     return safe_open(path, framework="pt")
@@ -424,7 +426,9 @@ def _check_tokenizer(path: Path | None, spec: ModelSpec, eos: str | None) -> int
     if path is None:
         return None
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(read_folder_file(path, TOKENIZER_BYTES))
+    except BadInput:
+        raise
     except Exception as error:  # tokenizers raises no narrower type
         raise BadInput(f"{path}: not a tokenizer.json ({error})") from error
     size = tokenizer.get_vocab_size()

@@ -109,7 +109,7 @@ def _evaluate(
     decoder = load_model(model, device, dtype)
     source = open_data(spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation")
     print(f"evaluating on {device}", file=sys.stderr)
-    long = length > text_losses.CHUNK_TOKENS and not spec.document_mask and spec.packing != "none"
+    long = length > text_losses.CHUNK_TOKENS and not source.document_mask and spec.packing != "none"
     loss = _loss_in_chunks(decoder, length) if long else None
     held_out = HeldOut.of(source, batch * batches)
     if spec.packing == "none":

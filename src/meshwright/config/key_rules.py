@@ -15,7 +15,7 @@ from meshwright.config.divisors import divisors, nearest_divisor
 from meshwright.config.expert_rules import expert_pins, plan_file_experts, plan_file_paired
 from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
 from meshwright.config.hybrid_rules import hybrid, plan_file_hybrid
-from meshwright.config.optimizer_rules import decay_patterns, offloaded_state, plan_file_offload
+from meshwright.config.optimizer_rules import decay_patterns, final_learning_rate, offloaded_state, plan_file_offload
 from meshwright.config.run_values import RunValues
 from meshwright.config.sample_rules import plan_file_samples, samples, slot_offload
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
@@ -86,6 +86,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         fp8_products,
         offloaded_state,
         decay_patterns,
+        final_learning_rate,
     )
     return [mistake for rule in rules for mistake in rule(run)]
 

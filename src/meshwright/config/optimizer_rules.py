@@ -13,6 +13,8 @@ from meshwright.spec.errors import Mistake
 from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.model import ModelSpec, parameters
 
+LEAST_FRACTION = 0.001
+"""Least end of a schedule other than 0, as a fraction of the peak."""
 MOST_LAYERS = 10_000
 """Layers up to which patterns are compared with all names."""
 REQUIRED = {field.name for field in dataclasses.fields(ModelSpec) if field.default is dataclasses.MISSING}
@@ -42,6 +44,15 @@ def _expected(run: RunValues) -> str:
     if name in (None, "adamw"):
         return ""
     return f"none or activations, as train.optimizer is {name}: only the state of adamw is updated in host memory"
+
+
+def final_learning_rate(run: RunValues) -> Iterator[Mistake]:
+    """A `train.min_learning_rate` that can only be meant as a learning rate, as other programs have it."""
+    fraction, peak = run("train.min_learning_rate"), run("train.learning_rate")
+    if fraction and fraction < LEAST_FRACTION:
+        near = f"{fraction / peak:.3g}" if peak and LEAST_FRACTION <= fraction / peak <= 1 else str(LEAST_FRACTION)
+        expected = f"a fraction of train.learning_rate, 0 or at least {LEAST_FRACTION}, and no learning rate"
+        yield run.mistake("train.min_learning_rate", expected, near)
 
 
 def decay_patterns(run: RunValues) -> Iterator[Mistake]:

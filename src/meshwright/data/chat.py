@@ -300,7 +300,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     """The tools of a chat, which may be JSON in text, as columns of parquet have them. Raises BadChat."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value) if value.strip() else None
         except ValueError as error:
             raise BadChat(f"tools: expected a list of objects, got text that is not JSON: {error}") from None
     if value and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):

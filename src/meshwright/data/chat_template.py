@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput
+from meshwright.spec.folder_files import JSON_BYTES, TEMPLATE_BYTES, read_folder_file, read_folder_text
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -134,8 +136,9 @@ def folder_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 def _template_source(file: Path, config: Mapping[str, Any], name: str) -> str | None:
     """The template in a file, or else the one of that name in a tokenizer_config.json, where text is the default one."""
+    folder = file.parent.parent if file.parent.name == Path(TOOL_TEMPLATE).parent.name else file.parent
     if file.is_file():
-        return read_text(file)
+        return read_folder_text(file, TEMPLATE_BYTES, folder)
     template = config.get("chat_template")
     if isinstance(template, list):  # several templates by name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -150,7 +153,8 @@ def copy_chat_files(source: Path, folder: Path) -> None:
     for name in (TEMPLATE, TOOL_TEMPLATE, TOKENIZER_CONFIG):
         if (source / name).is_file() and not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
-            write_durable(folder / name, (source / name).read_bytes())
+            limit = JSON_BYTES if name == TOKENIZER_CONFIG else TEMPLATE_BYTES
+            write_durable(folder / name, read_folder_file(source / name, limit, source))
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -165,18 +169,15 @@ def read_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(read_text(file))
+        value = json.loads(read_folder_text(file, JSON_BYTES))
     except ValueError as error:
         raise BadInput(f"{file}: not JSON: {error}") from None
     return value if isinstance(value, dict) else {}
 
 
 def read_text(file: Path) -> str:
-    """The text of a file. Raises BadInput if it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{file}: cannot be read: {error}") from None
+    """The text of a template that a person names. Raises BadInput if it cannot be read."""
+    return read_folder_text(Path(os.path.realpath(file)), TEMPLATE_BYTES)
 
 
 def _compile(source: str, now: Callable[[], datetime], *, marks: bool) -> Any:

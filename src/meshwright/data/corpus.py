@@ -40,7 +40,7 @@ class Document:
 
 
 FromFile = Document | BadDocument | NotRead | Contents
-"""What the reader of a file yields."""
+"""An item that the reader of a file yields."""
 
 
 def read_documents(file: InputFile, text_key: str) -> Iterator[FromFile]:

@@ -44,8 +44,8 @@ from meshwright.data.tokenizer import (
     load_tokenizer,
     parse_tokenizer,
     parse_train_request,
+    read_tokenizer,
     sample_texts,
-    tokenizer_file,
     train_tokenizer,
 )
 from meshwright.durable.lock import locked
@@ -275,7 +275,7 @@ def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) ->
             "train",
         )
     else:
-        content, where = tokenizer_file(Path(preparation.tokenizer)).read_bytes(), preparation.tokenizer
+        content, where = read_tokenizer(Path(preparation.tokenizer)), preparation.tokenizer
     # The first directory last: a later attempt reads the tokenizer there, so all the others must have it by then.
     chat_files = preparation.chat_files()
     for directory in reversed(directories):

@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -73,12 +73,16 @@ def open_data(
     packing = spec.packing if split == "train" or spec.packing == "none" else "stream"
     sources = [Source(name, open_directory(path, spec.damaged), seq_len, packing) for name, path in paths.items()]
     _check_tokenizers(sources, vocab_size)
+    if split == "train":
+        _check_different(sources)
+    chats = any(source.stream.masked for source in sources)
+    document_mask = chats or packing == "none" if spec.document_mask is None else spec.document_mask
     weights = {name: spec.mix.get(name, 1.0) for name in paths}
     windows = {source.name: source.windows for source in sources}
     by_path = Mixture(weights, windows, seed, shuffle=split == "train")
     digests = {source.name: source.directory.order_digest for source in sources}
     mixture = Mixture(weights, windows, seed, shuffle=split == "train", identities=digests)
-    return DataSource(sources, mixture, by_path, seq_len, spec.document_mask, vocab_size, verifier)
+    return DataSource(sources, mixture, by_path, seq_len, document_mask, vocab_size, verifier)
 
 
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
@@ -229,6 +233,12 @@ class DataSource:
             | ({} if source.packing is None else {"packing": "whole conversations"})
             for source in self._ordered
         }
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """Passes over each source that the first `samples` samples make."""
+        drawn = self.mixture.drawn(samples).tolist()
+        pairs = zip(self.mixture.names, drawn, self.mixture.windows, strict=True)
+        return {name: count / windows for name, count, windows in pairs}
 
     @property
     def windows(self) -> int:
@@ -403,6 +413,23 @@ def _validation_paths(spec: DataSpec, stdlib: Path | None, seq_len: int) -> dict
 def _fewest_tokens(spec: DataSpec, seq_len: int) -> int:
     """Tokens beyond which a source has a sample."""
     return 1 if spec.packing == "none" else seq_len
+
+
+def same_text(first: PreparedDirectory, second: PreparedDirectory) -> bool:
+    """Whether two directories are one, under different names or as a copy; copies of foreign shards are not recognised."""
+    if first.path.resolve() == second.path.resolve():
+        return all(a.file.stem.name == b.file.stem.name for a, b in zip(first.shards, second.shards, strict=False))
+    known = first.manifest is not None and second.manifest is not None
+    return known and first.content_digest == second.content_digest
+
+
+def _check_different(sources: Sequence[Source]) -> None:
+    """Raise BadInput if two sources have the same text."""
+    for first, second in combinations(sources, 2):
+        if same_text(first.directory, second.directory):
+            raise BadInput(
+                f"data.mix: {first.name} and {second.name} are the same text; name it once, with the weight that both together should have"
+            )
 
 
 def _check_tokenizers(sources: Sequence[Source], vocab_size: int | None) -> None:

@@ -6,6 +6,7 @@ elsewhere.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
 from meshwright.durable.writes import digest
 from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 
 SMALLEST = 257
 SAMPLE_BYTES = 64 << 20
@@ -76,8 +78,7 @@ def load_tokenizer(path: Path, eos: str | None = None) -> LoadedTokenizer:
 
     Raises BadInput when the file is missing or not a tokenizer, or has no such token.
     """
-    file = tokenizer_file(path)
-    return parse_tokenizer(file.read_bytes(), str(file), eos)
+    return parse_tokenizer(read_tokenizer(path), str(tokenizer_file(path)), eos)
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -86,6 +87,12 @@ def tokenizer_file(path: Path) -> Path:
     if not file.is_file():
         raise BadInput(f"{file}: no such tokenizer; expected a tokenizer.json, a folder with one, or `train:SIZE`")
     return file
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """The content of a `tokenizer.json`, or of the one in a folder, out of which it may not be a link. Raises BadInput."""
+    file = tokenizer_file(path)
+    return read_folder_file(file if path.is_dir() else Path(os.path.realpath(file)), TOKENIZER_BYTES)
 
 
 def parse_tokenizer(content: bytes, where: str, eos: str | None = None) -> LoadedTokenizer:

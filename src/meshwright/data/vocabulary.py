@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.durable.writes import digest
 from meshwright.spec.errors import BadInput
+from meshwright.spec.folder_files import JSON_BYTES, TOKENIZER_BYTES, read_folder_file, read_folder_text
 
 TOKENIZER, VOCABULARY, MERGES, ADDED = "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"
 
@@ -57,7 +58,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def _from_tokenizer(file: Path) -> Vocabulary:
-    content = json.loads(file.read_bytes())
+    content = json.loads(read_folder_file(file, TOKENIZER_BYTES))
     model = content["model"]
     if isinstance(model["vocab"], list):
         tokens = {number: token for number, (token, _) in enumerate(model["vocab"])}
@@ -70,11 +71,11 @@ def _from_tokenizer(file: Path) -> Vocabulary:
 
 
 def _from_parts(file: Path) -> Vocabulary:
-    tokens = _by_id(json.loads(file.read_bytes()))
+    tokens = _by_id(json.loads(read_folder_file(file, TOKENIZER_BYTES)))
     added = file.with_name(ADDED)
     if added.is_file():
-        tokens |= _by_id(json.loads(added.read_bytes()))
-    lines = file.with_name(MERGES).read_text(encoding="utf-8").split("\n")
+        tokens |= _by_id(json.loads(read_folder_file(added, JSON_BYTES)))
+    lines = read_folder_text(file.with_name(MERGES), TOKENIZER_BYTES).split("\n")
     rules = [line for number, line in enumerate(lines) if line and not (number == 0 and line.startswith("#version"))]
     return Vocabulary(file, tokens, tuple(rules))
 

@@ -19,7 +19,7 @@ from meshwright.config.load import load_plan, plan_yaml, resolved_yaml
 from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.inputs import STDLIB
 from meshwright.data.manifest import Manifest, locate
-from meshwright.data.source import DataSource, has_validation, open_data
+from meshwright.data.source import DataSource, has_validation, open_data, same_text
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.durable.writes import remove_partials, write_durable
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
@@ -54,6 +54,12 @@ from meshwright.spec.run import Assignment, ModelSection, RunSpec
 VOCABULARY_MULTIPLE = 128
 """A vocabulary taken from a tokenizer is rounded up to a multiple of this: whole tiles of the head's matrix product."""
 
+MANY_EPOCHS = 4
+"""Passes over a source beyond which a run says so (Muennighoff et al. 2023, "Scaling data-constrained language models")."""
+MEASURED_SAMPLES = 1024
+"""Samples whose mean length is taken for all."""
+MOST_SOURCES = 6
+"""Sources that are shown."""
 Note = Callable[[str], None]
 T = TypeVar("T")
 
@@ -65,6 +71,8 @@ class Prepared:
     assignment: Assignment
     folder: Path
     resumes: bool
+    data_line: str = ""
+    """The data in a line for people."""
 
 
 def resolve_data(run: RunSpec, note: Note) -> RunSpec:
@@ -79,6 +87,8 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
     for name, each in source.sources.items():
         if each.packing is not None and each.packing.truncated:
             note(f"{name}: {each.packing}")
+    _check_epochs(run, source, note)
+    run = replace(run, data=replace(run.data, document_mask=source.document_mask))
     if run.model.vocab_size:
         return run
     if source.vocab_size is None:
@@ -87,6 +97,41 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
             key="model.vocab_size",
         )
     return _with_vocabulary_of(run, source.vocab_size)
+
+
+def _check_epochs(run: RunSpec, source: DataSource, note: Note) -> None:
+    """Report the sources that the run reads more often than `data.max_epochs`; raise BadInput if the run file sets it."""
+    most = run.data.max_epochs
+    for name, epochs in planned_epochs(run, source).items():
+        if epochs <= (most or MANY_EPOCHS):
+            continue
+        passes = f"data.mix: {name}: {run.train.steps:,} steps read it {epochs:,.1f} times"
+        if most is not None:
+            raise BadInput(
+                f"{passes}, data.max_epochs is {most:g}; train fewer steps or add text", key="data.max_epochs"
+            )
+        note(f"{passes}; a model learns little from more than {MANY_EPOCHS} passes (data.max_epochs refuses them)")
+
+
+def planned_epochs(run: RunSpec, source: DataSource) -> dict[str, float]:
+    """Passes over each source in all steps of the run; with samples of any length, from the mean length of some samples."""
+    samples, tokens = run.train.steps * run.train.global_batch, run.train.global_batch_tokens
+    if tokens is not None:
+        samples = round(run.train.steps * tokens / source.lengths(range(MEASURED_SAMPLES)).mean())
+    return source.epochs(samples)
+
+
+def _data_line(run: RunSpec, source: DataSource) -> str:
+    """The sources of a run with their passes, and which tokens see each other."""
+    epochs = planned_epochs(run, source)
+    shown = [f"{name} {passes:.3g} epochs" for name, passes in list(epochs.items())[:MOST_SOURCES]]
+    shown += [f"{len(epochs) - MOST_SOURCES} more sources"] if len(epochs) > MOST_SOURCES else []
+    own = (
+        "their own document"
+        if source.document_mask
+        else "their sequence, with the documents before (data.document_mask: false)"
+    )
+    return f"data: {', '.join(shown)}; tokens see {own}"
 
 
 def open_run_data(run: RunSpec) -> DataSource:
@@ -105,7 +150,14 @@ def check_validation(run: RunSpec, note: Note) -> None:
         return
     vocabulary = run.model.vocab_size or None
     source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=vocabulary, split="validation")
-    training_digests, validation_digests = _tokenizer_digests(open_run_data(run)), _tokenizer_digests(source)
+    training = open_run_data(run)
+    for name, held_out in source.sources.items():
+        for trained in training.sources.values():
+            if same_text(held_out.directory, trained.directory):
+                raise BadInput(
+                    f"data.validation: {name} is trained on, as {trained.name} of data.mix; name other text, or leave it out"
+                )
+    training_digests, validation_digests = _tokenizer_digests(training), _tokenizer_digests(source)
     if training_digests and validation_digests and not validation_digests <= training_digests:
         raise BadInput(
             f"data.validation: {run.data.validation} was prepared with another tokenizer than {', '.join(run.data.mix)}; "
@@ -393,7 +445,8 @@ def prepare_run(
     remove_partials(folder)
     write_durable(folder / "config.yaml", resolved_yaml(run))
     write_durable(folder / "plan.yaml", plan_yaml(plan))
-    tokenizer = open_run_data(run).tokenizer_file
+    source = open_run_data(run)
+    tokenizer = source.tokenizer_file
     if tokenizer is not None:
         write_durable(folder / "tokenizer.json", tokenizer.read_bytes())
         copy_chat_files(tokenizer.parent, folder)
@@ -407,7 +460,7 @@ def prepare_run(
         replay_routing=None if replay is None else str(replay.resolve()),
     )
     write_durable(folder / "assignment.json", json.dumps(to_plain(assignment)))
-    return Prepared(assignment, folder, resumes)
+    return Prepared(assignment, folder, resumes, _data_line(run, source))
 
 
 def check_init(run: RunSpec, note: Note) -> None:

@@ -19,8 +19,9 @@ from meshwright.models.llama import LLAMA
 from meshwright.models.mixtral import MIXTRAL
 from meshwright.models.qwen3 import QWEN3
 from meshwright.models.qwen3_moe import QWEN3_MOE
-from meshwright.spec.errors import BadInput, Damaged, nearest
+from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest
 from meshwright.spec.fields import from_plain
+from meshwright.spec.folder_files import JSON_BYTES, read_folder_file
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
 FAMILIES: dict[str, Family] = {
@@ -152,19 +153,23 @@ def _tensor_names(folder: Path) -> list[str]:
     """Names of the tensors in a folder's safetensors; none if the index or the header of the only file cannot be read."""
     try:
         if (index := folder / "model.safetensors.index.json").is_file():
-            return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            return list(read_json(index)["weight_map"])
         with (folder / "model.safetensors").open("rb") as file:
             return list(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
-    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, MeshwrightError):
         return []
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a Hugging Face folder."""
+    if path.parent.is_file():
+        raise BadInput(
+            f"{path.parent}: is a file; expected a Hugging Face folder with {path.name} and safetensors weights"
+        )
     if not path.is_file():
         raise BadInput(f"{path}: no such file; expected a Hugging Face folder, which holds {path.name}")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_folder_file(path, JSON_BYTES))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise Damaged(f"{path}: not JSON ({error}); copy the file again from its source") from error
     if not isinstance(value, dict):

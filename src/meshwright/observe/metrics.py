@@ -48,6 +48,7 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "samples": "with data.packing none: samples of the step",
     "sample_lengths": "with data.packing none: lengths of the step's samples, in the first step and every 50th after it",
     "padding": "with data.packing none: share of all ranks' tokens that is padding; tokens_per_second and MFU leave it out",
+    "epochs": "passes over each source of data.mix until now, samples that were left out included",
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",
     "update_skipped": "true if the update was left out (train.on_nonfinite, train.on_spike); absent otherwise",

@@ -327,7 +327,7 @@ def samples(run: RunFolder) -> str:
 
 
 def history(run: RunFolder) -> str:
-    """Checkpoints, starts and events, newest last."""
+    """Passes over the data; checkpoints, starts and events, newest last."""
     checkpoints = [
         f"<tr><td><code>{escape(name)}</code></td><td>{'committed' if committed else 'not committed'}</td></tr>"
         for name, committed in run.checkpoints[-MOST_ROWS:]
@@ -340,7 +340,18 @@ def history(run: RunFolder) -> str:
         f"<tr><th>step {record['step']:,}</th><td>{escape(_start_text(record))}</td></tr>"
         for record in run.starts[-MOST_ROWS:]
     ]
-    return _listing("Checkpoints", checkpoints) + _listing("Starts", starts) + _listing("Events", events)
+    passes = run.steps[-1].get("epochs") if run.steps else None
+    epochs = [
+        f"<tr><th>{escape(str(name))}</th><td>{count:.3g}</td></tr>"
+        for name, value in (passes if isinstance(passes, Mapping) else {}).items()
+        if (count := number(value)) is not None
+    ]
+    return (
+        _listing("Epochs", epochs[:MOST_ROWS])
+        + _listing("Checkpoints", checkpoints)
+        + _listing("Starts", starts)
+        + _listing("Events", events)
+    )
 
 
 def _start_text(record: Mapping[str, Any]) -> str:

@@ -77,6 +77,14 @@ class Mixture:
             )
         return Draws(source, window, epoch)
 
+    def drawn(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples are of each source, `(sources,)` int64."""
+        blocks, beyond = divmod(samples, BLOCK)
+        if len(self.names) == 1:
+            return np.array([samples])
+        sources, _ = self._block(blocks)
+        return blocks * self.counts + np.bincount(sources[:beyond], minlength=len(self.names))
+
     def _within_sources(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if len(self.names) == 1:
             return np.zeros_like(indices), indices

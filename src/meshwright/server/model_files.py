@@ -12,6 +12,7 @@ from meshwright.data.end_tokens import GENERATION_CONFIG, end_tokens, folder_spe
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.token_reach import TokenReach, token_reach
 from meshwright.spec.errors import BadInput, attach_key
+from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -80,7 +81,9 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
         )
     home = file.parent
     try:
-        tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+        tokenizer: Tokenizer = Tokenizer.from_buffer(read_folder_file(file, TOKENIZER_BYTES))
+    except BadInput:
+        raise
     except Exception as error:  # the library raises Exception itself
         raise BadInput(f"{file} is no tokenizer: {error}") from None
     # A prompt is never cut: one that is too long for the context is refused.

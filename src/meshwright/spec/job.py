@@ -26,8 +26,11 @@ class DataSpec:
     packing: Packing = "stream"
     """stream: documents end to end, cut into sequences of `train.seq_len` tokens; chats are packed whole.
     none: a document is a sample, cut where it is longer than `train.seq_len`; `train.global_batch_tokens` is the batch."""
-    document_mask: bool = False
-    """Tokens attend within their own document only, and positions restart at each document; always with `packing: none`."""
+    document_mask: bool | None = None
+    """Tokens attend within their own document only, and positions restart at each document; always with `packing: none`.
+    none: on where the data have chats, otherwise off."""
+    max_epochs: Annotated[float, Bound(more_than=0)] | None = None
+    """Most passes over a source, a fraction too: a run that reads one more often is refused. none: more than 4 are reported."""
     lengths: str | None = None
     """Lengths of samples, as `meshwright data lengths --json` writes them to a file.
     The planner then compares step times of layouts for samples of unequal lengths."""
@@ -55,7 +58,7 @@ class TrainSpec:
     learning_rate: Annotated[float, Bound(more_than=0)] = 3e-4
     """Peak of the schedule."""
     min_learning_rate: Fraction = 0.1
-    """End of the schedule as a fraction of the peak."""
+    """End of the schedule as a fraction of the peak: 0, or 0.001 to 1. A learning rate such as 3e-5 is refused."""
     warmup_steps: NotNegative = 0
     """Steps of linear growth from 0 to the peak."""
     schedule: Literal["cosine", "linear", "wsd", "inverse_sqrt"] = "cosine"

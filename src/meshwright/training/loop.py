@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Loader
@@ -217,7 +218,8 @@ def _one_step(
     )
     recorder.end_step()
     session.end_step(step, read.samples)
-    host = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
+    host: dict[str, Any] = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
+    host["epochs"] = {name: round(passes, 4) for name, passes in session.data.epochs(read.samples[1]).items()}
     if read.lengths is not None:
         host |= sample_figures(step, read.lengths, read.padding)
     for record in figures.push(step, result, host, read.lengths):

@@ -76,7 +76,7 @@ def wire_count(session: Session) -> WireCount | None:
         session.mesh.layout,
         session.run.train.seq_len,
         collective_counts(session.engine.training),
-        masked=session.run.data.document_mask,
+        masked=session.data.document_mask,
     )
     counting_rank = world.environment.local_rank == 0
     counting = Traffic.start(interface) if counting_rank else None

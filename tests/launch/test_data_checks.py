@@ -1,0 +1,97 @@
+"""Data that a run reads too often, twice, or both to train and to validate; documents that see each other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.data.chats import CHATML, CHATS, marked, write_chats, write_tokenizer
+from tests.data.conftest import corpus, prepared, story, tokenizer_file
+
+from meshwright.config.load import load_run
+from meshwright.data.prepare import prepare
+from meshwright.data.request import ChatRequest
+from meshwright.data.source import open_data
+from meshwright.launch.prepare import _data_line, check_validation, open_run_data, resolve_data
+from meshwright.spec.errors import BadConfig, BadInput
+from meshwright.spec.job import DataSpec
+from meshwright.spec.run import RunSpec
+
+__all__ = ["corpus", "prepared", "tokenizer_file"]
+
+
+def run_on(mix: dict[str, float], *overrides: str) -> RunSpec:
+    """A run of 16 tokens a sequence on this mixture."""
+    settings = ("train.seq_len=16", "train.global_batch=4", "train.steps=100", "cluster.gpus_per_node=1")
+    return load_run(None, ["model=llama-nano", *settings, f"data.mix={json.dumps(mix)}", *overrides])
+
+
+def test_more_passes_than_four_are_reported_and_refused_on_demand(prepared: Path) -> None:
+    run, notes = run_on({str(prepared): 1}), list[str]()
+    windows = open_run_data(run).windows
+    resolve_data(replace(run, train=replace(run.train, steps=windows)), notes.append)
+    assert notes == [], "four samples a step: four passes"
+    resolve_data(replace(run, train=replace(run.train, steps=windows + 1)), notes.append)
+    assert notes and f"data.mix: {prepared}: {windows + 1:,} steps read it 4.0 times" in notes[0]
+    once = run_on({str(prepared): 1}, "data.max_epochs=1.5")
+    resolve_data(replace(once, train=replace(once.train, steps=windows // 4)), notes.append)
+    with pytest.raises(BadInput, match=r"read it 2.0 times, data.max_epochs is 1.5; train fewer steps or add text"):
+        resolve_data(replace(once, train=replace(once.train, steps=windows // 2)), notes.append)
+
+
+def test_epochs_are_those_of_the_samples_drawn(prepared: Path, tokenizer_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(story(1) * 9)
+    prepare([str(tmp_path / "a.txt")], str(tokenizer_file), tmp_path / "small")
+    source = open_data(DataSpec(mix={str(prepared): 3, str(tmp_path / "small"): 1}), seq_len=16, seed=5)
+    for samples in (0, 1, 70, 70_000):
+        drawn = source.mixture.draws(np.arange(samples)).source
+        for number, name in enumerate(source.mixture.names):
+            expected = (drawn == number).sum() / source.sources[name].windows
+            assert source.epochs(samples)[name] == pytest.approx(expected)
+
+
+def test_one_text_under_two_names_is_refused(prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(prepared)
+    shutil.copytree(prepared / "train", tmp_path / "copy")
+    for second in (tmp_path / "link", prepared / "train", prepared / ".." / prepared.name, tmp_path / "copy"):
+        with pytest.raises(BadInput, match="are the same text; name it once"):
+            open_run_data(run_on({str(prepared): 1, str(second): 1}))
+
+
+def test_validation_that_is_trained_on_is_refused(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared / "train", tmp_path / "copy")
+    for validation in (prepared / "train", tmp_path / "copy"):
+        run = run_on({str(prepared): 1}, f"data.validation={validation}")
+        with pytest.raises(BadInput, match=f"data.validation: {validation} is trained on, as {prepared} of data.mix"):
+            check_validation(run, print)
+    check_validation(run_on({str(prepared): 1}, f"data.validation={prepared}"), print)
+
+
+def test_chats_do_not_see_each_other_and_texts_keep_their_default(prepared: Path, tmp_path: Path) -> None:
+    folder, file = write_tokenizer(tmp_path / "model", marked(CHATML)), write_chats(tmp_path / "chats.jsonl", CHATS * 3)
+    prepare([str(file)], str(folder), tmp_path / "chats", chat=ChatRequest())
+    for mix, given, masked in [
+        (tmp_path / "chats", [], True),
+        (tmp_path / "chats", ["data.document_mask=false"], False),
+        (prepared, [], False),
+        (prepared, ["data.document_mask=true"], True),
+    ]:
+        run = resolve_data(run_on({str(mix): 1}, "train.seq_len=128", *given), lambda text: None)
+        source = open_run_data(run)
+        assert (run.data.document_mask, source.document_mask) == (masked, masked)
+        assert bool(source.samples(range(source.windows)).documents.any()) == masked
+        line = _data_line(run, source)
+        assert line.startswith(f"data: {mix} ") and " epochs; tokens see " in line
+        assert ("their own document" in line) == masked and ("data.document_mask: false" in line) != masked
+
+
+def test_a_least_learning_rate_is_a_fraction() -> None:
+    with pytest.raises(
+        BadConfig, match=r"train.min_learning_rate: expected a fraction of train.learning_rate.*nearest: 0.1"
+    ):
+        run_on({"stdlib": 1}, "train.learning_rate=3e-4", "train.min_learning_rate=3e-5")
+    assert run_on({"stdlib": 1}, "train.min_learning_rate=0").train.min_learning_rate == 0
