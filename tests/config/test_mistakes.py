@@ -68,7 +68,7 @@ EXPECTED_MISTAKES = [
     ("model.norm_eps", "0", "number (> 0)", None),
     ("model.moe_experts", "moe_experts", "mixture of experts", None),
     ("data.mix", "{}", "at least one", "stdlib"),
-    ("data.document_mask", "yes", "true | false | none", "true"),
+    ("data.document_mask", "yes", "true | false, or none", "true"),
     ("data.damaged", "skp", "refuse | skip", "skip"),
     ("train.steps", '"100"', "integer (≥ 1)", "100"),
     ("train.steps", "steps: 5", "first is on line 16", None),

@@ -11,6 +11,7 @@ import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -47,7 +48,7 @@ class InputFile:
     modified_ns: int = 0
     changed_ns: int = 0
 
-    @property
+    @cached_property
     def format(self) -> FileFormat:
         return format_of(self.name)
 
