@@ -208,13 +208,13 @@ def test_check_finds_what_only_the_disk_knows(tiny: Path, finished: Path, tmp_pa
     assert answer.code == 2 and [error["key"] for error in answer.json["errors"]] == ["name"]
     assert "train.seq_len" in answer.json["errors"][0]["got"]
     answer = meshwright("check", tiny, ONE_RANK, f"data.mix={tmp_path}", "--runs", finished.parent, "--json")
-    assert answer.code == 2 and [error["key"] for error in answer.json["errors"]] == [f"data.mix.{tmp_path}"]
+    assert answer.code == 2 and [error["key"] for error in answer.json["errors"]] == ["data.mix"]
     damaged = tmp_path / "damaged"
     shutil.copytree(tiny.parent / "data", damaged)
     (shard,) = (damaged / "train").glob("*.bin")
     shard.write_bytes(shard.read_bytes()[:-2])
     answer = meshwright("check", tiny, ONE_RANK, f"data.mix={damaged}", "--runs", tmp_path, "--json")
-    assert answer.code == 4 and [error["key"] for error in answer.json["errors"]] == [f"data.mix.{damaged}"]
+    assert answer.code == 4 and [error["key"] for error in answer.json["errors"]] == ["data.mix"]
     assert shard.name in answer.json["errors"][0]["got"]
 
 

@@ -4,10 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from meshwright.data import encode
 from meshwright.data.corpus import Document
@@ -125,3 +126,20 @@ def test_the_environment_is_as_before(tokenizer_file: Path, monkeypatch: pytest.
             monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
         list(encode_documents([document("a")], tokenizer, "uint16", workers=1))
         assert os.environ.get("TOKENIZERS_PARALLELISM") == before
+
+
+@pytest.mark.parametrize("text", ["".join(map(str, range(2000))), "\n" * 2000, "漢字仮名交じり文" * 300, "-" * 3000])
+def test_a_cut_anywhere_adds_no_space(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """A tokenizer as of Llama 2 puts a space before every text, so before each piece without a context too."""
+    tokenizer: Any = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer: Any = trainers.BpeTrainer
+    tokenizer.train_from_iterator([LONG], trainer(vocab_size=400, special_tokens=special, show_progress=False))
+    loaded = parse_tokenizer(tokenizer.to_str().encode(), "x")
+    monkeypatch.setattr(encode, "LONGEST_PIECE", 300)
+    (encoded,) = encode_documents([document(text)], loaded, "uint16", workers=1)
+    assert loaded.tokenizer.decode(encoded.tokens.tolist()[:-1], skip_special_tokens=False) == text

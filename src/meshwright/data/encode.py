@@ -25,6 +25,8 @@ BATCH_CHARACTERS = 1 << 18
 LONGEST_PIECE = 1 << 18
 CONTEXT = 1000
 CUT_ATTEMPTS = 100
+MARKS = ("\n", ".", "|")
+"""Characters of which one stands before a piece where no context does."""
 LINE_END, WORD_END = re.compile(r"(?<!\n)(?=\n)"), re.compile(r"(?<=\w)(?=\W)|(?= )")
 
 
@@ -135,19 +137,23 @@ def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer) -> tuple[int, st
 
     The cut is before a line end or after a word, where the tokenizer shows that no token crosses it. It is before a
     line end because the rules of GPT-2 and similar tokenizers join it to the indentation that follows. A text without
-    such a cut is cut at `near`.
+    such a cut is cut at `near`, behind a character that keeps tokenizers from putting a space before the next piece.
     """
     end = near + LONGEST_PIECE // 4
     for pattern in (LINE_END, WORD_END):
         for match in islice(pattern.finditer(text, near, end), CUT_ATTEMPTS):
             cut = match.start()
             before, after = text[max(cut - CONTEXT, 0) : cut], text[cut : cut + CONTEXT]
-            with_context, alone_before = tokenizer.tokenizer.encode_batch_fast(
-                [before + after, before], add_special_tokens=False
-            )
-            if with_context.ids[: len(alone_before.ids)] == alone_before.ids:
+            if _keeps_apart(before, after, tokenizer):
                 return cut, before
-    return near, ""
+    after = text[near : near + CONTEXT]
+    return near, next((mark for mark in MARKS if _keeps_apart(mark, after, tokenizer)), "")
+
+
+def _keeps_apart(before: str, after: str, tokenizer: LoadedTokenizer) -> bool:
+    """Whether the tokens of `before` are the first ones of the text that both make together."""
+    together, alone = tokenizer.tokenizer.encode_batch_fast([before + after, before], add_special_tokens=False)
+    return together.ids[: len(alone.ids)] == alone.ids
 
 
 @contextmanager

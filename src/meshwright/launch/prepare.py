@@ -352,7 +352,7 @@ def check_start(
     )
     if resumes:
         unchanged = "the data of the run's checkpoints"
-        attempt("data.mix", unchanged, lambda: check_unchanged(run, folder, open_run_data(run), note))
+        attempt("data.mix", unchanged, lambda: check_unchanged(run, folder, open_run_data(run), note), ("data",))
     else:
         attempt("model.init", "weights of this model and tokenizer", lambda: check_init(run, note), ("model", "data"))
     attempt("model", "a model", lambda: _note_export(run, note))
@@ -372,9 +372,8 @@ def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: boo
     """The run with the vocabulary of its data. Every source is located before any is opened or prepared."""
     expected, all_exist = "prepared data", True
     for name in run.data.mix:
-        all_exist &= (
-            attempt(f"data.mix.{name}", expected, lambda name=name: _check_source(run, name), ("data",)) or False
-        )
+        key = f"data.mix.{name}" if len(run.data.mix) > 1 else "data.mix"
+        all_exist &= attempt(key, expected, lambda name=name: _check_source(run, name), ("data",)) or False
     validation = run.data.validation
     if validation:
         all_exist &= attempt("data.validation", expected, lambda: _check_exists(validation), ("data",)) or False

@@ -34,6 +34,7 @@ class Refusals:
     ) -> None:
         self.refusals: list[Refusal] = []
         self.exit_code = 0
+        self._reported: set[str] = set()
         self._reading, self._known = reading, known
         run = reading.sound_part()
         if run is None:
@@ -59,6 +60,9 @@ class Refusals:
             return work()
         except (MeshwrightError, OSError) as error:
             failure = as_meshwright_error(error)
+            if str(failure) in self._reported:  # another check met the same error
+                return None
+            self._reported.add(str(failure))
             self.refusals.append(self._reading.refusal(failure, key, expected))
             self.exit_code = max(self.exit_code, failure.exit_code)
             return None
