@@ -73,7 +73,7 @@ def test_train_refuses_with_the_report_of_check(broken: Path) -> None:
 def test_train_places_what_only_its_start_finds(nano: Path, tmp_path: Path) -> None:
     nano.write_text(nano.read_text() + "data: {mix: nowhere}\n")
     answer = meshwright("train", nano, "--runs", tmp_path / "runs")
-    assert answer.code == 2 and f"{nano}:3:13: data.mix: no prepared data here" in answer.err
+    assert answer.code == 2 and f"{nano}:3:13: data.mix: nowhere: no prepared data here" in answer.err
     assert not (tmp_path / "runs").exists()
 
 
