@@ -198,7 +198,7 @@ def test_load_tests(folder: Path, model: str, instances: str, expected: str) -> 
 
 
 def test_mistakes_of_a_load_test_that_do_not_depend_on_each_other(folder: Path) -> None:
-    """In both files: first those of single keys, then those between keys, and with the model."""
+    """In both files: first those of single keys, and with the model's weights, then those between keys."""
     words = ["bench-serve", "serve.yaml", "--plan", "d.yaml", "--model", folder, "--rates", "1"]
     Path("serve.yaml").write_text(QUESTION.replace("rate:", "rates:"))
     Path("d.yaml").write_text("instances:\n- {tensr: 2}\n")
@@ -208,8 +208,9 @@ def test_mistakes_of_a_load_test_that_do_not_depend_on_each_other(folder: Path) 
         QUESTION.replace("model: llama3-8b\n", model).replace("H200", "cpu").replace("1200", "12")
     )
     Path("d.yaml").write_text("instances:\n- {tensor: 3}\n- {role: prefill}\n- {expert: 2}\n")
+    assert positions(meshwright(*words)) == ["serve.yaml:3:11 model.layers", "serve.yaml:4:11 model.hidden"]
+    Path("serve.yaml").write_text(Path("serve.yaml").read_text().replace("  layers: 3\n  hidden: 128\n", ""))
     assert positions(meshwright(*words)) == [
-        "serve.yaml:3:11 model.layers", "serve.yaml:4:11 model.hidden",
         "d.yaml:2:1 instances", "d.yaml:2:12 instances.0.tensor", "d.yaml:4:12 instances.2.expert",
     ]  # fmt: skip
 

@@ -50,6 +50,7 @@ SHARED: dict[str, Sequence[Any]] = {
     "ignore_eos": (True, False), "min_tokens": (0, 1, 4), "skip_special_tokens": (True, False), "priority": (0, -5, 100),
     "cache_salt": ("tenant a",), "bad_words": (["bad", " word"],), "allowed_token_ids": (list(range(60, 90)),),
     "include_stop_str_in_output": (True, False), "guided_json": (SCHEMA,), "guided_regex": ("[ab]{1,4}",),
+    "guided_grammar": ('start: "a" | "b"',),
     "guided_choice": (["yes", "no"],), "structured_outputs": ({"json": SCHEMA}, {"regex": "a+"}, {"choice": ["a", "b"]}),
     **WITHOUT_EFFECT,
 }  # fmt: skip

@@ -42,11 +42,13 @@ def test_bodies_have_every_documented_key() -> None:
         if found is not None
     }
     assert set(listed) == set(NAMES)
-    known = {"max_tokens", "max_completion_tokens", *KEYS[COMPLETIONS], *KEYS[CHATS], *VALUES}
+    known = {"max_tokens", "max_completion_tokens", *KEYS[COMPLETIONS], *KEYS[CHATS], *VALUES, *OPTIONS}
     for name, keys in listed.items():
         assert keys <= known, f"{name}: add {sorted(keys - known)} to tests/fuzz/bodies.py"
 
 
 NAMES = ("both", "completions", "chats", "without effect")
+OPTIONS = ("include_usage", "continuous_usage_stats")
+"""Keys of `stream_options`."""
 VALUES = ("json_object", "json_schema", "grammar", "text", "none", "auto", "required")
 """Words of the list that are no keys."""

@@ -48,7 +48,6 @@ TORCH_FREE = (
     "chaos",
     "server",
 )
-LARGEST_FILE, LONGEST_FUNCTION = 500, 100
 FLUSHES = {"fsync", "fdatasync", "sync", "rename", "renames", "replace"}
 """Functions of `os` that only the package `durable` calls."""
 
@@ -184,20 +183,6 @@ def _renames_path(call: ast.Call) -> bool:
     """Whether this is a call of `Path.rename` or `Path.replace`; `str.replace` takes two values."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else None
     return name == "rename" or (name == "replace" and len(call.args) == 1 and not call.keywords)
-
-
-def test_files_and_functions_stay_short() -> None:
-    wrong = []
-    for path in files():
-        text = path.read_text(encoding="utf-8")
-        if len(text.splitlines()) > LARGEST_FILE:
-            wrong.append(f"{path}: {len(text.splitlines())} lines")
-        for node in below(parsed(path)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
-                length = node.end_lineno - node.lineno + 1
-                if length > LONGEST_FUNCTION:
-                    wrong.append(f"{path}:{node.lineno} {node.name}: {length} lines")
-    assert not wrong, "\n".join(wrong)
 
 
 def test_nothing_reads_outside_the_repository() -> None:

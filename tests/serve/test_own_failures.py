@@ -186,11 +186,11 @@ def test_a_request_without_finite_logits_fails_and_leaves_no_block(
     (failed,) = [update for update in updates if update.reason == "failed"]
     assert failed.code == "not_finite" and "NaN" in str(failed.error) and not failed.logprobs
     pool, blocks = engine._policy.cache.pools[0], engine.prefix_blocks()
-    assert not set(blocks.digests(prompts[0])) & set(pool.block_of)
-    assert set(blocks.digests(shared)) <= set(pool.block_of)
+    assert not set(blocks.digests(prompts[0], "")) & set(pool.block_of)
+    assert set(blocks.digests(shared, "")) <= set(pool.block_of)
     engine.submit([*shared, 120], new_tokens=1)  # it computes nothing of the shared blocks, yet they may be the fault
     assert [update.code for update in engine.run()] == ["not_finite"]
-    assert not set(blocks.digests(shared)) & set(pool.block_of)
+    assert not set(blocks.digests(shared, "")) & set(pool.block_of)
     assert_all_free(engine)
     assert len(set(pool.take_all(pool.free))) == pool.blocks  # each is free once
 

@@ -90,7 +90,7 @@ def test_a_thousand_values_of_each_key_leave_caches_within_bounds(server: Runnin
     kept += [engine._sampler._assigned, engine._sampler._logprobs, engine._sampler._history._slot_of]
     assert not any(kept)
     assert len(engine._sampler._history.counts) <= engine.options.sequences * 2 + 2
-    assert engine._sampler._biases.tokens.shape[1] <= 1024
+    assert engine._sampler._biases.values.shape[1] <= 1024
 
 
 @pytest.fixture

@@ -211,7 +211,6 @@ def test_settings_have_options_of_the_same_names() -> None:
 
     keys = [field.name for field in dataclasses.fields(ServeSpec)]
     assert list(inspect.signature(serve).parameters) == ["model", "config", "plan", *keys]
-    assert len(keys) + 3 < 40
 
 
 @pytest.mark.parametrize("options", [("--host", "0.0.0.0"), ("--admin-port", "0")])

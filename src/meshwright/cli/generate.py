@@ -199,10 +199,9 @@ def sample(
     All prompts are continued at the same time.
     """
     from meshwright.data.end_tokens import end_tokens
-    from meshwright.server.model_files import read_model_files
-
     from meshwright.serve.text import continuation
     from meshwright.serve.token_bytes import TokenBytes
+    from meshwright.server.model_files import read_model_files
 
     ranks = max(tensor, experts.count)
     if plan is not None or ranks > 1:

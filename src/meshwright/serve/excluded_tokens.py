@@ -17,7 +17,7 @@ from meshwright.serve.sampling_options import LONGEST_BAD_WORD, SamplingOptions
 
 
 class ExcludedTokens:
-    """What each table row excludes. Id `vocab` pads lists of tokens, and -1 the front of bad words and of short texts."""
+    """Tokens that each table row excludes. Id `vocab` pads lists of tokens, and -1 the front of bad words and of short texts."""
 
     def __init__(self, table_rows: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab

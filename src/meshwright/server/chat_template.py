@@ -8,6 +8,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from meshwright.data import chat_template
@@ -39,7 +40,6 @@ class ChatTemplate(chat_template.ChatTemplate):
         """Raises BadInput if the source is no template."""
         super().__init__(source, special_tokens)
         self._source = source
-        self._habits = self._tried(source)
 
     def knows(self, variable: str) -> bool:
         """Whether the template names a variable."""
@@ -86,9 +86,13 @@ class ChatTemplate(chat_template.ChatTemplate):
             )
         return before
 
-    def _tried(self, source: str) -> _Habits:
-        """The habits with which the template writes a small chat in full; OpenAI's form if there are none."""
-        developer = _DEVELOPER.search(source) is not None and self._shows(
+    @cached_property
+    def _habits(self) -> _Habits:
+        """The habits with which the template writes a small chat in full; OpenAI's form if there are none.
+
+        They are found at the first chat, within its time limit: a template may run for ever.
+        """
+        developer = _DEVELOPER.search(self._source) is not None and self._shows(
             [{"role": "developer", "content": "instruction"}, _QUESTION], _Habits(developer=True), "instruction"
         )
         forms = itertools.product((False, True), ("", None), (False, True))

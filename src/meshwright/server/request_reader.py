@@ -66,7 +66,7 @@ class RequestReader:
         fields.finish(ONLY_DEFAULTS)
         prompts = self._listed(prompts)
         request.prompts = [self._prompt(prompt, special=special) for prompt in prompts]
-        check_prompts(request, limits)
+        check_prompts(request, limits, "prompt")
         if echo:
             request.echoes = [self._text(prompt) for prompt in prompts]
         return request
@@ -88,8 +88,8 @@ class RequestReader:
         self._find_calls(request, tools)
         write = _prompt_writer(fields, self._template, tools)
         fields.finish(ONLY_DEFAULTS)
-        request.prompts = [self._encode(write(), special=False)]
-        check_prompts(request, limits)
+        request.prompts = [self._encode(write(), "messages", special=False)]
+        check_prompts(request, limits, "messages")
         return request
 
     def tokenize(self, body: bytes) -> bytes:
@@ -147,18 +147,18 @@ class RequestReader:
     def _prompt(self, prompt: Any, *, special: bool) -> list[int]:
         """Token ids of a prompt, which is text or such ids."""
         if isinstance(prompt, str):
-            return self._encode(checked_text(prompt, "prompt"), special=special)
+            return self._encode(checked_text(prompt, "prompt"), "prompt", special=special)
         return token_ids(prompt, "prompt", self._limits.vocab)
 
     def _text(self, prompt: Any) -> str:
         """A prompt's own text."""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
+    def _encode(self, text: str, key: str, *, special: bool) -> list[int]:
         """The token ids of a prompt. Raises RequestError, before it is encoded, for a text that cannot fit into the context."""
         reach, context = self._files.reach, self._limits.context
         if reach is not None and (least := reach.least_tokens(text)) >= context:
-            raise too_long(f"at least {least}", context)
+            raise too_long(f"at least {least}", context, key)
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
 

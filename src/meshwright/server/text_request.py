@@ -187,8 +187,8 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
     return request if grammar is None else replace(request, grammar_key=grammar.key)
 
 
-def check_prompts(request: TextRequest, limits: Limits) -> None:
-    """Raise RequestError if the prompts are too many or too long for the context."""
+def check_prompts(request: TextRequest, limits: Limits, key: str) -> None:
+    """Raise RequestError if the prompts, which `key` of the body gives, are empty, too many or too long for the context."""
     if len(request.prompts) * request.count > limits.spec.max_choices:
         raise RequestError(
             400,
@@ -197,16 +197,17 @@ def check_prompts(request: TextRequest, limits: Limits) -> None:
         )
     for prompt in request.prompts:
         if not prompt:
-            raise RequestError(400, "the prompt has no tokens")
+            raise RequestError(400, f"{key}: the prompt has no tokens", param=key)
         if len(prompt) >= limits.context:
-            raise too_long(str(len(prompt)), limits.context)
+            raise too_long(str(len(prompt)), limits.context, key)
 
 
-def too_long(tokens: str, context: int) -> RequestError:
-    """The error for a prompt with so many tokens."""
+def too_long(tokens: str, context: int, key: str) -> RequestError:
+    """The error for a prompt with so many tokens, which `key` of the body gives."""
     return RequestError(
         400,
-        f"the prompt has {tokens} tokens, and the context is {context}; shorten it to {context - 1}",
+        f"{key}: the prompt has {tokens} tokens, and the context is {context}; shorten it to {context - 1}",
+        param=key,
         code="context_length_exceeded",
     )
 
