@@ -152,7 +152,7 @@ def test_a_start_names_what_is_truncated_and_refuses_chats_that_were_cut(
     run: Any = SimpleNamespace(
         data=DataSpec(mix={str(out): 1.0}),
         model=SimpleNamespace(vocab_size=4096),
-        train=SimpleNamespace(seq_len=SEQ),
+        train=SimpleNamespace(seq_len=SEQ, steps=1, global_batch=1, global_batch_tokens=None),
         seed=1,
     )
     resolve_data(run, notes.append)

@@ -39,6 +39,7 @@ CONVERSATIONS: Sequence[Any] = (
 WITHOUT_EFFECT: dict[str, Sequence[Any]] = {
     "user": ("someone",), "metadata": ({"a": "b"},), "store": (False,), "service_tier": ("auto",), "safety_identifier": ("x",),
     "prompt_cache_key": ("x",), "prompt_cache_retention": ("24h",),
+    "guided_decoding_backend": ("auto",),
 }  # fmt: skip
 SHARED: dict[str, Sequence[Any]] = {
     "model": ("tiny", ""), "n": (1, 2, 3), "best_of": (1,), "temperature": (0, 0.5, 1, 2), "top_p": (0.1, 0.9, 1),

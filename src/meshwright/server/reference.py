@@ -81,8 +81,8 @@ Kubernetes has, is several servers.
   clients do not send the request again, which might cost the next server.
 - A server that misses a check of its health gets no new requests; those that it has go on. They are given up after a
   second missed check and `--silent-seconds` without a byte from it.
-- Bodies in chunks (`transfer-encoding: chunked`) are passed on with a length. `x-request-id` passes both ways; answers of
-  the router itself have it too, and those with status 503 are logged by it.
+- Bodies in chunks (`transfer-encoding: chunked`) are passed on with a length. `x-request-id` passes both ways; answers
+  of the router itself have it too, and those with status 503 are logged by it.
 - A client that reads nothing of its answer for 75 s is disconnected.
 - If every server has `--requests` unfinished, the answer is 429; if none can answer, 503. Both have `Retry-After`.
 - Several routers with `--share-port` listen at one port of a host: when one ends, the others take all connections.
@@ -132,7 +132,8 @@ its value is null.
   `best_of` (equal to `n`), `skip_special_tokens`
 - completions: `prompt` (text, token ids, or a list of either), `echo`, `logprobs`, `add_special_tokens`
 - chats: `messages` (text only), `tools`, `tool_choice`, `parallel_tool_calls`, `logprobs`, `top_logprobs`,
-  `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, `reasoning_effort` (if the template names it)
+  `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, `reasoning_effort` (if the template names
+  it)
 - New tokens that the context has no room for are cut (`finish_reason` `length`).
 - Defaults of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` are those of the model's
   `generation_config.json` (`generation_config`). They are printed at the start and listed by `/v1/models`.
