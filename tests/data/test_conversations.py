@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.data.conversations import best_fit
 from meshwright.data.indexed import bin_path
 from meshwright.data.loader import Loader, Windows
@@ -19,7 +19,9 @@ from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.launch import corpus
 from meshwright.launch.prepare import resolve_data
 from meshwright.spec.errors import BadInput, Damaged
-from meshwright.spec.job import DataSpec
+from meshwright.spec.fields import from_plain
+from meshwright.spec.job import DataSpec, TrainSpec
+from meshwright.spec.run import ModelSection, RunSpec
 from tests.data.chats import CHATML, CHATS, marked, story, turns
 from tests.data.test_chat import documents, prepared_chats
 
@@ -149,12 +151,9 @@ def test_a_start_names_what_is_truncated_and_refuses_chats_that_were_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, notes = prepared_chats(tmp_path, marked(CHATML), MANY), list[str]()
-    run: Any = SimpleNamespace(
-        data=DataSpec(mix={str(out): 1.0}),
-        model=SimpleNamespace(vocab_size=4096),
-        train=SimpleNamespace(seq_len=SEQ, steps=1, global_batch=1, global_batch_tokens=None),
-        seed=1,
-    )
+    model = from_plain(ModelSection, MODEL_PRESETS["llama-nano"] | {"vocab_size": 4096})
+    train = TrainSpec(steps=1, global_batch=1, seq_len=SEQ)
+    run = RunSpec(name="chats", seed=1, model=model, train=train, data=DataSpec(mix={str(out): 1.0}))
     resolve_data(run, notes.append)
     source = opened(out)
     assert (
