@@ -180,7 +180,7 @@ def test_a_schema_is_followed(client: openai.OpenAI) -> None:
         ({"stop": ["x"] * 100}, openai.BadRequestError, "stop"),
         ({"logit_bias": {"999": 1}}, openai.BadRequestError, "logit_bias"),
         ({"prompt": [[1, 300]]}, openai.BadRequestError, "prompt"),
-        ({"prompt": "x" * SIZES["context"]}, openai.BadRequestError, None),
+        ({"prompt": "x" * SIZES["context"]}, openai.BadRequestError, "prompt"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
     ],
 )

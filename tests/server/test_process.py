@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -98,7 +99,7 @@ def test_sigterm_ends_a_text_process_with_an_endless_template(
             client.sendall(head.encode() + body)
             time.sleep(0.3)
             process.send_signal(signal.SIGTERM)
-            answer = client.recv(1 << 16)
+            answer = b"".join(iter(partial(client.recv, 1 << 16), b""))
         assert process.wait(60) == EXIT_DONE
     assert b" 503 " in answer.splitlines()[0] and b"stopping" in answer
     assert not Path(f"/proc/{text_process}").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -295,7 +296,7 @@ GENERATION = {
 def tuned(folder: Path, tmp_path: Path) -> Iterator[Path]:
     """The folder's files with sampling values."""
     for file in folder.iterdir():
-        (tmp_path / file.name).symlink_to(file)
+        shutil.copyfile(file, tmp_path / file.name)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "generation_config.json").write_text(json.dumps(GENERATION))
     yield tmp_path
