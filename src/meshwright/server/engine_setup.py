@@ -103,13 +103,13 @@ class EngineProcess:
 def _start(setup: EngineSetup, rank: int, engine: socket.socket, store: socket.socket) -> subprocess.Popen[bytes]:
     """Start a rank; the first gets the socket of the engine and that of the ranks' store."""
     passed = [engine.fileno(), store.fileno()] if rank == 0 else []
-    variables: Mapping[str, Any] = {PARENT: os.getpid()}
+    # Threads that spin while they wait for each other stall for half a second when another process needs a core too.
+    variables: Mapping[str, Any] = {"OMP_WAIT_POLICY": "passive", **os.environ, PARENT: os.getpid()}
     if setup.ranks > 1:
         variables = {
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": max(1, usable_cores() // setup.ranks),
-            **os.environ,
             **variables,
             "RANK": rank,
             "LOCAL_RANK": rank,
@@ -127,7 +127,7 @@ def _start(setup: EngineSetup, rank: int, engine: socket.socket, store: socket.s
             str(engine.fileno() if rank == 0 else -1),
             json.dumps(to_plain(setup)),
         ],
-        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+        env={name: str(value) for name, value in variables.items()},
         stdin=subprocess.DEVNULL,
         pass_fds=passed,
         start_new_session=True,  # Ctrl-C is for the HTTP process, which drains
