@@ -87,9 +87,8 @@ def grammar_seconds(tokenizer: Tokenizer, ids: Sequence[int]) -> float:
     """Seconds for a matcher and its bitmask over all tokens."""
     from meshwright.serve.grammar import Grammar, GrammarTokens, unconstrained
 
-    matcher = GrammarTokens(tokenizer, vocab=257, end_tokens=[0]).matcher(
-        Grammar.json_schema({"type": "array", "items": {"type": "integer"}})
-    )
+    grammar = Grammar.json_schema({"type": "array", "items": {"type": "integer"}})
+    matcher = GrammarTokens(tokenizer, vocab=257).matcher(grammar, [0])
     bitmask = unconstrained(1, 257)
     begin = time.perf_counter()
     for token in ids:
