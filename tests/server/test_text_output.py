@@ -14,7 +14,7 @@ from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import text_stream
 from meshwright.serve.token_bytes import TokenBytes
 from meshwright.server.bodies import ChatBody, CompletionBody, Piece
-from meshwright.server.engine_client import News
+from meshwright.server.engine_client import News, Reason
 from meshwright.server.text_output import TextOutput
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs
 from tests.serve.test_text import FORMS, TEXTS, decoded, tokenizer_of
@@ -27,11 +27,11 @@ def tokens(request: pytest.FixtureRequest) -> TokenBytes:
     return decoded(None) if request.param == "decoded" else TokenBytes(tokenizer_of(request.param))
 
 
-def news_of(ids: list[int], cuts: list[int], reason: str = "length") -> list[News]:
+def news_of(ids: list[int], cuts: list[int], reason: Reason = "length") -> list[News]:
     """News with these ids, cut before these places; the last says that the text has ended."""
     logprobs = [[-0.5 - token, [[token, -0.5 - token], [0, -math.inf]]] for token in ids]
     steps = [News(0, ids[a:b], logprobs=logprobs[a:b]) for a, b in pairwise([0, *cuts, len(ids)])]
-    return [*steps, News(0, [], reason)]  # type: ignore[arg-type]
+    return [*steps, News(0, [], reason)]
 
 
 def read(

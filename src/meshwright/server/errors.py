@@ -52,11 +52,15 @@ class RequestError(Exception):
 
     @classmethod
     def of_failure(cls, error: str | None, code: str | None, grammar_key: str | None = None) -> RequestError:
-        """The error of a request that the engine refused or failed; `grammar_key` of the body asks for its grammar."""
+        """The error of a request that the engine refused or failed; `grammar_key` of the body asks for its grammar.
+
+        Clients do not send a failed one again: the same prompt may fail the next steps too, and several in turn end the engine.
+        """
         if code is None:
             return cls(400, error or "")
         status, message = FAILURES[code]
-        return cls(status, message.format(error), code=code, param=grammar_key if code == "grammar" else None)
+        param, headers = grammar_key if code == "grammar" else None, [NO_RETRY] if status >= 500 else []
+        return cls(status, message.format(error), code=code, param=param, headers=headers)
 
     @property
     def content(self) -> bytes:

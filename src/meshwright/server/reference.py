@@ -37,6 +37,8 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
 - SIGTERM and Ctrl-C refuse new requests, wait for running ones up to `drain_seconds`, and end the server with code 0.
 - If the engine cannot continue, `/health` answers 503 for two seconds. Then the server ends with the engine's
   [code](exit-codes.md): 7 if steps fail one after the other, 5 if its process has died.
+- If the model gives no finite numbers for several requests in turn, the server asks it for one token itself. While that
+  fails too, `/health` answers 503 (`unhealthy`), and the router sends nothing; new weights or a finite token end it.
 - HTTP is in one process, the engine in another. A text process renders chat templates and reads bodies above 4 KiB;
   one for bodies above 64 KiB starts when it is needed. They exchange messages over Unix sockets.
 
@@ -172,10 +174,14 @@ its value is null.
 | 413 | the body is longer than `max_body_bytes` |
 | 422 | the schema or the chat template cannot be used, or weights cannot be loaded |
 | 429 | the queue is full; `Retry-After` says when to try again |
+| 500 | this request alone failed: `not_finite` (the model gave NaN), `request_failed`, `text_lost` |
 | 503 | the server is loading, draining or stopping, or the engine has failed; of the router also `server_lost` and `late` |
 
 A request that could not be read has one of these codes: `context_length_exceeded` (400), `text_timeout`, `text_memory`
 (422), `text_lost` (500: the process that read it died; sent again it may end the next), `text_unavailable` (503).
+
+A grammar beyond a limit of time or size has the code `grammar` (422). Where the engine failed (500, or 503
+`engine_failed`) the answer has `x-should-retry: false`: the same request may fail again.
 
 In a stream that has begun an error is an event `data: {{"error": …}}`.
 """

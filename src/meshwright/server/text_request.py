@@ -234,14 +234,20 @@ def _stop_ids(fields: Fields, vocab: int) -> list[int]:
 
 def _stop_strings(fields: Fields, most: int) -> list[str]:
     value = fields.take("stop")
-    texts = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(texts, list) or len(texts) > most:
-        raise wrong("stop", f"text, or a list of at most {most}", value)
-    for text in texts:
-        if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP_STRING:
-            raise wrong("stop", f"texts of 1 to {LONGEST_STOP_STRING} characters", text)
-        checked_text(text, "stop")
-    return texts
+    return _texts([value] if isinstance(value, str) else value, "stop", most, LONGEST_STOP_STRING)
+
+
+def _texts(value: object, key: str, most: int, longest: int) -> list[str]:
+    """A list of at most `most` texts of 1 to `longest` characters; empty without a value. Raises RequestError."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) > most:
+        raise wrong(key, f"a list of at most {most} texts", value)
+    for text in value:
+        if not isinstance(text, str) or not 0 < len(text) <= longest:
+            raise wrong(key, f"texts of 1 to {longest} characters", text)
+        checked_text(text, key)
+    return value
 
 
 def _salt(fields: Fields) -> str:
@@ -252,15 +258,8 @@ def _salt(fields: Fields) -> str:
 
 
 def _bad_words(value: object, limits: Limits) -> list[list[int]]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or len(value) > MOST_BAD_WORDS:
-        raise wrong("bad_words", f"a list of at most {MOST_BAD_WORDS} words", value)
-    for word in value:
-        if not isinstance(word, str) or not 0 < len(word) <= LONGEST_BAD_WORD:
-            raise wrong("bad_words", f"words of 1 to {LONGEST_BAD_WORD} characters", word)
-        checked_text(word, "bad_words")
-    return word_tokens(limits.files.tokenizer, value)
+    words = _texts(value, "bad_words", MOST_BAD_WORDS, LONGEST_BAD_WORD)
+    return word_tokens(limits.files.tokenizer, words) if words else []
 
 
 def _sampling(fields: Fields, limits: Limits, logprobs: int | None, min_tokens: int) -> dict[str, Any]:
