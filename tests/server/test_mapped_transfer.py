@@ -16,6 +16,7 @@ from meshwright.serve.prefix_blocks import PrefixBlocks
 from tests.server.emulated_mapping import EmulatedMapping
 from tests.server.helpers import RunningServer, running_server
 from tests.server.test_roles import (
+    LONG_PROMPT,
     all_prompts,
     connected,
     engines,
@@ -99,17 +100,7 @@ def test_a_receiver_that_fails_leaves_no_unreturned_blocks(
         receiver = connected(address, "", blocks.identity(), host=blocks.own_blocks.host)
         assert "cache" in next_message(receiver)
         receiver.send({"mapped": True})
-        prompt = {
-            "job": 1,
-            "count": 1,
-            "first_block": 0,
-            "sampling": {},
-            "stop_ids": [],
-            "grammar": None,
-            "priority": 0,
-            "salt": "",
-        }
-        receiver.send({"prefill": {**prompt, "tokens": [1 + number % 200 for number in range(150)]}})
+        receiver.send({"prefill": LONG_PROMPT})
         while "mapped_blocks" not in next_message(receiver):
             pass
         assert not prefill.all_free, "unreturned blocks are kept"

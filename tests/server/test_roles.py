@@ -38,6 +38,18 @@ from tests.slow import quick_first
 
 PROMPTS = ["a" * 40, "the quick brown fox jumps over the lazy dog " * 3, "x", "the quick brown fox jumps over it"]
 DRAWN = {"n": 2, "temperature": 1.0, "seed": 5, "logprobs": 2, "presence_penalty": 0.5, "stop": "e"}
+LONG_PROMPT = {
+    "job": 1,
+    "tokens": [1 + number % 200 for number in range(150)],
+    "count": 1,
+    "first_block": 0,
+    "sampling": {},
+    "stop_ids": [],
+    "grammar": None,
+    "priority": 0,
+    "salt": "",
+}
+"""A prompt of three steps of at most 64 tokens, as an engine asks its peer to compute it."""
 
 
 async def completion(server: RunningServer, prompt: str, **options: Any) -> Any:
@@ -198,17 +210,7 @@ def test_a_receiver_that_fails_leaves_no_blocks(folder: Path, tmp_path: Path, wa
     with running_server(folder, role="prefill", transfer_address=address, transfer_seconds=0.3) as prefill:
         receiver = connected(address, "", prefill.engine.prefix_blocks().identity())
         assert "welcome" in next_message(receiver)
-        prompt = {
-            "job": 1,
-            "count": 1,
-            "first_block": 0,
-            "sampling": {},
-            "stop_ids": [],
-            "grammar": None,
-            "priority": 0,
-            "salt": "",
-        }
-        receiver.send({"prefill": {**prompt, "tokens": [1 + number % 200 for number in range(150)]}})
+        receiver.send({"prefill": LONG_PROMPT})
         while "blocks" not in next_message(receiver):
             pass
         if way == "leaves":
@@ -229,17 +231,7 @@ def test_blocks_leave_after_each_chunk_of_a_prompt(folder: Path, tmp_path: Path)
     address = f"unix:{tmp_path}/a"
     with running_server(folder, role="prefill", transfer_address=address) as prefill:
         receiver = connected(address, "", prefill.engine.prefix_blocks().identity())
-        prompt = {
-            "job": 1,
-            "count": 1,
-            "first_block": 0,
-            "sampling": {},
-            "stop_ids": [],
-            "grammar": None,
-            "priority": 0,
-            "salt": "",
-        }
-        receiver.send({"prefill": {**prompt, "tokens": [1 + number % 200 for number in range(150)]}})
+        receiver.send({"prefill": LONG_PROMPT})
         sent: list[tuple[int, int]] = []
         messages: list[dict[str, Any]] = []
         while not any("first" in message for message in messages):

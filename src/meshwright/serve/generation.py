@@ -101,7 +101,7 @@ class Generation:
         if self.matcher is not None:
             self.matcher.advance(token)
         if self._stream is not None:
-            self._text += self._stops.add(self._stream.add([token]), ends=self._early <= 0)
+            self._text += self._stops.add(self._stream.add([token]), may_stop=self._early <= 0)
             self._early -= 1
         return self._stops.complete
 
@@ -125,7 +125,7 @@ class Generation:
     def update(self, number: int, reason: Reason | None = None, failure: Failure | None = None) -> Update:
         """Return the output since the last update; with a reason also the text that was held back."""
         if reason is not None and self._stream is not None and not self._stops.complete:
-            self._text += self._stops.add(self._stream.finish(), ends=self._early < 0) + self._stops.finish()
+            self._text += self._stops.add(self._stream.finish(), may_stop=self._early < 0) + self._stops.finish()
         error, code = (None, None) if failure is None else failure
         update = Update(
             number,

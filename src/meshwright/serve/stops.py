@@ -10,7 +10,8 @@ from collections.abc import Iterable
 class StopStrings:
     """Holds back the end of a growing text while it may be the beginning of a stop string.
 
-    The stop string that is complete first ends the text; of several with the same end, the longest.
+    The stop string whose last character comes first in the text ends it. If several end at the same character, it is the longest of them.
+    Examples with the text "abcd": of "bc" and "abcd" it is "bc", of "c" and "bc" too; the text that is returned is "a".
     """
 
     def __init__(self, search: StringSearch, *, include: bool = False) -> None:
@@ -30,14 +31,15 @@ class StopStrings:
         """Characters that are held back."""
         return len(self._held)
 
-    def add(self, text: str, *, ends: bool = True) -> str:
+    def add(self, text: str, *, may_stop: bool = True) -> str:
         """The text that can be returned now: up to a stop string, or to where one may begin.
 
-        Only a stop string whose last character is in a text that `ends` counts.
+        Without `may_stop` (tokens before `min_tokens`) a stop string that is completed in this text is ignored. One that only begins in it
+        is still found: with the stop string "END", "EN" without `may_stop` and then "D" reaches it.
         """
         if not self._state and not self._search.may_begin(text):
             return text
-        self._state, end, self.reached = self._search.advance(self._state, text, ends=ends)
+        self._state, end, self.reached = self._search.advance(self._state, text, may_stop=may_stop)
         text = self._held + text[:end]
         if self.reached is not None:
             self._held = ""
@@ -55,17 +57,18 @@ class StopStrings:
 class StringSearch:
     """Search for several strings at a time in a text that comes in pieces; each character is looked at once.
 
-    A state is the longest end of the text so far that begins one of the strings. Method: Aho and Corasick 1975.
+    The strings are a trie. A state is the number of one of its nodes: that of the longest suffix of the text so far that is a prefix of one
+    of the strings; 0 is the empty suffix. Method: Aho and Corasick 1975.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self.length = [0]
-        """Characters of each state."""
-        self._shorter = [0]
-        """For each state the longest shorter one that the text also ends with."""
+        """Number of characters of each node's prefix."""
+        self._failure = [0]
+        """For each node, that of its longest proper suffix (failure link)."""
         self._complete: list[str | None] = [None]
-        """For each state the longest string that the text ends with."""
+        """For each node, the longest string that a text in this state ends with."""
         for string in filter(None, strings):
             self._insert(string)
         first = "".join(map(re.escape, self._next[0]))
@@ -80,35 +83,38 @@ class StringSearch:
                 following = self._next[state][character] = len(self._next)
                 self._next.append({})
                 self.length.append(self.length[state] + 1)
-                self._shorter.append(0)
+                self._failure.append(0)
                 self._complete.append(None)
             state = following
         self._complete[state] = string
 
     def _link(self) -> None:
-        """Set what each state has of shorter ones, by increasing length."""
+        """Set the failure links, and let each node inherit the complete string of its link.
+
+        A link leads to a shorter prefix, so nodes are taken by increasing length: that of a link is finished before.
+        """
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
             for character, following in self._next[state].items():
-                self._shorter[following] = self._step(self._shorter[state], character)
+                self._failure[following] = self._step(self._failure[state], character)
                 queue.append(following)
             if self._complete[state] is None:
-                self._complete[state] = self._complete[self._shorter[state]]
+                self._complete[state] = self._complete[self._failure[state]]
 
     def _step(self, state: int, character: str) -> int:
         while (following := self._next[state].get(character)) is None and state:
-            state = self._shorter[state]
+            state = self._failure[state]
         return following or 0
 
     def may_begin(self, text: str) -> bool:
         """Whether a string may begin in the text."""
         return self._first.search(text) is not None
 
-    def advance(self, state: int, text: str, *, ends: bool = True) -> tuple[int, int, str | None]:
+    def advance(self, state: int, text: str, *, may_stop: bool = True) -> tuple[int, int, str | None]:
         """The state after a text, the end of what was looked at, and the string found there, if one is complete.
 
-        Without `ends` the search goes on after a complete string.
+        Without `may_stop` the search goes on after a complete string.
         """
         position = 0
         while position < len(text):
@@ -118,8 +124,9 @@ class StringSearch:
                 position = begin.start()
             state = self._step(state, text[position])
             position += 1
-            if ends and (found := self._complete[state]) is not None:
+            if may_stop and (found := self._complete[state]) is not None:
                 return state, position, found
+            # A string that was ignored may leave a state that nothing continues: nothing of it has to be held back.
             while state and not self._next[state]:
-                state = self._shorter[state]
+                state = self._failure[state]
         return state, len(text), None

@@ -37,15 +37,18 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
 - SIGTERM and Ctrl-C refuse new requests, wait for running ones up to `drain_seconds`, and end the server with code 0.
 - If the engine cannot continue, `/health` answers 503 for two seconds. Then the server ends with the engine's
   [code](exit-codes.md): 7 if steps fail one after the other, 5 if its process has died.
-- If the model gives no finite numbers for several requests in turn, the server asks it for one token itself. While that
-  fails too, `/health` answers 503 (`unhealthy`), and the router sends nothing; new weights or a finite token end it.
+- If several requests in turn fail because the model gives NaN or infinite logits (`not_finite`), the server sends the
+  engine a test request of one token, again and again. While it fails, `/health` answers 503 (`unhealthy`), and the router
+  sends this server no requests. A test that succeeds, or new weights, make the server healthy again.
 - HTTP is in one process, the engine in another. A text process renders chat templates and reads bodies above 4 KiB;
   one for bodies above 64 KiB starts when it is needed. They exchange messages over Unix sockets.
 
 ## Roles
 
-An engine of role `decode` has its prompts computed by engines of role `prefill`, and continues the texts. Prompts then
-do not delay tokens. The default `both` computes whole requests, and prompts for others if it has a `transfer_address`.
+Roles divide the computation of prompts and of new tokens between engines (disaggregated serving), so that long prompts do
+not delay the tokens of other requests. An engine of role `prefill` computes prompts for others; one of role `decode` gets its
+prompts from them and generates the texts. The default `both` does all for its own requests; with a `transfer_address` it also
+computes prompts for others.
 
 ```bash norun
 meshwright serve MODEL --role prefill --transfer-address unix:sockets/prefill --port 8001
@@ -55,12 +58,14 @@ meshwright serve MODEL --role decode --prefill-engines unix:sockets/prefill --po
 - Clients talk to `decode`; `prefill` answers requests for text with 503 (`role`).
 - `POST /role` at the admin port changes the role without loading weights: `{"role": "both"}`. The addresses of the new
   role must be set from the start.
-- `decode` reserves cache blocks, asks the peer with the fewest tokens to compute, and copies each block once it is
-  computed: between CUDA devices of one host out of the peer's memory by one kernel, where the driver can map it (no
-  tensor ranks, a common IPC namespace); else on one host from shared memory (`unix:PATH`), else from the connection.
-  The first token comes with the prompt.
-- Every block has a checksum. If a block is damaged, or the peer fails, leaves or is silent for `transfer_seconds`, the
-  engine computes what is missing itself. A side that is left frees its blocks.
+- `decode` reserves cache blocks, sends the prompt to the peer with the fewest prompt tokens left to compute, and copies
+  each block as soon as the peer has computed it. The peer also samples the first new token. The blocks travel
+  - out of the peer's device memory by one kernel, between CUDA devices of one host where the driver can map it: no tensor
+    ranks, a common IPC namespace;
+  - else through shared memory, with an address `unix:PATH`;
+  - else over the connection, with an address HOST:PORT.
+- Every block has a checksum. If a block is damaged, or the peer fails, disconnects or is silent for `transfer_seconds`,
+  the `decode` engine computes the missing blocks itself. If one side disconnects, the other frees the blocks.
 - `meshwright cache unix:/tmp/blocks --gib 64` keeps blocks of prompts in host memory. Servers with
   `--block-cache unix:/tmp/blocks`, of any role, hand in what they compute, and look up the beginning of each prompt.
 - Peers need equal weights, formats and `tokens_per_block`. After new weights all connections begin again.
@@ -76,9 +81,10 @@ sends texts to those of role `decode` or `both`: to the one that had the same be
 far fewer requests, else to the one with the fewest. A host name with several addresses, as a headless service of
 Kubernetes has, is several servers.
 
-- A request that a server refuses with 429 or 503 goes to another. If the server is lost before it begins to answer, the
-  request may be the cause: it goes to one other server, and after `engine_failed` to none. Then the answer is 503
-  `server_lost`. After the first byte a stream ends with an event `{"error": …}` of that code.
+- A request that a server refuses with 429 or 503 goes to another, but after 503 `engine_failed` to none: the request may
+  be the cause. If the connection breaks before the first byte of the answer, it goes to one other server only; if that
+  one is lost too, the answer is 503 `server_lost`. After the first byte a stream ends with an event `{"error": …}` of
+  that code.
 - If no answer begins within `--first-seconds`, it is 503 `late`. Both codes come with `x-should-retry: false`: OpenAI's
   clients do not send the request again, which might cost the next server.
 - A server that misses a check of its health gets no new requests; those that it has go on. They are given up after a
@@ -115,7 +121,8 @@ _WITHOUT_EFFECT = textwrap.fill(
     "- without effect: " + ", ".join(f"`{key}`" for key in WITHOUT_EFFECT), 118, subsequent_indent="  "
 )
 _ONLY_DEFAULTS = textwrap.fill(
-    "- with their defaults only: " + ", ".join(f"`{key}`: {json.dumps(value)}" for key, value in ONLY_DEFAULTS.items()),
+    "- accepted with this value only, where the lists above do not name them: "
+    + ", ".join(f"`{key}`: {json.dumps(value)}" for key, value in ONLY_DEFAULTS.items()),
     118,
     subsequent_indent="  ",
     break_on_hyphens=False,
@@ -139,27 +146,29 @@ its value is null.
 - New tokens that the context has no room for are cut (`finish_reason` `length`).
 - Defaults of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` are those of the model's
   `generation_config.json` (`generation_config`). They are printed at the start and listed by `/v1/models`.
-- A grammar is asked for by one key (extra `grammar`): a JSON schema, a regular expression, one of several texts
-  (`choice`), or a grammar in Lark's notation. `structured_outputs` has one of `json`, `regex`, `choice`, `grammar`,
+- A grammar limits what a text can be. It needs `pip install 'meshwright[grammar]'`, and a request has one of these keys
+  at most: `response_format` or `guided_json` (a JSON schema), `guided_regex`, `guided_choice` (one of several texts),
+  `guided_grammar` (Lark's notation), or `structured_outputs` with one of `json`, `regex`, `choice`, `grammar`,
   `json_object`.
 - A word of `bad_words` is excluded at the beginning of a text or line and after a space.
 - In messages null counts as absent, and keys that templates do not know are left out; `developer` becomes `system` for
   templates without it. Answers of any server can be sent back as they are.
 - `continue_final_message` goes on with the last message, which is the assistant's.
-- tools go to the template. Calls in the notation that `tool_calls` names become `tool_calls` of the answer, in a stream
-  each call in one event. Text that is no call stays text. `tool_choice` `required`, or a function, makes the text a
-  JSON array of calls that follow their schemas (extra `grammar`); with `auto` nothing checks the arguments.
+- `tools` are passed to the template. With `tool_choice` `auto`, calls that the model writes in the server's notation (setting
+  `tool_calls`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the arguments.
+  With `required`, or the name of a function, a grammar makes the text a JSON array of calls, whose arguments follow their
+  schemas. In a stream each call is one event.
 {_WITHOUT_EFFECT}
 {_ONLY_DEFAULTS}
 
 ## Answers
 
 - `usage` counts new tokens up to the one that completes a stop string; `cached_tokens` are prompt tokens from the
-  cache. With `include_usage` a stream ends with it, with `continuous_usage_stats` too every event has it.
+  cache. With `include_usage` the last event of a stream has `usage`; with `continuous_usage_stats` as well, every event.
 - `finish_reason` is `length` also at the end of the context, and `tool_calls` after calls unless `tool_choice` names
   the function. `stop_reason` is the stop string, or the token of `stop_token_ids`, that ended the text.
-- The tokens of `logprobs` join to the text, and their bytes to its UTF-8. `top_logprobs` name tokens as they stand
-  alone; bytes that are no text are `bytes:\\xe2`.
+- The tokens of `logprobs` joined are the text, and their `bytes` joined are its UTF-8. In `top_logprobs` each token is
+  decoded by itself; one that is then no valid UTF-8 is shown by its bytes, for example `bytes:\\xe2` for the byte 0xE2.
 - `echo` is the prompt as given; token ids are decoded with special tokens.
 
 ## Errors
@@ -172,16 +181,27 @@ its value is null.
 | 401 | the key is missing or wrong |
 | 404, 405 | no such path or model; the path has another method: `Allow` names those that it has |
 | 413 | the body is longer than `max_body_bytes` |
-| 422 | the schema or the chat template cannot be used, or weights cannot be loaded |
+| 422 | the schema or the chat template cannot be used, or takes too long; or weights cannot be loaded |
 | 429 | the queue is full; `Retry-After` says when to try again |
-| 500 | this request alone failed: `not_finite` (the model gave NaN), `request_failed`, `text_lost` |
+| 500 | this request alone failed |
 | 503 | the server is loading, draining or stopping, or the engine has failed; of the router also `server_lost` and `late` |
 
-A request that could not be read has one of these codes: `context_length_exceeded` (400), `text_timeout`, `text_memory`
-(422), `text_lost` (500: the process that read it died; sent again it may end the next), `text_unavailable` (503).
+Some errors have a `code`:
 
-A grammar beyond a limit of time or size has the code `grammar` (422). Where the engine failed (500, or 503
-`engine_failed`) the answer has `x-should-retry: false`: the same request may fail again.
+| code | status | cause |
+|---|---:|---|
+| `context_length_exceeded` | 400 | the prompt leaves no room for a new token |
+| `text_timeout` | 422 | reading the request took more than 5 s, or 20 s for a body above 64 KiB |
+| `text_memory` | 422 | reading the request needs too much memory |
+| `text_lost` | 500 | the text process died while it read the request |
+| `text_unavailable` | 503 | the text process cannot start; the log has the reason |
+| `grammar` | 422 | the grammar passed a limit of time or size |
+| `not_finite` | 500 | the model gave NaN or infinite logits |
+| `request_failed` | 500 | an error of this request alone |
+| `engine_failed` | 503 | a step of the engine failed |
+
+`text_lost`, the codes of the engine with status 500, and `engine_failed` come with `x-should-retry: false`: the request itself
+may be the cause, and would fail again.
 
 In a stream that has begun an error is an event `data: {{"error": …}}`.
 """

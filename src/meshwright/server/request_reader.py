@@ -42,7 +42,9 @@ class RequestReader:
     def __init__(
         self, spec: ServeSpec, model: str, files: ModelFiles, template: ChatTemplate | None, context: int, vocab: int
     ) -> None:
-        """`model` is the name for clients; `template` is that of `chat_template`, which is compiled once."""
+        """`model` is the name in the API. `template` is the result of `chat_template`, compiled once for several readers; None without a
+        template. `context` is the most tokens of prompt and answer together; token ids are below `vocab`.
+        """
         self._files, self._template = files, template
         self._tokenizer = files.tokenizer
         self._limits = Limits(spec, model, files, context, vocab)
@@ -51,8 +53,9 @@ class RequestReader:
     def completion(self, body: bytes) -> TextRequest:
         """The request of a body of /v1/completions."""
         fields, limits = parse_object(body), self._limits
-        wanted = fields.take("logprobs") is not False  # a default that some clients send
-        logprobs = fields.integer("logprobs", 0, limits.spec.max_logprobs, None) if wanted else None
+        # The key is an integer here; some clients send false, the default of chats, which counts as absent.
+        given = fields.take("logprobs") is not False
+        logprobs = fields.integer("logprobs", 0, limits.spec.max_logprobs, None) if given else None
         request = read_shared(fields, limits, logprobs=logprobs, new_tokens=DEFAULT_COMPLETION_TOKENS)
         echo = fields.flag("echo")
         if echo and logprobs is not None:
@@ -74,32 +77,28 @@ class RequestReader:
     def chat(self, body: bytes) -> TextRequest:
         """The request of a body of /v1/chat/completions."""
         fields, limits = parse_object(body), self._limits
-        if self._template is None:
-            raise RequestError(
-                400,
-                "messages: the model has no chat template; use /v1/completions, or start the server with --chat-template",
-            )
+        template = self._chat_template()
         most = fields.integer("top_logprobs", 0, limits.spec.max_logprobs, None)
         wanted = fields.flag("logprobs")
         if most and not wanted:
             raise RequestError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
         request = read_shared(fields, limits, logprobs=(most or 0) if wanted else None, new_tokens=None)
         tools = read_tools(fields)
-        self._find_calls(request, tools)
-        write = _prompt_writer(fields, self._template, tools)
+        self._expect_calls(request, tools)
+        write = _prompt_writer(fields, template, tools)
         fields.finish(ONLY_DEFAULTS)
         request.prompts = [self._encode(write(), "messages", special=False)]
         check_prompts(request, limits, "messages")
         return request
 
     def tokenize(self, body: bytes) -> bytes:
-        """The answer to a body of /tokenize: the tokens of its text or chat."""
+        """The answer to a body of /tokenize: the tokens of its `prompt`, which is text, or of its `messages`."""
         fields = parse_object(body)
         fields.ignore("model")
         special = fields.flag("add_special_tokens", True)
         names = fields.flag("return_token_strs")
-        if fields.has("messages") and self._template is not None:
-            write = _prompt_writer(fields, self._template, read_tools(fields))
+        if fields.has("messages"):
+            write = _prompt_writer(fields, self._chat_template(), read_tools(fields))
             fields.finish()
             text, special = write(), False
         else:
@@ -120,8 +119,18 @@ class RequestReader:
         fields.finish()
         return json.dumps({"prompt": self._tokenizer.decode(tokens, skip_special_tokens=False)}).encode("ascii")
 
-    def _find_calls(self, request: TextRequest, tools: Tools) -> None:
-        """Let the texts of a request have calls of tools, by a grammar if there must be some."""
+    def _chat_template(self) -> ChatTemplate:
+        """The template of chats. Raises RequestError without one."""
+        if self._template is None:
+            message = "the model has no chat template; use /v1/completions, or start the server with --chat-template"
+            raise RequestError(400, f"messages: {message}", param="messages")
+        return self._template
+
+    def _expect_calls(self, request: TextRequest, tools: Tools) -> None:
+        """Set how tool calls are read from a request's texts, and the grammar of texts that must be calls.
+
+        Raises RequestError if the request has a grammar of its own and must be answered by calls.
+        """
         if tools.schema is not None:
             if request.grammar is not None:
                 key = request.grammar_key
@@ -155,7 +164,11 @@ class RequestReader:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _encode(self, text: str, key: str, *, special: bool) -> list[int]:
-        """The token ids of a prompt. Raises RequestError, before it is encoded, for a text that cannot fit into the context."""
+        """The token ids of a prompt.
+
+        A lower bound of their number, where the tokenizer has one, comes first: a text that leaves no room for one new token raises
+        RequestError before it is encoded.
+        """
         reach, context = self._files.reach, self._limits.context
         if reach is not None and (least := reach.least_tokens(text)) >= context:
             raise too_long(f"at least {least}", context, key)
@@ -171,11 +184,14 @@ def chat_template(spec: ServeSpec, files: ModelFiles) -> ChatTemplate | None:
 
 
 def _prompt_writer(fields: Fields, template: ChatTemplate, tools: Tools) -> Callable[[], str]:
-    """Read the keys of a chat that its prompt depends on; returns the function that writes the prompt."""
+    """Read the keys of a chat that its prompt depends on; returns a function that renders the prompt.
+
+    Rendering is the expensive part, so the caller checks the other keys first.
+    """
     messages = read_messages(fields.take("messages"))
     continued = fields.flag("continue_final_message")
-    prompt = fields.flag("add_generation_prompt", not continued)
-    if continued and prompt:
+    opens_answer = fields.flag("add_generation_prompt", not continued)
+    if continued and opens_answer:
         raise RequestError(
             400, "continue_final_message: needs add_generation_prompt: false", param="continue_final_message"
         )
@@ -186,7 +202,7 @@ def _prompt_writer(fields: Fields, template: ChatTemplate, tools: Tools) -> Call
         variables = {EFFORT: effort, **(variables or {})}
     if continued:
         return partial(template.continued, messages, tools.tools, variables)
-    return partial(template.render, messages, tools.tools, variables, add_generation_prompt=prompt)
+    return partial(template.render, messages, tools.tools, variables, add_generation_prompt=opens_answer)
 
 
 def _notation(spec: ServeSpec, template: str | None) -> Notation | None:

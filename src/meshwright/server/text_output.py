@@ -62,7 +62,7 @@ class TextOutput:
             if logprobs is not None and news.logprobs:
                 logprobs.add(text, content, news.logprobs[index], incomplete=stream.incomplete)
             if stops is not None:
-                text = stops.add(text, ends=self.tokens > self._min_tokens)
+                text = stops.add(text, may_stop=self.tokens > self._min_tokens)
             shown.append(text)
             if stops is not None and stops.complete:
                 break
@@ -71,7 +71,7 @@ class TextOutput:
                 ending = stream.finish()
                 if logprobs is not None:
                     logprobs.complete(ending)
-                shown.append(ending if stops is None else stops.add(ending, ends=self.tokens > self._min_tokens))
+                shown.append(ending if stops is None else stops.add(ending, may_stop=self.tokens > self._min_tokens))
                 if stops is not None and not stops.complete:
                     shown.append(stops.finish())
                 self._end(news)

@@ -1,7 +1,7 @@
-"""A text process: reads requests for the HTTP process, so that long ones and endless templates stop no stream.
+"""A text process: parses and tokenizes requests for the HTTP process, whose streams go on meanwhile.
 
-The HTTP process starts it, gives it one job after the other, and kills it if a job takes too long. It has no secrets, no network and no
-files: its socket brings all it needs.
+A long prompt, or a chat template with an endless loop, then blocks nobody else. The HTTP process starts it, gives it one job after the
+other, and kills it if a job takes too long. Everything it needs comes over its socket: it gets no keys and opens no file or connection.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ WORK: Mapping[str, Work] = {
     for work in (RequestReader.completion, RequestReader.chat, RequestReader.tokenize, RequestReader.detokenize)
 }
 """Work that a text process can do with a body, by name."""
-LEAST_MEMORY = 4 << 30
-"""Memory of a job that is always allowed."""
-MEMORY_OF_A_BYTE = 400
-"""Memory that is allowed for a byte of the longest body: a tokenizer takes about 200 for one of a text."""
+LEAST_LIMIT_BYTES = 4 << 30
+"""Lower bound of a job's memory limit."""
+LIMIT_PER_BODY_BYTE = 400
+"""Bytes of the memory limit for each byte of the longest body; a tokenizer takes about 200 for each byte of text."""
 _RECEIVE_BYTES = 1 << 20
 
 
@@ -56,7 +56,7 @@ class Setup:
     @classmethod
     def of(cls, spec: ServeSpec, model: str, nice: int) -> Setup:
         """The setup for a server's settings."""
-        memory = max(LEAST_MEMORY, MEMORY_OF_A_BYTE * spec.max_body_bytes)
+        memory = max(LEAST_LIMIT_BYTES, LIMIT_PER_BODY_BYTE * spec.max_body_bytes)
         return cls(replace(spec, api_key=None, admin_key=None, transfer_key=None), model, nice, memory)
 
 
@@ -107,13 +107,14 @@ def memory_error() -> RequestError:
 
 
 def run(connection: Connection) -> None:
-    """Load the tokenizer, and do jobs until the HTTP process closes the socket."""
+    """Load the tokenizer, send an empty message that says so, and answer jobs until the HTTP process closes the socket."""
     message, content = connection.receive()
     setup = from_plain(Setup, message["setup"])
     files = ModelFiles.unpack(message["files"], bytes(content))
     del content
     template = chat_template(setup.spec, files)
     os.nice(setup.nice)
+    # The limit counts from the memory in use now: the tokenizer is loaded.
     limit_memory(setup.memory_bytes)
     keep_loaded()
     connection.send({})
@@ -128,7 +129,10 @@ def run(connection: Connection) -> None:
 
 
 def limit_memory(further_bytes: int) -> None:
-    """Limit this process's memory to what it has now and `further_bytes`. It leaves no core file, which would have texts."""
+    """Limit this process's address space to its present size and `further_bytes`, and disable its core file, which would have prompts.
+
+    Without /proc there is no memory limit.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     status = Path("/proc/self/statm")
     if status.exists():

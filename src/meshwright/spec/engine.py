@@ -77,11 +77,11 @@ class EngineSettings:
     prefix_cache: bool = True
     """Whether requests share cached blocks of equal prefixes."""
     weights: WeightFormat | None = None
-    """Format of the products with the blocks' weights; none is the model's dtype. int8 includes routed experts, fp8 does not."""
+    """Format of the matmuls in the transformer blocks; none is the model's dtype. int8 includes routed experts, fp8 does not."""
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
     invariant: bool = False
-    """Whether a text does not depend on the others, bit for bit; slower."""
+    """Whether a text is equal bit for bit whatever other requests are in its batch (batch invariance); slower."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context"):

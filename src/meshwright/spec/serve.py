@@ -65,13 +65,13 @@ class ServeSpec(EngineSettings, HttpSettings):
     """How a model is served. Raises BadInput for settings that exclude each other."""
 
     speculate: NotNegative = 0
-    """Draft tokens that a step checks for each text; 0 for none, or 4 with `draft_model`, 1 if that is `mtp`."""
+    """Draft tokens of a request that a step verifies (speculative decoding); 0: none, but 4 with a `draft_model`, or 1 with `mtp`."""
     draft_model: str | None = None
-    """Folder of a smaller model that proposes the draft tokens; `mtp`: the model's prediction modules; none: prompt lookup."""
+    """Folder of a smaller model that proposes draft tokens; `mtp`: the model's own modules; none: what followed the same tokens before."""
     tensor: Positive = 1
     """Devices of this host over which the engine divides every layer."""
     role: Role = "both"
-    """Work of this engine: prompts for other engines, texts whose prompts others compute, or both and whole requests."""
+    """`prefill` computes prompts for other engines, `decode` generates texts whose prompts others compute, `both` does whole requests."""
     transfer_address: str | None = None
     """Address at which other engines ask for prompts: `unix:PATH` for one host, or HOST:PORT, which needs `transfer_key`."""
     transfer_key: str | None = None
@@ -81,7 +81,7 @@ class ServeSpec(EngineSettings, HttpSettings):
     block_cache: str | None = None
     """Address of a `meshwright cache`, in which engines share the blocks of prompts."""
     transfer_seconds: Annotated[float, Bound(more_than=0)] = 30.0
-    """Longest time without news of a prompt at another engine, or of blocks sent to one."""
+    """Longest silence of another engine: after it a prompt that it computes is computed here, and blocks that it reads are freed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
