@@ -38,17 +38,17 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
 - If the engine cannot continue, `/health` answers 503 for two seconds. Then the server ends with the engine's
   [code](exit-codes.md): 7 if steps fail one after the other, 5 if its process has died.
 - If several requests in turn fail because the model gives NaN or infinite logits (`not_finite`), the server sends the
-  engine a test request of one token, again and again. While it fails, `/health` answers 503 (`unhealthy`), and the router
-  sends this server no requests. A test that succeeds, or new weights, make the server healthy again.
+  engine a test request of one token, again and again. While it fails, `/health` answers 503 (`unhealthy`), and the
+  router sends this server no requests. A test that succeeds, or new weights, make the server healthy again.
 - HTTP is in one process, the engine in another. A text process renders chat templates and reads bodies above 4 KiB;
   one for bodies above 64 KiB starts when it is needed. They exchange messages over Unix sockets.
 
 ## Roles
 
-Roles divide the computation of prompts and of new tokens between engines (disaggregated serving), so that long prompts do
-not delay the tokens of other requests. An engine of role `prefill` computes prompts for others; one of role `decode` gets its
-prompts from them and generates the texts. The default `both` does all for its own requests; with a `transfer_address` it also
-computes prompts for others.
+Roles divide the computation of prompts and of new tokens between engines (disaggregated serving), so that long prompts
+do not delay the tokens of other requests. An engine of role `prefill` computes prompts for others; one of role `decode`
+gets its prompts from them and generates the texts. The default `both` does all for its own requests; with a
+`transfer_address` it also computes prompts for others.
 
 ```bash norun
 meshwright serve MODEL --role prefill --transfer-address unix:sockets/prefill --port 8001
@@ -60,8 +60,8 @@ meshwright serve MODEL --role decode --prefill-engines unix:sockets/prefill --po
   role must be set from the start.
 - `decode` reserves cache blocks, sends the prompt to the peer with the fewest prompt tokens left to compute, and copies
   each block as soon as the peer has computed it. The peer also samples the first new token. The blocks travel
-  - out of the peer's device memory by one kernel, between CUDA devices of one host where the driver can map it: no tensor
-    ranks, a common IPC namespace;
+  - out of the peer's device memory by one kernel, between CUDA devices of one host where the driver can map it: no
+    tensor ranks, a common IPC namespace;
   - else through shared memory, with an address `unix:PATH`;
   - else over the connection, with an address HOST:PORT.
 - Every block has a checksum. If a block is damaged, or the peer fails, disconnects or is silent for `transfer_seconds`,
@@ -81,10 +81,10 @@ sends texts to those of role `decode` or `both`: to the one that had the same be
 far fewer requests, else to the one with the fewest. A host name with several addresses, as a headless service of
 Kubernetes has, is several servers.
 
-- A request that a server refuses with 429 or 503 goes to another, but after 503 `engine_failed` to none: the request may
-  be the cause. If the connection breaks before the first byte of the answer, it goes to one other server only; if that
-  one is lost too, the answer is 503 `server_lost`. After the first byte a stream ends with an event `{"error": …}` of
-  that code.
+- A request that a server refuses with 429 or 503 goes to another, but after 503 `engine_failed` to none: the request
+  may be the cause. If the connection breaks before the first byte of the answer, it goes to one other server only; if
+  that one is lost too, the answer is 503 `server_lost`. After the first byte a stream ends with an event
+  `{"error": …}` of that code.
 - If no answer begins within `--first-seconds`, it is 503 `late`. Both codes come with `x-should-retry: false`: OpenAI's
   clients do not send the request again, which might cost the next server.
 - A server that misses a check of its health gets no new requests; those that it has go on. They are given up after a
@@ -154,17 +154,17 @@ its value is null.
 - In messages null counts as absent, and keys that templates do not know are left out; `developer` becomes `system` for
   templates without it. Answers of any server can be sent back as they are.
 - `continue_final_message` goes on with the last message, which is the assistant's.
-- `tools` are passed to the template. With `tool_choice` `auto`, calls that the model writes in the server's notation (setting
-  `tool_calls`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the arguments.
-  With `required`, or the name of a function, a grammar makes the text a JSON array of calls, whose arguments follow their
-  schemas. In a stream each call is one event.
+- `tools` are passed to the template. With `tool_choice` `auto`, calls that the model writes in the server's notation
+  (setting `tool_calls`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the
+  arguments. With `required`, or the name of a function, a grammar makes the text a JSON array of calls, whose arguments
+  follow their schemas. In a stream each call is one event.
 {_WITHOUT_EFFECT}
 {_ONLY_DEFAULTS}
 
 ## Answers
 
 - `usage` counts new tokens up to the one that completes a stop string; `cached_tokens` are prompt tokens from the
-  cache. With `include_usage` the last event of a stream has `usage`; with `continuous_usage_stats` as well, every event.
+  cache. With `include_usage` the last event of a stream has `usage`; with `continuous_usage_stats` too, every event.
 - `finish_reason` is `length` also at the end of the context, and `tool_calls` after calls unless `tool_choice` names
   the function. `stop_reason` is the stop string, or the token of `stop_token_ids`, that ended the text.
 - The tokens of `logprobs` joined are the text, and their `bytes` joined are its UTF-8. In `top_logprobs` each token is
@@ -200,8 +200,8 @@ Some errors have a `code`:
 | `request_failed` | 500 | an error of this request alone |
 | `engine_failed` | 503 | a step of the engine failed |
 
-`text_lost`, the codes of the engine with status 500, and `engine_failed` come with `x-should-retry: false`: the request itself
-may be the cause, and would fail again.
+`text_lost`, the codes of the engine with status 500, and `engine_failed` come with `x-should-retry: false`: the request
+itself may be the cause, and would fail again.
 
 In a stream that has begun an error is an event `data: {{"error": …}}`.
 """
