@@ -204,7 +204,7 @@ def test_a_stop_string_counts_where_its_end_counts(stops: list[str]) -> None:
         stream, shown, text = StopStrings(search), "", "".join(characters)
         for index, character in enumerate(text):
             if not stream.complete:
-                shown += stream.add(character, ends=index >= early)
+                shown += stream.add(character, may_stop=index >= early)
         found = [end for end in range(early + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
         assert stream.complete is bool(found)
         if found:

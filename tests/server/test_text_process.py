@@ -176,8 +176,8 @@ def test_a_killed_process_ends_the_request_that_it_worked_on(files: ModelFiles) 
 
 def test_a_request_gets_limited_memory(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python says that memory is exhausted; a tokenizer ends its process."""
-    monkeypatch.setattr(text_process, "LEAST_MEMORY", 200 << 20)
-    monkeypatch.setattr(text_process, "MEMORY_OF_A_BYTE", 0)
+    monkeypatch.setattr(text_process, "LEAST_LIMIT_BYTES", 200 << 20)
+    monkeypatch.setattr(text_process, "LIMIT_PER_BODY_BYTE", 0)
 
     async def ask(workers: TextWorkers) -> Any:
         filling = await outcome(workers, chat("x", chat_template_kwargs={"filling": 10**9}))
