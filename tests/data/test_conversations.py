@@ -15,6 +15,7 @@ from meshwright.config.presets import MODEL_PRESETS
 from meshwright.data.conversations import best_fit
 from meshwright.data.indexed import bin_path
 from meshwright.data.loader import Loader, Windows
+from meshwright.data.prepare import prepare
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.launch import corpus
 from meshwright.launch.prepare import resolve_data
@@ -112,6 +113,23 @@ def test_shards_do_not_change_the_windows(tmp_path: Path) -> None:
     for window in range(layouts[0].count):
         first, second = (layout.read(window, True) for layout in layouts)
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+def test_fillers_are_told_for_chats_and_not_for_text(tmp_path: Path) -> None:
+    out = prepared_chats(tmp_path, marked(CHATML), MANY)
+    source = opened(out)
+    batch = source.samples(range(source.windows))
+    lengths = [sum(part["end"] - part["start"] for part in source.describe(index)["documents"]) for index in range(8)]
+    assert batch.real is not None and batch.real[:8].sum(1).tolist() == lengths
+    assert (np.diff(batch.real.astype(int), axis=1) <= 0).all() and not batch.real.all()
+    assert (batch.targets[~batch.real] == -1).all()
+    (tmp_path / "text.txt").write_text("A text without any chat. " * 400)
+    prepare([str(tmp_path / "text.txt")], str(tmp_path / "model"), tmp_path / "text")
+    assert opened(tmp_path / "text").samples([0]).real is None
+    mixed = open_data(DataSpec(mix={str(out): 1.0, str(tmp_path / "text"): 1.0}), seq_len=SEQ, seed=1)
+    for index in range(8):
+        (real,) = mixed.samples([index]).real  # type: ignore[misc]
+        assert real.all() or mixed.describe(index)["source"] == str(out)
 
 
 def test_a_loader_continues_with_the_sample_that_it_would_have_read(tmp_path: Path) -> None:

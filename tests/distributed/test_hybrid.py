@@ -130,7 +130,8 @@ def micro_batch(slot: Slot, samples: Samples, vocabulary: int) -> Any:
         return torch.cat((tokens, targets[-1:])).numpy()[start:stop]
 
     packed = slot_arrays(slot, tokens_of)
-    tokens, targets, positions, documents = (torch.from_numpy(array)[None] for array in vars(packed).values())
+    arrays = (packed.tokens, packed.targets, packed.positions, packed.documents)
+    tokens, targets, positions, documents = (torch.from_numpy(array)[None] for array in arrays)
     begin = 0
     for part in slot.parts:
         for inputs in part.ranges:

@@ -85,7 +85,7 @@ class ConversationWindows:
             trained[stop - length : stop] = self._stream.read_mask(start, start + length)
             trained[stop - length] = False  # its first token follows another conversation
         begins = np.concatenate([[0], stops if stops[-1] < room else stops[:-1]]).astype(np.int64)
-        return WindowTokens(tokens, begins if with_documents else begins[:1], trained)
+        return WindowTokens(tokens, begins if with_documents else begins[:1], trained, int(stops[-1]))
 
     def parts(self, window: int) -> list[DocumentPart]:
         """The conversations of a window's inputs, each with the part that lies inside."""

@@ -33,7 +33,8 @@ class MicroBatch:
     `positions` and `documents` are None without `data.document_mask`: each sequence is then one document, counted from
     0. `valid_tokens` is the number of targets other than -1, counted on the host to avoid synchronisation.
     `attention_work` is the sum of the squared lengths of the documents, None if it is not counted. `slot` tells what the tokens belong to,
-    None if sequences have equal length.
+    None if sequences have equal length. `real`, bool, is false for tokens that only fill a sequence, which routers of experts do not count;
+    None if no sequence of the run can have any.
     """
 
     tokens: torch.Tensor
@@ -43,6 +44,7 @@ class MicroBatch:
     valid_tokens: int
     attention_work: int | None = None
     slot: Slot | None = None
+    real: torch.Tensor | None = None
 
     @property
     def common(self) -> CommonNumber | None:
@@ -51,7 +53,7 @@ class MicroBatch:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """A copy with `change` applied to each tensor."""
-        tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
+        tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents", "real")}
         return replace(self, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
@@ -132,6 +134,7 @@ class Windows:
             documents=torch.from_numpy(batch.documents) if masked else None,
             valid_tokens=int(np.count_nonzero(batch.targets >= 0)),
             attention_work=sum(int((np.bincount(sequence) ** 2).sum()) for sequence in batch.documents),
+            real=None if batch.real is None else torch.from_numpy(batch.real),
         )
 
 

@@ -36,23 +36,28 @@ class DocumentPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """Packed documents of a window, all `(seq,)` int64; `documents` counts from 0 within the window."""
+    """Packed documents of a window, all `(seq,)` int64; `documents` counts from 0 within the window.
+
+    Tokens from number `real` on only fill the window; None: there are none.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
     positions: np.ndarray
     documents: np.ndarray
+    real: int | None = None
 
 
 class WindowTokens(NamedTuple):
     """Tokens `(seq + 1,)` int64 of a window, where documents begin in it, 0 first, and which of them are trained on.
 
-    `trained` `(seq + 1,)` bool; None: all.
+    `trained` `(seq + 1,)` bool; None: all. Tokens from number `real` on only fill the window; None: there are none.
     """
 
     tokens: np.ndarray
     begins: np.ndarray
     trained: np.ndarray | None
+    real: int | None = None
 
 
 class TokenStream:
@@ -162,22 +167,28 @@ class StreamWindows:
         return self._stream.locate(window * self._seq_len + at)
 
 
-def pack(tokens: np.ndarray, begins: np.ndarray, document_mask: bool, trained: np.ndarray | None = None) -> Packed:
+def pack(
+    tokens: np.ndarray,
+    begins: np.ndarray,
+    document_mask: bool,
+    trained: np.ndarray | None = None,
+    real: int | None = None,
+) -> Packed:
     """A window of S inputs from `tokens` (S + 1,) int64; `begins` are the places in it where a document begins, 0
     first.
 
     With `document_mask`, positions restart at each document and a target that lies in the next document is -1; without
     it the window is one text: positions 0 to S - 1, documents all 0. A document that began earlier starts at position 0
-    too. A target outside `trained` (S + 1,) bool is -1.
+    too. A target outside `trained` (S + 1,) bool is -1. `real` is that of `Packed`.
     """
     inputs, targets = tokens[:-1], tokens[1:]
     if trained is not None:
         targets = np.where(trained[1:], targets, IGNORED)
     everything = np.arange(len(tokens))
     if not document_mask:
-        return Packed(inputs, targets, everything[:-1], np.zeros_like(inputs))
+        return Packed(inputs, targets, everything[:-1], np.zeros_like(inputs), real)
     lengths = np.diff(begins, append=len(tokens))
     documents = np.repeat(np.arange(len(begins)), lengths)
     positions = everything - np.repeat(begins, lengths)
     masked = np.where(documents[1:] == documents[:-1], targets, IGNORED)
-    return Packed(inputs, masked, positions[:-1], documents[:-1])
+    return Packed(inputs, masked, positions[:-1], documents[:-1], real)

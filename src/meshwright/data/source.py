@@ -39,12 +39,16 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples as int64 arrays of `(samples, seq)`; `targets` is -1 where nothing is to be learned."""
+    """Samples as int64 arrays of `(samples, seq)`; `targets` is -1 where nothing is to be learned.
+
+    `real` `(samples, seq)`, bool, is false for tokens that only fill a window; None if no source can have such tokens.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
     positions: np.ndarray
     documents: np.ndarray
+    real: np.ndarray | None = None
 
 
 def open_data(
@@ -180,6 +184,8 @@ class DataSource:
         self.seq_len, self.document_mask = seq_len, document_mask
         self._by_path = by_path
         self._limit = vocab_size
+        self._fills = any(source.packing is not None for source in sources)
+        """Whether windows of a source may end with tokens that only fill them."""
         self._verifier = verifier
         self._used: set[int] = set()
         """Numbers of the shards given to the verifier, over all sources."""
@@ -281,7 +287,13 @@ class DataSource:
             targets=np.stack([sample.targets for sample in packed]),
             positions=np.stack([sample.positions for sample in packed]),
             documents=np.stack([sample.documents for sample in packed]),
+            real=self._real(packed) if self._fills else None,
         )
+
+    def _real(self, packed: Sequence[Packed]) -> np.ndarray:
+        """Whether each input is more than a filler, `(samples, seq)` bool."""
+        real = [self.seq_len if sample.real is None else sample.real for sample in packed]
+        return np.arange(self.seq_len) < np.array(real)[:, None]
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Inputs of the samples with these global indices, int64; no tokens are read."""
@@ -341,9 +353,9 @@ class DataSource:
         return [(self._ordered[s], int(w)) for s, w in zip(draws.source, draws.window, strict=True)]
 
     def _sample(self, source: Source, window: int) -> Packed:
-        tokens, begins, trained = source.layout.read(window, self.document_mask)
-        self._check_ids(source, window, tokens)
-        return pack(tokens, begins, self.document_mask, trained)
+        read = source.layout.read(window, self.document_mask)
+        self._check_ids(source, window, read.tokens)
+        return pack(read.tokens, read.begins, self.document_mask, read.trained, read.real)
 
     def _check_ids(self, source: Source, window: int, tokens: np.ndarray, start: int = 0) -> None:
         """Raise Damaged unless each of `tokens`, which begin at token `start` of a window, fits the model's vocabulary."""

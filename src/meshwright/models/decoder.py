@@ -171,7 +171,7 @@ class Decoder(nn.Module):
             assert isinstance(module, PredictionModule)
             # `block.forward` as `parallel` wraps it; the embedding of a token has no position, its hidden state has.
             y = module.block.forward(
-                module.join(hidden, self.embed(further.inputs[..., depth])), shared.rope, shared.mask
+                module.join(hidden, self.embed(further.inputs[..., depth])), shared.rope, shared.mask, shared.counted
             )
             if isinstance(y, RoutedOutput):
                 routed.append(y)

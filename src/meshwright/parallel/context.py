@@ -65,11 +65,13 @@ class SplitSequences:
     def local_batch(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of a micro-batch of whole sequences, with their targets (already shifted by one) and positions."""
         local = self.local_tokens
-        targets, positions = (None if whole is None else local(whole) for whole in (batch.targets, batch.positions))
+        targets, positions, real = (
+            None if whole is None else local(whole) for whole in (batch.targets, batch.positions, batch.real)
+        )
         if positions is None:
             ranges = local_tokens(batch.tokens.shape[1], self._ring, self._ulysses)
             positions = _token_positions(ranges, batch.tokens.device).expand(len(batch.tokens), -1)
-        return replace(batch, tokens=local(batch.tokens), targets=targets, positions=positions)
+        return replace(batch, tokens=local(batch.tokens), targets=targets, positions=positions, real=real)
 
     def local_tokens(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor `(batch, seq, …)` of whole sequences."""

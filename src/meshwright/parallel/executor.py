@@ -80,13 +80,15 @@ class Executor:
         recorder: Recorder,
         valid: Tensor | None = None,
         callbacks: StepEndCallbacks | None = None,
+        real: Tensor | None = None,
     ) -> Tensor:
         """Run this rank's actions of a schedule and return its share of the loss (float64 scalar; 0 without the last stage).
 
         The stages of `schedule` are already divided into units. `batches` are the step's micro-batches by number, with whole sequences. If
         all ranks number their micro-batches in a common order, a rank may have fewer than the schedule: others are left out.
-        Losses are divided by `valid`, the number of valid tokens over all ranks, or summed if it is None. Collective: every rank of the
-        job makes the same call.
+        Losses are divided by `valid`, the number of valid tokens over all ranks, or summed if it is None. The losses of routers are divided
+        by `real`, the number of tokens that are no fillers, where micro-batches tell them. Collective: every rank of the job makes the
+        same call.
         The first training step posts each message only when it is needed, because lazy kernel loading can deadlock otherwise.
         """
         if schedule.trains and not self._has_trained:
@@ -95,7 +97,7 @@ class Executor:
         if numbers and len(numbers) < schedule.micro_batches:
             # After `in_turns`, so that all ranks of a stage have parts of one order.
             schedule = schedule.only(numbers)
-        step = _Step(self, schedule, batches, recorder, valid, callbacks or {})
+        step = _Step(self, schedule, batches, recorder, valid, callbacks or {}, real)
         loss, self.z_loss = step.run(), step.z_loss
         return loss
 
@@ -121,10 +123,11 @@ class _Step:
         recorder: Recorder,
         valid: Tensor | None,
         callbacks: StepEndCallbacks,
+        real: Tensor | None = None,
     ) -> None:
         self.executor, self.rank_model, self.recorder = executor, executor.rank_model, recorder
         self.batches = [self.rank_model.local_batch(batch, trains=schedule.trains) for batch in batches]
-        self.valid, self.callbacks = valid, callbacks
+        self.valid, self.callbacks, self.real = valid, callbacks, real
         self.rank_of = schedule.rank_of
         self.rank_actions = schedule.actions[self.rank_model.pipeline_rank]
         self.logits: dict[int, Tensor] = {}
@@ -178,7 +181,7 @@ class _Step:
         self.executor.streams.follow_compute()
         if self.rank_model.routing is not None:
             slots = bool(self.batches) and self.batches[0].slot is not None
-            self.rank_model.routing.begin_step(self.seq, self.valid if slots else None)
+            self.rank_model.routing.begin_step(self.seq, self.valid if slots else self.real)
         if self.rank_model.predictions is not None:
             self.rank_model.predictions.begin_step()
         if self.recorder.detail and self.executor.channels is not None:

@@ -19,7 +19,7 @@ class RoutingStatistics:
     """Sums over one rank's micro-batches of one step, kept on the device. Forwards add to them; recomputed forwards do not.
 
     `weight` is the coefficient of the balance loss, and `global_batch` the number of sequences in a step over all ranks: the step's loss
-    includes `weight` times the mean balance loss of these sequences, or of samples of any length weighted by their counted tokens, and for
+    includes `weight` times the mean balance loss of these sequences, or of samples or sequences weighted by their counted tokens, and for
     each layer `z_loss` times the mean squared log-sum-exp of the router logits of all their tokens. `biases` has by layer the biases
     `(experts,)` that this rank's routers add to the scores that choose experts; an update moves each bias by `bias_step`.
     """

@@ -102,14 +102,24 @@ class RankModel:
             shared = self.model.shared_inputs(batch.tokens, batch.positions, batch.documents, self.dtype)
         else:
             shared = self.context.shared_inputs(batch, self.dtype)
-        if self.routing is None or batch.slot is None or batch.targets is None:
+        if self.routing is None or batch.targets is None or (counted := self._counted_tokens(batch)) is None:
             return shared
-        assert batch.documents is not None, "a slot's samples are documents"
-        sample = batch.documents.masked_fill(batch.targets < 0, -1).chunk(self.tensor.count, dim=1)[self.tensor.index]
-        counted = CountedTokens(sample, batch.tokens.shape[1])
         if isinstance(self.context, DividedSamples):
             counted = self.context.counted_tokens(counted, shared)
         return shared._replace(counted=counted)
+
+    def _counted_tokens(self, batch: MicroBatch) -> CountedTokens | None:
+        """The tokens that routers count: of a slot those that are trained on, of sequences with fillers the others; None: all."""
+        sequences, seq = batch.tokens.shape
+        if batch.slot is not None:
+            assert batch.documents is not None and batch.targets is not None, "a slot's samples are documents"
+            sample, samples = batch.documents.masked_fill(batch.targets < 0, -1), seq
+        elif batch.real is not None:
+            sequence = torch.arange(sequences, device=batch.real.device)[:, None]
+            sample, samples = torch.where(batch.real, sequence, -1), sequences
+        else:
+            return None
+        return CountedTokens(sample.chunk(self.tensor.count, dim=1)[self.tensor.index], samples)
 
     def choose_experts(self, unit: Unit, number: int | None) -> None:
         """Set the experts of a micro-batch in a block before its forward, where recorded routing is replayed.

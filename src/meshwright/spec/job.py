@@ -77,7 +77,8 @@ class TrainSpec:
     """Gradients are scaled down to this global norm; none disables clipping."""
     balance_loss: Annotated[float, Bound(at_least=0)] = 0.001
     """Weight of the load-balancing loss, for each layer with experts; 0 disables it. It is the mean over sequences, or with
-    `data.packing: none` over samples weighted by their trained tokens. A dense model has none."""
+    `data.packing: none` over samples weighted by their trained tokens, with chats over sequences weighted by their tokens without fillers.
+    A dense model has none."""
     balance_bias: Annotated[float, Bound(at_least=0)] = 0.001
     """Step by which each update moves the biases of a sigmoid router towards equal loads of its experts; 0 keeps them."""
     expert_load: str | None = None

@@ -83,7 +83,7 @@ def train_step(
 
     callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}
     schedule = engine.training_schedule(scheduled_micro_batches(micro_batches))
-    loss = engine.executor.play(schedule, micro_batches, recorder, loss_divisor(valid), callbacks)
+    loss = engine.executor.play(schedule, micro_batches, recorder, loss_divisor(valid), callbacks, *valid[2:])
     routing, predictions = engine.executor.rank_model.routing, engine.executor.rank_model.predictions
     norms, further = _norm_slots(norm, mesh), [] if predictions is None else [predictions.loss[None]]
     routed = [] if routing is None else [routing.sums.flatten()]
@@ -96,7 +96,7 @@ def train_step(
         )
     z_loss, norms, sums_behind = sums[2], sums[3 : 3 + len(norms)], sums[3 + len(norms) :]
     further, routed_sums = sums_behind[: len(further)], sums_behind[len(further) :]
-    figures = [sums[0], norms.max(), *valid, sums[1], skipping_replicas(norms, norm_limit)]
+    figures = [sums[0], norms.max(), *valid[:2], sums[1], skipping_replicas(norms, norm_limit)]
     if routing is None:
         return StepFigures(torch.stack([*figures, *further, z_loss]))
     routed_sums, rank_loads = routed_sums[: routing.sums.numel()], routed_sums[routing.sums.numel() :]
@@ -131,10 +131,16 @@ def loss_divisor(valid: torch.Tensor) -> torch.Tensor:
 
 
 def count_valid(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor:
-    """[valid tokens, sum of token ids] summed over all ranks, float64; ranks with the same samples count them once."""
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    """[valid tokens, sum of token ids] summed over all ranks, float64; ranks with the same samples count them once.
+
+    Where micro-batches tell their fillers, the number of other tokens follows.
+    """
+    fillers = micro_batches[0].real is not None
+    sums = torch.zeros(2 + fillers, dtype=torch.float64, device=mesh.device)
     if not any(index for axis, index in mesh.coordinates.items() if axis not in DATA_AXES):
         sums[0] = sum(batch.valid_tokens for batch in micro_batches)
         for batch in micro_batches:
             sums[1] += batch.tokens.sum()
+            if batch.real is not None:
+                sums[2] += batch.real.sum()
     return mesh.sum_over_all(sums)
