@@ -10,9 +10,9 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from meshwright.data.corpus import Document, FromFile, checked_document
 from meshwright.data.file_formats import LAYOUTS
 from meshwright.data.inputs import InputFile, NotRead
 from meshwright.data.records import BadDocument, Record, read_records
+from meshwright.data.spelled_tokens import SpelledTokens
 from meshwright.durable.writes import digest, write_durable
 from meshwright.spec.errors import BadInput, nearest
 
@@ -126,6 +127,7 @@ class ChatReader:
         self._sources = {False: files.source, True: files.tool_source or files.source}
         """The template of chats without and with tools."""
         self._template = ChatTemplate(files.source, special_tokens(files.config), lambda: now, files.tool_source)
+        self._spelled = SpelledTokens(tokenizer, special_tokens(files.config).values())
         self._named_by_template = lru_cache(maxsize=None)(self._is_named)
         added = sorted(
             (token.content for token in tokenizer.get_added_tokens_decoder().values()), key=len, reverse=True
@@ -215,7 +217,14 @@ class ChatReader:
             ) from None
         if not spans:
             return BadDocument(record.where, f"nothing to train on: no text of role {' or '.join(self.roles)}")
-        return checked_document(file, record, text, tuple(spans))
+        document = checked_document(file, record, text, tuple(spans))
+        if isinstance(document, BadDocument) or not self._spelled.found_in((chat.messages, chat.tools)):
+            return document
+        write = partial(self._template.render, add_generation_prompt=False)
+        marked = self._spelled.write(write, chat.messages, chat.tools)
+        if marked.text != text:
+            return BadDocument(record.where, "the chat template changes a special token that a message spells")
+        return replace(document, spelled=marked.spelled)
 
     def text_and_spans(
         self,

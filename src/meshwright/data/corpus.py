@@ -27,7 +27,8 @@ SEARCHED_BYTES = 8192
 class Document:
     """A text: its file, its id there, its key in the corpus, and the bytes of all inputs read up to its end.
 
-    `spans` are the ranges [start, stop) of the characters to train on; None means all. `where` is file:line.
+    `spans` are the ranges [start, stop) of the characters to train on; None means all. `where` is file:line. `spelled` are those of special
+    tokens that a message of a chat spells, which are text; None if none does.
     """
 
     file: str
@@ -37,6 +38,7 @@ class Document:
     consumed: int
     spans: tuple[tuple[int, int], ...] | None = None
     where: str = ""
+    spelled: tuple[tuple[int, int], ...] | None = None
 
 
 FromFile = Document | BadDocument | NotRead | Contents

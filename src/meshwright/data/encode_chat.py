@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from meshwright.data.corpus import Document
 from meshwright.data.encode import EncodedDocument, encode_in_order
+from meshwright.data.spelled_tokens import ChatText, Span, SpelledTokens
 from meshwright.spec.errors import BadInput
 
 
@@ -23,51 +24,67 @@ def chat_tokenizer(content: bytes) -> Tokenizer:
 
 
 def encode_chats(
-    documents: Iterable[Document], tokenizer: Tokenizer, dtype: str, workers: int
+    documents: Iterable[Document], tokenizer: Tokenizer, named: Iterable[str], dtype: str, workers: int
 ) -> Generator[EncodedDocument, None, None]:
     """Encode `documents`, which have spans, with `workers` threads; results have the order of the documents.
+
+    Special tokens that a message spells are encoded as text; `named` are those of `SpelledTokens`.
 
     No end-of-text token is added: the template writes the end tokens. Raises BadInput for a span that is not made of
     whole tokens.
     """
-    return encode_in_order(documents, partial(_encode_batch, tokenizer=tokenizer, dtype=dtype), workers)
+    spelled = SpelledTokens(tokenizer, named)
+    encode = partial(_encode_batch, tokenizer=tokenizer, spelled=spelled, dtype=dtype)
+    return encode_in_order(documents, encode, workers)
 
 
-def _encode_batch(batch: list[Document], tokenizer: Tokenizer, dtype: str) -> list[EncodedDocument]:
-    return [_encode(document, tokenizer, dtype) for document in batch]
+def _encode_batch(
+    batch: list[Document], tokenizer: Tokenizer, spelled: SpelledTokens, dtype: str
+) -> list[EncodedDocument]:
+    return [_encode(document, tokenizer, spelled, dtype) for document in batch]
 
 
-def _encode(document: Document, tokenizer: Tokenizer, dtype: str) -> EncodedDocument:
+def _encode(document: Document, tokenizer: Tokenizer, spelled: SpelledTokens, dtype: str) -> EncodedDocument:
     assert document.spans is not None
     text = document.text
     bounds = [0, *(bound for span in document.spans for bound in span), len(text)]
-    ids, ends = _tokens_and_ends(text, bounds, tokenizer, document.where)
+
+    def encoded(ranges: Sequence[Span]) -> list[list[int]]:
+        if document.spelled is not None:
+            return [spelled.encode(ChatText(text, document.spelled), start, stop) for start, stop in ranges]
+        texts = [text[start:stop] for start, stop in ranges]
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    ids, ends = _tokens_and_ends(bounds, encoded, decode, document.where)
     mask = np.zeros(len(ids), dtype=bool)
     for start, stop in zip(ends[1:-1:2], ends[2:-1:2], strict=True):
         mask[start:stop] = True
     return EncodedDocument(document, np.array(ids, dtype=dtype), len(text.encode("utf-8")), mask)
 
 
-def _tokens_and_ends(text: str, bounds: Sequence[int], tokenizer: Tokenizer, where: str) -> tuple[list[int], list[int]]:
+def _tokens_and_ends(
+    bounds: Sequence[int],
+    encoded: Callable[[Sequence[Span]], list[list[int]]],
+    decode: Callable[[list[int]], str],
+    where: str,
+) -> tuple[list[int], list[int]]:
     """The tokens of a text, and how many of them lie before each bound, which are ascending characters.
+
+    `encoded` has the tokens of ranges of the text, `decode` the text of tokens.
 
     The tokens are those of the whole text if those before each bound are also the tokens of the text before it, as a server
     encodes the prompt of an answer. Otherwise each part between bounds is encoded by itself. Raises BadInput if the parts
     are then another text.
     """
-
-    def encoded(texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    parts = [text[start:stop] for start, stop in pairwise(bounds)]
-    whole, *by_part = encoded([text, *parts])
+    whole, *by_part = encoded([(0, bounds[-1]), *pairwise(bounds)])
     joined = [id for part in by_part for id in part]
     ends = [0, *np.cumsum([len(part) for part in by_part]).tolist()]
     if joined == whole:
         return whole, ends
-    beginnings = encoded([text[:bound] for bound in bounds])
+    beginnings = encoded([(0, bound) for bound in bounds])
     if all(whole[: len(beginning)] == beginning for beginning in beginnings):
         return whole, [len(beginning) for beginning in beginnings]
-    if tokenizer.decode(joined, skip_special_tokens=False) != tokenizer.decode(whole, skip_special_tokens=False):
+    if decode(joined) != decode(whole):
         raise BadInput(f"{where}: a token of this tokenizer lies across the beginning or end of the text to train on")
     return joined, ends

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshwright.data.chat import CHAT_ENDINGS, ChatReader, reads_chats
+from meshwright.data.chat_template import special_tokens
 from meshwright.data.corpus import Document, FromFile, read_documents
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
@@ -214,8 +215,9 @@ def _write_shards(
     dtype = token_dtype(tokenizer.record.vocab_size)
 
     def encode(documents: Iterator[Document]) -> Generator[EncodedDocument, None, None]:
-        if preparation.chat is not None:
-            return encode_chats(documents, chat_tokenizer(tokenizer.content), dtype, workers)
+        if (chat_files := preparation.chat_files()) is not None:
+            named = special_tokens(chat_files.config).values()
+            return encode_chats(documents, chat_tokenizer(tokenizer.content), named, dtype, workers)
         return encode_documents(documents, tokenizer, dtype, workers)
 
     with (

@@ -36,14 +36,14 @@ class _Habits(NamedTuple):
 class ChatTemplate(chat_template.ChatTemplate):
     """A chat template that receives messages as it expects them, and refuses some by RequestError."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises BadInput if the source is no template."""
-        super().__init__(source, special_tokens)
-        self._source = source
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """`tool_source` is the template of chats with tools, if it is another. Raises BadInput if a source is no template."""
+        super().__init__(source, special_tokens, tool_source=tool_source)
+        self._source, self._tool_source = source, tool_source
 
     def knows(self, variable: str) -> bool:
         """Whether the template names a variable."""
-        return variable in self._source
+        return variable in self._source or variable in (self._tool_source or "")
 
     def render(
         self,
@@ -54,7 +54,8 @@ class ChatTemplate(chat_template.ChatTemplate):
         add_generation_prompt: bool = True,
     ) -> str:
         """The prompt of a chat. Raises RequestError if the template refuses the messages."""
-        fitted = [_fitted(message, self._habits) for message in messages]
+        habits = self._habits_with_tools if tools else self._habits
+        fitted = [_fitted(message, habits) for message in messages]
         try:
             text = super().render(fitted, tools, variables, add_generation_prompt=add_generation_prompt)
         except chat_template.TemplateRefusal as error:
@@ -88,26 +89,33 @@ class ChatTemplate(chat_template.ChatTemplate):
 
     @cached_property
     def _habits(self) -> _Habits:
-        """The habits with which the template writes a small chat in full; OpenAI's form if there are none.
+        """The habits of the template of chats without tools; they are found at the first chat, within its time limit."""
+        return self._find_habits(self._source, None if self._tool_source else [_TOOL])
 
-        They are found at the first chat, within its time limit: a template may run for ever.
-        """
-        developer = _DEVELOPER.search(self._source) is not None and self._shows(
+    @cached_property
+    def _habits_with_tools(self) -> _Habits:
+        """Those of the template of chats with tools."""
+        return self._find_habits(self._tool_source, [_TOOL]) if self._tool_source else self._habits
+
+    def _find_habits(self, source: str, tools: list[dict[str, Any]] | None) -> _Habits:
+        """The habits with which the template writes a small chat in full; OpenAI's form if there are none."""
+
+        def shows(messages: Sequence[Mapping[str, Any]], habits: _Habits, *texts: str) -> bool:
+            fitted = [_fitted(message, habits) for message in messages]
+            try:
+                text = chat_template.ChatTemplate.render(self, fitted, tools, add_generation_prompt=False)
+            except chat_template.TemplateRefusal:
+                return False
+            return all(part in text for part in texts)
+
+        developer = _DEVELOPER.search(source) is not None and shows(
             [{"role": "developer", "content": "instruction"}, _QUESTION], _Habits(developer=True), "instruction"
         )
         forms = itertools.product((False, True), ("", None), (False, True))
         for habits in (_Habits(developer, *form) for form in forms):
-            if self._shows(_CALLED, habits, "called_function", "argument_value"):
+            if shows(_CALLED, habits, "called_function", "argument_value"):
                 return habits
         return _Habits(developer)
-
-    def _shows(self, messages: Sequence[Mapping[str, Any]], habits: _Habits, *texts: str) -> bool:
-        try:
-            fitted = [_fitted(message, habits) for message in messages]
-            text = super().render(fitted, [_TOOL], add_generation_prompt=False)
-        except chat_template.TemplateRefusal:
-            return False
-        return all(part in text for part in texts)
 
 
 _QUESTION = {"role": "user", "content": "question"}

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.data.chat_template import TOKENIZER_CONFIG, folder_template, read_object, read_text
+from meshwright.data.chat_template import (
+    TOKENIZER_CONFIG,
+    folder_template,
+    folder_tool_template,
+    read_object,
+    read_text,
+)
 from meshwright.data.end_tokens import GENERATION_CONFIG, end_tokens, folder_special_tokens
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.token_reach import TokenReach, token_reach
@@ -37,6 +43,8 @@ class ModelFiles:
     """Most text that a token stands for; None: it has no limit."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of requests: fields of `SamplingOptions`."""
+    tool_template: str | None = None
+    """Jinja source of the template of chats with tools, if it is another."""
 
     def pack(self) -> tuple[dict[str, Any], bytes]:
         """Return all of it for another process: values of JSON, and the content of a tokenizer.json."""
@@ -47,6 +55,7 @@ class ModelFiles:
             "special_tokens": self.special_tokens,
             "reach": self.reach,
             "sampling": self.sampling,
+            "tool_template": self.tool_template,
         }
         return values, self.tokenizer.to_str().encode("utf-8")
 
@@ -63,6 +72,7 @@ class ModelFiles:
             values["special_tokens"],
             None if values["reach"] is None else TokenReach(*values["reach"]),
             values["sampling"],
+            values["tool_template"],
         )
 
 
@@ -90,14 +100,15 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if chat_template is None:
-        template = folder_template(home, read_object(home / TOKENIZER_CONFIG))
+        config = read_object(home / TOKENIZER_CONFIG)
+        template, tool_template = folder_template(home, config), folder_tool_template(home, config)
     else:
         with attach_key("chat_template"):
-            template = read_text(chat_template)
+            template, tool_template = read_text(chat_template), None
     stop_ids = end_tokens(home, tokenizer).stops
     special, reach = folder_special_tokens(home), token_reach(tokenizer)
     sampling = _default_sampling(home / GENERATION_CONFIG) if defaults else {}
-    return ModelFiles(tokenizer, file, stop_ids, template, special, reach, sampling)
+    return ModelFiles(tokenizer, file, stop_ids, template, special, reach, sampling, tool_template)
 
 
 def tokenizer_file(folder: Path) -> Path | None:

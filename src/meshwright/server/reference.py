@@ -29,7 +29,8 @@ the base URL `http://127.0.0.1:8000/v1`:
 curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0.0.1:8000/v1/completions
 ```
 
-- Chats need a template: that of the folder, or `chat_template`.
+- Chats need a template: that of the folder, or `chat_template`. Chats with tools get the folder's template `tool_use`,
+  if it has one.
 - `--follow`, or `POST /weights` at the admin port, replaces the weights between two steps. Running texts go on with the
   new ones.
 - `x-request-id` of a request, up to 128 visible ASCII characters, is that of its answer and of its line in the log;
@@ -110,6 +111,8 @@ Kubernetes has, is several servers.
 - A text process that takes 5 s for a body, or 20 s for one above 64 KiB, is ended and started again; so is one whose
   memory is exhausted. Only the request that it worked on fails. It has no keys.
 - Chat templates run in Jinja's sandbox, in a text process. The log of requests has no text of them.
+- A special token that a message, tool or call of a chat spells stays text. Prompts of `/v1/completions` are taken as
+  they are.
 - `tests/server/test_limits.py` sends malformed requests and checks each of these.
 
 ## Settings

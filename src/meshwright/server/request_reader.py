@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+from meshwright.data.spelled_tokens import ChatText, SpelledTokens
 from meshwright.server.chat_messages import read_messages
 from meshwright.server.chat_template import ChatTemplate
 from meshwright.server.errors import RequestError, wrong
@@ -48,7 +49,12 @@ class RequestReader:
         self._files, self._template = files, template
         self._tokenizer = files.tokenizer
         self._limits = Limits(spec, model, files, context, vocab)
-        self._notation = _notation(spec, files.chat_template)
+        self._notation = _notation(spec, files.tool_template or files.chat_template)
+
+    @cached_property
+    def _spelled(self) -> SpelledTokens:
+        """Keeps special tokens that messages spell as text."""
+        return SpelledTokens(self._tokenizer, self._files.special_tokens.values())
 
     def completion(self, body: bytes) -> TextRequest:
         """The request of a body of /v1/completions."""
@@ -85,9 +91,11 @@ class RequestReader:
         request = read_shared(fields, limits, logprobs=(most or 0) if wanted else None, new_tokens=None)
         tools = read_tools(fields)
         self._expect_calls(request, tools)
-        write = _prompt_writer(fields, template, tools)
+        write = _prompt_writer(fields, template, tools, self._spelled)
         fields.finish(ONLY_DEFAULTS)
-        request.prompts = [self._encode(write(), "messages", special=False)]
+        prompt = write()
+        self._check_length(prompt.text, "messages")
+        request.prompts = [self._spelled.encode(prompt)]
         check_prompts(request, limits, "messages")
         return request
 
@@ -98,15 +106,15 @@ class RequestReader:
         special = fields.flag("add_special_tokens", True)
         names = fields.flag("return_token_strs")
         if fields.has("messages"):
-            write = _prompt_writer(fields, self._chat_template(), read_tools(fields))
+            write = _prompt_writer(fields, self._chat_template(), read_tools(fields), self._spelled)
             fields.finish()
-            text, special = write(), False
+            ids = self._spelled.encode(write())
         else:
             text = fields.text("prompt", None)
             fields.finish()
-        if text is None:
-            raise wrong("prompt", "text", None)
-        ids = self._tokenizer.encode(text, add_special_tokens=special).ids
+            if text is None:
+                raise wrong("prompt", "text", None)
+            ids = self._tokenizer.encode(text, add_special_tokens=special).ids
         strings = [self._tokenizer.id_to_token(id) for id in ids] if names else None
         answer = {"count": len(ids), "max_model_len": self._limits.context, "tokens": ids, "token_strs": strings}
         return json.dumps(answer).encode("ascii")
@@ -156,23 +164,22 @@ class RequestReader:
     def _prompt(self, prompt: Any, *, special: bool) -> list[int]:
         """Token ids of a prompt, which is text or such ids."""
         if isinstance(prompt, str):
-            return self._encode(checked_text(prompt, "prompt"), "prompt", special=special)
+            self._check_length(checked_text(prompt, "prompt"), "prompt")
+            return self._tokenizer.encode(prompt, add_special_tokens=special).ids
         return token_ids(prompt, "prompt", self._limits.vocab)
 
     def _text(self, prompt: Any) -> str:
         """A prompt's own text."""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _encode(self, text: str, key: str, *, special: bool) -> list[int]:
-        """The token ids of a prompt.
+    def _check_length(self, text: str, key: str) -> None:
+        """Raise RequestError for a text that leaves no room for one new token, before it is encoded.
 
-        A lower bound of their number, where the tokenizer has one, comes first: a text that leaves no room for one new token raises
-        RequestError before it is encoded.
+        It takes a lower bound of the number of tokens, where the tokenizer has one.
         """
         reach, context = self._files.reach, self._limits.context
         if reach is not None and (least := reach.least_tokens(text)) >= context:
             raise too_long(f"at least {least}", context, key)
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
 
 
 def chat_template(spec: ServeSpec, files: ModelFiles) -> ChatTemplate | None:
@@ -180,10 +187,12 @@ def chat_template(spec: ServeSpec, files: ModelFiles) -> ChatTemplate | None:
     if files.chat_template is None:
         return None
     with nullcontext() if spec.chat_template is None else attach_key("chat_template"):
-        return ChatTemplate(files.chat_template, files.special_tokens)
+        return ChatTemplate(files.chat_template, files.special_tokens, files.tool_template)
 
 
-def _prompt_writer(fields: Fields, template: ChatTemplate, tools: Tools) -> Callable[[], str]:
+def _prompt_writer(
+    fields: Fields, template: ChatTemplate, tools: Tools, spelled: SpelledTokens
+) -> Callable[[], ChatText]:
     """Read the keys of a chat that its prompt depends on; returns a function that renders the prompt.
 
     Rendering is the expensive part, so the caller checks the other keys first.
@@ -200,9 +209,8 @@ def _prompt_writer(fields: Fields, template: ChatTemplate, tools: Tools) -> Call
         raise wrong("chat_template_kwargs", "an object", variables)
     if template.knows(EFFORT) and (effort := fields.text(EFFORT, None)) is not None:
         variables = {EFFORT: effort, **(variables or {})}
-    if continued:
-        return partial(template.continued, messages, tools.tools, variables)
-    return partial(template.render, messages, tools.tools, variables, add_generation_prompt=opens_answer)
+    write = template.continued if continued else partial(template.render, add_generation_prompt=opens_answer)
+    return partial(spelled.write, write, messages, tools.tools, variables)
 
 
 def _notation(spec: ServeSpec, template: str | None) -> Notation | None:
