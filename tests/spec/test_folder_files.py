@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from tests.data.chats import CHATML, marked, write_tokenizer
 
+import meshwright
 from meshwright.checkpoint.hf import import_hf
 from meshwright.data.chat import read_chat_files
 from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.tokenizer import load_tokenizer
+from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.data.vocabulary import read_vocabulary
 from meshwright.models.families import read_json
 from meshwright.server.model_files import read_model_files
@@ -40,6 +42,10 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("tokenizer.json", load_tokenizer),
     ("tokenizer.json", read_vocabulary),
     ("tokenizer.json", read_model_files),
+    ("tokenizer.json", lambda folder: open_tokenizer(folder / "tokenizer.json")),
+    ("additional_chat_templates/tool_use.jinja", read_model_files),
+    ("generation_config.json", read_model_files),
+    ("special_tokens_map.json", read_model_files),
     ("config.json", lambda folder: read_json(folder / "config.json")),
     ("config.json", import_hf),
 ]
@@ -50,7 +56,8 @@ def folder(tmp_path: Path) -> Path:
     folder = write_tokenizer(tmp_path / "model", marked(CHATML))
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text(marked(CHATML))
-    (folder / "config.json").write_text("{}")
+    for name in ("config.json", "generation_config.json", "special_tokens_map.json"):
+        (folder / name).write_text("{}")
     return folder
 
 
@@ -71,6 +78,12 @@ def test_a_huge_file_is_refused_before_it_is_read(folder: Path, name: str, read:
         BadInput, match=rf"{name}: has 2,147,483,648 bytes, expected at most [\d,]+; is it another file"
     ):
         read(folder)
+
+
+def test_no_other_way_opens_a_tokenizer_s_file() -> None:
+    """The library's own would follow any link and read any size."""
+    package = Path(meshwright.__file__).parent
+    assert not [file for file in package.rglob("*.py") if "Tokenizer.from_file" in file.read_text()]
 
 
 def test_links_inside_a_folder_and_of_the_hub_s_cache_are_followed(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) ->
     directories = list(preparation.directories().values())
     earlier = directories[0] / TOKENIZER
     if earlier.is_file():
-        content, where = earlier.read_bytes(), str(earlier)
+        content, where = read_tokenizer(directories[0]), str(earlier)
     elif size := parse_train_request(preparation.tokenizer):
         if shown:
             sys.stderr.write(f"training a tokenizer of {size} tokens\n")

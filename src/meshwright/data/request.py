@@ -17,8 +17,8 @@ from meshwright.data.chat_template import TEMPLATE, TOKENIZER_CONFIG, TOOL_TEMPL
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import HELD_OUT, INPUTS, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.shards import JOURNAL
-from meshwright.data.tokenizer import TRAIN_PREFIX, load_tokenizer, parse_train_request, tokenizer_file
-from meshwright.durable.writes import digest, digest_file, write_durable
+from meshwright.data.tokenizer import TRAIN_PREFIX, load_tokenizer, parse_train_request, read_tokenizer
+from meshwright.durable.writes import digest, write_durable
 from meshwright.spec.errors import BadInput
 
 SHARD_TOKENS = 1 << 27
@@ -84,7 +84,7 @@ class Preparation:
         """The request as the manifest records it."""
         listing = "\n".join(f"{file.name}\t{file.size}" for file in files)
         tokenizer_digest = (
-            None if self.tokenizer.startswith(TRAIN_PREFIX) else digest_file(tokenizer_file(Path(self.tokenizer)))
+            None if self.tokenizer.startswith(TRAIN_PREFIX) else digest(read_tokenizer(Path(self.tokenizer)))
         )
         chat = self.chat_files()
         roles = () if self.chat is None else self.chat.roles

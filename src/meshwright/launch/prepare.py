@@ -47,6 +47,7 @@ from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, attach_key
 from meshwright.spec.fields import to_plain
+from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 from meshwright.spec.plan import Plan
 from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import Assignment, ModelSection, RunSpec
@@ -447,7 +448,7 @@ def prepare_run(
     source = open_run_data(run)
     tokenizer = source.tokenizer_file
     if tokenizer is not None:
-        write_durable(folder / "tokenizer.json", tokenizer.read_bytes())
+        write_durable(folder / "tokenizer.json", read_folder_file(tokenizer, TOKENIZER_BYTES))
         copy_chat_files(tokenizer.parent, folder)
     assignment = Assignment(
         run=run,

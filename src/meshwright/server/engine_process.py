@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.events.parent import end_with_parent
 from meshwright.serve.compiled_grammar import BadGrammar, Grammar
 from meshwright.serve.failures import ENGINE_FAILED, Failure
@@ -332,9 +333,7 @@ def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
 
 
 def _tokenizer(setup: EngineSetup) -> Tokenizer | None:
-    from tokenizers import Tokenizer
-
-    return None if setup.tokenizer is None else Tokenizer.from_file(setup.tokenizer)
+    return None if setup.tokenizer is None else open_tokenizer(Path(setup.tokenizer))
 
 
 def _options(setup: EngineSetup) -> EngineOptions:
