@@ -22,7 +22,7 @@ from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.config.load import resolved_yaml
 from meshwright.data.chat_template import copy_chat_files
-from meshwright.data.end_tokens import end_tokens
+from meshwright.data.text_format import derive
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
@@ -155,8 +155,8 @@ def _end_of_text(file: Path | None) -> str | None:
     if file is None:
         return None
     tokenizer = Tokenizer.from_file(str(file))
-    document = end_tokens(file.parent, tokenizer).document
-    return None if document is None else tokenizer.id_to_token(document)
+    document = derive(file.parent, tokenizer).document_end
+    return None if document is None else document.text
 
 
 def _note(config: dict[str, Any], reader: CheckpointReader) -> str:

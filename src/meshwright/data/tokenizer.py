@@ -16,11 +16,11 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.corpus import Document, read_documents
-from meshwright.data.end_tokens import END_OF_TEXT, KNOWN_ENDS
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
+from meshwright.data.text_format import END_OF_TEXT, KNOWN_ENDS, TextFormat, derive
 from meshwright.durable.writes import digest
-from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.errors import BadInput
 from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 
 SMALLEST = 257
@@ -32,11 +32,12 @@ TRAIN_PREFIX = "train:"
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer, the exact bytes of its file, and its entry in a manifest."""
+    """A tokenizer, the exact bytes of its file, its entry in a manifest, and the format of its texts."""
 
     tokenizer: Tokenizer
     content: bytes
     record: TokenizerRecord
+    text: TextFormat
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> bytes:
@@ -73,12 +74,11 @@ def _bounded(texts: Iterable[str]) -> Iterator[str]:
 
 
 def load_tokenizer(path: Path, eos: str | None = None) -> LoadedTokenizer:
-    """Load a `tokenizer.json`, or the one in a folder; `eos` names the token that ends a document (known names are
-    tried).
+    """Load a `tokenizer.json`, or the one in a folder; `eos` names the token that ends a document, else its folder does.
 
     Raises BadInput when the file is missing or not a tokenizer, or has no such token.
     """
-    return parse_tokenizer(read_tokenizer(path), str(tokenizer_file(path)), eos)
+    return parse_tokenizer(read_tokenizer(path), str(tokenizer_file(path)), eos, folder=tokenizer_file(path).parent)
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -95,8 +95,10 @@ def read_tokenizer(path: Path) -> bytes:
     return read_folder_file(file if path.is_dir() else Path(os.path.realpath(file)), TOKENIZER_BYTES)
 
 
-def parse_tokenizer(content: bytes, where: str, eos: str | None = None) -> LoadedTokenizer:
-    """The tokenizer in the bytes of a `tokenizer.json`; `where` is its name in messages."""
+def parse_tokenizer(
+    content: bytes, where: str, eos: str | None = None, *, folder: Path | None = None
+) -> LoadedTokenizer:
+    """The tokenizer in the bytes of a `tokenizer.json`; `where` is its name in messages, `folder` has the files that go with it."""
     try:
         tokenizer = Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # `tokenizers` raises bare Exception for every mistake in a file
@@ -105,9 +107,12 @@ def parse_tokenizer(content: bytes, where: str, eos: str | None = None) -> Loade
     tokenizer.no_padding()
     # The spelling of a special token inside a document is encoded as text.
     tokenizer.encode_special_tokens = True
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    record = TokenizerRecord(TOKENIZER, max(vocabulary.values()) + 1, digest(content), _eos_id(vocabulary, where, eos))
-    return LoadedTokenizer(tokenizer, content, record)
+    text = derive(folder, tokenizer, eos=eos, content=content, where=where)
+    if text.document_end is None:
+        raise BadInput(f"{where}: has none of {', '.join(KNOWN_ENDS)}; name the token that ends a document with --eos")
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    record = TokenizerRecord(TOKENIZER, size, digest(content), text.document_end.id)
+    return LoadedTokenizer(tokenizer, content, record, text)
 
 
 def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMPLE_BYTES) -> Iterator[tuple[str, str]]:
@@ -147,13 +152,3 @@ def check_size(size: int) -> int:
     if size < SMALLEST:
         raise BadInput(f"vocabulary of {size} tokens: expected at least {SMALLEST}, the 256 bytes and {END_OF_TEXT}")
     return size
-
-
-def _eos_id(vocabulary: dict[str, int], where: str, eos: str | None) -> int:
-    for name in (eos,) if eos is not None else KNOWN_ENDS:
-        if name in vocabulary:
-            return vocabulary[name]
-    if eos is not None:
-        near = nearest(eos, [token for token in vocabulary if len(token) > 2])
-        raise BadInput(f"{where}: has no token {eos!r}" + (f" (nearest: {near!r})" if near else ""))
-    raise BadInput(f"{where}: has none of {', '.join(KNOWN_ENDS)}; name the token that ends a document with --eos")

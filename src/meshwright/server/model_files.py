@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.data.chat_template import TOKENIZER_CONFIG, folder_template, read_object, read_text
-from meshwright.data.end_tokens import GENERATION_CONFIG, end_tokens, folder_special_tokens
+from meshwright.data.chat_template import GENERATION_CONFIG, TOKENIZER_CONFIG, folder_template, read_object, read_text
+from meshwright.data.text_format import TextFormat, folder_special_tokens, read_text_format, tokenizer_file
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.token_reach import TokenReach, token_reach
 from meshwright.spec.errors import BadInput, attach_key
@@ -27,8 +27,8 @@ class ModelFiles:
 
     tokenizer: Tokenizer
     tokenizer_file: Path
-    stop_ids: tuple[int, ...]
-    """Tokens that end a text, ascending."""
+    text: TextFormat
+    """What begins and ends a text."""
     chat_template: str | None
     """Jinja source of the template of chats."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -38,11 +38,16 @@ class ModelFiles:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of requests: fields of `SamplingOptions`."""
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, ascending."""
+        return self.text.stop_ids
+
     def pack(self) -> tuple[dict[str, Any], bytes]:
         """Return all of it for another process: values of JSON, and the content of a tokenizer.json."""
         values = {
             "tokenizer_file": str(self.tokenizer_file),
-            "stop_ids": self.stop_ids,
+            "text": self.text.to_plain(),
             "chat_template": self.chat_template,
             "special_tokens": self.special_tokens,
             "reach": self.reach,
@@ -58,7 +63,7 @@ class ModelFiles:
         return cls(
             Tokenizer.from_str(content.decode("utf-8")),
             Path(values["tokenizer_file"]),
-            tuple(values["stop_ids"]),
+            TextFormat.from_plain(values["text"], "the record of the HTTP process"),
             values["chat_template"],
             values["special_tokens"],
             None if values["reach"] is None else TokenReach(*values["reach"]),
@@ -94,16 +99,9 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
     else:
         with attach_key("chat_template"):
             template = read_text(chat_template)
-    stop_ids = end_tokens(home, tokenizer).stops
     special, reach = folder_special_tokens(home), token_reach(tokenizer)
     sampling = _default_sampling(home / GENERATION_CONFIG) if defaults else {}
-    return ModelFiles(tokenizer, file, stop_ids, template, special, reach, sampling)
-
-
-def tokenizer_file(folder: Path) -> Path | None:
-    """The tokenizer.json of a model's folder; that of the run, for a checkpoint."""
-    candidates = [parent / "tokenizer.json" for parent in (folder, folder.parent.parent)]
-    return next((path for path in candidates if path.is_file()), None)
+    return ModelFiles(tokenizer, file, read_text_format(folder), template, special, reach, sampling)
 
 
 def _default_sampling(file: Path) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.text_format import tokenizer_file
 from meshwright.events.terminal import write_line
 from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
 from meshwright.server.follow import follow, newest
 from meshwright.server.metrics import ServerMetrics
-from meshwright.server.model_files import read_model_files, tokenizer_file
+from meshwright.server.model_files import read_model_files
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
