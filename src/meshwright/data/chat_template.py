@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -151,10 +151,10 @@ def _template_source(file: Path, config: Mapping[str, Any], name: str) -> str | 
     return template if isinstance(template, str) else None
 
 
-def copy_chat_files(source: Path, folder: Path) -> None:
-    """Copy the files about texts (`TEXT_FILES`) that `source` has and `folder` lacks."""
+def copy_chat_files(source: Path, folder: Path, *, leave_out: Collection[str] = ()) -> None:
+    """Copy the files about texts (`TEXT_FILES`) that `source` has and `folder` lacks, but not those named by `leave_out`."""
     for name in TEXT_FILES:
-        if (source / name).is_file() and not (folder / name).exists():
+        if name not in leave_out and (source / name).is_file() and not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
             limit = JSON_BYTES if name.endswith(".json") else TEMPLATE_BYTES
             write_durable(folder / name, read_folder_file(source / name, limit, source))

@@ -99,6 +99,24 @@ class TextFormat:
         ends = tuple(ends)
         return replace(self, answer_ends=ends, stops=_distinct([*self.stops, *ends]))
 
+    def difference(self, other: TextFormat, here: str, there: str, *, tokenizer_only: bool = False) -> str | None:
+        """What differs between texts of this format, those of `here`, and of another, those of `there`; None without a difference.
+
+        `tokenizer_only` leaves out what begins and ends a document.
+        """
+        if self.tokenizer != other.tokenizer:
+            return f"{here} and {there} have different tokenizers (digests {self.tokenizer} and {other.tokenizer})"
+        if tokenizer_only:
+            return None
+        for verb, ours, theirs in (
+            ("end", (self.document_end,), (other.document_end,)),
+            ("begin", self.begin, other.begin),
+        ):
+            if ours != theirs:
+                names = [_texts(filter(None, tokens)) or "nothing" for tokens in (ours, theirs)]
+                return f"documents of {here} {verb} with {names[0]}, those of {there} with {names[1]}"
+        return None
+
     def sentences(self) -> list[str]:
         """What a command says about the record: what begins each text, and contradictions between files."""
         begins = [f"each text begins with {_texts(self.begin)}"] if self.begin else []
@@ -112,7 +130,7 @@ class TextFormat:
     def from_plain(cls, value: Any, where: str) -> TextFormat:
         """The record in values of JSON. Raises Damaged, naming `where`, for anything else, and for a key that is unknown."""
         try:
-            fields = dict(value)
+            fields: dict[str, Any] = dict(value)
             if (version := fields.pop("version")) != VERSION:
                 raise ValueError(f"version {version}, this release reads version {VERSION}")
             if unknown := sorted(fields.keys() - cls.__dataclass_fields__.keys()):
@@ -125,7 +143,8 @@ class TextFormat:
             for name, kinds in (("tokenizer", str), ("template", str | None)):
                 if not isinstance(fields[name], kinds):
                     raise ValueError(f"{name}: expected text, got {fields[name]!r}")
-            return cls(**{**fields, "notes": tuple(map(str, fields["notes"]))})
+            fields["notes"] = tuple(map(str, fields["notes"]))
+            return cls(**fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(
                 f"{where}: not a record of a text format ({type(error).__name__}: {error}); "
@@ -148,6 +167,7 @@ def derive(
     eos: str | None = None,
     content: bytes | None = None,
     where: str | None = None,
+    template: str | None = None,
 ) -> TextFormat:
     """The text format that the files of a tokenizer's folder describe; the only place that decides it.
 
@@ -157,11 +177,11 @@ def derive(
     Llama 3. All named ends, those of `generation_config.json` too, end a generated text.
 
     `folder` is None for a tokenizer without a folder. `content` is the tokenizer's file, by default the `tokenizer.json` in
-    `folder`; `where` is its name in messages. `tokenizer` must neither pad nor cut. Raises BadInput for a file that is not JSON, and
-    if the tokenizer has no token `eos`.
+    `folder`; `where` is its name in messages; `template` stands in for the folder's chat template. `tokenizer` must neither pad nor
+    cut. Raises BadInput for a file that is not JSON, and if the tokenizer has no token `eos`.
     """
     file = None if folder is None else folder / TOKENIZER
-    files = _FolderFiles(folder, tokenizer, where or str(file or "the tokenizer"))
+    files = _FolderFiles(folder, tokenizer, where or str(file or "the tokenizer"), template)
     if content is None:
         known = file is not None and file.is_file()
         content = read_folder_file(file, TOKENIZER_BYTES) if known else tokenizer.to_str().encode("utf-8")
@@ -258,7 +278,7 @@ def canonical_tokenizer(content: bytes) -> dict[str, Any]:
 class _FolderFiles:
     """The files of a folder that name tokens, as far as the tokenizer has these."""
 
-    def __init__(self, folder: Path | None, tokenizer: Tokenizer, where: str) -> None:
+    def __init__(self, folder: Path | None, tokenizer: Tokenizer, where: str, template: str | None) -> None:
         self._folder, self._tokenizer, self._where = folder or Path(), tokenizer, where
         names = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, CONFIG, GENERATION_CONFIG)
         values = {name: {} if folder is None else read_object(folder / name) for name in names}
@@ -266,7 +286,8 @@ class _FolderFiles:
         self._texts = {name: special_tokens(values[name]) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)}
         self._ids = {name: values[name] for name in (CONFIG, GENERATION_CONFIG)}
         templates = (folder_template, folder_tool_template)
-        self._templates = [None if folder is None else read(folder, self._config) for read in templates]
+        own = [None if folder is None else read(folder, self._config) for read in templates]
+        self._templates = own if template is None else [template, None]
 
     def document_end(self, eos: str | None) -> tuple[Token | None, list[str]]:
         """The token that ends a document, and the contradictions between files about it."""

@@ -73,12 +73,13 @@ def _bounded(texts: Iterable[str]) -> Iterator[str]:
         yield text[start:]
 
 
-def load_tokenizer(path: Path, eos: str | None = None) -> LoadedTokenizer:
+def load_tokenizer(path: Path, eos: str | None = None, *, template: str | None = None) -> LoadedTokenizer:
     """Load a `tokenizer.json`, or the one in a folder; `eos` names the token that ends a document, else its folder does.
 
     Raises BadInput when the file is missing or not a tokenizer, or has no such token.
     """
-    return parse_tokenizer(read_tokenizer(path), str(tokenizer_file(path)), eos, folder=tokenizer_file(path).parent)
+    file = tokenizer_file(path)
+    return parse_tokenizer(read_tokenizer(path), str(file), eos, folder=file.parent, template=template)
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -96,9 +97,12 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def parse_tokenizer(
-    content: bytes, where: str, eos: str | None = None, *, folder: Path | None = None
+    content: bytes, where: str, eos: str | None = None, *, folder: Path | None = None, template: str | None = None
 ) -> LoadedTokenizer:
-    """The tokenizer in the bytes of a `tokenizer.json`; `where` is its name in messages, `folder` has the files that go with it."""
+    """The tokenizer in the bytes of a `tokenizer.json`; `where` is its name in messages, `folder` has the files that go with it.
+
+    `template` stands in for the folder's chat template.
+    """
     try:
         tokenizer = Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # `tokenizers` raises bare Exception for every mistake in a file
@@ -107,7 +111,7 @@ def parse_tokenizer(
     tokenizer.no_padding()
     # The spelling of a special token inside a document is encoded as text.
     tokenizer.encode_special_tokens = True
-    text = derive(folder, tokenizer, eos=eos, content=content, where=where)
+    text = derive(folder, tokenizer, eos=eos, content=content, where=where, template=template)
     if text.document_end is None:
         raise BadInput(f"{where}: has none of {', '.join(KNOWN_ENDS)}; name the token that ends a document with --eos")
     size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
