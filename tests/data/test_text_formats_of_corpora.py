@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def documents(corpus: Path) -> list[list[int]]:
     (file,) = [shard.file for shard in open_directory(corpus).shards]
     bounds = file.document_bounds().tolist()
-    return [file.read(start, stop).tolist() for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [file.read(start, stop).tolist() for start, stop in pairwise(bounds)]
 
 
 def earlier(corpus: Path) -> Path:

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwright.data.answer_ends import AnswerEnds, count_answer_ends
 from meshwright.data.chat import CHAT_ENDINGS, ChatReader, reads_chats
-from meshwright.data.chat_template import GENERATION_CONFIG, copy_chat_files
+from meshwright.data.chat_template import GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE, copy_chat_files
 from meshwright.data.corpus import Document, FromFile, read_documents
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
@@ -330,15 +330,16 @@ def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) ->
         )
     else:
         content, where = read_tokenizer(Path(preparation.tokenizer)), preparation.tokenizer
-    folder = preparation.tokenizer_folder
+    folder, chat_files = preparation.tokenizer_folder, preparation.chat_files()
+    # Sampling values belong to the weights of the folder; the record of the text format has the end tokens.
+    left_out = (GENERATION_CONFIG,) if chat_files is None else (GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE)
     # The first directory last: a later attempt reads the tokenizer there, so all the others must have it by then.
-    chat_files = preparation.chat_files()
     for directory in reversed(directories):
         directory.mkdir(exist_ok=True)
         if chat_files is not None:
             chat_files.write(directory)
         if folder is not None:
-            copy_chat_files(folder, directory, leave_out=(GENERATION_CONFIG,))
+            copy_chat_files(folder, directory, leave_out=left_out)
         write_durable(directory / TOKENIZER, content)
     template = None if chat_files is None else chat_files.source
     return parse_tokenizer(content, where, preparation.eos, folder=folder, template=template)

@@ -19,7 +19,7 @@ from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import HELD_OUT, INPUTS, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.shards import JOURNAL
 from meshwright.data.text_format import tokenizer_identity
-from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_train_request, tokenizer_file
+from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_train_request, tokenizer_folder
 from meshwright.durable.writes import digest, write_durable
 from meshwright.spec.errors import BadInput
 
@@ -62,7 +62,7 @@ class Preparation:
     @property
     def tokenizer_folder(self) -> Path | None:
         """The folder of the tokenizer's file; None if it is to be trained."""
-        return None if self.loaded is None else tokenizer_file(Path(self.tokenizer)).parent
+        return None if self.loaded is None else tokenizer_folder(Path(self.tokenizer))
 
     def directories(self) -> dict[str, Path]:
         """The output directory of each split."""

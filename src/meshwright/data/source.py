@@ -216,6 +216,11 @@ class DataSource:
         return None if source is None else source.directory.tokenizer_file
 
     @property
+    def has_chats(self) -> bool:
+        """Whether a source has chats."""
+        return any(source.stream.masked for source in self._ordered)
+
+    @property
     def text_format(self) -> TextFormat | None:
         """The format of the texts; the answers of chats in any source have their ends. None if no source has a tokenizer."""
         source = self._describing()

@@ -20,6 +20,7 @@ from meshwright.data.chat_template import (
     TOKENIZER_CONFIG,
     ChatTemplate,
     TemplateRefusal,
+    copy_chat_files,
     folder_template,
     folder_tool_template,
     read_object,
@@ -242,6 +243,55 @@ def tokenizer_file(folder: Path) -> Path | None:
     return next((file for home in _homes(folder) if (file := home / TOKENIZER).is_file()), None)
 
 
+def known_text_format(folder: Path) -> TextFormat | None:
+    """The text format of a folder as `read_text_format`; None for one without a record and a tokenizer.json."""
+    recorded = any(recorded_text_format(home) is not None for home in _homes(folder))
+    return read_text_format(folder) if recorded or tokenizer_file(folder) is not None else None
+
+
+def exported_ids(text: TextFormat, bos: int | None = None) -> dict[str, int | list[int] | None]:
+    """The ids of special tokens in the config.json of a Hugging Face folder; `bos` is for texts that begin with nothing."""
+    ends = [token.id for token in text.stops]
+    return {
+        "bos_token_id": text.begin[0].id if text.begin else bos,
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "pad_token_id": None if text.pad is None else text.pad.id,
+    }
+
+
+def named_bos(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """The id of the token that a folder names as the beginning of a text, whether or not its texts begin with it."""
+    text = folder_special_tokens(folder).get("bos_token")
+    return None if text is None else tokenizer.token_to_id(text)
+
+
+def export_text_files(
+    text: TextFormat, source: Path, folder: Path, tokenizer: Tokenizer, defaults: Mapping[str, Any]
+) -> None:
+    """Write the files about texts of a Hugging Face folder, those of `source` with the special tokens of the record.
+
+    `folder` has its config.json and tokenizer.json. `defaults` are values of tokenizer_config.json that `source` does not set. The
+    `eos_token` of `source` stays if readers of the folder then find the document end of the record.
+    """
+    values = {**defaults, **read_object(source / TOKENIZER_CONFIG)}
+    end, named = text.document_end, folder_special_tokens(source)
+    if "bos_token" not in named and text.begin:
+        values["bos_token"] = text.begin[0].text
+    if "eos_token" not in named and end is not None:
+        values["eos_token"] = end.text
+    ids = exported_ids(text, named_bos(source, tokenizer))
+    generation = {**read_object(source / GENERATION_CONFIG), **ids}
+    _write(folder / GENERATION_CONFIG, generation)
+    _write(folder / TOKENIZER_CONFIG, values)
+    copy_chat_files(source, folder)
+    known = "eos_token" not in named or tokenizer.token_to_id(named["eos_token"]) is not None
+    if end is None or (known and derive(folder, tokenizer).document_end == end):
+        return
+    for file in (folder / TOKENIZER_CONFIG, folder / SPECIAL_TOKENS_MAP):
+        if "eos_token" in (values := read_object(file)) or file.name == TOKENIZER_CONFIG:
+            _write(file, {**values, "eos_token": end.text})
+
+
 def folder_special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens that a folder names, such as `bos_token`; tokenizer_config.json comes before special_tokens_map.json."""
     return special_tokens({**read_object(folder / SPECIAL_TOKENS_MAP), **read_object(folder / TOKENIZER_CONFIG)})
@@ -273,6 +323,12 @@ def canonical_tokenizer(content: bytes) -> dict[str, Any]:
             model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
         kept["model"] = model
     return kept
+
+
+def different_parts(first: bytes, second: bytes) -> list[str]:
+    """The parts of two `tokenizer.json` that differ, such as `normalizer`; none if they are one tokenizer."""
+    ours, theirs = canonical_tokenizer(first), canonical_tokenizer(second)
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 class _FolderFiles:
@@ -445,6 +501,10 @@ def _object(file: Path) -> dict[str, Any]:
         return read_object(file)
     except BadInput:
         return {}
+
+
+def _write(file: Path, value: Mapping[str, Any]) -> None:
+    write_durable(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def _token(value: Any) -> Token:

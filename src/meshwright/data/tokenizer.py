@@ -15,10 +15,11 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from meshwright.data.chat_template import TEXT_FILES
 from meshwright.data.corpus import Document, read_documents
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
-from meshwright.data.text_format import END_OF_TEXT, KNOWN_ENDS, TextFormat, derive
+from meshwright.data.text_format import CONFIG, END_OF_TEXT, KNOWN_ENDS, TextFormat, derive
 from meshwright.durable.writes import digest
 from meshwright.spec.errors import BadInput
 from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
@@ -78,8 +79,8 @@ def load_tokenizer(path: Path, eos: str | None = None, *, template: str | None =
 
     Raises BadInput when the file is missing or not a tokenizer, or has no such token.
     """
-    file = tokenizer_file(path)
-    return parse_tokenizer(read_tokenizer(path), str(file), eos, folder=file.parent, template=template)
+    where = str(tokenizer_file(path))
+    return parse_tokenizer(read_tokenizer(path), where, eos, folder=tokenizer_folder(path), template=template)
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -88,6 +89,14 @@ def tokenizer_file(path: Path) -> Path:
     if not file.is_file():
         raise BadInput(f"{file}: no such tokenizer; expected a tokenizer.json, a folder with one, or `train:SIZE`")
     return file
+
+
+def tokenizer_folder(path: Path) -> Path:
+    """The folder with the files that go with a tokenizer.json: its own, or where that has none, the one to which the file is a link."""
+    file = tokenizer_file(path)
+    while file.is_symlink() and not any((file.parent / name).is_file() for name in (*TEXT_FILES, CONFIG)):
+        file = file.parent / os.readlink(file)
+    return file.parent
 
 
 def read_tokenizer(path: Path) -> bytes:
