@@ -212,6 +212,8 @@ def sample(
             raise BadInput(f"--speculate and --draft-model are for one device: leave out {option}")
     files = read_model_files(folder)
     tokenizer = files.tokenizer
+    for sentence in files.text.sentences():
+        say(f"meshwright: {sentence}")
     how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stops=files.stop_ids)
     ids = [files.text.prompt(tokenizer.encode(prompt, add_special_tokens=False).ids) for prompt in prompts]
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)

@@ -106,7 +106,7 @@ class RequestReader:
             fields.finish()
         if text is None:
             raise wrong("prompt", "text", None)
-        ids = self._tokenizer.encode(text, add_special_tokens=special).ids
+        ids = self._ids(text, special=special)
         strings = [self._tokenizer.id_to_token(id) for id in ids] if names else None
         answer = {"count": len(ids), "max_model_len": self._limits.context, "tokens": ids, "token_strs": strings}
         return json.dumps(answer).encode("ascii")
@@ -172,7 +172,12 @@ class RequestReader:
         reach, context = self._files.reach, self._limits.context
         if reach is not None and (least := reach.least_tokens(text)) >= context:
             raise too_long(f"at least {least}", context, key)
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        return self._ids(text, special=special)
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        """The token ids of a text, with `special` behind those that begin every text."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._files.text.begun(ids) if special else ids
 
 
 def chat_template(spec: ServeSpec, files: ModelFiles) -> ChatTemplate | None:

@@ -80,6 +80,8 @@ def run_server(
         files = read_model_files(folder, template, defaults=spec.generation_config == "auto")
         name = spec.name or folder.resolve().name
         tell_defaults(files.sampling)
+        for sentence in files.text.sentences():
+            write_line(sentence, sys.stderr)
         client = EngineClient(ServerMetrics(name), exchanges=spec.exchanges)
         api = Api(spec, name, files, client)
         sockets = [listening_socket(spec.host, spec.port, "port")]
@@ -146,7 +148,8 @@ class _Server:
 
     async def _follow(self) -> None:
         if self._api.spec.follow:
-            await follow(self._client, self._folder, self._served, self._api.spec.follow_seconds)
+            text = self._api.files.text
+            await follow(self._client, self._folder, self._served, self._api.spec.follow_seconds, text)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
