@@ -84,8 +84,7 @@ class TextFormat:
 
     def begun(self, ids: Sequence[int]) -> list[int]:
         """The ids of a text behind those that begin every text, which are not put there twice."""
-        begin = list(self.begin_ids)
-        return list(ids) if list(ids[: len(begin)]) == begin else [*begin, *ids]
+        return _behind(self.begin_ids, ids)
 
     def prompt(self, ids: Sequence[int]) -> tuple[int, ...]:
         """The ids of a prompt as the model reads it; that of `document_end` where it has none. Raises BadInput without one."""
@@ -331,6 +330,13 @@ def different_parts(first: bytes, second: bytes) -> list[str]:
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
+def encode_prompt(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids of a prompt for a tokenizer without folder: behind what its post-processor puts before a text, if they lack it."""
+    begin = _FolderFiles(None, tokenizer, "the tokenizer", None).begin()[0]
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return tuple(_behind(tuple(token.id for token in begin), ids))
+
+
 class _FolderFiles:
     """The files of a folder that name tokens, as far as the tokenizer has these."""
 
@@ -476,6 +482,10 @@ def _of_earlier_corpus(derived: TextFormat, end: int, tokenizer: Tokenizer) -> T
     """The format of a corpus without record: its manifest has the end of its documents, which begin with nothing."""
     token = Token(end, tokenizer.id_to_token(end) or "")
     return replace(derived, document_end=token, begin=(), stops=_distinct([token, *derived.stops]), notes=())
+
+
+def _behind(begin: Sequence[int], ids: Sequence[int]) -> list[int]:
+    return list(ids) if list(ids[: len(begin)]) == list(begin) else [*begin, *ids]
 
 
 def _homes(folder: Path) -> tuple[Path, ...]:
