@@ -342,6 +342,8 @@ def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) ->
             copy_chat_files(folder, directory, leave_out=left_out)
         write_durable(directory / TOKENIZER, content)
     template = None if chat_files is None else chat_files.source
+    if (loaded := preparation.loaded) is not None and loaded.content == content:
+        return loaded
     return parse_tokenizer(content, where, preparation.eos, folder=folder, template=template)
 
 

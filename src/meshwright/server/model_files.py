@@ -101,7 +101,7 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
             template = read_text(chat_template)
     special, reach = folder_special_tokens(home), token_reach(tokenizer)
     sampling = _default_sampling(home / GENERATION_CONFIG) if defaults else {}
-    return ModelFiles(tokenizer, file, read_text_format(folder), template, special, reach, sampling)
+    return ModelFiles(tokenizer, file, read_text_format(folder, tokenizer), template, special, reach, sampling)
 
 
 def _default_sampling(file: Path) -> dict[str, Any]:
