@@ -23,6 +23,7 @@ from meshwright.cli.main import COMMANDS as COMMAND_MODULES
 from meshwright.cli.main import app_for
 from meshwright.config.load import load_run
 from meshwright.data.source import open_data
+from meshwright.data.text_format import read_text_format, recorded_text_format
 from meshwright.launch.prepare import prepare_run
 from meshwright.launch.run_figures import RunFigures
 from meshwright.serve import text_losses
@@ -73,7 +74,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "check": (lambda tiny, run, tmp: [tiny, "--runs", tmp], {"ok", "errors"}),
     "data prepare": (
         lambda tiny, run, tmp: [tiny.parent / "source", "--tokenizer", run / "tokenizer.json", "--out", tmp / "data"],
-        {"out", "splits", "vocab_size", "bad", "not_read", "reused"},
+        {"out", "splits", "vocab_size", "bad", "not_read", "reused", "text_format"},
     ),
     "data lengths": (lambda tiny, run, tmp: [tiny.parent / "data"], {"documents", "tokens", "longest", "ranges"}),
     "data show": (lambda tiny, run, tmp: [run, "--step", 2], {"step", "samples"}),
@@ -495,4 +496,7 @@ def test_a_checkpoint_records_the_content_and_tokenizer_of_its_corpus(tiny: Path
     state = json.loads((finished / "checkpoints" / "step-00000006" / "state.json").read_bytes())
     assert state["data"] == expected
     digests = expected[str(tiny.parent / "data")]
-    assert set(digests) == {"content", "tokenizer", "order"} and all(digests.values())
+    assert set(digests) == {"content", "tokenizer", "tokenizer_identity", "order"} and all(digests.values())
+    record = read_text_format(finished)
+    assert record == recorded_text_format(finished) == recorded_text_format(finished / "checkpoints" / "step-00000006")
+    assert record == read_text_format(tiny.parent / "data" / "train")

@@ -117,7 +117,7 @@ def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_pat
             return prepared(tiny, runs, "train.steps=7")
 
     calls = count(lambda: start(tmp_path / "count"), names)
-    assert calls.count("replace") == calls.count(FILE_OPEN) == 5
+    assert calls.count("replace") == calls.count(FILE_OPEN) == 6
     for k in range(len(calls)):
         runs = tmp_path / str(k)
         shutil.copytree(tmp_path / "begun", runs)

@@ -53,7 +53,7 @@ def test_every_preset_survives_the_round_trip(name):
 
 
 def test_config_has_the_keys_of_transformers_4_and_5():
-    config = to_hf_config(SCALED, dtype="bf16", eos_id=7)
+    config = to_hf_config(SCALED, dtype="bf16", special_ids={"eos_token_id": 7})
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == SCALED.rope_theta
     assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == "llama3"
     assert config["torch_dtype"] == config["dtype"] == "bfloat16"

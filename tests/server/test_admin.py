@@ -108,7 +108,7 @@ def test_each_new_checkpoint_of_a_run_is_served(
     monkeypatch.setattr(own.api.client, "load", load_and_note)
 
     async def following() -> None:
-        task = asyncio.ensure_future(follow(own.api.client, folder, folder, 0.01))
+        task = asyncio.ensure_future(follow(own.api.client, folder, folder, 0.01, own.api.files.text))
         while len(served) < 2 or own.api.client._loading:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)

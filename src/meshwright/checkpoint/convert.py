@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.config.load import resolved_yaml
 from meshwright.data.chat_template import copy_chat_files
-from meshwright.data.end_tokens import end_tokens
-from meshwright.data.tokenizer_file import open_tokenizer
+from meshwright.data.text_format import TEXT_FORMAT, TOKENIZER, known_text_format, tokenizer_file
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
@@ -34,13 +34,21 @@ from meshwright.spec.run import ModelSection, RunSpec
 _SHARD = "tensors-00000.safetensors"
 
 
-def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16", average: bool = False) -> Path:
+def export_checkpoint(
+    source: Path,
+    out: Path,
+    *,
+    dtype: str = "bf16",
+    average: bool = False,
+    note: Callable[[str], object] = lambda sentence: None,
+) -> Path:
     """Write the weights of a checkpoint as a Hugging Face folder at `out`, and return the checkpoint they came from.
 
     `source` is a checkpoint or a run folder; of a run folder, the newest undamaged checkpoint is exported. The run
-    folder's `tokenizer.json` and chat template are copied too. `average` takes the moving average of the weights
-    (`train.ema_decay`). Raises Damaged when the checkpoint differs from what was written, BadInput when it has no model configuration or
-    average, or when the Hugging Face class of its family cannot represent it.
+    folder's `tokenizer.json` and the files about its texts are copied too; what ends a generated text follows from the record of the text
+    format. `average` takes the moving average of the weights (`train.ema_decay`); `note` receives sentences about the format of the texts.
+    Raises Damaged when the checkpoint differs from what was written, BadInput when it has no model configuration or average, or when the
+    Hugging Face class of its family cannot represent it.
     """
     path = newest_checkpoint(source)
     with CheckpointReader(path) as reader:
@@ -48,8 +56,9 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16", average: 
         spec = _model(config, path)
         if average and not any(reader.names("ema.")):
             raise BadInput(f"{path} has no average of the weights: the run sets no train.ema_decay")
-        tokenizer = path.parent.parent / "tokenizer.json"
-        tokenizer = tokenizer if path.parent.name == "checkpoints" and tokenizer.is_file() else None
+        tokenizer, text = tokenizer_file(path), known_text_format(path)
+        for sentence in () if text is None else text.sentences():
+            note(sentence)
         export_hf(
             out,
             spec,
@@ -57,7 +66,7 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16", average: 
             tokenizer=tokenizer,
             run_note=_note(config, reader),
             dtype=dtype,
-            eos=_end_of_text(tokenizer),
+            text=text,
             title=config.get("name"),
         )
     return path
@@ -80,7 +89,8 @@ def import_checkpoint(source: Path, out: Path) -> Path:
     headers = [TensorHeader(name, "F32", parameter.shape) for name, parameter in parameter_of.items()]
     contents = {header.key: _single_chunk_record(header) for header in headers}
     state = {"step": 0, "next_sample": 0, "tokens": 0}
-    plain = encode_plain(state, {"config.yaml": _run_yaml(spec, checkpoints.absolute().parent.name)})
+    texts, text = {"config.yaml": _run_yaml(spec, checkpoints.absolute().parent.name)}, known_text_format(source)
+    plain = encode_plain(state, texts if text is None else {**texts, TEXT_FORMAT: text.to_json()})
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     attempt.create()
     try:
@@ -96,10 +106,11 @@ def import_checkpoint(source: Path, out: Path) -> Path:
     except BaseException:
         attempt.abandon()
         raise
-    tokenizer = checkpoints.parent / "tokenizer.json"
-    if (source / "tokenizer.json").is_file() and not tokenizer.exists():
-        write_durable(tokenizer, read_folder_file(source / "tokenizer.json", TOKENIZER_BYTES))
+    tokenizer = checkpoints.parent / TOKENIZER
+    if text is not None and not tokenizer.exists():
+        write_durable(tokenizer, read_folder_file(source / TOKENIZER, TOKENIZER_BYTES))
         copy_chat_files(source, checkpoints.parent)
+        text.write(checkpoints.parent)
     return attempt.target
 
 
@@ -148,15 +159,6 @@ def _single_chunk_record(header: TensorHeader) -> TensorRecord:
     return TensorRecord(
         header.shape, header.dtype, (Chunk((0,) * len(header.shape), header.shape, _SHARD, header.key),)
     )
-
-
-def _end_of_text(file: Path | None) -> str | None:
-    """The token that ends a document of a run with this tokenizer; None without one."""
-    if file is None:
-        return None
-    tokenizer = open_tokenizer(file)
-    document = end_tokens(file.parent, tokenizer).document
-    return None if document is None else tokenizer.id_to_token(document)
 
 
 def _note(config: dict[str, Any], reader: CheckpointReader) -> str:

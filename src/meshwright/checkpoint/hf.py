@@ -17,14 +17,17 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from meshwright.data.chat_template import TOKENIZER_CONFIG, copy_chat_files, read_object
+from meshwright.data.chat_template import GENERATION_CONFIG
+from meshwright.data.text_format import TextFormat, derive, export_text_files, exported_ids, named_bos
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.durable.writes import publish, sync_file, write_durable
 from meshwright.models.families import (
     FAMILIES,
     FP8_BLOCK,
+    SPECIAL_IDS,
     HFTensor,
     folder_fields,
     hf_tensors,
@@ -68,14 +71,15 @@ def export_hf(
     run_note: str,
     dtype: str = "bf16",
     shard_bytes: int = 4 << 30,
-    eos: str | None = None,
+    text: TextFormat | None = None,
     title: str | None = None,
 ) -> None:
     """Write a folder that transformers, vLLM and others load: weights, config, generation config, tokenizer, card.
 
     `tensors` returns each of `parameters(spec)` by name, or yields (name, tensor) pairs in any order, or reads rows
     (`RowSource`). One tensor, or 32 MiB of rows, is in memory at a time. `tokenizer` is the path of a tokenizer.json, whose folder
-    may have a chat template and a tokenizer_config.json, and `eos` its end-of-text token.
+    may have further files about texts (`data.chat_template.TEXT_FILES`), and `text` the format of the texts, by default the one that this
+    folder describes.
     `run_note` is Markdown for the model card, whose title is `title` or else the folder's
     name. No file of weights exceeds `shard_bytes` unless a single tensor does. The folder gets its name when it is
     complete. Raises BadInput when it exists and is not empty, when the Hugging Face class of the family cannot represent
@@ -83,8 +87,13 @@ def export_hf(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder}: already there and not empty; choose another folder or remove it")
-    eos_id = _check_tokenizer(tokenizer, spec, eos)
-    config = to_hf_config(spec, dtype=dtype, eos_id=eos_id)
+    loaded = None if tokenizer is None else _load_tokenizer(tokenizer, spec)
+    bos = None
+    if tokenizer is not None and loaded is not None:
+        text = text or derive(tokenizer.parent, loaded, content=read_folder_file(tokenizer, TOKENIZER_BYTES))
+        bos = named_bos(tokenizer.parent, loaded)
+    special_ids = None if text is None else exported_ids(text, bos)
+    config = to_hf_config(spec, dtype=dtype, special_ids=special_ids)
     shards = _plan_shards(spec, dtype, shard_bytes)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _check_space(folder.parent, sum(shard.total for shard in shards))
@@ -93,16 +102,11 @@ def export_hf(
     try:
         _write_weights(partial, spec, tensors, shards, DTYPES[dtype][0])
         _write_json(partial / "config.json", config)
-        _write_json(
-            partial / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        )
-        if tokenizer is not None:
+        if tokenizer is None or loaded is None or text is None:
+            _write_json(partial / GENERATION_CONFIG, {key: config[key] for key in SPECIAL_IDS})
+        else:
             write_durable(partial / "tokenizer.json", read_folder_file(tokenizer, TOKENIZER_BYTES))
-            _write_json(
-                partial / TOKENIZER_CONFIG,
-                _tokenizer_config(spec, eos, read_object(tokenizer.parent / TOKENIZER_CONFIG)),
-            )
-            copy_chat_files(tokenizer.parent, partial)
+            export_text_files(text, tokenizer.parent, partial, loaded, _tokenizer_config(spec))
         write_durable(partial / "README.md", _model_card(title or folder.name, folder.name, spec, run_note, dtype))
         publish(partial, folder)
     except BaseException:
@@ -421,31 +425,26 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _check_tokenizer(path: Path | None, spec: ModelSpec, eos: str | None) -> int | None:
-    """The id of the end-of-text token. Raises BadInput if the tokenizer has more tokens than the model."""
-    if path is None:
-        return None
+def _load_tokenizer(path: Path, spec: ModelSpec) -> Tokenizer:
+    """The tokenizer in a file. Raises BadInput if it has more tokens than the model."""
     tokenizer = open_tokenizer(path)
     size = tokenizer.get_vocab_size()
     if size > spec.vocab_size:
         raise BadInput(
             f"{path}: has {size} tokens, but model.vocab_size is {spec.vocab_size}; is it this model's tokenizer?"
         )
-    number = None if eos is None else tokenizer.token_to_id(eos)
-    if eos is not None and number is None:
-        near = nearest(eos, tokenizer.get_vocab())
-        raise BadInput(f"{path}: has no token {eos!r} to end a text with" + (f" (nearest: {near!r})" if near else ""))
-    return number
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def _tokenizer_config(spec: ModelSpec, eos: str | None, earlier: dict[str, Any]) -> dict[str, Any]:
-    config = {
+def _tokenizer_config(spec: ModelSpec) -> dict[str, Any]:
+    """The values of tokenizer_config.json for a tokenizer without this file."""
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": spec.max_seq_len,
         "clean_up_tokenization_spaces": False,
-        **earlier,
     }
-    return config if eos is None else {**config, "eos_token": eos}
 
 
 def _model_card(title: str, folder: str, spec: ModelSpec, run_note: str, dtype: str) -> str:

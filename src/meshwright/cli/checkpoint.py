@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Json
+from meshwright.cli.options import Json, say
 
 app = typer.Typer(
     help="List, verify and convert checkpoints.\n\nA checkpoint is a folder `RUN/checkpoints/step-NNNNNNNN` of "
@@ -179,7 +179,7 @@ def to_hf(
     from meshwright.checkpoint.convert import export_checkpoint
 
     with _disk_errors("exporting"):
-        source = export_checkpoint(checkpoint, out, dtype=dtype.value, average=ema)
+        source = export_checkpoint(checkpoint, out, dtype=dtype.value, average=ema, note=say)
     print(f"{source} → {out}", file=sys.stderr)
 
 

@@ -14,10 +14,19 @@ from meshwright.cli.options import Json
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
+    from meshwright.data.answer_ends import AnswerEnds
     from meshwright.data.prepare import Prepared
     from meshwright.data.source import DataSource
 
 app = typer.Typer(help="Prepare text for training, and show what a training step reads.", no_args_is_help=True)
+
+
+class Unended(StrEnum):
+    """What happens to answers of chats that do not end with a special token."""
+
+    refuse = "refuse"
+    accept = "accept"
+
 
 ChatOption = Annotated[
     bool,
@@ -33,6 +42,10 @@ TemplateOption = Annotated[
 RolesOption = Annotated[
     str | None,
     typer.Option(metavar="ROLES", help="With --chat: roles to train on, with commas between; assistant by default."),
+]
+UnendedOption = Annotated[
+    Unended | None,
+    typer.Option(help="With --chat: refuse or accept answers that do not end with a special token; refuse by default."),
 ]
 
 
@@ -82,6 +95,7 @@ def prepare_command(
     chat: ChatOption = False,
     chat_template: TemplateOption = None,
     train_roles: RolesOption = None,
+    unended_answers: UnendedOption = None,
     on_bad: Annotated[
         OnBad,
         typer.Option(
@@ -91,7 +105,9 @@ def prepare_command(
     ] = OnBad.skip,
     eos: Annotated[
         str | None,
-        typer.Option(metavar="TOKEN", help="Token that ends each document, when the tokenizer's is not a usual one."),
+        typer.Option(
+            metavar="TOKEN", help="Token that ends each document; default: the one that the tokenizer's folder names."
+        ),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Encoding threads. The output does not depend on it. Default: all cores.")
@@ -118,8 +134,8 @@ def prepare_command(
     from meshwright.data.request import ChatRequest
     from meshwright.spec.errors import Damaged
 
-    if not chat and (chat_template is not None or train_roles is not None):
-        raise BadInput("--chat-template and --train-roles: are for chats; add --chat")
+    if not chat and any(option is not None for option in (chat_template, train_roles, unended_answers)):
+        raise BadInput("--chat-template, --train-roles and --unended-answers: are for chats; add --chat")
     roles = tuple(role.strip() for role in (train_roles or "assistant").split(","))
 
     prepared = prepare(
@@ -132,6 +148,7 @@ def prepare_command(
         eos=eos,
         shard_tokens=shard_tokens,
         chat=ChatRequest(roles, chat_template) if chat else None,
+        unended_answers="accept" if unended_answers is Unended.accept else "refuse",
         workers=workers,
         shown=True,
     )
@@ -229,16 +246,24 @@ def _summary(prepared: Prepared) -> dict[str, Any]:
         split: {"documents": manifest.documents, "tokens": manifest.tokens, "text_bytes": manifest.text_bytes}
         for split, manifest in prepared.manifests.items()
     }
-    tokenizer = next(iter(prepared.manifests.values())).tokenizer
-    left_out = prepared.left_out
+    manifest = next(iter(prepared.manifests.values()))
+    tokenizer, text = manifest.tokenizer, manifest.text_format
+    left_out, answers = prepared.left_out, prepared.answers
     return {
         "out": str(prepared.out),
         "splits": splits,
         "vocab_size": tokenizer.vocab_size,
+        "text_format": None if text is None else text.to_plain(),
+        **({} if answers is None else {"answers": _ends(answers), "unended_answers": answers.unended}),
         "bad": {"count": left_out.bad.count, "first": left_out.bad.first},
         "not_read": left_out.not_read,
         "reused": prepared.reused,
     }
+
+
+def _ends(answers: AnswerEnds) -> dict[str, int]:
+    """How many answers each token ends, by its text."""
+    return {token.text: count for token, count in answers.counts.items()}
 
 
 def _sentences(prepared: Prepared) -> str:
@@ -252,6 +277,14 @@ def _sentences(prepared: Prepared) -> str:
     manifest = next(iter(prepared.manifests.values()))
     if manifest.not_read:
         lines.append(f"  not read: {not_read_words(manifest.not_read)}")
+    if manifest.text_format is not None:
+        end = manifest.text_format.document_end
+        ends = [f"each document ends with {end.text}"] if end is not None and not manifest.masked else []
+        lines += [f"  {line}" for line in (*ends, *manifest.text_format.sentences())]
+    if (answers := prepared.answers) is not None:
+        counts = [f"{text} ({count:,})" for text, count in _ends(answers).items()]
+        counts += [f"no special token ({answers.unended:,})"] if answers.unended else []
+        lines.append(f"  answers end with {', '.join(counts)}")
     lines.append(f"Train on it with  data: {{mix: {prepared.out}}}")
     return "\n".join(lines)
 

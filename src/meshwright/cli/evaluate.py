@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.options import Json, model_folder
+from meshwright.cli.options import Json, model_folder, say
 from meshwright.cli.spread import PlanFile, ask_ranks, model_in
 from meshwright.spec.errors import BadInput
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from meshwright.data.loader import MicroBatch
     from meshwright.models.decoder import Decoder
+    from meshwright.spec.job import DataSpec
     from meshwright.training.evaluate import Evaluation
 
 Model = Annotated[
@@ -78,8 +80,6 @@ def evaluate(
 def _evaluate(
     model: Path, data: str | None, seq_len: int | None, batch: int, batches: int, plan: Path | None
 ) -> Evaluation:
-    from dataclasses import replace
-
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.config.load import load_resolved
     from meshwright.data.loader import open_data
@@ -98,6 +98,8 @@ def _evaluate(
     length = seq_len or (run.train.seq_len if run else min(TrainSpec.seq_len, longest))
     if length > longest:
         raise BadInput(f"--seq-len {length}: expected at most {longest}, the context of {model} (model.max_seq_len)")
+    if data is not None:
+        check_format(model, spec, length)
     if plan is not None:
         from meshwright.training.spread import Measurement
 
@@ -115,6 +117,28 @@ def _evaluate(
     if spec.packing == "none":
         held_out = HeldOut.of_documents(source, batch * length, batches)
     return evaluate_plain(decoder, held_out, micro_batch=batch, device=device, loss=loss)
+
+
+def check_format(model: Path, spec: DataSpec, seq_len: int) -> None:
+    """Raise BadInput if the texts of the validation data have another format than those of the model."""
+    from meshwright.data.source import open_data
+    from meshwright.data.text_format import known_text_format, recorded_text_format
+
+    text = known_text_format(model)
+    if text is None:
+        say(f"{model} has no tokenizer.json, so the tokenizers of model and data are not compared")
+        return
+    # A run of an earlier release has no record; its documents began with nothing, whatever its tokenizer does.
+    earlier = (model / "config.yaml").is_file() and recorded_text_format(model) is None
+    source = open_data(spec, seq_len=seq_len, seed=0, split="validation")
+    for name, each in source.sources.items():
+        corpus = each.directory.text_format
+        if corpus is None:
+            continue
+        ours = replace(text, begin=corpus.begin) if earlier else text
+        masked = each.stream.masked
+        if difference := ours.difference(corpus, str(model), str(each.directory.path), tokenizer_only=masked):
+            raise BadInput(f"--data {name}: {difference}; prepare it with the tokenizer and --eos of the model")
 
 
 def _loss_in_chunks(model: Decoder, length: int) -> Callable[[MicroBatch], Tensor]:

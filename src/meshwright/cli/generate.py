@@ -198,7 +198,6 @@ def sample(
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
     All prompts are continued at the same time.
     """
-    from meshwright.data.end_tokens import end_tokens
     from meshwright.serve.text import continuation
     from meshwright.serve.token_bytes import TokenBytes
     from meshwright.server.model_files import read_model_files
@@ -213,9 +212,10 @@ def sample(
             raise BadInput(f"--speculate and --draft-model are for one device: leave out {option}")
     files = read_model_files(folder)
     tokenizer = files.tokenizer
-    ends = end_tokens(files.tokenizer_file.parent, tokenizer)
-    how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stops=ends.stops)
-    ids = [tuple(tokenizer.encode(prompt).ids or [ends.document or 0]) for prompt in prompts]
+    for sentence in files.text.sentences():
+        say(f"meshwright: {sentence}")
+    how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stops=files.stop_ids)
+    ids = [files.text.prompt(tokenizer.encode(prompt, add_special_tokens=False).ids) for prompt in prompts]
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder(prompts, show)
     if plan is None and ranks == 1:

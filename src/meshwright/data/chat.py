@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chat_template import (
+    SPECIAL_TOKENS_MAP,
     TEMPLATE,
     TOKENIZER_CONFIG,
     TOOL_TEMPLATE,
@@ -54,7 +55,8 @@ ALMOST = 0.85
 
 @dataclass(frozen=True)
 class ChatFiles:
-    """The template of a tokenizer's folder, or the one in its place; `config` is the folder's tokenizer_config.json."""
+    """The template of a tokenizer's folder, or the one in its place; `config` is the folder's tokenizer_config.json, with
+    the tokens that only its special_tokens_map.json names."""
 
     source: str
     config: dict[str, Any]
@@ -82,7 +84,7 @@ class ChatFiles:
 def read_chat_files(tokenizer: Path, template: Path | None) -> ChatFiles:
     """The files beside `tokenizer` (a folder, or a file in it); `template` replaces its template. Raises BadInput without one."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    config = read_object(folder / TOKENIZER_CONFIG)
+    config = {**special_tokens(read_object(folder / SPECIAL_TOKENS_MAP)), **read_object(folder / TOKENIZER_CONFIG)}
     source = read_text(template) if template is not None else folder_template(folder, config)
     if source is None:
         raise BadInput(

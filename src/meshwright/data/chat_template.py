@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,8 +15,11 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.folder_files import JSON_BYTES, TEMPLATE_BYTES, read_folder_file, read_folder_text
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+SPECIAL_TOKENS_MAP, GENERATION_CONFIG = "special_tokens_map.json", "generation_config.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Template of chats with tools, where a folder has one beside its default."""
+TEXT_FILES = (TEMPLATE, TOOL_TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
+"""Files about texts that a folder can have beside its tokenizer.json."""
 START, END = "\ufdd0", "\ufdd1"
 """Marks around the text of a generation block: code points that Unicode reserves for internal use."""
 
@@ -148,12 +151,12 @@ def _template_source(file: Path, config: Mapping[str, Any], name: str) -> str | 
     return template if isinstance(template, str) else None
 
 
-def copy_chat_files(source: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer's chats that `source` has and `folder` lacks."""
-    for name in (TEMPLATE, TOOL_TEMPLATE, TOKENIZER_CONFIG):
-        if (source / name).is_file() and not (folder / name).exists():
+def copy_chat_files(source: Path, folder: Path, *, leave_out: Collection[str] = ()) -> None:
+    """Copy the files about texts (`TEXT_FILES`) that `source` has and `folder` lacks, but not those named by `leave_out`."""
+    for name in TEXT_FILES:
+        if name not in leave_out and (source / name).is_file() and not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
-            limit = JSON_BYTES if name == TOKENIZER_CONFIG else TEMPLATE_BYTES
+            limit = JSON_BYTES if name.endswith(".json") else TEMPLATE_BYTES
             write_durable(folder / name, read_folder_file(source / name, limit, source))
 
 

@@ -32,7 +32,7 @@ LINE_END, WORD_END = re.compile(r"(?<!\n)(?=\n)"), re.compile(r"(?<=\w)(?=\W)|(?
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """A document with its token ids, the end-of-document token last; `text_bytes` is its length in utf-8.
+    """A document with its token ids, those that begin each text first, the end-of-document token last; `text_bytes` is its length in utf-8.
 
     `mask` is whether each token is trained on, bool; None for all.
     """
@@ -65,14 +65,15 @@ def encode_documents(
 
     At most two batches per worker are in memory. Besides its text a long document needs only the memory of its tokens.
     """
-    ids: list[np.ndarray] = []
+    begin = [np.array(tokenizer.text.begin_ids, dtype=dtype)] if tokenizer.text.begin else []
+    ids = list(begin)
     encode = partial(_encode_batch, tokenizer=tokenizer, dtype=dtype)
     for piece, tokens in encode_in_order(_pieces_of(documents, tokenizer), encode, workers):
         ids.append(tokens)
         if piece.last:
             ids.append(np.array([tokenizer.record.eos], dtype=dtype))
             yield EncodedDocument(piece.document, np.concatenate(ids), len(piece.document.text.encode("utf-8")))
-            ids = []
+            ids = list(begin)
 
 
 def token_dtype(vocab_size: int) -> str:

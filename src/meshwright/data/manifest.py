@@ -16,11 +16,13 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.data.indexed import IndexedFile, bin_path, idx_path
 from meshwright.data.masks import MaskFile, mask_path
+from meshwright.data.text_format import TextFormat, read_text_format
 from meshwright.durable.writes import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
@@ -62,7 +64,7 @@ class Manifest:
     """Record of one prepared directory. `request` is the command that made it, `skipped` the number of bad documents.
 
     `inputs` is the digest of `inputs.jsonl`, None in directories of earlier releases; `not_read` has the files and bytes that were not
-    read, by reason.
+    read, by reason. `text_format` is None in directories of earlier releases; `unended_answers` counts answers of chats without end token.
     """
 
     tokenizer: TokenizerRecord
@@ -72,6 +74,8 @@ class Manifest:
     request: dict[str, Any] = field(default_factory=dict)
     inputs: str | None = None
     not_read: dict[str, dict[str, int]] = field(default_factory=dict)
+    text_format: TextFormat | None = None
+    unended_answers: int = 0
 
     @property
     def tokens(self) -> int:
@@ -97,7 +101,9 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write `manifest.json` whole or not at all."""
         totals = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
-        text = json.dumps({"version": self.version, **totals, **asdict(self)}, indent=1)
+        text_format = None if self.text_format is None else self.text_format.to_plain()
+        values = {"version": self.version, **totals, **asdict(self), "text_format": text_format}
+        text = json.dumps(values, indent=1)
         write_durable(directory / MANIFEST, text.encode() + b"\n")
 
     @classmethod
@@ -105,7 +111,7 @@ class Manifest:
         """Raises Damaged when the file is not a manifest of this version."""
         path = directory / MANIFEST
         try:
-            return _parse(json.loads(path.read_bytes()))
+            return _parse(json.loads(path.read_bytes()), str(path))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(
                 f"{path}: not a readable manifest ({type(error).__name__}: {error}); prepare again"
@@ -138,6 +144,32 @@ class PreparedDirectory:
     def tokenizer_digest(self) -> str | None:
         """None when the directory is foreign, and its tokenizer unknown."""
         return self.manifest.tokenizer.digest if self.manifest else None
+
+    @cached_property
+    def text_format(self) -> TextFormat | None:
+        """None when the directory is foreign, and its tokenizer unknown."""
+        if self.manifest is None:
+            return None
+        return self.manifest.text_format or read_text_format(self.path)
+
+    def format_difference(self, other: PreparedDirectory) -> str | None:
+        """The difference between the texts of two directories in words; None without one, and if one of them is foreign.
+
+        In chats the template writes what begins and ends a text, so that only their tokenizers are compared.
+        """
+        ours, theirs = self.manifest, other.manifest
+        if ours is None or theirs is None:
+            return None
+        if ours.tokenizer == theirs.tokenizer and ours.text_format == theirs.text_format:
+            return None
+        assert self.text_format is not None and other.text_format is not None
+        names = (self._name_of_text, other._name_of_text)
+        return self.text_format.difference(other.text_format, *names, tokenizer_only=ours.masked or theirs.masked)
+
+    @property
+    def _name_of_text(self) -> str:
+        earlier = self.manifest is not None and self.manifest.text_format is None
+        return f"{self.path} (prepared by an earlier release)" if earlier else str(self.path)
 
     @property
     def content_digest(self) -> str:
@@ -304,7 +336,7 @@ def _digest_or_none(path: Path) -> str | None:
     return digest_file(path) if path.is_file() else None
 
 
-def _parse(data: dict[str, Any]) -> Manifest:
+def _parse(data: dict[str, Any], where: str) -> Manifest:
     if data["version"] not in (VERSION, WITH_MASKS):
         raise ValueError(f"version {data['version']}, this release reads versions {VERSION} and {WITH_MASKS}")
     shards = tuple(Shard(**shard) for shard in data["shards"])
@@ -312,8 +344,18 @@ def _parse(data: dict[str, Any]) -> Manifest:
     for name in (tokenizer.file, *(shard.name for shard in shards)):
         if Path(name).name != name:
             raise ValueError(f"{name!r} leaves the directory")
-    later = {"inputs": data.get("inputs"), "not_read": data.get("not_read", {})}
-    return Manifest(tokenizer, data["dtype"], shards, data["skipped"], data["request"], **later)
+    text_format = data.get("text_format")
+    return Manifest(
+        tokenizer,
+        data["dtype"],
+        shards,
+        data["skipped"],
+        data["request"],
+        inputs=data.get("inputs"),
+        not_read=data.get("not_read", {}),
+        text_format=None if text_format is None else TextFormat.from_plain(text_format, where),
+        unended_answers=data.get("unended_answers", 0),
+    )
 
 
 def _nothing_at(path: Path) -> str:

@@ -10,7 +10,7 @@ import errno
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from meshwright.data.answer_ends import AnswerEnds, count_answer_ends
 from meshwright.data.chat import CHAT_ENDINGS, ChatReader, reads_chats
-from meshwright.data.chat_template import special_tokens
+from meshwright.data.chat_template import GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE, copy_chat_files, special_tokens
 from meshwright.data.corpus import Document, FromFile, read_documents
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
@@ -27,22 +28,22 @@ from meshwright.data.input_record import changed_inputs, write_input_record
 from meshwright.data.input_stream import Contents
 from meshwright.data.inputs import HARMLESS, InputFile, NotRead, check_text_key, list_inputs
 from meshwright.data.left_out import LeftOut, not_read_words
-from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest
+from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest, Shard
 from meshwright.data.progress import progress
 from meshwright.data.request import (
     SHARD_TOKENS,
     ChatRequest,
     Preparation,
     begin,
-    check_same,
+    check_same_corpus,
     finished_manifests,
     forget,
     newest_input_ns,
 )
 from meshwright.data.shards import JOURNAL, SplitWriter, recover_journal
+from meshwright.data.text_format import read_text_format
 from meshwright.data.tokenizer import (
     LoadedTokenizer,
-    load_tokenizer,
     parse_tokenizer,
     parse_train_request,
     read_tokenizer,
@@ -66,6 +67,8 @@ class Prepared:
     manifests: dict[str, Manifest]
     left_out: LeftOut
     reused: bool
+    answers: AnswerEnds | None = None
+    """Of chats, the tokens that end the answers; None for text."""
 
 
 def prepare(
@@ -79,6 +82,7 @@ def prepare(
     eos: str | None = None,
     shard_tokens: int = SHARD_TOKENS,
     chat: ChatRequest | None = None,
+    unended_answers: Literal["refuse", "accept"] = "refuse",
     workers: int | None = None,
     shown: bool = False,
     wait: bool = False,
@@ -86,7 +90,7 @@ def prepare(
     """Turn `inputs` into token shards under `out`.
 
     `tokenizer` is a `tokenizer.json`, a folder with one, or `train:SIZE`; `held_out` the fraction of documents kept
-    apart; `text_key` by default `text`, with `chat` `messages`;
+    apart; `text_key` by default `text`, with `chat` `messages`; `unended_answers` is what happens to answers of chats without end token;
     `workers` the encoding threads (all cores when None); `shown` draws progress on stderr; `wait` waits for
     another process that writes here. A second call with the same arguments continues after a kill, or finds the work
     done.
@@ -95,7 +99,9 @@ def prepare(
     when the disk is too small. A request that is refused before its first shard is finished leaves nothing in `out`.
     """
     key = text_key or ("text" if chat is None else "messages")
-    preparation = Preparation(tuple(inputs), tokenizer, out, held_out, key, on_bad, eos, shard_tokens, chat)
+    preparation = Preparation(
+        tuple(inputs), tokenizer, out, held_out, key, on_bad, eos, shard_tokens, chat, unended_answers
+    )
     preparation.check()
     files, not_read = list_inputs(inputs, exclude=out)
     check_text_key(text_key, files)
@@ -105,10 +111,10 @@ def prepare(
     with locked(out, wait):
         done = finished_manifests(preparation)
         if done:
-            check_same(out, done[TRAIN].request, request)
+            check_same_corpus(out, preparation.directories()[TRAIN], done[TRAIN], request)
             _check_reusable(preparation, done[TRAIN], files)
             (out / JOURNAL).unlink(missing_ok=True)
-            return Prepared(out, done, LeftOut(), reused=True)
+            return Prepared(out, done, LeftOut(), reused=True, answers=_answers(preparation, done))
         begin(preparation, files, request)
         try:
             return _run(preparation, files, not_read, request, workers or usable_cores(), shown)
@@ -155,6 +161,11 @@ def _run(
             # Nothing here is worth keeping, and without a journal a corrected command may start afresh.
             (preparation.out / JOURNAL).unlink(missing_ok=True)
             raise BadInput(_no_documents(preparation, split, left_out))
+    text, answers = tokenizer.text, None
+    if preparation.chat is not None:
+        shards = {split: writer.shards for split, writer in writers.items()}
+        answers = _count_answers(preparation, shards, tokenizer)
+        text = text.with_answer_ends(answers.counts)
     figures = {
         reason: {"files": each["files"], "bytes": each["bytes"]} for reason, each in sorted(left_out.not_read.items())
     }
@@ -164,12 +175,44 @@ def _run(
     }
     manifests = {
         split: Manifest(
-            tokenizer.record, dtype, tuple(writer.shards), left_out.bad.count, request, records[split], figures
+            tokenizer.record,
+            dtype,
+            tuple(writer.shards),
+            left_out.bad.count,
+            request,
+            records[split],
+            figures,
+            text_format=text,
+            unended_answers=0 if answers is None else answers.unended,
         )
         for split, writer in writers.items()
     }
     _commit(preparation, manifests)
-    return Prepared(preparation.out, manifests, left_out, reused=False)
+    return Prepared(preparation.out, manifests, left_out, reused=False, answers=answers)
+
+
+def _count_answers(
+    preparation: Preparation, shards: Mapping[str, Sequence[Shard]], tokenizer: LoadedTokenizer
+) -> AnswerEnds:
+    """The tokens that end the answers of all chats. Raises BadInput for answers without any, unless the request accepts them."""
+    stems = [preparation.directories()[split] / shard.name for split, written in shards.items() for shard in written]
+    answers = count_answer_ends(stems, tokenizer.tokenizer)
+    if answers.unended and preparation.unended_answers == "refuse":
+        raise BadInput(
+            f"{preparation.out}: {answers.unended:,} of {answers.answers:,} answers do not end with a special token, the first in "
+            f"{answers.first}; a model that is trained on them does not stop. Use a chat template that writes an end token behind each "
+            "answer, or continue with --unended-answers accept"
+        )
+    return answers
+
+
+def _answers(preparation: Preparation, manifests: Mapping[str, Manifest]) -> AnswerEnds | None:
+    """The tokens that end the answers of a finished corpus; None for text."""
+    if preparation.chat is None or preparation.loaded is None:
+        return None
+    return _count_answers(
+        preparation, {split: manifest.shards for split, manifest in manifests.items()}, preparation.loaded
+    )
 
 
 class _Reading:
@@ -236,10 +279,9 @@ def _write_shards(
 def _reader(preparation: Preparation, files: list[InputFile]) -> Read:
     """The function that reads the documents of a file."""
     key, chat_files = preparation.text_key, preparation.chat_files()
-    if chat_files is None or preparation.chat is None:
+    if chat_files is None or preparation.chat is None or preparation.loaded is None:
         return lambda file: read_documents(file, key)
-    tokenizer = load_tokenizer(Path(preparation.tokenizer), preparation.eos).tokenizer
-    reader = ChatReader(chat_files, preparation.chat.roles, tokenizer, newest_input_ns(files))
+    reader = ChatReader(chat_files, preparation.chat.roles, preparation.loaded.tokenizer, newest_input_ns(files))
     return lambda file: reader.read(file, key)
 
 
@@ -255,11 +297,22 @@ def _check_reusable(preparation: Preparation, manifest: Manifest, files: list[In
     out, choose = preparation.out, "choose another --out, or remove it to prepare again"
     if changed := changed_inputs(preparation.directories()[TRAIN], manifest, files):
         raise BadInput(f"{out}: was prepared by this command, but {changed}; {choose}")
+    _check_earlier(preparation, manifest)
     lost = {reason: figures for reason, figures in manifest.not_read.items() if reason not in HARMLESS}
     if preparation.on_bad == "refuse" and (manifest.skipped or lost):
         files_lost = f"; not read: {not_read_words(lost)}" if lost else ""
         bad = f"without {manifest.skipped:,} bad documents{files_lost}"
         raise BadInput(f"{out}: was prepared {bad}, which --on-bad refuse does not accept; {choose}")
+
+
+def _check_earlier(preparation: Preparation, manifest: Manifest) -> None:
+    """Raise BadInput if an earlier release began or ended the documents of the corpus otherwise."""
+    if manifest.text_format is not None or preparation.loaded is None or preparation.chat is not None:
+        return
+    earlier = read_text_format(preparation.directories()[TRAIN])
+    name = f"{preparation.out} (prepared by an earlier release)"
+    if difference := earlier.difference(preparation.loaded.text, name, "this command"):
+        raise BadInput(f"{difference}; choose another --out, or remove it to prepare again")
 
 
 def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) -> LoadedTokenizer:
@@ -278,14 +331,21 @@ def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) ->
         )
     else:
         content, where = read_tokenizer(Path(preparation.tokenizer)), preparation.tokenizer
+    folder, chat_files = preparation.tokenizer_folder, preparation.chat_files()
+    # Sampling values belong to the weights of the folder; the record of the text format has the end tokens.
+    left_out = (GENERATION_CONFIG,) if chat_files is None else (GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE)
     # The first directory last: a later attempt reads the tokenizer there, so all the others must have it by then.
-    chat_files = preparation.chat_files()
     for directory in reversed(directories):
         directory.mkdir(exist_ok=True)
         if chat_files is not None:
             chat_files.write(directory)
+        if folder is not None:
+            copy_chat_files(folder, directory, leave_out=left_out)
         write_durable(directory / TOKENIZER, content)
-    return parse_tokenizer(content, where, preparation.eos)
+    template = None if chat_files is None else chat_files.source
+    if (loaded := preparation.loaded) is not None and loaded.content == content:
+        return loaded
+    return parse_tokenizer(content, where, preparation.eos, folder=folder, template=template)
 
 
 def _commit(preparation: Preparation, manifests: dict[str, Manifest]) -> None:

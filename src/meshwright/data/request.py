@@ -7,21 +7,25 @@ import shutil
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
 from meshwright.data.chat import ASSISTANT, ChatFiles, read_chat_files
-from meshwright.data.chat_template import TEMPLATE, TOKENIZER_CONFIG, TOOL_TEMPLATE
+from meshwright.data.chat_template import TEXT_FILES, TOOL_TEMPLATE
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import HELD_OUT, INPUTS, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.shards import JOURNAL
-from meshwright.data.tokenizer import TRAIN_PREFIX, load_tokenizer, parse_train_request, read_tokenizer
+from meshwright.data.text_format import tokenizer_identity
+from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_train_request, tokenizer_folder
 from meshwright.durable.writes import digest, write_durable
 from meshwright.spec.errors import BadInput
 
 SHARD_TOKENS = 1 << 27
+LATER_KEYS = ("document_end", "begin")
+"""Keys of a request that corpora of earlier releases lack."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,20 @@ class Preparation:
     eos: str | None = None
     shard_tokens: int = SHARD_TOKENS
     chat: ChatRequest | None = None
+    unended_answers: Literal["refuse", "accept"] = "refuse"
+
+    @cached_property
+    def loaded(self) -> LoadedTokenizer | None:
+        """The tokenizer of the request; None if it is to be trained. Raises BadInput for one that cannot be used."""
+        if parse_train_request(self.tokenizer) is not None:
+            return None
+        chat = self.chat_files()
+        return load_tokenizer(Path(self.tokenizer), self.eos, template=None if chat is None else chat.source)
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder of the tokenizer's file; None if it is to be trained."""
+        return None if self.loaded is None else tokenizer_folder(Path(self.tokenizer))
 
     def directories(self) -> dict[str, Path]:
         """The output directory of each split."""
@@ -63,8 +81,7 @@ class Preparation:
             raise BadInput(f"shard size {self.shard_tokens}: expected a positive number of tokens")
         if self.chat is not None:
             self._check_chat(self.chat)
-        if parse_train_request(self.tokenizer) is None:
-            load_tokenizer(Path(self.tokenizer), self.eos)
+        _ = self.loaded
         with suppress(FileNotFoundError):
             # One stat, not exists() and is_dir(): another process may remove its empty directory between two.
             if not stat.S_ISDIR(self.out.stat().st_mode):
@@ -83,9 +100,8 @@ class Preparation:
     def describe(self, files: list[InputFile]) -> dict[str, Any]:
         """The request as the manifest records it."""
         listing = "\n".join(f"{file.name}\t{file.size}" for file in files)
-        tokenizer_digest = (
-            None if self.tokenizer.startswith(TRAIN_PREFIX) else digest(read_tokenizer(Path(self.tokenizer)))
-        )
+        text = None if self.loaded is None else self.loaded.text
+        end = None if text is None else text.document_end
         chat = self.chat_files()
         roles = () if self.chat is None else self.chat.roles
         return {
@@ -94,8 +110,10 @@ class Preparation:
             "input_bytes": sum(file.size for file in files),
             "input_digest": digest(listing.encode("utf-8", "surrogateescape")),
             "tokenizer": self.tokenizer,
-            "tokenizer_digest": tokenizer_digest,
+            "tokenizer_digest": None if text is None else text.tokenizer,
             "eos": self.eos,
+            "document_end": None if end is None else end.text,
+            "begin": [] if text is None else [token.text for token in text.begin],
             "held_out": self.held_out,
             "text_key": self.text_key,
             "shard_tokens": self.shard_tokens,
@@ -137,6 +155,17 @@ def newest_input_ns(files: list[InputFile]) -> int:
     return max(file.modified_ns for file in files)
 
 
+def check_same_corpus(out: Path, directory: Path, manifest: Manifest, now: dict[str, Any]) -> None:
+    """Raises BadInput naming the differences between the request of a finished corpus and this one.
+
+    Of earlier releases a request has the digest of the tokenizer's file, and not what begins and ends a document.
+    """
+    before = {**{key: now[key] for key in LATER_KEYS}, **manifest.request}
+    if now["tokenizer_digest"] and before["tokenizer_digest"] != now["tokenizer_digest"]:
+        before["tokenizer_digest"] = tokenizer_identity((directory / manifest.tokenizer.file).read_bytes())
+    check_same(out, before, now)
+
+
 def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises BadInput naming the differences between the request of `out` and this one."""
     differing = [key for key in now if before.get(key) != now[key]]
@@ -148,7 +177,7 @@ def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
 def _check_unused(out: Path, request: dict[str, Any]) -> None:
     for directory in (out, out / TRAIN):
         if (directory / MANIFEST).is_file():
-            check_same(out, Manifest.read(directory).request, request)
+            check_same_corpus(out, directory, Manifest.read(directory), request)
             raise BadInput(f"{out}: a part of what was prepared here is missing; choose another --out or remove it")
     other_entries = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith((".", UNFINISHED)))
     if other_entries:
@@ -162,5 +191,5 @@ def forget(out: Path) -> None:
         if (out / split).is_dir():
             shutil.rmtree(out / split)
     shutil.rmtree((out / TOOL_TEMPLATE).parent, ignore_errors=True)
-    for file in [out / TOKENIZER, out / TOKENIZER_CONFIG, out / TEMPLATE, out / INPUTS, *out.glob("shard-*")]:
+    for file in [*(out / name for name in (TOKENIZER, *TEXT_FILES, INPUTS)), *out.glob("shard-*")]:
         file.unlink(missing_ok=True)

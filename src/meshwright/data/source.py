@@ -29,6 +29,7 @@ from meshwright.data.manifest import (
 )
 from meshwright.data.packing import Packed, StreamWindows, TokenStream, pack
 from meshwright.data.slots import TokenReader
+from meshwright.data.text_format import TextFormat
 from meshwright.data.verification import ShardVerifier
 from meshwright.policies.sample_order import Mixture
 from meshwright.spec.errors import BadInput, Damaged
@@ -216,9 +217,30 @@ class DataSource:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The `tokenizer.json` of the data, one with a chat template beside it if there is one; None if no source has one."""
-        files = [file for source in self._ordered if (file := source.directory.tokenizer_file)]
-        return next((file for file in files if (file.parent / TEMPLATE).is_file()), next(iter(files), None))
+        """The `tokenizer.json` of the data, one with the template of its chats beside it if there are any; None if no source has one."""
+        source = self._describing()
+        return None if source is None else source.directory.tokenizer_file
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether a source has chats."""
+        return any(source.stream.masked for source in self._ordered)
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        """The format of the texts; the answers of chats in any source have their ends. None if no source has a tokenizer."""
+        source = self._describing()
+        text = None if source is None else source.directory.text_format
+        if text is None:
+            return None
+        texts = [each.directory.text_format for each in self._ordered if each.stream.masked]
+        return text.with_answer_ends(dict.fromkeys(end for each in texts if each for end in each.answer_ends))
+
+    def _describing(self) -> Source | None:
+        """The source whose files about texts are those of the data: one of chats, else one with a template, else any with a tokenizer."""
+        known = [source for source in self._ordered if source.directory.manifest]
+        with_template = [source for source in known if (source.directory.path / TEMPLATE).is_file()]
+        return next(iter([source for source in known if source.stream.masked] or with_template or known), None)
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -235,6 +257,7 @@ class DataSource:
         """The record of each source in a checkpoint: the digests of its content and tokenizer, and the one its order follows from."""
         return {
             source.name: {"content": source.directory.content_digest, "tokenizer": source.directory.tokenizer_digest}
+            | _identity(source.directory)
             | ({} if self.mixture is self._by_path else {"order": source.directory.order_digest})
             | ({} if source.packing is None else {"packing": "whole conversations"})
             for source in self._ordered
@@ -371,6 +394,12 @@ class DataSource:
         raise Damaged(f"{file.bin_path}: offset {offset}: expected {expected}, found token {tokens[at]}")
 
 
+def _identity(directory: PreparedDirectory) -> dict[str, str | None]:
+    """The digest of the tokenizer in any layout of its file, where the manifest has it."""
+    text = None if directory.manifest is None else directory.manifest.text_format
+    return {} if text is None else {"tokenizer_identity": text.tokenizer}
+
+
 def _ranges(mask: np.ndarray) -> list[list[int]]:
     """The ranges [start, stop) of a mask that are true."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
@@ -447,12 +476,8 @@ def _check_different(sources: Sequence[Source]) -> None:
 def _check_tokenizers(sources: Sequence[Source], vocab_size: int | None) -> None:
     tokenizers = [(source, source.directory.manifest.tokenizer) for source in sources if source.directory.manifest]
     for source, tokenizer in tokenizers:
-        first, expected = tokenizers[0]
-        if tokenizer.digest != expected.digest:
-            paths = f"{first.directory.path} and {source.directory.path}"
-            raise BadInput(
-                f"data.mix: {paths} were prepared with different tokenizers; prepare both with the same tokenizer"
-            )
+        if difference := tokenizers[0][0].directory.format_difference(source.directory):
+            raise BadInput(f"data.mix: {difference}; prepare both with the same tokenizer and --eos")
         if vocab_size is not None and tokenizer.vocab_size > vocab_size:
             has = f"its tokenizer has {tokenizer.vocab_size} tokens"
             raise BadInput(f"{source.directory.path}: {has}, expected at most model.vocab_size {vocab_size}")

@@ -15,12 +15,14 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from meshwright.data.chat_template import TEXT_FILES
 from meshwright.data.corpus import Document, read_documents
-from meshwright.data.end_tokens import END_OF_TEXT, KNOWN_ENDS
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
+from meshwright.data.text_format import CONFIG, END_OF_TEXT, KNOWN_ENDS, TextFormat, derive
+from meshwright.data.tokenizer_file import tokenizer_in
 from meshwright.durable.writes import digest
-from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.errors import BadInput
 from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 
 SMALLEST = 257
@@ -32,11 +34,12 @@ TRAIN_PREFIX = "train:"
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer, the exact bytes of its file, and its entry in a manifest."""
+    """A tokenizer, the exact bytes of its file, its entry in a manifest, and the format of its texts."""
 
     tokenizer: Tokenizer
     content: bytes
     record: TokenizerRecord
+    text: TextFormat
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> bytes:
@@ -72,13 +75,13 @@ def _bounded(texts: Iterable[str]) -> Iterator[str]:
         yield text[start:]
 
 
-def load_tokenizer(path: Path, eos: str | None = None) -> LoadedTokenizer:
-    """Load a `tokenizer.json`, or the one in a folder; `eos` names the token that ends a document (known names are
-    tried).
+def load_tokenizer(path: Path, eos: str | None = None, *, template: str | None = None) -> LoadedTokenizer:
+    """Load a `tokenizer.json`, or the one in a folder; `eos` names the token that ends a document, else its folder does.
 
     Raises BadInput when the file is missing or not a tokenizer, or has no such token.
     """
-    return parse_tokenizer(read_tokenizer(path), str(tokenizer_file(path)), eos)
+    where = str(tokenizer_file(path))
+    return parse_tokenizer(read_tokenizer(path), where, eos, folder=tokenizer_folder(path), template=template)
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -89,25 +92,36 @@ def tokenizer_file(path: Path) -> Path:
     return file
 
 
+def tokenizer_folder(path: Path) -> Path:
+    """The folder with the files that go with a tokenizer.json: its own, or where that has none, the one to which the file is a link."""
+    file = tokenizer_file(path)
+    while file.is_symlink() and not any((file.parent / name).is_file() for name in (*TEXT_FILES, CONFIG)):
+        file = file.parent / os.readlink(file)
+    return file.parent
+
+
 def read_tokenizer(path: Path) -> bytes:
     """The content of a `tokenizer.json`, or of the one in a folder, out of which it may not be a link. Raises BadInput."""
     file = tokenizer_file(path)
     return read_folder_file(file if path.is_dir() else Path(os.path.realpath(file)), TOKENIZER_BYTES)
 
 
-def parse_tokenizer(content: bytes, where: str, eos: str | None = None) -> LoadedTokenizer:
-    """The tokenizer in the bytes of a `tokenizer.json`; `where` is its name in messages."""
-    try:
-        tokenizer = Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as error:  # `tokenizers` raises bare Exception for every mistake in a file
-        raise BadInput(f"{where}: not a tokenizer.json: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+def parse_tokenizer(
+    content: bytes, where: str, eos: str | None = None, *, folder: Path | None = None, template: str | None = None
+) -> LoadedTokenizer:
+    """The tokenizer in the bytes of a `tokenizer.json`; `where` is its name in messages, `folder` has the files that go with it.
+
+    `template` stands in for the folder's chat template.
+    """
+    tokenizer = tokenizer_in(content, where)
     # The spelling of a special token inside a document is encoded as text.
     tokenizer.encode_special_tokens = True
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    record = TokenizerRecord(TOKENIZER, max(vocabulary.values()) + 1, digest(content), _eos_id(vocabulary, where, eos))
-    return LoadedTokenizer(tokenizer, content, record)
+    text = derive(folder, tokenizer, eos=eos, content=content, where=where, template=template)
+    if text.document_end is None:
+        raise BadInput(f"{where}: has none of {', '.join(KNOWN_ENDS)}; name the token that ends a document with --eos")
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    record = TokenizerRecord(TOKENIZER, size, digest(content), text.document_end.id)
+    return LoadedTokenizer(tokenizer, content, record, text)
 
 
 def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMPLE_BYTES) -> Iterator[tuple[str, str]]:
@@ -147,13 +161,3 @@ def check_size(size: int) -> int:
     if size < SMALLEST:
         raise BadInput(f"vocabulary of {size} tokens: expected at least {SMALLEST}, the 256 bytes and {END_OF_TEXT}")
     return size
-
-
-def _eos_id(vocabulary: dict[str, int], where: str, eos: str | None) -> int:
-    for name in (eos,) if eos is not None else KNOWN_ENDS:
-        if name in vocabulary:
-            return vocabulary[name]
-    if eos is not None:
-        near = nearest(eos, [token for token in vocabulary if len(token) > 2])
-        raise BadInput(f"{where}: has no token {eos!r}" + (f" (nearest: {near!r})" if near else ""))
-    raise BadInput(f"{where}: has none of {', '.join(KNOWN_ENDS)}; name the token that ends a document with --eos")

@@ -8,11 +8,14 @@ from typing import Any
 
 from meshwright.checkpoint.manifest import STATE, read_manifest
 from meshwright.checkpoint.state import decode_state
-from meshwright.checkpoint.verify import list_checkpoints, newest_checkpoint, read_verified
+from meshwright.checkpoint.verify import list_checkpoints, read_verified
 from meshwright.data.source import DataSource
+from meshwright.data.text_format import TOKENIZER, different_parts, tokenizer_file
 from meshwright.data.vocabulary import Vocabulary, read_vocabulary
+from meshwright.launch.text_files import initial_folder
 from meshwright.policies.skipped_samples import SampleRange, merge_skips
 from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 from meshwright.spec.run import Assignment, RunSpec
 
 STATE_BYTES = 256 << 20
@@ -32,11 +35,19 @@ def check_tokenizer(run: RunSpec, source: DataSource, note: Note) -> None:
         owner = f"model.init {init}" if initial_vocabulary is None else f"the corpus {', '.join(run.data.mix)}"
         note(f"{owner} has no tokenizer.json, so the tokenizers of weights and corpus are not compared")
         return
-    if initial_vocabulary.digest == corpus_vocabulary.digest:
+    same_vocabulary = initial_vocabulary.digest == corpus_vocabulary.digest
+    files = (initial_vocabulary.file, corpus_vocabulary.file)
+    parts = different_parts(*map(_content, files)) if all(file.name == TOKENIZER for file in files) else []
+    if same_vocabulary and not parts:
         return
+    words = (
+        f"their tokens are the same, but not their {', '.join(parts)}"
+        if same_vocabulary
+        else initial_vocabulary.difference(corpus_vocabulary)
+    )
     difference = (
         f"model.init {init}: tokenizer {initial_vocabulary.file} (digest {initial_vocabulary.digest}) and the corpus' "
-        f"{corpus_vocabulary.file} (digest {corpus_vocabulary.digest}) differ: {initial_vocabulary.difference(corpus_vocabulary)}"
+        f"{corpus_vocabulary.file} (digest {corpus_vocabulary.digest}) differ: {words}"
     )
     if run.data.tokenizer_mismatch == "refuse":
         raise BadInput(
@@ -60,7 +71,10 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
         return
     for name, now in source.record().items():
         recorded_digest = recorded.get(name) or _moved(recorded, now)
-        changed = [key for key in ("content", "tokenizer", "packing") if now.get(key) != recorded_digest.get(key)]
+        keys = ("content", "tokenizer", "packing")
+        changed = [key for key in keys if now.get(key) != recorded_digest.get(key)]
+        if "tokenizer" in changed and _same_tokenizer(recorded_digest, now):
+            changed.remove("tokenizer")
         if not changed:
             continue
         digests = ", ".join(f"{key} (digest {recorded_digest.get(key)} then, {now.get(key)} now)" for key in changed)
@@ -72,6 +86,16 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
         note(f"{difference}; data.changed is accept")
 
 
+def _same_tokenizer(recorded: dict[str, Any], now: dict[str, str | None]) -> bool:
+    """Whether two tokenizers differ in the layout of their files alone; checkpoints of earlier releases do not know it."""
+    identity = now.get("tokenizer_identity")
+    return identity is not None and identity == recorded.get("tokenizer_identity")
+
+
+def _content(file: Path) -> bytes:
+    return read_folder_file(file, TOKENIZER_BYTES)
+
+
 def _moved(recorded: dict[str, Any], now: dict[str, str | None]) -> dict[str, Any]:
     """The record of the same content under another path; empty if none has it, or if the order followed from the path."""
     return next((entry for entry in recorded.values() if "order" in entry and entry["content"] == now["content"]), {})
@@ -79,10 +103,11 @@ def _moved(recorded: dict[str, Any], now: dict[str, str | None]) -> dict[str, An
 
 def _vocabulary_of(init: str) -> Vocabulary | None:
     """The vocabulary of the weights that `model.init` names; None if their folder has no tokenizer."""
-    source, _, folder = init.partition(":")
-    if source == "checkpoint":
-        return read_vocabulary(newest_checkpoint(Path(folder), contents=False).parent.parent)
-    return read_vocabulary(Path(folder))
+    folder = initial_folder(init)
+    if folder is None:
+        return None
+    file = tokenizer_file(folder)
+    return read_vocabulary(folder if file is None else file.parent)
 
 
 def recorded_corpus(folder: Path) -> tuple[Path | None, dict[str, Any] | None]:

@@ -16,7 +16,6 @@ from typing import Protocol, TypeVar
 from meshwright.checkpoint.mirror import fetch_newest
 from meshwright.checkpoint.object_store import check_mirror
 from meshwright.config.load import load_plan, plan_yaml, resolved_yaml
-from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.inputs import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data, same_text
@@ -26,6 +25,7 @@ from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.disk import check_disk
 from meshwright.launch.folder import continues, is_finished, take_over
 from meshwright.launch.machine import host_memory_bytes
+from meshwright.launch.text_files import write_text_files
 from meshwright.models.families import export_obstacle
 from meshwright.observe.sinks import check_sinks
 from meshwright.planner.candidate import (
@@ -47,7 +47,6 @@ from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, attach_key
 from meshwright.spec.fields import to_plain
-from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 from meshwright.spec.plan import Plan
 from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import Assignment, ModelSection, RunSpec
@@ -141,7 +140,7 @@ def open_run_data(run: RunSpec) -> DataSource:
 
 
 def check_validation(run: RunSpec, note: Note) -> None:
-    """Raise BadInput or Damaged if the validation data cannot be read, or has another tokenizer than the training data."""
+    """Raise BadInput or Damaged if the validation data cannot be read, or its texts have another format than the training data."""
     if not has_validation(run.data, run.train.seq_len):
         if has_validation(run.data, 0):
             note(
@@ -158,17 +157,11 @@ def check_validation(run: RunSpec, note: Note) -> None:
                 raise BadInput(
                     f"data.validation: {name} is trained on, as {trained.name} of data.mix; name other text, or leave it out"
                 )
-    training_digests, validation_digests = _tokenizer_digests(training), _tokenizer_digests(source)
-    if training_digests and validation_digests and not validation_digests <= training_digests:
-        raise BadInput(
-            f"data.validation: {run.data.validation} was prepared with another tokenizer than {', '.join(run.data.mix)}; "
-            "prepare it with the tokenizer.json of the training data"
-        )
-
-
-def _tokenizer_digests(source: DataSource) -> set[str]:
-    manifests = [opened.directory.manifest for opened in source.sources.values()]
-    return {manifest.tokenizer.digest for manifest in manifests if manifest}
+    for held_out in source.sources.values():
+        for trained in training.sources.values():
+            if difference := trained.directory.format_difference(held_out.directory):
+                hint = "prepare it with the tokenizer.json and --eos of the training data"
+                raise BadInput(f"data.validation: {difference}; {hint}")
 
 
 def needs_stdlib(run: RunSpec) -> bool:
@@ -446,10 +439,9 @@ def prepare_run(
     write_durable(folder / "config.yaml", resolved_yaml(run))
     write_durable(folder / "plan.yaml", plan_yaml(plan))
     source = open_run_data(run)
-    tokenizer = source.tokenizer_file
-    if tokenizer is not None:
-        write_durable(folder / "tokenizer.json", read_folder_file(tokenizer, TOKENIZER_BYTES))
-        copy_chat_files(tokenizer.parent, folder)
+    text = write_text_files(run, source, folder)
+    for sentence in () if text is None else text.sentences():
+        note(sentence)
     assignment = Assignment(
         run=run,
         plan=plan,

@@ -67,8 +67,14 @@ def prediction_copies(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
     return copies
 
 
-def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = None) -> dict[str, Any]:
-    """config.json of the model, with the keys of both transformers 4 and 5.
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of special tokens in config.json."""
+
+
+def to_hf_config(
+    spec: ModelSpec, *, dtype: str = "bf16", special_ids: Mapping[str, int | list[int] | None] | None = None
+) -> dict[str, Any]:
+    """config.json of the model, with the keys of both transformers 4 and 5; `special_ids` are ids of special tokens by key.
 
     Raises BadInput for a field that the family's architecture cannot express.
     """
@@ -81,9 +87,8 @@ def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = N
         **family.to_config(spec),
         "vocab_size": spec.vocab_size,
         "tie_word_embeddings": spec.tied,
-        "bos_token_id": None,
-        "eos_token_id": eos_id,
-        "pad_token_id": None,
+        **dict.fromkeys(SPECIAL_IDS),
+        **(special_ids or {}),
         "use_cache": True,
         "torch_dtype": DTYPE_NAMES[dtype],
         "dtype": DTYPE_NAMES[dtype],

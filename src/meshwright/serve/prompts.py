@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from meshwright.data.text_format import encode_prompt
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ def prompt_ids(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> tupl
         return tuple(prompt)
     if tokenizer is None:
         raise BadInput("a prompt given as text needs an engine with a tokenizer; give token ids")
-    return tuple(tokenizer.encode(prompt).ids)
+    return encode_prompt(prompt, tokenizer)
 
 
 def check_request(ids: Sequence[int], new_tokens: int, *, context: int, vocab: int) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chat_template import (
+    GENERATION_CONFIG,
     TOKENIZER_CONFIG,
     folder_template,
     folder_tool_template,
     read_object,
     read_text,
 )
-from meshwright.data.end_tokens import GENERATION_CONFIG, end_tokens, folder_special_tokens
+from meshwright.data.text_format import TextFormat, folder_special_tokens, read_text_format, tokenizer_file
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.token_reach import TokenReach, token_reach
@@ -33,8 +34,8 @@ class ModelFiles:
 
     tokenizer: Tokenizer
     tokenizer_file: Path
-    stop_ids: tuple[int, ...]
-    """Tokens that end a text, ascending."""
+    text: TextFormat
+    """What begins and ends a text."""
     chat_template: str | None
     """Jinja source of the template of chats."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -46,11 +47,16 @@ class ModelFiles:
     tool_template: str | None = None
     """Jinja source of the template of chats with tools, if it is another."""
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, ascending."""
+        return self.text.stop_ids
+
     def pack(self) -> tuple[dict[str, Any], bytes]:
         """Return all of it for another process: values of JSON, and the content of a tokenizer.json."""
         values = {
             "tokenizer_file": str(self.tokenizer_file),
-            "stop_ids": self.stop_ids,
+            "text": self.text.to_plain(),
             "chat_template": self.chat_template,
             "special_tokens": self.special_tokens,
             "reach": self.reach,
@@ -67,7 +73,7 @@ class ModelFiles:
         return cls(
             Tokenizer.from_str(content.decode("utf-8")),
             Path(values["tokenizer_file"]),
-            tuple(values["stop_ids"]),
+            TextFormat.from_plain(values["text"], "the record of the HTTP process"),
             values["chat_template"],
             values["special_tokens"],
             None if values["reach"] is None else TokenReach(*values["reach"]),
@@ -89,25 +95,16 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
         )
     home = file.parent
     tokenizer = open_tokenizer(file)
-    # A prompt is never cut: one that is too long for the context is refused.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     if chat_template is None:
         config = read_object(home / TOKENIZER_CONFIG)
         template, tool_template = folder_template(home, config), folder_tool_template(home, config)
     else:
         with attach_key("chat_template"):
             template, tool_template = read_text(chat_template), None
-    stop_ids = end_tokens(home, tokenizer).stops
     special, reach = folder_special_tokens(home), token_reach(tokenizer)
     sampling = _default_sampling(home / GENERATION_CONFIG) if defaults else {}
-    return ModelFiles(tokenizer, file, stop_ids, template, special, reach, sampling, tool_template)
-
-
-def tokenizer_file(folder: Path) -> Path | None:
-    """The tokenizer.json of a model's folder; that of the run, for a checkpoint."""
-    candidates = [parent / "tokenizer.json" for parent in (folder, folder.parent.parent)]
-    return next((path for path in candidates if path.is_file()), None)
+    text = read_text_format(folder, tokenizer)
+    return ModelFiles(tokenizer, file, text, template, special, reach, sampling, tool_template)
 
 
 def _default_sampling(file: Path) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class RequestReader:
             fields.finish()
             if text is None:
                 raise wrong("prompt", "text", None)
-            ids = self._tokenizer.encode(text, add_special_tokens=special).ids
+            ids = self._ids(text, special=special)
         strings = [self._tokenizer.id_to_token(id) for id in ids] if names else None
         answer = {"count": len(ids), "max_model_len": self._limits.context, "tokens": ids, "token_strs": strings}
         return json.dumps(answer).encode("ascii")
@@ -165,7 +165,7 @@ class RequestReader:
         """Token ids of a prompt, which is text or such ids."""
         if isinstance(prompt, str):
             self._check_length(checked_text(prompt, "prompt"), "prompt")
-            return self._tokenizer.encode(prompt, add_special_tokens=special).ids
+            return self._ids(prompt, special=special)
         return token_ids(prompt, "prompt", self._limits.vocab)
 
     def _text(self, prompt: Any) -> str:
@@ -180,6 +180,11 @@ class RequestReader:
         reach, context = self._files.reach, self._limits.context
         if reach is not None and (least := reach.least_tokens(text)) >= context:
             raise too_long(f"at least {least}", context, key)
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        """The token ids of a text, with `special` behind those that begin every text."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._files.text.begun(ids) if special else ids
 
 
 def chat_template(spec: ServeSpec, files: ModelFiles) -> ChatTemplate | None:

@@ -14,13 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.text_format import tokenizer_file
 from meshwright.events.terminal import write_line
 from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
 from meshwright.server.follow import follow, newest
 from meshwright.server.metrics import ServerMetrics
-from meshwright.server.model_files import read_model_files, tokenizer_file
+from meshwright.server.model_files import read_model_files
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
@@ -79,6 +80,8 @@ def run_server(
         files = read_model_files(folder, template, defaults=spec.generation_config == "auto")
         name = spec.name or folder.resolve().name
         tell_defaults(files.sampling)
+        for sentence in files.text.sentences():
+            write_line(sentence, sys.stderr)
         client = EngineClient(ServerMetrics(name), exchanges=spec.exchanges)
         api = Api(spec, name, files, client)
         sockets = [listening_socket(spec.host, spec.port, "port")]
@@ -145,7 +148,8 @@ class _Server:
 
     async def _follow(self) -> None:
         if self._api.spec.follow:
-            await follow(self._client, self._folder, self._served, self._api.spec.follow_seconds)
+            text = self._api.files.text
+            await follow(self._client, self._folder, self._served, self._api.spec.follow_seconds, text)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

@@ -18,6 +18,7 @@ from meshwright.checkpoint.state import encode_plain
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
 from meshwright.costs.plan_costs import as_nodes, format_of_products, number
+from meshwright.data.text_format import TEXT_FORMAT, recorded_text_format
 from meshwright.durable.lease import LeaseLost
 from meshwright.policies.checkpoint_times import auto_interval, due_after_step, due_by_clock
 from meshwright.policies.snapshot_copies import StepTimes
@@ -402,9 +403,14 @@ def _raise_failure(result: SaveResult | None) -> SaveResult | None:
 
 
 def _texts(session: Session) -> dict[str, str]:
-    """Configuration and plan as texts of the run folder's files; empty on all ranks but the first, which writes them."""
+    """Configuration, plan and text format as texts of the run folder's files; empty on all ranks but the first, which writes them."""
     if not session.world.leads:
         return {}
     from meshwright.config.load import plan_yaml, resolved_yaml  # imported at the first save: a start needs none of it
 
-    return {"config.yaml": resolved_yaml(session.run), "plan.yaml": plan_yaml(session.plan)}
+    text = recorded_text_format(session.folder)
+    return {
+        "config.yaml": resolved_yaml(session.run),
+        "plan.yaml": plan_yaml(session.plan),
+        **({} if text is None else {TEXT_FORMAT: text.to_json()}),
+    }

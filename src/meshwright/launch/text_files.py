@@ -1,0 +1,53 @@
+"""Files about texts in a run's folder: tokenizer, chat template, special tokens, and the record of the text format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright.checkpoint.verify import newest_checkpoint
+from meshwright.data.chat_template import TEMPLATE, TOOL_TEMPLATE, copy_chat_files
+from meshwright.data.source import DataSource
+from meshwright.data.text_format import TOKENIZER, TextFormat, read_text_format, tokenizer_file
+from meshwright.durable.writes import write_durable
+from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
+from meshwright.spec.run import RunSpec
+
+
+def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextFormat | None:
+    """Write the files about the texts of a run into its folder, and return their format; None if the corpus has no tokenizer.
+
+    The corpus says what begins and ends a text. The folder of the initial weights adds the further tokens that end a generated text,
+    and its special tokens, sampling values and chat template, unless the corpus has chats with their own template.
+    """
+    corpus, text = source.tokenizer_file, source.text_format
+    if corpus is None or text is None:
+        return None
+    write_durable(folder / TOKENIZER, read_folder_file(corpus, TOKENIZER_BYTES))
+    initial = initial_folder(run.model.init)
+    if source.has_chats:
+        copy_chat_files(corpus.parent, folder)
+    if initial is not None and (file := tokenizer_file(initial)) is not None:
+        text = _continued(text, read_text_format(initial), corpus.parent, initial)
+        copy_chat_files(file.parent, folder, leave_out=(TEMPLATE, TOOL_TEMPLATE) if source.has_chats else ())
+    copy_chat_files(corpus.parent, folder)
+    text.write(folder)
+    return text
+
+
+def initial_folder(init: str) -> Path | None:
+    """The folder of the initial weights, of a run its newest checkpoint; None for weights from scratch."""
+    source, _, folder = init.partition(":")
+    if not folder:
+        return None
+    return newest_checkpoint(Path(folder), contents=False) if source == "checkpoint" else Path(folder)
+
+
+def _continued(text: TextFormat, initial: TextFormat, corpus: Path, weights: Path) -> TextFormat:
+    """The format of a corpus for a model that goes on from weights with the format `initial`; differences are notes of it."""
+    if text.tokenizer != initial.tokenizer:
+        return text
+    difference = text.difference(initial, str(corpus), str(weights))
+    more = [token for token in initial.stops if token not in text.stops]
+    notes = [note for note in (*initial.notes, difference) if note and note not in text.notes]
+    return replace(text, stops=(*text.stops, *more), pad=text.pad or initial.pad, notes=(*text.notes, *notes))
