@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import yaml
-from tokenizers import Tokenizer
 
 from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt, recover
 from meshwright.checkpoint.contents import Chunk, TensorRecord
@@ -23,6 +22,7 @@ from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.config.load import resolved_yaml
 from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.end_tokens import end_tokens
+from meshwright.data.vocabulary import open_tokenizer
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
@@ -154,7 +154,7 @@ def _end_of_text(file: Path | None) -> str | None:
     """The token that ends a document of a run with this tokenizer; None without one."""
     if file is None:
         return None
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = open_tokenizer(read_folder_file(file, TOKENIZER_BYTES), file)
     document = end_tokens(file.parent, tokenizer).document
     return None if document is None else tokenizer.id_to_token(document)
 

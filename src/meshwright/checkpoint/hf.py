@@ -17,10 +17,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from meshwright.data.chat_template import TOKENIZER_CONFIG, copy_chat_files, read_object
+from meshwright.data.vocabulary import open_tokenizer
 from meshwright.durable.writes import publish, sync_file, write_durable
 from meshwright.models.families import (
     FAMILIES,
@@ -425,12 +425,7 @@ def _check_tokenizer(path: Path | None, spec: ModelSpec, eos: str | None) -> int
     """The id of the end-of-text token. Raises BadInput if the tokenizer has more tokens than the model."""
     if path is None:
         return None
-    try:
-        tokenizer = Tokenizer.from_buffer(read_folder_file(path, TOKENIZER_BYTES))
-    except BadInput:
-        raise
-    except Exception as error:  # tokenizers raises no narrower type
-        raise BadInput(f"{path}: not a tokenizer.json ({error})") from error
+    tokenizer = open_tokenizer(read_folder_file(path, TOKENIZER_BYTES), path)
     size = tokenizer.get_vocab_size()
     if size > spec.vocab_size:
         raise BadInput(

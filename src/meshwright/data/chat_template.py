@@ -12,7 +12,13 @@ from typing import Any, NoReturn
 
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput
-from meshwright.spec.folder_files import JSON_BYTES, TEMPLATE_BYTES, read_folder_file, read_folder_text
+from meshwright.spec.folder_files import (
+    JSON_BYTES,
+    TEMPLATE_BYTES,
+    read_folder_file,
+    read_folder_json,
+    read_folder_text,
+)
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -168,10 +174,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; empty without the file. Raises BadInput if it is not JSON."""
     if not file.is_file():
         return {}
-    try:
-        value = json.loads(read_folder_text(file, JSON_BYTES))
-    except ValueError as error:
-        raise BadInput(f"{file}: not JSON: {error}") from None
+    value = read_folder_json(file, error_class=BadInput)
     return value if isinstance(value, dict) else {}
 
 

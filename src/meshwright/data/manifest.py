@@ -15,14 +15,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from meshwright.data.indexed import IndexedFile, bin_path, idx_path
 from meshwright.data.masks import MaskFile, mask_path
+from meshwright.data.vocabulary import MOST_TOKENS
 from meshwright.durable.writes import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
+from meshwright.spec.fields import Bound, from_checked_plain
+from meshwright.spec.folder_files import parse_json
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -31,6 +34,8 @@ UNFINISHED = "unfinished.json"
 TRAIN, HELD_OUT = "train", "held_out"
 VERSION, WITH_MASKS = 1, 2
 """Version of a manifest; with masks another, for readers of the first would train on every token."""
+TOKEN_DTYPES = ("uint16", "int32")
+Count = Annotated[int, Bound(at_least=0, at_most=1 << 60)]
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +45,9 @@ class TokenizerRecord:
     """The tokenizer that made the shards; `eos` is the id that ends each document."""
 
     file: str
-    vocab_size: int
+    vocab_size: Annotated[int, Bound(at_least=1, at_most=MOST_TOKENS)]
     digest: str
-    eos: int
+    eos: Annotated[int, Bound(at_least=0, less_than=MOST_TOKENS)]
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,10 @@ class Shard:
     """Files `.bin` and `.idx`. `bytes` and `digest` (xxh3_128) have the keys "bin", "idx", "documents" and, of chats, "mask"."""
 
     name: str
-    documents: int
-    tokens: int
-    text_bytes: int
-    bytes: dict[str, int]
+    documents: Count
+    tokens: Count
+    text_bytes: Count
+    bytes: dict[str, Count]
     digest: dict[str, str]
 
 
@@ -68,10 +73,10 @@ class Manifest:
     tokenizer: TokenizerRecord
     dtype: str
     shards: tuple[Shard, ...]
-    skipped: int
+    skipped: Count
     request: dict[str, Any] = field(default_factory=dict)
     inputs: str | None = None
-    not_read: dict[str, dict[str, int]] = field(default_factory=dict)
+    not_read: dict[str, dict[str, Count]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -105,7 +110,7 @@ class Manifest:
         """Raises Damaged when the file is not a manifest of this version."""
         path = directory / MANIFEST
         try:
-            return _parse(json.loads(path.read_bytes()))
+            return _parse(parse_json(path.read_bytes(), f"{path}: not a readable manifest", own=True))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(
                 f"{path}: not a readable manifest ({type(error).__name__}: {error}); prepare again"
@@ -305,15 +310,26 @@ def _digest_or_none(path: Path) -> str | None:
 
 
 def _parse(data: dict[str, Any]) -> Manifest:
+    """The manifest in plain data. Raises ValueError that names the first value that is no part of one."""
     if data["version"] not in (VERSION, WITH_MASKS):
         raise ValueError(f"version {data['version']}, this release reads versions {VERSION} and {WITH_MASKS}")
-    shards = tuple(Shard(**shard) for shard in data["shards"])
-    tokenizer = TokenizerRecord(**data["tokenizer"])
-    for name in (tokenizer.file, *(shard.name for shard in shards)):
-        if Path(name).name != name:
+    totals = {key: data.get(key) for key in ("tokens", "documents", "text_bytes")}
+    known = {field.name for field in fields(Manifest)}
+    manifest = from_checked_plain(Manifest, {key: data[key] for key in data.keys() & known})
+    for name in (manifest.tokenizer.file, *(shard.name for shard in manifest.shards)):
+        if Path(name).name != name or "\0" in name:
             raise ValueError(f"{name!r} leaves the directory")
-    later = {"inputs": data.get("inputs"), "not_read": data.get("not_read", {})}
-    return Manifest(tokenizer, data["dtype"], shards, data["skipped"], data["request"], **later)
+    if manifest.dtype not in TOKEN_DTYPES:
+        raise ValueError(f"dtype {manifest.dtype!r}, expected one of {', '.join(TOKEN_DTYPES)}")
+    for shard in manifest.shards:
+        names = shard.bytes.keys()
+        if names != shard.digest.keys() or names - {"mask"} != {"bin", "idx", "documents"}:
+            raise ValueError(f"{shard.name}: expected bytes and digest of bin, idx and documents, and of chats mask")
+    if not all({"files", "bytes"} <= figures.keys() for figures in manifest.not_read.values()):
+        raise ValueError("not_read: expected files and bytes for each reason")
+    if totals != {key: getattr(manifest, key) for key in totals}:
+        raise ValueError("the totals are not the sums of the shards")
+    return manifest
 
 
 def _nothing_at(path: Path) -> str:

@@ -19,6 +19,7 @@ from meshwright.data.corpus import Document, read_documents
 from meshwright.data.end_tokens import END_OF_TEXT, KNOWN_ENDS
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
+from meshwright.data.vocabulary import open_tokenizer
 from meshwright.durable.writes import digest
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
@@ -97,12 +98,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 def parse_tokenizer(content: bytes, where: str, eos: str | None = None) -> LoadedTokenizer:
     """The tokenizer in the bytes of a `tokenizer.json`; `where` is its name in messages."""
-    try:
-        tokenizer = Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as error:  # `tokenizers` raises bare Exception for every mistake in a file
-        raise BadInput(f"{where}: not a tokenizer.json: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer = open_tokenizer(content, where)
     # The spelling of a special token inside a document is encoded as text.
     tokenizer.encode_special_tokens = True
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.durable.writes import digest
-from meshwright.spec.errors import BadInput
-from meshwright.spec.folder_files import JSON_BYTES, TOKENIZER_BYTES, read_folder_file, read_folder_text
+from meshwright.spec.errors import BadInput, shorten
+from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_json, read_folder_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENIZER, VOCABULARY, MERGES, ADDED = "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"
+
+MOST_TOKENS = 1 << 24
+"""Ids of a tokenizer are below: tables of tokens have a row for each. The largest known vocabularies have a million."""
+
+
+def open_tokenizer(content: bytes, where: object) -> Tokenizer:
+    """The tokenizer in the bytes of a `tokenizer.json`, which neither cuts nor fills texts.
+
+    `where` is the file's name in messages. Raises BadInput if it is something else, or has ids of at least `MOST_TOKENS`.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(content.decode("utf-8"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    except (
+        BaseException
+    ) as error:  # `tokenizers` raises bare Exception for mistakes in a file, and BaseException where it panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise BadInput(f"{where}: not a tokenizer.json: {error}") from None
+    if not vocabulary:
+        raise BadInput(f"{where}: the tokenizer has no tokens")
+    _check_ids(vocabulary.values(), where)
+    return tokenizer
+
+
+def _check_ids(ids: Iterable[Any], where: object) -> None:
+    """Raise BadInput unless these are ids of tokens."""
+    for number in ids:
+        if type(number) is not int or not 0 <= number < MOST_TOKENS:
+            raise BadInput(
+                f"{where}: expected ids of tokens from 0 to {MOST_TOKENS - 1:,}, got {shorten(repr(number))}"
+            )
 
 
 @dataclass(frozen=True)
@@ -58,7 +98,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def _from_tokenizer(file: Path) -> Vocabulary:
-    content = json.loads(read_folder_file(file, TOKENIZER_BYTES))
+    content = read_folder_json(file, TOKENIZER_BYTES, BadInput)
     model = content["model"]
     if isinstance(model["vocab"], list):
         tokens = {number: token for number, (token, _) in enumerate(model["vocab"])}
@@ -67,21 +107,28 @@ def _from_tokenizer(file: Path) -> Vocabulary:
         tokens = _by_id(model["vocab"])
         rules = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
     tokens |= {token["id"]: token["content"] for token in content.get("added_tokens") or []}
-    return Vocabulary(file, tokens, tuple(rules))
+    return _checked(file, tokens, rules)
 
 
 def _from_parts(file: Path) -> Vocabulary:
-    tokens = _by_id(json.loads(read_folder_file(file, TOKENIZER_BYTES)))
+    tokens = _by_id(read_folder_json(file, TOKENIZER_BYTES, BadInput))
     added = file.with_name(ADDED)
     if added.is_file():
-        tokens |= _by_id(json.loads(read_folder_file(added, JSON_BYTES)))
+        tokens |= _by_id(read_folder_json(added, error_class=BadInput))
     lines = read_folder_text(file.with_name(MERGES), TOKENIZER_BYTES).split("\n")
     rules = [line for number, line in enumerate(lines) if line and not (number == 0 and line.startswith("#version"))]
+    return _checked(file, tokens, rules)
+
+
+def _checked(file: Path, tokens: dict[int, str], rules: list[str]) -> Vocabulary:
+    _check_ids(tokens, file)
+    if not all(isinstance(token, str) for token in tokens.values()):
+        raise TypeError("a token that is no text")
     return Vocabulary(file, tokens, tuple(rules))
 
 
 def _by_id(ids: dict[str, Any]) -> dict[int, str]:
-    return {int(number): token for token, number in ids.items()}
+    return {number: token for token, number in ids.items()}
 
 
 def _quoted(value: str | None) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chat_template import TOKENIZER_CONFIG, folder_template, read_object, read_text
 from meshwright.data.end_tokens import GENERATION_CONFIG, end_tokens, folder_special_tokens
+from meshwright.data.vocabulary import open_tokenizer
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.token_reach import TokenReach, token_reach
 from meshwright.spec.errors import BadInput, attach_key
@@ -72,23 +73,14 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
     `defaults`: whether sampling values of the folder's generation_config.json are defaults of requests. Raises BadInput without a
     tokenizer.json, or if one of the files cannot be used.
     """
-    from tokenizers import Tokenizer
-
     file = tokenizer_file(folder)
     if file is None:
         raise BadInput(
             f"{folder} has no tokenizer.json; expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
         )
     home = file.parent
-    try:
-        tokenizer: Tokenizer = Tokenizer.from_buffer(read_folder_file(file, TOKENIZER_BYTES))
-    except BadInput:
-        raise
-    except Exception as error:  # the library raises Exception itself
-        raise BadInput(f"{file} is no tokenizer: {error}") from None
     # A prompt is never cut: one that is too long for the context is refused.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer = open_tokenizer(read_folder_file(file, TOKENIZER_BYTES), file)
     if chat_template is None:
         template = folder_template(home, read_object(home / TOKENIZER_CONFIG))
     else:
