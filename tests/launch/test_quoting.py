@@ -27,7 +27,8 @@ from meshwright.spec.run import RunSpec
 
 PIECES = (
     "a", "É漢🙂", " ", "\n", "\r\n", "\t", "'", '"', "\\", "`id`", "$(id)", "$(HOME)", "${HOME}", "$$", "$", "!!", "*", "?", "[", "{",
-    "~/x", "; exit 9", "&& exit 9", "\nAGENT\nexit 9\n", "\nEOF\n", "--- ", "\n---\n", ": ", " #", "# ", "- ", "&a", "*a", "!!python/name:a ", "%",
+    "~/x", "; exit 9", "&& exit 9", "\nAGENT\nexit 9\n", "\nEOF\n", "--- ", "\n---\n", ": ", " #", "# ", "- ", "&a",
+    "*a", "!!python/name:a ", "%",
     "|", ">", "on", "y", "0777", "12:30", "1_0", "null", "<<", "=", "2001-01-01", "\x01", "\x1b[0m", "\x7f", "\x85", "\u2028", "\ufeff",
     "-x",
 )  # fmt: skip
