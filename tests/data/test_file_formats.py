@@ -15,10 +15,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from meshwright.data import records
 from meshwright.data.corpus import Document, read_documents
 from meshwright.data.file_formats import COMPRESSIONS, REFUSED, format_of
 from meshwright.data.input_stream import Contents
-from meshwright.data.inputs import list_inputs
+from meshwright.data.inputs import NotRead, list_inputs
 from meshwright.durable.writes import digest_file
 from meshwright.spec.errors import BadInput
 
@@ -173,3 +174,17 @@ def test_a_byte_order_mark_is_no_text_and_utf16_is_named(tmp_path: Path) -> None
 def test_parquet_in_upper_case(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.PARQUET")
     assert texts(read(tmp_path / "a.PARQUET")) == TEXTS
+
+
+def test_a_line_has_a_limit_also_where_it_is_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LONGEST_LINE", 1000)
+    lines = [json.dumps({"text": text}) for text in ("first", "x" * 5000, "y" * 980, "last")]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    (tmp_path / "b.json").write_text(json.dumps({"text": "x" * 5000}, indent=1))
+    found = list(records.read_records(list_inputs([str(tmp_path / "a.jsonl.gz")]).files[0], "text"))
+    assert [str(each) for each in found if isinstance(each, records.BadDocument)] == [
+        f"{tmp_path}/a.jsonl.gz:2: a line of more than 1,000 bytes"
+    ]
+    assert [each.number for each in found if isinstance(each, records.Record)] == [1, 3, 4]
+    (only, _) = records.read_records(list_inputs([str(tmp_path / "b.json")]).files[0], "text")
+    assert isinstance(only, NotRead) and "more than 1,000 bytes" in str(only)

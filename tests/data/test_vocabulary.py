@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.data.vocabulary import Vocabulary, read_vocabulary
 from meshwright.spec.errors import BadInput
+from tests.data.chats import write_tokenizer
 
 
 @pytest.fixture
@@ -78,3 +80,21 @@ def test_a_folder_without_tokenizer_has_no_vocabulary_and_another_file_is_refuse
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(BadInput, match="tokenizer.json: not a tokenizer"):
         read_vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["vocab", "added"])
+def test_ids_of_tokens_have_a_bound(tmp_path: Path, where: str) -> None:
+    folder = write_tokenizer(tmp_path / "m", "")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    if where == "vocab":
+        content["model"]["vocab"][next(iter(content["model"]["vocab"]))] = 2**32 - 1
+    else:
+        content["added_tokens"][0]["id"] = 2**24
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=r"tokenizer\.json: expected ids of tokens from 0 to 16,777,215, got"):
+        read_vocabulary(folder)
+    if where == "vocab":  # the library numbers added tokens itself
+        with pytest.raises(
+            BadInput, match=r"tokenizer\.json: expected ids of tokens from 0 to 16,777,215, got 4294967295"
+        ):
+            load_tokenizer(folder)

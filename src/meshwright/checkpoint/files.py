@@ -6,7 +6,6 @@ Operating-system errors pass through; `spec.failures` converts them into the pro
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,6 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import xxhash
 
@@ -158,14 +156,6 @@ def read_range(descriptor: int, target: Bytes, offset: int, path: Path) -> None:
         if count == 0:
             raise Damaged(f"{path} ends at byte {offset}; {len(view)} more were expected")
         view, offset = view[count:], offset + count
-
-
-def parse_json(data: bytes, path: Path) -> Any:
-    """Parse JSON from an untrusted file. Raises Damaged with the position of the first syntax error."""
-    try:
-        return json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is not readable JSON: {error}") from error
 
 
 def add_reserve(tensor_bytes: int) -> int:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.files import parse_json, read_range
+from meshwright.checkpoint.files import read_range
 from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.folder_files import parse_json
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -104,7 +105,7 @@ def parse_header(header: bytes, file_bytes: int, path: Path) -> dict[str, Entry]
     """
     if len(header) < 8 or len(header) != 8 + int.from_bytes(header[:8], "little") or len(header) > 8 + HEADER_LIMIT:
         raise Damaged(f"{path}: the header does not fit (file: {file_bytes} bytes, limit: {HEADER_LIMIT})")
-    table = parse_json(header[8:], path)
+    table = parse_json(header[8:], path, own=True)
     if not isinstance(table, dict) or len(table) > ENTRY_LIMIT:
         raise Damaged(f"{path}: the header is not a table of at most {ENTRY_LIMIT} tensors")
     entries = {

@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeGuard
 
 import xxhash
 
-from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord, parse_json, plain_name, read_small, unreadable
+from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord, plain_name, read_small, unreadable
 from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.folder_files import parse_json
 
 FORMAT = 1
 """Version of the folder's contents; a reader refuses any other."""
@@ -155,7 +156,7 @@ def read_committed(path: Path) -> bytes:
 def parse_manifest(path: Path, data: bytes) -> Manifest:
     """Parse `data`, the contents of `manifest.json` in the folder `path`. Raises DamagedCheckpoint if it is invalid."""
     try:
-        manifest = _parse(parse_json(data, path / MANIFEST), path / MANIFEST)
+        manifest = _parse(parse_json(data, path / MANIFEST, own=True), path / MANIFEST)
     except Damaged as error:
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", str(error))]) from error
     # The folder may still have the name that `Attempt.commit` gives a checkpoint before it is replaced.

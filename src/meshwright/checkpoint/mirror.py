@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.files import disk_space_error, parse_json, plain_name
+from meshwright.checkpoint.files import disk_space_error, plain_name
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     MANIFEST,
@@ -32,6 +32,7 @@ from meshwright.checkpoint.verify import newest_step, verify
 from meshwright.durable.lease import read_lease
 from meshwright.durable.writes import publish_folder, sync_file, sync_folder
 from meshwright.spec.errors import BadInput, CommunicationFailure, Damaged, OutOfResources
+from meshwright.spec.folder_files import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def read_index(store: ObjectStore) -> MirrorIndex | None:
     if data is None:
         return None
     where = Path(f"{store.url}/{INDEX}")
-    table = parse_json(data, where)
+    table = parse_json(data, where, own=True)
     try:
         entries = tuple(MirrorEntry(int(entry["step"]), str(entry["folder"])) for entry in table["checkpoints"])
         index = MirrorIndex(table["run_id"], table["epoch"], tuple(sorted(entries, key=lambda entry: entry.step)))

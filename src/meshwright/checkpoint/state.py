@@ -7,9 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.files import parse_json, plain_name
+from meshwright.checkpoint.files import plain_name
 from meshwright.checkpoint.manifest import COMMITTED, CONTENTS, MANIFEST, STATE
 from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.folder_files import parse_json
 
 _RESERVED = {MANIFEST, COMMITTED, CONTENTS, STATE}
 
@@ -30,7 +31,7 @@ def encode_state(state: dict[str, Any]) -> bytes:
 
 def decode_state(data: bytes, path: Path) -> dict[str, Any]:
     """The inverse of `encode_state`; raises Damaged when `data` is not a JSON object. `path` is for the message."""
-    state = parse_json(data, path)
+    state = parse_json(data, path, own=True)
     if not isinstance(state, dict):
         raise Damaged(f"{path} is not a mapping")
     return state

@@ -30,7 +30,7 @@ from meshwright.spec.layout import (
     tensor_split_error,
 )
 from meshwright.spec.listen_address import EXPECTED, listen_address
-from meshwright.spec.model import ModelSpec, parameter_count
+from meshwright.spec.model import MOST_PARAMETERS, ModelSpec, parameter_count
 from meshwright.spec.plan import (
     CONTEXT_AXES,
     DATA_AXES,
@@ -43,8 +43,7 @@ from meshwright.spec.plan_name import layer_numbers
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 MOST_LETTERS = 200
-"""Characters of a run's name: a folder name may have 255 bytes, and the run's name gets suffixes such as `-2`."""
-MOST_PARAMETERS = 10**15
+"""Characters of a chip's and a run's name: a folder name may have 255 bytes, and the run's name gets suffixes such as `-2`."""
 MOST_RANKS = 2**20
 MOST_SEQUENCES = 2**14
 """Sequences of one rank in one step. A schedule lists every micro-batch, so their number is limited."""
@@ -299,6 +298,9 @@ def _prometheus(run: RunValues) -> Iterator[Mistake]:
 
 def _chip(run: RunValues) -> Iterator[Mistake]:
     gpu = run("cluster.gpu")
+    if gpu is not None and not (gpu.isprintable() and 0 < len(gpu) <= MOST_LETTERS):
+        yield run.mistake("cluster.gpu", f"1 to {MOST_LETTERS} characters on one line", chip_from_device_name(gpu))
+        return
     if gpu is None or gpu == "cpu" or gpu in CHIPS or run("cluster.memory_gib") is not None:
         return
     spellings = {name.upper(): name for name in ("cpu", *CHIPS)}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.config.divisors import divisors
 from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
 from meshwright.spec.plan import DATA_AXES, REFUSED_SCHEDULES, SHARD_AXES
@@ -44,7 +45,7 @@ def _batch_sum(plan: Document) -> Iterator[Mistake]:
         expected, near = f"a multiple of replicate × shard = {data}", str(-(-global_batch // data) * data)
         yield plan.mistake(("batch", "global_batch"), expected, str(global_batch), near)
     elif samples_per_rank % micro:
-        divisor = max(n for n in range(1, min(micro, samples_per_rank) + 1) if samples_per_rank % n == 0)
+        divisor = max(n for n in divisors(samples_per_rank) if n <= micro)
         expected = f"a divisor of the {samples_per_rank} sequences of a rank"
         yield plan.mistake(("batch", "micro_batch"), expected, str(micro), str(divisor))
     elif times * micro != samples_per_rank:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -252,9 +253,21 @@ class _Dumper(Emitter, Serializer, SafeRepresenter, _Resolver):
         return True
 
     def choose_scalar_style(self) -> str:
-        """Selects double quotes for unprintable text: in single quotes PyYAML loses line separators such as NEL."""
+        """Selects double quotes for unprintable text: in single quotes PyYAML loses line separators such as NEL.
+
+        Text that readers of YAML 1.1, such as Kubernetes, take for another type gets quotes too: `on`, `0777`, `12:30`.
+        """
         text: str = getattr(self.event, "value", "")
-        return super().choose_scalar_style() if text.isprintable() else '"'
+        if not text.isprintable():
+            return '"'
+        is_text = getattr(self.event, "implicit", None) == (True, True)
+        return "'" if is_text and _is_no_text_in_yaml_1_1(text) else super().choose_scalar_style()
+
+
+@lru_cache(maxsize=4096)
+def _is_no_text_in_yaml_1_1(text: str) -> bool:
+    tag = yaml.resolver.Resolver().resolve(ScalarNode, text, (True, False))
+    return tag != f"{_CORE}str" or text in ("y", "Y", "n", "N")
 
 
 class _TreeBuilder:

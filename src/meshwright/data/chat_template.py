@@ -12,7 +12,13 @@ from typing import Any, NoReturn
 
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput
-from meshwright.spec.folder_files import JSON_BYTES, TEMPLATE_BYTES, read_folder_file, read_folder_text
+from meshwright.spec.folder_files import (
+    JSON_BYTES,
+    TEMPLATE_BYTES,
+    read_folder_file,
+    read_folder_json,
+    read_folder_text,
+)
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL_TOKENS_MAP, GENERATION_CONFIG = "special_tokens_map.json", "generation_config.json"
@@ -171,10 +177,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; empty without the file. Raises BadInput if it is not JSON."""
     if not file.is_file():
         return {}
-    try:
-        value = json.loads(read_folder_text(file, JSON_BYTES))
-    except ValueError as error:
-        raise BadInput(f"{file}: not JSON: {error}") from None
+    value = read_folder_json(file, error_class=BadInput)
     return value if isinstance(value, dict) else {}
 
 
@@ -184,8 +187,8 @@ def read_text(file: Path) -> str:
 
 
 def _compile(source: str, now: Callable[[], datetime], *, marks: bool) -> Any:
-    import jinja2
-    from jinja2 import nodes
+    from jinja2 import TemplateAssertionError, nodes
+    from jinja2.compiler import CodeGenerator
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -202,17 +205,35 @@ def _compile(source: str, now: Callable[[], datetime], *, marks: bool) -> Any:
         def _block(self, caller: Callable[[], str]) -> str:
             return f"{START}{caller()}{END}" if marks else caller()
 
-    environment: Any = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    class NothingComputed(CodeGenerator):
+        """Leaves constants such as `'a' * 10**9` to rendering, whose time and memory the server limits."""
+
+        def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+            if not isinstance(node, (nodes.TemplateData, nodes.Const)):
+                raise nodes.Impossible
+            return super()._output_child_to_const(node, frame, finalize)
+
+        def visit_EvalContextModifier(self, node: Any, frame: Any) -> None:
+            if not all(isinstance(option.value, nodes.Const) for option in node.options):
+                raise TemplateAssertionError("autoescape: expected true or false", node.lineno)
+            super().visit_EvalContextModifier(node, frame)
+
+    class Environment(ImmutableSandboxedEnvironment):
+        code_generator_class = NothingComputed
+
+    environment: Any = Environment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[loopcontrols, Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.tests["none"] = lambda value: value is None or value is NO_CONTENT
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda format: now().strftime(format)
+    environment.globals["strftime_now"] = lambda format: now().strftime(str(format))
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise BadInput(f"the chat template cannot be used: {error}") from None
+    except (
+        Exception
+    ) as error:  # a source that Jinja accepts may still be too deep, or have too long a number, for Python
+        raise BadInput(f"the chat template cannot be used: {str(error) or type(error).__name__}") from None
 
 
 def _split(text: str) -> list[str]:
@@ -228,9 +249,20 @@ def _refuse(message: str) -> NoReturn:
     raise _Refused(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of Jinja's own filter.
+
+    The options are those of transformers. `default` and `cls` of `json.dumps` are not among them: it would call what a template
+    passes, outside the sandbox.
+    """
+    pair: Any = None if separators is None else tuple(map(str, separators))
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
 
 
 def _token_text(value: Any) -> str | None:

@@ -74,22 +74,25 @@ class IndexedFile:
         yield "bin", self.bin_path, self._bin.digest()
 
     def document_spans(self, start: int, stop: int) -> list[Span]:
-        """The documents with tokens in [start, stop), in order; empty documents are skipped."""
+        """The documents with tokens in [start, stop), in order; empty documents are skipped. Raises Damaged unless they fill it."""
         spans: list[Span] = []
-        document = self._document_at(start)
-        while document < self.documents:
+        document, end = self._document_at(start), start
+        while document < self.documents and end < stop:
             for span in self._spans(document, min(document + SPANS_AT_ONCE, self.documents)):
-                if span.start >= stop:
-                    return spans
-                if span.stop > span.start:
-                    spans.append(span)
+                if span.stop <= span.start or span.start >= stop:
+                    continue
+                if span.start > end or (spans and span.start < end):
+                    break
+                spans.append(span)
+                end = span.stop
             document += SPANS_AT_ONCE
+        if end < stop:
+            raise Damaged(f"{self.idx_path}: no documents for tokens {end} to {stop}; put the file back")
         return spans
 
     def document_bounds(self) -> np.ndarray:
         """Starts of all documents in tokens, and the end of the last one: `(documents + 1,)` int64, from the whole index."""
-        pointers = self._pointers.read(0, self.sequences) // self.dtype.itemsize
-        return np.append(pointers, self.tokens)[self._document_starts.read(0, self.documents + 1)].astype(np.int64)
+        return self._bounds(0, self.documents)
 
     def document_length(self, document: int) -> int:
         """Tokens of one document."""
@@ -116,10 +119,19 @@ class IndexedFile:
 
     def _spans(self, first: int, last: int) -> list[Span]:
         """The spans of documents [first, last)."""
-        sequences = self._document_starts.read(first, last + 1)
-        pointers = self._pointers.read(int(sequences[0]), min(int(sequences[-1]) + 1, self.sequences))
-        ends = np.append(pointers // self.dtype.itemsize, self.tokens)[sequences - sequences[0]].tolist()
+        ends = self._bounds(first, last).tolist()
         return [Span(first + number, *ends[number : number + 2]) for number in range(last - first)]
+
+    def _bounds(self, first: int, last: int) -> np.ndarray:
+        """Starts of the documents [first, last) in tokens, and the end of the last one, int64. Raises Damaged unless they ascend."""
+        sequences = self._document_starts.read(first, last + 1)
+        if sequences[0] < 0 or sequences[-1] > self.sequences or np.any(np.diff(sequences) < 0):
+            raise Damaged(f"{self.idx_path}: document starts {first} to {last} do not ascend; put the file back")
+        pointers = self._pointers.read(int(sequences[0]), min(int(sequences[-1]) + 1, self.sequences))
+        ends = np.append(pointers // self.dtype.itemsize, self.tokens)[sequences - sequences[0]]
+        if ends[0] < 0 or ends[-1] > self.tokens or np.any(np.diff(ends) < 0):
+            raise Damaged(f"{self.idx_path}: documents {first} to {last} do not ascend; put the file back")
+        return ends.astype(np.int64)
 
     def _document_at(self, token: int) -> int:
         sequence = bisect_right(self._pointers, token * self.dtype.itemsize) - 1

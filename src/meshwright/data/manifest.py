@@ -15,16 +15,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from meshwright.data.indexed import IndexedFile, bin_path, idx_path
 from meshwright.data.masks import MaskFile, mask_path
 from meshwright.data.text_format import TextFormat, read_text_format
+from meshwright.data.tokenizer_file import MOST_TOKENS
 from meshwright.durable.writes import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
+from meshwright.spec.fields import Bound, from_checked_plain
+from meshwright.spec.folder_files import parse_json
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -33,6 +36,8 @@ UNFINISHED = "unfinished.json"
 TRAIN, HELD_OUT = "train", "held_out"
 VERSION, WITH_MASKS = 1, 2
 """Version of a manifest; with masks another, for readers of the first would train on every token."""
+TOKEN_DTYPES = ("uint16", "int32")
+Count = Annotated[int, Bound(at_least=0, at_most=1 << 60)]
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +47,9 @@ class TokenizerRecord:
     """The tokenizer that made the shards; `eos` is the id that ends each document."""
 
     file: str
-    vocab_size: int
+    vocab_size: Annotated[int, Bound(at_least=1, at_most=MOST_TOKENS)]
     digest: str
-    eos: int
+    eos: Annotated[int, Bound(at_least=0, less_than=MOST_TOKENS)]
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,10 @@ class Shard:
     """Files `.bin` and `.idx`. `bytes` and `digest` (xxh3_128) have the keys "bin", "idx", "documents" and, of chats, "mask"."""
 
     name: str
-    documents: int
-    tokens: int
-    text_bytes: int
-    bytes: dict[str, int]
+    documents: Count
+    tokens: Count
+    text_bytes: Count
+    bytes: dict[str, Count]
     digest: dict[str, str]
 
 
@@ -70,12 +75,12 @@ class Manifest:
     tokenizer: TokenizerRecord
     dtype: str
     shards: tuple[Shard, ...]
-    skipped: int
+    skipped: Count
     request: dict[str, Any] = field(default_factory=dict)
     inputs: str | None = None
-    not_read: dict[str, dict[str, int]] = field(default_factory=dict)
+    not_read: dict[str, dict[str, Count]] = field(default_factory=dict)
     text_format: TextFormat | None = None
-    unended_answers: int = 0
+    unended_answers: Count = 0
 
     @property
     def tokens(self) -> int:
@@ -111,7 +116,7 @@ class Manifest:
         """Raises Damaged when the file is not a manifest of this version."""
         path = directory / MANIFEST
         try:
-            return _parse(json.loads(path.read_bytes()), str(path))
+            return _parse(parse_json(path.read_bytes(), f"{path}: not a readable manifest", own=True), str(path))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(
                 f"{path}: not a readable manifest ({type(error).__name__}: {error}); prepare again"
@@ -337,25 +342,28 @@ def _digest_or_none(path: Path) -> str | None:
 
 
 def _parse(data: dict[str, Any], where: str) -> Manifest:
+    """The manifest in plain data. Raises ValueError that names the first value that is no part of one, Damaged for its text format."""
     if data["version"] not in (VERSION, WITH_MASKS):
         raise ValueError(f"version {data['version']}, this release reads versions {VERSION} and {WITH_MASKS}")
-    shards = tuple(Shard(**shard) for shard in data["shards"])
-    tokenizer = TokenizerRecord(**data["tokenizer"])
-    for name in (tokenizer.file, *(shard.name for shard in shards)):
-        if Path(name).name != name:
+    totals = {key: data.get(key) for key in ("tokens", "documents", "text_bytes")}
+    known = {field.name for field in fields(Manifest)} - {"text_format"}
+    manifest = from_checked_plain(Manifest, {key: data[key] for key in data.keys() & known})
+    if (text_format := data.get("text_format")) is not None:
+        manifest = replace(manifest, text_format=TextFormat.from_plain(text_format, where))
+    for name in (manifest.tokenizer.file, *(shard.name for shard in manifest.shards)):
+        if Path(name).name != name or "\0" in name:
             raise ValueError(f"{name!r} leaves the directory")
-    text_format = data.get("text_format")
-    return Manifest(
-        tokenizer,
-        data["dtype"],
-        shards,
-        data["skipped"],
-        data["request"],
-        inputs=data.get("inputs"),
-        not_read=data.get("not_read", {}),
-        text_format=None if text_format is None else TextFormat.from_plain(text_format, where),
-        unended_answers=data.get("unended_answers", 0),
-    )
+    if manifest.dtype not in TOKEN_DTYPES:
+        raise ValueError(f"dtype {manifest.dtype!r}, expected one of {', '.join(TOKEN_DTYPES)}")
+    for shard in manifest.shards:
+        names = shard.bytes.keys()
+        if names != shard.digest.keys() or names - {"mask"} != {"bin", "idx", "documents"}:
+            raise ValueError(f"{shard.name}: expected bytes and digest of bin, idx and documents, and of chats mask")
+    if not all({"files", "bytes"} <= figures.keys() for figures in manifest.not_read.values()):
+        raise ValueError("not_read: expected files and bytes for each reason")
+    if totals != {key: getattr(manifest, key) for key in totals}:
+        raise ValueError("the totals are not the sums of the shards")
+    return manifest
 
 
 def _nothing_at(path: Path) -> str:

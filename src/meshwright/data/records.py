@@ -16,8 +16,10 @@ from meshwright.data.inputs import InputFile, NotRead
 from meshwright.durable.writes import digest_file
 from meshwright.spec.errors import nearest
 
-LONGEST_ELEMENT = 256 << 20
+LONGEST_ELEMENT = 128 << 20
 """Most characters of an element of a JSON array."""
+LONGEST_LINE = 128 << 20
+"""Most bytes of a line, and of a JSON file that is one value. A few times as many are in memory while it is read."""
 ROWS_AT_ONCE = 1024
 BLANK = " \t\r\n"
 
@@ -72,8 +74,14 @@ def read_records(file: InputFile, key: str, columns: Sequence[str] = ()) -> Iter
 
 def _lines(stream: InputStream, key: str) -> Iterator[ReadRecord]:
     name = stream.file.name
-    for number, line in enumerate(stream, stream.number + 1):
-        if not line.isspace():
+    number = stream.number
+    while line := stream.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(READ_BYTES)
+            yield BadDocument(f"{name}:{number}", f"a line of more than {LONGEST_LINE:,} bytes")
+        elif not line.isspace():
             yield _parsed(f"{name}:{number}", number, line, key, stream.consumed)
         stream.number = number
 
@@ -83,10 +91,14 @@ def _json(stream: InputStream, key: str) -> Iterator[ReadRecord]:
     if _first_byte(stream) == b"[":
         yield from _array(stream, key)
         return
-    name, line = stream.file.name, stream.readline()
+    name, line = stream.file.name, stream.readline(LONGEST_LINE + 1)
     first = _parsed(f"{name}:1", 1, line, key, stream.consumed)
-    others = stream.read() if isinstance(first, BadDocument) and not _is_json(line) else b""
-    if not others:
+    others = stream.read(LONGEST_LINE + 1) if isinstance(first, BadDocument) and not _is_json(line) else b""
+    if len(line) + len(others) > LONGEST_LINE:
+        yield NotRead(
+            name, "damaged", f"more than {LONGEST_LINE:,} bytes that are no array or lines of JSON", stream.file.size
+        )
+    elif not others:
         stream.number = 1
         yield first
         yield from _lines(stream, key)

@@ -21,7 +21,8 @@ from meshwright.data.shards import JOURNAL
 from meshwright.data.text_format import tokenizer_identity
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_train_request, tokenizer_folder
 from meshwright.durable.writes import digest, write_durable
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.folder_files import parse_json
 
 SHARD_TOKENS = 1 << 27
 LATER_KEYS = ("document_end", "begin")
@@ -139,7 +140,9 @@ def begin(preparation: Preparation, files: list[InputFile], request: dict[str, A
     full = {**request, "newest_input_ns": newest_input_ns(files), "input_times": digest(times.encode())}
     path = preparation.out / UNFINISHED
     if path.is_file():
-        before = json.loads(path.read_bytes())
+        before = parse_json(path.read_bytes(), path, own=True, hint=f"; remove {preparation.out} and prepare again")
+        if not isinstance(before, dict):
+            raise Damaged(f"{path}: expected the request of a preparation; remove {preparation.out} and prepare again")
         if (preparation.out / JOURNAL).exists():
             check_same(preparation.out, before, full)
         if before == full:

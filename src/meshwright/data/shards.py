@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from meshwright.data.encode import EncodedDocument
 from meshwright.data.indexed import IndexedWriter
-from meshwright.data.manifest import Shard, documents_path, shard_files
+from meshwright.data.manifest import Count, Shard, documents_path, shard_files
 from meshwright.data.masks import encode_masks, mask_path
 from meshwright.durable.writes import append_durable, digest, write_durable
+from meshwright.spec.errors import Damaged
+from meshwright.spec.fields import from_checked_plain
+from meshwright.spec.folder_files import parse_json
 
 JOURNAL = "journal.jsonl"
 
@@ -23,12 +25,15 @@ class JournalLine:
     """A finished shard: its split, its record, and the corpus number of its last document."""
 
     split: str
-    through: int
+    through: Count
     shard: Shard
 
 
 def recover_journal(out: Path) -> list[JournalLine]:
-    """Shards that an earlier attempt finished. A truncated last line is removed; its shard is written again."""
+    """Shards that an earlier attempt finished. A truncated last line is removed; its shard is written again.
+
+    Raises Damaged for another line that is not readable.
+    """
     path = out / JOURNAL
     if not path.is_file():
         return []
@@ -36,8 +41,14 @@ def recover_journal(out: Path) -> list[JournalLine]:
     complete_lines = content[: content.rfind(b"\n") + 1]
     if complete_lines != content:
         write_durable(path, complete_lines)
-    entries: list[dict[str, Any]] = [json.loads(line) for line in complete_lines.splitlines()]
-    return [JournalLine(line["split"], line["through"], Shard(**line["shard"])) for line in entries]
+    return [_journal_line(line, f"{path}:{number}") for number, line in enumerate(complete_lines.splitlines(), 1)]
+
+
+def _journal_line(line: bytes, where: str) -> JournalLine:
+    try:
+        return from_checked_plain(JournalLine, parse_json(line, where))
+    except ValueError as error:
+        raise Damaged(f"{where}: no record of a shard: {error}; remove the folder and prepare again") from None
 
 
 class SplitWriter:

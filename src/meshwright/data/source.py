@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from meshwright.data.text_format import TextFormat
 from meshwright.data.verification import ShardVerifier
 from meshwright.policies.sample_order import Mixture
 from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.folder_files import parse_json
 from meshwright.spec.job import DataSpec, Packing
 
 Split = Literal["train", "validation"]
@@ -411,8 +411,8 @@ class _DocumentNames:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():
-            raise Damaged(f"{path}: missing; it names the documents of its shard")
+        if not path.is_file() or not path.stat().st_size:
+            raise Damaged(f"{path}: missing or empty; it names the documents of its shard")
         with path.open("rb") as file:
             self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._ends = np.flatnonzero(np.frombuffer(self._content, dtype=np.uint8) == ord("\n"))
@@ -420,10 +420,13 @@ class _DocumentNames:
     def __getitem__(self, document: int) -> tuple[str, int | str]:
         try:
             start = 0 if document == 0 else int(self._ends[document - 1]) + 1
-            file, identity = json.loads(self._content[start : int(self._ends[document])])
-        except (IndexError, ValueError, TypeError) as error:
-            raise Damaged(f"{self.path}:{document + 1}: expected [file, id] of a document ({error})") from error
-        return file, identity
+            line = self._content[start : int(self._ends[document])]
+        except IndexError as error:
+            raise Damaged(f"{self.path}:{document + 1}: missing; expected [file, id] of a document") from error
+        value = parse_json(line, f"{self.path}:{document + 1}", own=True)
+        if not isinstance(value, list) or [*map(type, value)] not in ([str, str], [str, int]):
+            raise Damaged(f"{self.path}:{document + 1}: expected [file, id] of a document")
+        return value[0], value[1]
 
 
 def _path_of(name: str, stdlib: Path | None) -> Path:

@@ -25,8 +25,7 @@ def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False)
     """
     preparation = Preparation((STDLIB,), f"{TRAIN_PREFIX}{vocab}", folder, held_out=HELD_OUT_FRACTION)
     for manifest in finished_manifests(preparation).values():
-        if manifest.request["tokenizer"] != preparation.tokenizer:
-            earlier_request = manifest.request["tokenizer"]
+        if (earlier_request := manifest.request.get("tokenizer")) != preparation.tokenizer:
             raise BadInput(
                 f"{folder}: prepared with tokenizer {earlier_request}, asked for {preparation.tokenizer}; choose another folder"
             )

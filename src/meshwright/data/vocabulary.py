@@ -6,11 +6,15 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from meshwright.data.tokenizer_file import check_ids
 from meshwright.durable.writes import digest
 from meshwright.spec.errors import BadInput
-from meshwright.spec.folder_files import JSON_BYTES, TOKENIZER_BYTES, read_folder_file, read_folder_text
+from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_json, read_folder_text
+
+if TYPE_CHECKING:
+    pass
 
 TOKENIZER, VOCABULARY, MERGES, ADDED = "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"
 
@@ -58,7 +62,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def _from_tokenizer(file: Path) -> Vocabulary:
-    content = json.loads(read_folder_file(file, TOKENIZER_BYTES))
+    content = read_folder_json(file, TOKENIZER_BYTES, BadInput)
     model = content["model"]
     if isinstance(model["vocab"], list):
         tokens = {number: token for number, (token, _) in enumerate(model["vocab"])}
@@ -67,21 +71,28 @@ def _from_tokenizer(file: Path) -> Vocabulary:
         tokens = _by_id(model["vocab"])
         rules = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
     tokens |= {token["id"]: token["content"] for token in content.get("added_tokens") or []}
-    return Vocabulary(file, tokens, tuple(rules))
+    return _checked(file, tokens, rules)
 
 
 def _from_parts(file: Path) -> Vocabulary:
-    tokens = _by_id(json.loads(read_folder_file(file, TOKENIZER_BYTES)))
+    tokens = _by_id(read_folder_json(file, TOKENIZER_BYTES, BadInput))
     added = file.with_name(ADDED)
     if added.is_file():
-        tokens |= _by_id(json.loads(read_folder_file(added, JSON_BYTES)))
+        tokens |= _by_id(read_folder_json(added, error_class=BadInput))
     lines = read_folder_text(file.with_name(MERGES), TOKENIZER_BYTES).split("\n")
     rules = [line for number, line in enumerate(lines) if line and not (number == 0 and line.startswith("#version"))]
+    return _checked(file, tokens, rules)
+
+
+def _checked(file: Path, tokens: dict[int, str], rules: list[str]) -> Vocabulary:
+    check_ids(tokens, file)
+    if not all(isinstance(token, str) for token in tokens.values()):
+        raise TypeError("a token that is no text")
     return Vocabulary(file, tokens, tuple(rules))
 
 
 def _by_id(ids: dict[str, Any]) -> dict[int, str]:
-    return {int(number): token for token, number in ids.items()}
+    return {number: token for token, number in ids.items()}
 
 
 def _quoted(value: str | None) -> str:

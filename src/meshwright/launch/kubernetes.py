@@ -13,6 +13,7 @@ from meshwright.launch.scheduler_job import (
     REQUEUE_CODES,
     STOP_CODES,
     SchedulerJob,
+    comment,
 )
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job_token import TOKEN_VARIABLE
@@ -30,6 +31,10 @@ LARGEST_CONFIG_MAP = 1 << 20
 REPLICATED_JOB = "node"
 """Name of the replicated job and of its container; Kubeflow's trainer expects it."""
 
+LONGEST_DNS_NAME = 253
+_DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_IMAGE = re.compile(r"[][A-Za-z0-9._/:@+-]+")
+
 Object = dict[str, Any]
 
 
@@ -40,6 +45,15 @@ class Container:
     image: str
     claim: str
     """PersistentVolumeClaim that all pods mount; data and run folders lie on it."""
+
+    def __post_init__(self) -> None:
+        """Raises BadInput for values that Kubernetes would refuse."""
+        if not _IMAGE.fullmatch(self.image):
+            raise BadInput(f"--image {self.image!r}: expected an image such as registry.example/meshwright:1")
+        if len(self.claim) > LONGEST_DNS_NAME or not _DNS_NAME.fullmatch(self.claim):
+            raise BadInput(
+                f"--claim {self.claim!r}: expected lower-case letters, digits, '-' and '.', as in shared-data"
+            )
 
 
 def jobset_yaml(job: SchedulerJob, container: Container) -> str:
@@ -172,7 +186,7 @@ def _container(job: SchedulerJob, container: Container, name: str) -> Object:
     return {
         "name": REPLICATED_JOB,
         "image": container.image,
-        "command": ["meshwright", "train", f"{KEPT_FILES}/run.yaml", "--runs", str(job.runs), "--agent"],
+        "command": command_words("meshwright", "train", f"{KEPT_FILES}/run.yaml", "--runs", str(job.runs), "--agent"),
         "workingDir": STORAGE_FOLDER,
         "env": [
             {"name": COORDINATOR_VARIABLE, "value": f"{name}-{REPLICATED_JOB}-0-0.{name}:{PORT}"},
@@ -190,6 +204,11 @@ def _container(job: SchedulerJob, container: Container, name: str) -> Object:
     }
 
 
+def command_words(*words: str) -> list[str]:
+    """The arguments of a container's command; Kubernetes replaces `$(NAME)` in them, and `$$` by `$`."""
+    return [word.replace("$", "$$") for word in words]
+
+
 def _config_map(job: SchedulerJob, name: str) -> str:
     """The run's files as literal blocks, which can be read and edited."""
     files = job.files()
@@ -200,8 +219,19 @@ def _config_map(job: SchedulerJob, name: str) -> str:
             "ConfigMap; leave out cluster.profile"
         )
     head = dump_yaml({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-run"}})
-    blocks = [f"  {file}: |2\n{indent(text.rstrip(), ' ' * 4)}\n" for file, text in files.items()]
-    return "".join([head, "data:\n", *blocks])
+    return "".join([head, "data:\n", *(_block(file, text) for file, text in files.items())])
+
+
+def _block(file: str, text: str) -> str:
+    """A file of a ConfigMap as a literal block; in quotes where YAML would read a block as other text."""
+    body = text.removesuffix("\n")
+    if (
+        body
+        and all(line.isprintable() and (line.strip() or not line) for line in body.split("\n"))
+        and body[-1] != "\n"
+    ):
+        return f"  {file}: |2{'-' if body == text else ''}\n{indent(body, ' ' * 4)}\n"
+    return indent(dump_yaml({file: text}), "  ")
 
 
 def _network_policy(name: str) -> Object:
@@ -221,7 +251,7 @@ def _network_policy(name: str) -> Object:
 def _documents(job: SchedulerJob, name: str, objects: list[Object]) -> str:
     """The objects as YAML, below the commands that start the run."""
     header = [
-        f"# {job.summary}",
+        comment(job.summary),
         "# Before the first start, a token that the pods share:",
         f'#   kubectl create secret generic {name}-token --from-literal=token="$(openssl rand -hex 32)"',
         "# Then: kubectl apply -f FILE",

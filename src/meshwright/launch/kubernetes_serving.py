@@ -12,8 +12,8 @@ from typing import Any
 
 from meshwright.config.deployment_file import deployment_yaml, server_settings
 from meshwright.config.yaml_positions import dump_yaml
-from meshwright.launch.kubernetes import STORAGE_FOLDER, Container, Object
-from meshwright.launch.scheduler_job import KEPT_FILES
+from meshwright.launch.kubernetes import STORAGE_FOLDER, Container, Object, command_words
+from meshwright.launch.scheduler_job import KEPT_FILES, check_text, comment
 from meshwright.spec.deployment import Deployment, Role, deployment_name
 from meshwright.spec.errors import BadInput
 
@@ -23,6 +23,7 @@ DEPLOYMENT_FILE = "deployment.yaml"
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 LONGEST_NAME = 40
 """Characters of the deployment's name; those of its pods are longer."""
+MOST_CACHE_GIB = 10**6
 ROUTERS = 2
 """Routers, so that one can be lost."""
 START_SECONDS = 1800
@@ -46,8 +47,11 @@ class ServingJob:
     def __post_init__(self) -> None:
         if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", self.name):
             raise BadInput(
-                f"--name {self.name}: expected at most {LONGEST_NAME} lower-case letters, digits and -, with a letter first"
+                f"--name {self.name!r}: expected at most {LONGEST_NAME} lower-case letters, digits and -, with a letter first"
             )
+        check_text(self.model, "--model")
+        if self.cache_gib is not None and not 0 < self.cache_gib <= MOST_CACHE_GIB:
+            raise BadInput(f"--cache-gib {self.cache_gib:g}: expected more than 0 and at most {MOST_CACHE_GIB:,}")
 
     @property
     def roles(self) -> dict[Role, int]:
@@ -79,7 +83,7 @@ def serving_yaml(job: ServingJob) -> str:
     objects += [_service(job, "router"), _deployment(job, "router", words, HTTP_PORT, {}, replicas=ROUTERS)]
     secret = f"{job.name}-keys"
     header = [
-        f"# {deployment_name(job.deployment)}",
+        comment(deployment_name(job.deployment)),
         "# Before the first start, the keys of clients and of the servers among themselves:",
         f'#   kubectl create secret generic {secret} --from-literal=api="$(openssl rand -hex 32)" \\',
         '#     --from-literal=transfer="$(openssl rand -hex 32)"',
@@ -167,7 +171,7 @@ def _container(job: ServingJob, words: list[str], port: int, limits: Object) -> 
     return {
         "name": "meshwright",
         "image": job.container.image,
-        "command": ["meshwright", *words],
+        "command": command_words("meshwright", *words),
         "env": [
             {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
             for variable, key in keys.items()

@@ -111,7 +111,23 @@ def scheduler_job(run: RunSpec, plan: Plan, words: Sequence[str], runs: Path) ->
             f"{run.cluster.emulate_nodes} cluster.emulate_nodes=1",
             key="cluster.emulate_nodes",
         )
+    for word in (*words, str(runs)):
+        check_text(word, "arguments")
     return SchedulerJob(run, plan, tuple(words), runs)
+
+
+def check_text(text: str, name: str) -> None:
+    """Raise BadInput, naming the option, for text that is not UTF-8, which no file for a scheduler can have."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadInput(f"{name}: expected UTF-8, got {text!r}") from None
+
+
+def comment(text: str) -> str:
+    """A line of a comment in a shell script or in YAML; characters that end a line or do not print are escaped."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return f"# {shown}"
 
 
 def _text(path: str, key: str) -> str:

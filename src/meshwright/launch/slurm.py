@@ -10,6 +10,7 @@ from meshwright.launch.scheduler_job import (
     REQUEUE_CODES,
     STOP_CODES,
     SchedulerJob,
+    comment,
 )
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.job_token import TOKEN_VARIABLE
@@ -29,9 +30,9 @@ def slurm_script(job: SchedulerJob) -> str:
 def _options(job: SchedulerJob) -> Iterator[str]:
     notice = min(LONGEST_NOTICE, max(LEAST_NOTICE, job.stop_seconds))
     yield "#!/bin/bash"
-    yield f"# {job.summary}"
+    yield comment(job.summary)
     yield "# Submit in the folder of the run file, which all nodes share: sbatch --time=HH:MM:SS --partition=NAME FILE"
-    yield f"#SBATCH --job-name={job.run.name}"
+    yield f"#SBATCH --job-name={job.run.name}"  # letters, digits, '.', '_' and '-' (config/key_rules.py)
     yield f"#SBATCH --nodes={job.hosts}"
     yield "#SBATCH --ntasks-per-node=1"
     if job.gpu_vendor is not None:
@@ -60,16 +61,19 @@ def _environment(job: SchedulerJob) -> Iterator[str]:
 
 def _agents(job: SchedulerJob) -> Iterator[str]:
     command = shlex.join(["meshwright", "train", *job.words, "--runs", str(job.runs), "--agent"])
+    agent = (
+        "",
+        "trap : USR1 TERM",
+        f"for start in {' '.join(map(str, range(1, AGENT_STARTS + 1)))}; do",
+        f"  {command}",
+        "  code=$?",
+        f'  [ "$code" -gt 128 ] && [ "$code" -ne {EXIT_INTERRUPTED} ] || break',
+        "done",
+        'exit "$code"',
+        "",
+    )
     yield "# Slurm signals every process of a step. This shell survives that, and starts an agent again that a signal killed."
-    yield "read -r -d '' agent <<'AGENT' || true"
-    yield "trap : USR1 TERM"
-    yield f"for start in {' '.join(map(str, range(1, AGENT_STARTS + 1)))}; do"
-    yield f"  {command}"
-    yield "  code=$?"
-    yield f'  [ "$code" -gt 128 ] && [ "$code" -ne {EXIT_INTERRUPTED} ] || break'
-    yield "done"
-    yield 'exit "$code"'
-    yield "AGENT"
+    yield f"agent={shlex.quote(chr(10).join(agent))}"
     no_kill = "--no-kill " if job.survives_host_loss else ""
     yield "code=0"
     yield (

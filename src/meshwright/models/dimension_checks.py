@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
+from typing import get_args
 
 from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.fields import describe_type, hints_of, within
+from meshwright.spec.model import MOST_PARAMETERS, ModelSpec, parameter_count
+
+MOST_EXPERTS = 10**6
+"""Routed experts of all layers. Each is a few tensors of a folder, whose names are listed."""
 
 
 def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
@@ -13,12 +19,14 @@ def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
 
     `where` is the file or section that the fields come from.
     """
-    mistakes = []
+    mistakes = [*_bound_mistakes(spec)]
+    if mistakes:
+        raise BadInput("\n".join(f"{where}: {mistake}" for mistake in mistakes))
     if spec.vocab_size == 0:
         mistakes.append("vocab_size is 0: expected the tokenizer's size; give model.vocab_size or a tokenizer")
     if spec.heads % spec.kv_heads:
-        divisors = [n for n in range(1, spec.heads + 1) if spec.heads % n == 0]
-        near = min(divisors, key=lambda n: abs(n - spec.kv_heads))
+        small = [n for n in range(1, isqrt(spec.heads) + 1) if spec.heads % n == 0]
+        near = min((*small, *(spec.heads // n for n in small)), key=lambda n: (abs(n - spec.kv_heads), n))
         mistakes.append(f"kv_heads is {spec.kv_heads}: expected a divisor of heads ({spec.heads}); nearest: {near}")
     if spec.positions == "rope" and spec.head_dim % 2:
         near = spec.head_dim + 1
@@ -39,8 +47,21 @@ def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
     if spec.experts and not spec.expert_hidden:
         mistakes.append("expert_hidden is 0: expected the width inside one expert")
     mistakes += [*_latent_mistakes(spec), *_group_mistakes(spec)]
+    if not mistakes and (count := parameter_count(spec)) > MOST_PARAMETERS:
+        mistakes.append(f"{count:.1e} parameters: expected at most {MOST_PARAMETERS:.0e}")
     if mistakes:
         raise BadInput("\n".join(f"{where}: {mistake}" for mistake in mistakes))
+
+
+def _bound_mistakes(spec: ModelSpec) -> Iterator[str]:
+    """Yield the numbers outside their bounds, and a number of experts that no machine can list."""
+    for prefix, section in (("", spec), ("rope_scaling.", spec.rope_scaling), ("yarn.", spec.yarn)):
+        for name, annotation in hints_of(type(section)).items() if section is not None else ():
+            value, bounds = getattr(section, name), get_args(annotation)[1:]
+            if not all(within(bound, value) for bound in bounds):
+                yield f"{prefix}{name} is {value}: expected {describe_type(annotation)}"
+    if (spec.layers + spec.prediction_depth) * spec.experts > MOST_EXPERTS:
+        yield f"experts is {spec.experts}: expected at most {MOST_EXPERTS:,} in all {spec.layers} layers"
 
 
 def _latent_mistakes(spec: ModelSpec) -> Iterator[str]:

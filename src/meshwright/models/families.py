@@ -21,7 +21,7 @@ from meshwright.models.qwen3 import QWEN3
 from meshwright.models.qwen3_moe import QWEN3_MOE
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest
 from meshwright.spec.fields import from_plain
-from meshwright.spec.folder_files import JSON_BYTES, read_folder_file
+from meshwright.spec.folder_files import read_folder_json
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
 FAMILIES: dict[str, Family] = {
@@ -173,10 +173,7 @@ def read_json(path: Path) -> dict[str, Any]:
         )
     if not path.is_file():
         raise BadInput(f"{path}: no such file; expected a Hugging Face folder, which holds {path.name}")
-    try:
-        value = json.loads(read_folder_file(path, JSON_BYTES))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Damaged(f"{path}: not JSON ({error}); copy the file again from its source") from error
+    value = read_folder_json(path, hint="; copy the file again from its source")
     if not isinstance(value, dict):
         raise Damaged(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value

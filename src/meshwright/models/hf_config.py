@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.errors import BadInput, nearest, shorten
+from meshwright.spec.fields import LARGEST_COUNT
 from meshwright.spec.model import ModelSpec
 
 DEEPSEEK_FIELDS = {
@@ -26,6 +27,9 @@ DEEPSEEK_FIELDS = {
     "prediction_depth": 0,
 }
 """ModelSpec fields that only DeepSeek's families can set, with the values of all others."""
+
+LARGEST_NUMBER = 1e30
+"""Most that a number of config.json may be; squares of it are within a double."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +83,16 @@ class HFConfig:
     """Sentences about keys that are set but deliberately not used."""
 
     def integer(self, *keys: str, default: int | None = None) -> int:
-        """The positive integer under the first of `keys` that is present, or `default`."""
+        """The positive integer of at most `LARGEST_COUNT` under the first of `keys` that is present, or `default`."""
         key, value = self._first(keys, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(key, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_COUNT:
+            raise self.error(key, value, f"a positive integer of at most {LARGEST_COUNT:,}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The positive number under `key`, or `default`."""
+        """The positive, finite number under `key`, or `default`."""
         key, value = self._first((key,), default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST_NUMBER:
             raise self.error(key, value, "a positive number")
         return float(value)
 
@@ -108,12 +112,14 @@ class HFConfig:
     def note_unused(self, why: str, *keys: str) -> None:
         """Add a note for each of `keys` that is set: its value is not used."""
         self.notes.extend(
-            f"{self.where}: {key} {self.values[key]} is not used: {why}" for key in keys if self.values.get(key)
+            f"{self.where}: {key} {shorten(str(self.values[key]))} is not used: {why}"
+            for key in keys
+            if self.values.get(key)
         )
 
     def error(self, key: str, value: Any, expected: str) -> BadInput:
         """The error for a value of `key` that is not as expected."""
-        return BadInput(f"{self.where}: {key}: expected {expected}, got {value!r}")
+        return BadInput(f"{self.where}: {key}: expected {expected}, got {shorten(repr(value))}")
 
     def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
         for key in keys:

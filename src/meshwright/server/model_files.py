@@ -94,6 +94,7 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
             f"{folder} has no tokenizer.json; expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
         )
     home = file.parent
+    # A prompt is never cut: one that is too long for the context is refused.
     tokenizer = open_tokenizer(file)
     if chat_template is None:
         config = read_object(home / TOKENIZER_CONFIG)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -57,6 +58,92 @@ def from_plain(cls: type[T], data: Any) -> T:
     The data must have been validated (`config.load`) or written by `to_plain`; a key the class lacks raises TypeError.
     """
     return _builder(cls)(data)
+
+
+def from_checked_plain(cls: type[T], data: Any) -> T:
+    """`from_plain` of data that a disk may have damaged: raises ValueError that names the first value of another type."""
+    _check_plain(cls, data, "")
+    return from_plain(cls, data)
+
+
+def _check_plain(annotation: Any, data: Any, where: str) -> None:
+    """Raise ValueError unless `data` is the plain form of a value of this type."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        _check_plain(arguments[0], data, where)
+        if not within(arguments[1], data):
+            raise ValueError(f"{where}: expected {describe_type(annotation)}, got {_shown(data)}")
+        return
+    if origin in (Union, types.UnionType):
+        if not any(_is_plain(option, data) for option in arguments):
+            raise ValueError(f"{where}: expected {describe_type(annotation)}, got {_shown(data)}")
+        return
+    if dataclasses.is_dataclass(annotation) and isinstance(data, Mapping):
+        hints = hints_of(typing.cast(type, annotation))
+        required = {
+            field.name
+            for field in dataclasses.fields(annotation)
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        }
+        for name in sorted(required - data.keys()):
+            raise ValueError(f"{_inside(where, name)}: missing")
+        for name, value in data.items():
+            if name not in hints:
+                raise ValueError(f"{_inside(where, name)}: no such key")
+            _check_plain(hints[name], value, _inside(where, name))
+    elif origin is tuple and isinstance(data, (list, tuple)):
+        each = [arguments[0]] * len(data) if arguments[-1] is Ellipsis else list(arguments)
+        if len(each) != len(data):
+            raise ValueError(f"{where}: expected {len(each)} values, got {len(data)}")
+        for index, (inner, value) in enumerate(zip(each, data, strict=True)):
+            _check_plain(inner, value, f"{where}[{index}]")
+    elif origin is dict and isinstance(data, Mapping):
+        for key, value in data.items():
+            _check_plain(arguments[1], value, _inside(where, str(key)))
+    elif not _is_scalar(annotation, origin, arguments, data):
+        raise ValueError(f"{where or 'the value'}: expected {describe_type(annotation)}, got {_shown(data)}")
+
+
+def _is_scalar(annotation: Any, origin: Any, arguments: tuple[Any, ...], data: Any) -> bool:
+    if origin is Literal:
+        return type(data) in {type(option) for option in arguments} and data in arguments
+    if annotation is float:
+        return isinstance(data, (int, float)) and not isinstance(data, bool)
+    return annotation is Any or (annotation in (int, str, bool) and type(data) is annotation)
+
+
+def _is_plain(annotation: Any, data: Any) -> bool:
+    if annotation is type(None):
+        return data is None
+    try:
+        _check_plain(annotation, data, "")
+    except ValueError:
+        return False
+    return True
+
+
+def within(bound: Any, value: Any) -> bool:
+    """Whether a number is finite and within a Bound."""
+    if not isinstance(bound, Bound) or isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    return (
+        (isinstance(value, int) or math.isfinite(value))
+        and (bound.at_least is None or value >= bound.at_least)
+        and (bound.more_than is None or value > bound.more_than)
+        and (bound.at_most is None or value <= bound.at_most)
+        and (bound.less_than is None or value < bound.less_than)
+    )
+
+
+def _inside(where: str, name: str) -> str:
+    return f"{where}.{name[:40]}" if where else name[:40]
+
+
+def _shown(value: Any) -> str:
+    """The value as messages show it, short."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return "a section" if isinstance(value, Mapping) else "a list"
+    return repr(value)[:60]
 
 
 Build = Callable[[Any], Any]

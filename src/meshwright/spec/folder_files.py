@@ -1,16 +1,105 @@
-"""Reads files of Hugging Face folders: links that leave the folder are not followed, and sizes have limits."""
+"""Reads files that others made or a disk may have damaged: JSON with limits, and files of Hugging Face folders.
+
+In a folder, links that leave it are not followed, and sizes have limits.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
 import stat
 from pathlib import Path
+from typing import Any, NoReturn
 
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 
 MiB = 1 << 20
 JSON_BYTES, TOKENIZER_BYTES, TEMPLATE_BYTES = 64 * MiB, 256 * MiB, 4 * MiB
 """Most bytes of a JSON file, of a tokenizer's file and of a chat template; the largest known have 10, 35 and 0.1 MiB."""
+
+MOST_LEVELS = 64
+"""Deepest nesting of lists and objects in JSON."""
+MOST_DIGITS = 300
+"""Most characters of a whole number in JSON, so that it is within a double; tokenizers have a `model_max_length` of 10^30."""
+_LONG_NUMBER = re.compile(rf"\d{{{MOST_DIGITS}}}")
+_LARGE_EXPONENT = re.compile(rf"[eE]\+?\d{{3}}|\d{{{MOST_DIGITS}}}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_json(
+    data: bytes | str, where: object, error_class: type[MeshwrightError] = Damaged, *, own: bool = False, hint: str = ""
+) -> Any:
+    """The value of JSON that meshwright did not just write itself.
+
+    Raises `error_class`, whose message begins with `where` and ends with `hint`, for bytes that are not UTF-8, text that is not JSON,
+    numbers that are not finite or have more than `MOST_DIGITS` digits, halves of surrogate pairs, and more than `MOST_LEVELS` levels.
+    With `own`, a record of this project, which may name a file that is not UTF-8 or hold a loss of NaN, these two are kept.
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        value = json.loads(
+            text,
+            parse_constant=None if own else _refuse_constant,
+            parse_int=_integer if _LONG_NUMBER.search(text) else None,
+            parse_float=_finite if _LARGE_EXPONENT.search(text) else None,
+        )
+        if text.count("[") + text.count("{") > MOST_LEVELS:
+            _check_levels(value)
+        if not own and _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        problem = f"nested more than {MOST_LEVELS} levels deep"
+    except UnicodeEncodeError:
+        problem = "has half of a surrogate pair, which is no character"
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        problem = f"not JSON: {error}"
+    except ValueError as error:
+        problem = str(error)
+    else:
+        return value
+    raise error_class(f"{where}: {problem}{hint}")
+
+
+def _check_levels(value: Any) -> None:
+    """Raise RecursionError for a value of more than `MOST_LEVELS` levels."""
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        containers = [each for each in level if isinstance(each, (dict, list))]
+        if not containers:
+            return
+        level = [
+            child
+            for each in containers
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, (dict, list))
+        ]
+    raise RecursionError
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _integer(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(text):,} digits; expected at most {MOST_DIGITS}")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value
+
+
+def read_folder_json(
+    file: Path, limit: int = JSON_BYTES, error_class: type[MeshwrightError] = Damaged, *, hint: str = ""
+) -> Any:
+    """The value in a JSON file of a folder. Raises errors as `read_folder_file` and `parse_json` do."""
+    return parse_json(read_folder_file(file, limit), file, error_class, hint=hint)
 
 
 def read_folder_file(file: Path, limit: int, folder: Path | None = None) -> bytes:

@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 from meshwright.spec.fields import Bound, NotNegative, Positive
 
 Fill = Literal["normal", "ones", "zeros"]
+MOST_PARAMETERS = 10**15
+"""Weights of a model: more exceed the arithmetic of the cost model."""
 
 
 @dataclass(frozen=True, kw_only=True)

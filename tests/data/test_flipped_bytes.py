@@ -1,0 +1,138 @@
+"""Small files with one byte changed are read as before or refused with a documented code: none ends as an internal error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt
+from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.verify import verify as verify_checkpoint
+from meshwright.config.load import load_run
+from meshwright.data.chat import read_chat_files
+from meshwright.data.manifest import verify
+from meshwright.data.prepare import prepare
+from meshwright.data.request import ChatRequest
+from meshwright.data.source import open_data
+from meshwright.data.vocabulary import read_vocabulary
+from meshwright.durable.lease import read_lease, take_lease
+from meshwright.models.families import folder_fields
+from meshwright.server.model_files import read_model_files
+from meshwright.spec.errors import EXIT_INTERNAL
+from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.job import DataSpec
+from tests.data.chats import CHATML, CHATS, marked, write_chats, write_tokenizer
+
+CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64,
+    "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 500, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32}, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+Case = tuple[Path, Callable[[], object]]
+"""A file, and what reads it."""
+
+
+def read_samples(out: Path, packing: str = "stream") -> None:
+    spec = DataSpec(mix={str(out): 1.0}, document_mask=True, packing=packing)  # type: ignore[arg-type]
+    source = open_data(spec, seq_len=16 if out.name == "texts" else 256, seed=1, vocab_size=600)
+    for index in range(2):
+        source.samples([index])
+        source.describe(index)
+    source.begin_step([0])
+
+
+def hugging_face(folder: Path) -> list[Case]:
+    write_tokenizer(folder, marked(CHATML))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2], "temperature": 0.5, "top_k": 20}')
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "model_max_length": 1' + "0" * 30 + "}")
+
+    def read() -> None:
+        folder_fields(folder)
+        read_model_files(folder)
+        read_vocabulary(folder)
+        read_chat_files(folder, None)
+
+    return [(file, read) for file in sorted(folder.iterdir()) if file.is_file()]
+
+
+def corpus(folder: Path) -> list[Case]:
+    model = write_tokenizer(folder / "model", marked(CHATML))
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"text {n} " * (n + 1)}) + "\n" for n in range(12)))
+    write_chats(folder / "c.jsonl", CHATS)
+    texts, chats = folder / "texts", folder / "chats"
+    prepare([str(folder / "a.jsonl")], str(model), texts)
+    prepare([str(folder / "c.jsonl")], str(model), chats, chat=ChatRequest())
+    cases: list[Case] = []
+    for out in (texts, chats):
+        cases += [
+            (file, lambda out=out: (read_samples(out), verify(out)))
+            for file in sorted(out.iterdir())
+            if file.suffix in (".json", ".jsonl", ".idx", ".mask") and file.name != "tokenizer.json"
+        ]
+    return [*cases, (texts / "shard-00000.idx", lambda: read_samples(texts, "none"))]
+
+
+def run_folder(folder: Path) -> list[Case]:
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    lease = take_lease(folder)
+    attempt = Attempt(checkpoints, 1, new_attempt(lease), lease)
+    attempt.create()
+    attempt.commit({}, {}, encode_plain({"step": 1, "samples": 4}, {"config.yaml": "name: a\n"}), Provenance(1, "any"))
+    cases: list[Case] = [
+        (file, lambda: (verify_checkpoint(attempt.target), CheckpointStore(checkpoints, lease=lease).load_newest({})))
+        for file in sorted(attempt.target.iterdir())
+    ]
+    (folder / "run.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "model": "llama-nano",
+                "name": "a",
+                "train": {"steps": 4, "seq_len": 64, "global_batch": 4},
+                "cluster": {"gpu": "cpu"},
+            }
+        )
+    )
+    return [
+        *cases,
+        (folder / "lease.json", lambda: read_lease(folder)),
+        (folder / "run.yaml", lambda: load_run(folder / "run.yaml", [])),
+    ]
+
+
+MAKERS = {"hugging_face": hugging_face, "corpus": corpus, "run_folder": run_folder}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    "share", [pytest.param(60, id="some"), pytest.param(None, id="all", marks=[pytest.mark.slow, pytest.mark.attack])]
+)
+@pytest.mark.timeout(900)
+def test_a_changed_byte_is_no_internal_error(tmp_path: Path, make: str, share: int | None) -> None:
+    wrong, tried = [], 0
+    for file, read in MAKERS[make](tmp_path / "made"):
+        content = file.read_bytes()
+        read()
+        places = range(0, len(content), 1 if share is None else max(1, len(content) // share))
+        limit = 4096 if share is None else len(content)
+        for place in [*places][:limit]:
+            for change in (0x01, 0x04, 0x80) if share is None else (0x04 if place % 3 else 0x81,):
+                changed = bytearray(content)
+                changed[place] ^= change
+                file.write_bytes(changed)
+                tried += 1
+                try:
+                    read()
+                except Exception as error:
+                    if as_meshwright_error(error).exit_code == EXIT_INTERNAL:
+                        wrong.append(f"{file.name}: byte {place} ^ {change}: {error!r:.200}")
+        file.write_bytes(content)
+    assert not wrong, f"{len(wrong)} of {tried}:\n" + "\n".join(wrong[:20])
+    assert tried > 100
