@@ -29,6 +29,9 @@ class ConnectionTable(Generic[Connection]):
     def __len__(self) -> int:
         return len(self._deadlines)
 
+    def __contains__(self, connection: object) -> bool:
+        return connection in self._deadlines
+
     def add(self, connection: Connection, seconds: float) -> Connection | None:
         """Add a connection that waits at most so many seconds; returns one to be closed, which may be this one."""
         closed = None
