@@ -40,23 +40,27 @@ class ConnectionTable(Generic[Connection]):
             if closed is None:
                 return connection
             self.remove(closed)
-        self.wait(connection, seconds)
+        self._deadlines[connection] = self._clock() + seconds
+        self._waiting[connection] = None
         return closed
 
     def wait(self, connection: Connection, seconds: float) -> None:
-        """Note that a connection waits from now on, at most so many seconds."""
-        self._waiting.pop(connection, None)
-        self._waiting[connection] = None
-        self._deadlines[connection] = self._clock() + seconds
+        """Note that a connection waits from now on, at most so many seconds; one that is closed is ignored, here and below."""
+        if connection in self._deadlines:
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = None
+            self._deadlines[connection] = self._clock() + seconds
 
     def keep(self, connection: Connection, seconds: float = math.inf) -> None:
         """Note that a connection has work: it makes no room for others, but is late after so many seconds."""
-        self._waiting.pop(connection, None)
-        self._deadlines[connection] = math.inf if seconds == math.inf else self._clock() + seconds
+        if connection in self._deadlines:
+            self._waiting.pop(connection, None)
+            self._deadlines[connection] = self._clock() + seconds
 
     def limit(self, connection: Connection, seconds: float) -> None:
         """Set the time after which a connection is late; whether it makes room for others stays."""
-        self._deadlines[connection] = self._clock() + seconds
+        if connection in self._deadlines:
+            self._deadlines[connection] = self._clock() + seconds
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection that is closed."""

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.connections.limits import ADMIN, SERVE, Limits, raise_file_limit
+from meshwright.connections.table import ConnectionTable
 from meshwright.events.terminal import write_line
 from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
 from meshwright.server.engine_client import EngineClient
@@ -38,7 +40,8 @@ FAILED_SECONDS = 2.0
 """Time for which /health reports an engine that cannot continue, before the server ends."""
 LOADING_SECONDS = 10.0
 """Time between two remarks while the engine loads the model."""
-LARGEST_HEADERS = 64 << 10
+TICKS_OF_SWEEP = 10
+"""Ticks of uvicorn, 0.1 s each, between two looks for connections that are late."""
 
 
 def run_server(
@@ -58,6 +61,7 @@ def run_server(
     Raises BadInput for wrong settings, and the engine's error if it cannot continue.
     """
     _check_packages()
+    raise_file_limit()
     spec = with_keys(spec)
     check_addresses(spec)
     served = newest(folder) if spec.follow else folder
@@ -116,7 +120,7 @@ class _Server:
 
         spec = self._api.spec
         apps = [api_app(self._api, loopback=is_loopback(spec.host)), admin_app(self._api)]
-        servers = [uvicorn_server(app) for app in apps[: len(self._sockets)]]
+        servers = [uvicorn_server(*each) for each in zip(apps, (SERVE, ADMIN), strict=True)][: len(self._sockets)]
         await self._process.connect(self._client)
         if self._api.has_template:
             self._api.workers.start()
@@ -213,13 +217,22 @@ def transfer_setup(spec: ServeSpec) -> TransferSetup | None:
     )
 
 
-def uvicorn_server(app: ASGIApp) -> uvicorn.Server:
-    """A uvicorn server that leaves signals to its caller, and no connection open when it ends."""
+def uvicorn_server(app: ASGIApp, limits: Limits = SERVE) -> uvicorn.Server:
+    """A uvicorn server with limits that leaves signals to its caller, and no connection open when it ends."""
     import uvicorn
+
+    from meshwright.server.limited_protocol import close_late, limited_protocol
+
+    table: ConnectionTable[Any] = ConnectionTable(limits)
 
     class Server(uvicorn.Server):
         def capture_signals(self) -> Any:
             return nullcontext()
+
+        async def on_tick(self, counter: int) -> bool:
+            if counter % TICKS_OF_SWEEP == 0:
+                close_late(table)
+            return await super().on_tick(counter)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await super().shutdown(sockets)
@@ -230,6 +243,7 @@ def uvicorn_server(app: ASGIApp) -> uvicorn.Server:
 
     config = uvicorn.Config(
         app,
+        http=limited_protocol(table),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -238,15 +252,14 @@ def uvicorn_server(app: ASGIApp) -> uvicorn.Server:
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        timeout_keep_alive=75,
+        timeout_keep_alive=int(limits.idle_seconds),
         timeout_graceful_shutdown=5,
-        h11_max_incomplete_event_size=LARGEST_HEADERS,
     )
     return Server(config)
 
 
 def _check_packages() -> None:
-    for package in ("starlette", "uvicorn", "jinja2"):
+    for package in ("starlette", "uvicorn", "httptools", "jinja2"):
         if find_spec(package) is None:
             raise BadInput(f"serving needs {package}: pip install 'meshwright[serve]'")
 
