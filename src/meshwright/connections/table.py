@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 from meshwright.connections.limits import Limits
@@ -28,6 +28,9 @@ class ConnectionTable(Generic[Connection]):
 
     def __len__(self) -> int:
         return len(self._deadlines)
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self._deadlines)
 
     def __contains__(self, connection: object) -> bool:
         return connection in self._deadlines

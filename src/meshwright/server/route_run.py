@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from meshwright.connections.limits import raise_file_limit
 from meshwright.server.addresses import check_host, listening_socket, url_of
 from meshwright.server.instances import Instances, targets_of
 from meshwright.server.process_memory import keep_loaded
@@ -23,6 +24,7 @@ BACKLOG = 1024
 
 def run_router(spec: RouteSpec, say: Callable[[str], None]) -> None:
     """Pass requests on until SIGTERM or Ctrl-C; `say` receives the address. Raises BadInput for wrong settings."""
+    raise_file_limit()
     spec = replace(spec, api_key=spec.api_key or os.environ.get("MESHWRIGHT_API_KEY") or None)
     call_all(lambda: _check_urls(spec.instances), lambda: check_host(spec.host, spec.api_key))
     instances = Instances(spec.instances, spec.requests, spec.health_seconds, spec.silent_seconds)

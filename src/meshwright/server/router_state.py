@@ -7,6 +7,8 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from meshwright.connections.limits import ROUTE
+from meshwright.connections.table import ConnectionTable
 from meshwright.events.exposition import CONTENT_TYPE, Histogram, Metric, exposition
 from meshwright.server.errors import RequestError
 from meshwright.server.instances import Instances
@@ -28,7 +30,9 @@ class Router:
     def __init__(self, spec: RouteSpec, instances: Instances) -> None:
         self.spec, self.instances = spec, instances
         self._key = None if spec.api_key is None else spec.api_key.encode()
-        self.clients: set[ClientConnection] = set()
+        self.clients: ConnectionTable[ClientConnection] = ConnectionTable(ROUTE)
+        self.unread: dict[ClientConnection, float] = {}
+        """Clients that must read their answer first, and since when; the longest first."""
         self.draining = False
         """Whether new requests are refused."""
         self.statuses: Counter[int] = Counter()
@@ -42,6 +46,18 @@ class Router:
     def unfinished(self) -> int:
         """Requests that are not answered to the end."""
         return sum(client.request is not None for client in self.clients)
+
+    def drop_unread(self, before: float) -> bool:
+        """Disconnect the client that has read nothing of its answer for longest, since `before`; whether there was one.
+
+        Clients that never read would else keep the places of all servers for as long as each may be idle.
+        """
+        client = next(
+            (each for each, since in self.unread.items() if since <= before and each.server is not None), None
+        )
+        if client is not None:
+            client.drop()
+        return client is not None
 
     def admit(self, request: RoutedRequest) -> None:
         """Raise RequestError for a request whose body is not to be read."""
