@@ -50,6 +50,7 @@ from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 from meshwright.spec.run import RunSpec
+from meshwright.spec.secrets import without_own_keys
 
 if TYPE_CHECKING:
     from meshwright.launch.prepare import Note, Prepared
@@ -301,7 +302,7 @@ def _start_coordinator(address: tuple[str, int], words: Sequence[str]) -> bool:
         descriptor = listener.fileno()
         subprocess.Popen(
             [sys.executable, "-m", "meshwright", "coordinate", *words],
-            env={**os.environ, LISTEN_DESCRIPTOR: str(descriptor)},
+            env={**without_own_keys(), LISTEN_DESCRIPTOR: str(descriptor)},
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

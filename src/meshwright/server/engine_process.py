@@ -6,6 +6,7 @@ The HTTP process starts it, and further ranks of it if the engine divides the mo
 from __future__ import annotations
 
 import json
+import resource
 import select
 import socket
 import sys
@@ -359,10 +360,11 @@ def serve_engine(engine: Engine, connection: Connection, transfer: TransferSetup
 def main() -> int:
     """Run the engine, or a rank of it; returns the exit code of docs/reference/exit-codes.md.
 
-    Arguments: the inherited socket, -1 for a rank beside the first, and the `EngineSetup` in JSON.
+    The argument is the inherited socket, -1 for a rank beside the first; standard input has the `EngineSetup` in JSON.
     """
     end_with_parent()
-    descriptor, setup = int(sys.argv[1]), from_plain(EngineSetup, json.loads(sys.argv[2]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have keys and texts
+    descriptor, setup = int(sys.argv[1]), from_plain(EngineSetup, json.load(sys.stdin))
     connection = None if descriptor < 0 else Connection(socket.socket(fileno=descriptor))
     try:
         if connection is None or setup.ranks > 1:

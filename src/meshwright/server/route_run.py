@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from meshwright.server.router_state import Router
 from meshwright.server.run import logging_on_stderr, loop_factory
 from meshwright.spec.errors import BadInput, call_all
 from meshwright.spec.route import RouteSpec
+from meshwright.spec.secrets import API_KEY, hide_arguments, key_setting
 
 BACKLOG = 1024
 
@@ -25,7 +25,8 @@ BACKLOG = 1024
 def run_router(spec: RouteSpec, say: Callable[[str], None]) -> None:
     """Pass requests on until SIGTERM or Ctrl-C; `say` receives the address. Raises BadInput for wrong settings."""
     raise_file_limit()
-    spec = replace(spec, api_key=spec.api_key or os.environ.get("MESHWRIGHT_API_KEY") or None)
+    hide_arguments([spec.api_key])
+    spec = replace(spec, api_key=key_setting("api_key", spec.api_key, API_KEY))
     call_all(lambda: _check_urls(spec.instances), lambda: check_host(spec.host, spec.api_key))
     instances = Instances(spec.instances, spec.requests, spec.health_seconds, spec.silent_seconds)
     with (

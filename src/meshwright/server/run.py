@@ -28,6 +28,7 @@ from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.engine import ONE_RANK, ExpertRanks
 from meshwright.spec.errors import BadInput, MeshwrightError
+from meshwright.spec.secrets import hide_arguments
 from meshwright.spec.serve import ServeSpec
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def run_server(
     """
     _check_packages()
     raise_file_limit()
-    spec = with_keys(spec)
+    given, spec = (spec.api_key, spec.admin_key, spec.transfer_key), with_keys(spec)
+    hide_arguments(given)
     check_addresses(spec)
     served = newest(folder) if spec.follow else folder
     setup = EngineSetup(
