@@ -34,7 +34,7 @@ def test_white_space_around_a_key_locks_nobody_out(text: str, given: bool, monke
         assert answer.status == status
 
 
-@pytest.mark.parametrize("text", [" ", "\n", "two words", "a\nb", "\u00fcml\u00e4ut", "a\x7fb"])
+@pytest.mark.parametrize("text", [" ", "\n", "a\tb", "a\nb", "\u00fcml\u00e4ut", "a\x7fb"])
 def test_a_key_that_no_client_can_send_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, variable in zip(("api_key", "admin_key", "transfer_key"), OWN_KEYS, strict=True):
         with pytest.raises(BadInput, match=name) as refused:
@@ -51,7 +51,7 @@ def test_a_key_that_no_client_can_send_is_refused(text: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        ("127.0.0.1:8000", 200), ("127.0.0.2:8000", 200), ("127.1.2.3", 200), ("localhost", 200), ("LOCALHOST:1", 200), ("[::1]:80", 200), ("[::1]", 200),
+        ("127.0.0.1:8000", 200), ("127.0.0.2:8000", 200), ("127.1.2.3", 200), ("localhost", 200), ("LOCALHOST:1", 200), ("[::1]:80", 200),
         ("128.0.0.1", 400), ("example.org", 400), ("127.0.0.1.example.org:80", 400), ("", 400), ("0.0.0.0", 400),
     ],
 )  # fmt: skip

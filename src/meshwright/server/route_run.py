@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from meshwright.connections.limits import raise_file_limit
 from meshwright.server.addresses import check_host, listening_socket, url_of
+from meshwright.server.background import guarded
 from meshwright.server.instances import Instances, targets_of
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.router import ClientConnection
@@ -54,7 +55,7 @@ async def route(router: Router, end: socket.socket, say: Callable[[str], None]) 
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    watching = asyncio.ensure_future(router.instances.watch())
+    watching = asyncio.ensure_future(guarded("health", router.instances.watch, router.task_failures))
     await router.instances.known.wait()
     server = await loop.create_server(lambda: ClientConnection(router), sock=end, backlog=BACKLOG)
     keep_loaded()

@@ -36,6 +36,8 @@ class Router:
         self.draining = False
         """Whether new requests are refused."""
         self.statuses: Counter[int] = Counter()
+        self.task_failures: Counter[str] = Counter()
+        """Failures of tasks that run beside requests, by task."""
         self.numbers = itertools.count(1)
         """Ids of requests whose client gives none."""
         self.retries = self.broken = 0
@@ -96,12 +98,14 @@ class Router:
         statuses: list[tuple[dict[str, str], float]] = [
             ({"status": str(status)}, n) for status, n in self.statuses.items()
         ]
+        failed: list[tuple[dict[str, str], float]] = [({"task": task}, n) for task, n in self.task_failures.items()]
         figures = (
             ("requests", "gauge", "Unfinished requests.", [(labels, each.requests) for labels, each in servers]),
             ("healthy", "gauge", "Whether a server is healthy.", [(labels, each.healthy) for labels, each in servers]),
             ("answers_total", "counter", "Answers of a server.", [(labels, each.answered) for labels, each in servers]),
             ("statuses_total", "counter", "Answers by status.", statuses),
             ("retries_total", "counter", "Requests sent to another server.", [({}, self.retries)]),
+            ("task_failures_total", "counter", "Failures of tasks beside requests.", failed),
             ("broken_total", "counter", "Answers that ended early.", [({}, self.broken)]),
         )
         metrics = [Metric(PREFIX + name, type, help, samples) for name, type, help, samples in figures]

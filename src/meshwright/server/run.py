@@ -8,8 +8,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +19,17 @@ from meshwright.connections.limits import ADMIN, SERVE, Limits, raise_file_limit
 from meshwright.connections.table import ConnectionTable
 from meshwright.events.terminal import write_line
 from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
+from meshwright.server.background import guarded
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
-from meshwright.server.follow import follow, newest
+from meshwright.server.follow import Follower, newest
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files, tokenizer_file
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.engine import ONE_RANK, ExpertRanks
-from meshwright.spec.errors import BadInput, MeshwrightError
+from meshwright.spec.errors import EXIT_INTERNAL, BadInput, MeshwrightError
 from meshwright.spec.secrets import hide_arguments
 from meshwright.spec.serve import ServeSpec
 
@@ -131,15 +133,16 @@ class _Server:
             loop.add_signal_handler(number, self._on_signal)
         with logging_on_stderr(spec.log_requests):
             tasks = [
-                asyncio.ensure_future(server.serve(sockets=[end]))
+                self._guard("HTTP", partial(server.serve, [end]), ends=True)
                 for server, end in zip(servers, self._sockets, strict=True)
             ]
-            loading = tell_loading(self._client, self._api.name)
             watching = [
-                asyncio.ensure_future(work) for work in (self._follow(), self._process.watch(self._client), loading)
+                self._guard("follow", self._follower().follow) if spec.follow else None,
+                self._guard("ranks", partial(self._process.watch, self._client), ends=True),
+                self._guard("loading", partial(tell_loading, self._client, self._api.name)),
             ]
             await self._until_stopped()
-            for task in watching:
+            for task in filter(None, watching):
                 task.cancel()
             await self._drain()
             self._client.abort_all()
@@ -149,9 +152,13 @@ class _Server:
             await asyncio.gather(*tasks)
         self._client.close()
 
-    async def _follow(self) -> None:
-        if self._api.spec.follow:
-            await follow(self._client, self._folder, self._served, self._api.spec.follow_seconds)
+    def _guard(self, name: str, work: Callable[[], Awaitable[object]], *, ends: bool = False) -> asyncio.Future[None]:
+        """Begin a task beside requests; `ends`: the server cannot go on without it."""
+        fatal = partial(self._client.fail, code=EXIT_INTERNAL) if ends else None
+        return asyncio.ensure_future(guarded(name, work, self._client.metrics.task_failures, fatal=fatal))
+
+    def _follower(self) -> Follower:
+        return Follower(self._client, self._folder, self._served, self._api.spec.follow_seconds)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

@@ -28,9 +28,9 @@ def key_setting(setting: str, given: str | None, variable: str) -> str | None:
     if not text:
         return None
     key = text.strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        found = "white space alone" if not key else "white space or other characters inside of it"
-        raise BadInput(f"{source}: expected a key of visible ASCII characters, got one with {found}", key=setting)
+    if not key or not key.isascii() or not key.isprintable():
+        found = "white space alone" if not key else "one with other characters or with the end of a line inside of it"
+        raise BadInput(f"{source}: expected a key of visible ASCII characters, got {found}", key=setting)
     return key
 
 
