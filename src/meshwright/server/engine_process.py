@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.connections.limits import raise_file_limit
 from meshwright.events.parent import end_with_parent
 from meshwright.serve.compiled_grammar import BadGrammar, Grammar
 from meshwright.serve.failures import ENGINE_FAILED, Failure
@@ -363,6 +364,7 @@ def main() -> int:
     The argument is the inherited socket, -1 for a rank beside the first; standard input has the `EngineSetup` in JSON.
     """
     end_with_parent()
+    raise_file_limit()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have keys and texts
     descriptor, setup = int(sys.argv[1]), from_plain(EngineSetup, json.load(sys.stdin))
     connection = None if descriptor < 0 else Connection(socket.socket(fileno=descriptor))
