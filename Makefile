@@ -17,7 +17,7 @@ SOAK_MINUTES ?= 30
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-clients test-fuzz test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash test-attack test-faults test-soak test-engine-soak test-storage test-clients test-fuzz test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -32,6 +32,9 @@ test-all: $(VENV)/.installed-test lint
 
 test-crash: $(VENV)/.installed-test
 	$(PYTEST) -m crash tests/checkpoint
+
+test-attack: $(VENV)/.installed-test
+	$(PYTEST) -m attack tests
 
 test-faults: $(VENV)/.installed-test
 	$(PYTEST) -m slow tests/faults

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from meshwright.config.serve_file import load_settings
 from meshwright.server.addresses import with_keys
 from meshwright.server.app import HostCheck, KeyCheck
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.secrets import OWN_KEYS, key_setting, without_own_keys, without_secrets
 from meshwright.spec.serve import ServeSpec
 from tests.server.helpers import call
@@ -90,3 +92,12 @@ def test_keys_among_the_arguments_are_overwritten() -> None:
     words = ["--api-key", "s3cret", "--admin-key=sk", "task", "s3cret-not"]
     output = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
     assert output.strip() == f"{['--api-key', '******', '--admin-key=**', 'task', 's3cret-not', '']} {words}"
+
+
+def test_a_mistake_in_a_file_does_not_show_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("api_key: 123456789\nadmin_key: [secret-word]\ntransfer_key: {a: secret-word}\n")
+    with pytest.raises(BadConfig) as refused:
+        load_settings(ServeSpec, file, {})
+    text = str(refused.value)
+    assert text.count("got a value that is not shown") == 3 and "123456789" not in text and "secret-word" not in text

@@ -185,8 +185,9 @@ def _value_mistake(cls: type, document: Document, path: KeyPath) -> Mistake:
     if isinstance(value, int) and value > LARGEST_COUNT and accepts(annotation, int) and "<" not in expected:
         expected += f" of at most {LARGEST_COUNT:,}"
     secret = isinstance(path[-1], str) and is_secret_name(path[-1])
-    shown = f"{type(value).__name__}, which is not shown" if secret else format_value(value)
-    return _mistake(document.value_position(path), path, expected, shown, _near_value(annotation, value))
+    shown = "a value that is not shown" if secret else format_value(value)
+    near = None if secret else _near_value(annotation, value)
+    return _mistake(document.value_position(path), path, expected, shown, near)
 
 
 def _near_value(annotation: Any, value: Any) -> str | None:

@@ -7,6 +7,7 @@ of their answer.
 from __future__ import annotations
 
 import http
+import logging
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -17,6 +18,9 @@ from meshwright.server.errors import RequestError
 
 MOST_PIPELINED = 16
 """Requests that may wait behind the one that is being answered."""
+_LOGGER = logging.getLogger("uvicorn.error.protocol")
+_LOGGER.setLevel(logging.ERROR)
+"""Without uvicorn's warning for each malformed request, by which strangers would fill the log."""
 _HEAD_END = b"\r\n\r\n"
 
 
@@ -38,6 +42,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = _LOGGER
         self._limits: Limits = self.table.limits
         self._in_head, self._room, self._tail = True, self._limits.head_bytes, b""
         """Whether a head is next or has begun, the bytes that it may still have, and its last bytes."""
