@@ -70,11 +70,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _fits(self, data: bytes) -> bool:
         """Whether the head ends in the bytes that come now, or may still go on after them."""
-        if self._room == self._limits.head_bytes:
-            self.table.limit(self, self._limits.head_seconds)
         known = self._tail + data if self._tail else data
         if known.find(_HEAD_END, 0, self._room + len(self._tail)) >= 0:
             return True
+        if self._room == self._limits.head_bytes:
+            self.table.limit(self, self._limits.head_seconds)
         self._room -= len(data)
         self._tail = known[-len(_HEAD_END) + 1 :]
         return self._room > 0
