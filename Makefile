@@ -33,6 +33,9 @@ test-all: $(VENV)/.installed-test lint
 test-crash: $(VENV)/.installed-test
 	$(PYTEST) -m crash tests/checkpoint
 
+test-attack: $(VENV)/.installed-test
+	$(PYTEST) -m attack tests
+
 test-faults: $(VENV)/.installed-test
 	$(PYTEST) -m slow tests/faults
 	$(BIN)/python benchmarks/faults.py --out build/faults.json

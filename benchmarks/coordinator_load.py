@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import multiprocessing
 import os
@@ -18,9 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.connections.proof import Challenge
 from meshwright.durable.writes import write_durable
 from meshwright.events.messages import Progress
-from meshwright.launch.control import ControlServer, listen
+from meshwright.launch.control import DIGEST_HEADER, NONCE_HEADER, PROOF_HEADER, PROOF_PATH, ControlServer, listen
 from meshwright.launch.coordinator import SILENT_SECONDS, Coordinator
 from meshwright.launch.hosts import checked_report
 from meshwright.launch.local import POLL_SECONDS
@@ -34,18 +36,28 @@ TOKEN, HEARTBEAT = "a token of this benchmark", 3.0
 """Token of the agents; seconds between two reports of an agent."""
 
 
+async def answer_of(reader: asyncio.StreamReader) -> Any:
+    """The JSON value of the next answer."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0])
+    return json.loads(await reader.readexactly(length))
+
+
 async def agent(address: tuple[str, int], number: int, ranks: int, seconds: float, silent_after: float | None) -> None:
     """One agent: waits, begins the attempt, and reports its ranks' progress every three seconds."""
     reader, writer = await asyncio.open_connection(*address)
+    challenge = Challenge(TOKEN)
+    writer.write(f"GET {PROOF_PATH} HTTP/1.1\r\n{NONCE_HEADER}: {challenge.nonce}\r\n\r\n".encode())
+    session = challenge.session(**await answer_of(reader))
     report, step, began = Report(f"host{number:04d}/1", port=1), 0, time.monotonic()
     await asyncio.sleep(HEARTBEAT * number % HEARTBEAT)
     while (elapsed := time.monotonic() - began) < seconds and (silent_after is None or elapsed < silent_after):
         body = json.dumps(to_plain(report)).encode()
-        head = f"POST /report HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        answer = await reader.readuntil(b"\r\n\r\n")
-        length = int(answer.split(b"Content-Length: ")[1].split(b"\r\n")[0])
-        directive = json.loads(await reader.readexactly(length))
+        digest = hashlib.sha256(body).hexdigest()
+        proof = session.sign(b"POST", b"/report", digest.encode())
+        head = f"POST /report HTTP/1.1\r\n{DIGEST_HEADER}: {digest}\r\n{PROOF_HEADER}: {proof}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        directive = await answer_of(reader)
         if directive["order"] == "run":
             step += 1
             states = tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from meshwright.checkpoint.snapshot_source import (
     open_on_host,
 )
 from meshwright.checkpoint.snapshot_transport import Pace, SnapshotClient, SnapshotServer, TransportFailure
+from meshwright.connections.limits import SNAPSHOTS
 from meshwright.spec.errors import Damaged
 from meshwright.spec.job_token import TOKEN_VARIABLE
 from meshwright.training.partner import missing_copy_bytes
@@ -72,6 +73,7 @@ def host(ranks: int = 1) -> Iterator[tuple[str, list[str]]]:
         finally:
             ended.set()
             thread.join()
+            server.close()
 
 
 def store(address: str, save: int, **options: object) -> None:
@@ -201,16 +203,16 @@ def test_a_copy_without_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_wrong_token_and_nonsense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "TOKEN_SECONDS", 0.3)
+    monkeypatch.setattr(transport, "SNAPSHOTS", replace(SNAPSHOTS, head_seconds=0.3))
+    hello = b'{"nonce": "%b"}\n' % (b"0" * 64)
     with host() as (address, _):
-        with (
-            closing(SnapshotClient(address, TOKEN + "x")) as client,
-            pytest.raises(TransportFailure, match="wrong token"),
-        ):
-            client.names()
+        with pytest.raises(TransportFailure, match="it has another key"):
+            SnapshotClient(address, TOKEN + "x")
         for data in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * 20_000, b'{"op": "names"}\n', b""):
+            assert exchange(address, data) == b"", "and the connection is closed"
+        for data in (hello, hello + b'{"op": "names"}\n', hello + b"0" * 64 + b' {"op": "names"}\n', hello[:-1]):
             answer = exchange(address, data)
-            assert answer in (b"", b'{"error": "wrong token"}\n'), "and the connection is closed"
+            assert b"names" not in answer and TOKEN.encode() not in answer
         for request in (
             {"op": "erase"},
             {"op": "read", "start": 0, "bytes": 1},
@@ -222,6 +224,36 @@ def test_a_wrong_token_and_nonsense_are_refused(monkeypatch: pytest.MonkeyPatch)
             with closing(SnapshotClient(address, TOKEN)) as client, pytest.raises(TransportFailure):
                 client._request(**{"operation": request.pop("op"), **request})  # type: ignore[arg-type]
         assert names(address) == []
+
+
+def test_strangers_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "SNAPSHOTS", replace(SNAPSHOTS, connections=4))
+    with host() as (address, _), closing(SnapshotClient(address, TOKEN)) as client, ExitStack() as stack:
+        assert client.names() == ([], [])
+        where, _, port = address.rpartition(":")
+        for _ in range(20):
+            stack.enter_context(socket.create_connection((where, int(port)), timeout=5))
+        assert names(address) == [] and client.names() == ([], [])
+
+
+def test_a_client_believes_no_server_without_the_token() -> None:
+    """Nor does it send what a stranger could use."""
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def impostor() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                heard.extend(connection.recv(1 << 16))
+                connection.sendall(b'{"path": "/etc/passwd"}\n' * 2)
+                heard.extend(connection.recv(1 << 16))
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        with pytest.raises(TransportFailure, match="does not prove that it knows the key"):
+            SnapshotClient(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN)
+        thread.join()
+    assert TOKEN.encode() not in heard and b"op" not in heard
 
 
 def exchange(address: str, data: bytes) -> bytes:

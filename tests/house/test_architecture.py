@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 LAYERS = {
     "spec": 0, "durable": 0,
     "config": 1, "workload": 1, "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1, "state": 1,
+    "connections": 1,
     "simulator": 2, "parallel": 2, "optim": 2, "calibration": 2,
     "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3, "diagnosis": 3,
     "training": 4, "serve": 4,
@@ -39,6 +40,7 @@ TORCH_FREE = (
     "costs",
     "schedules",
     "events",
+    "connections",
     "policies",
     "simulator",
     "planner",

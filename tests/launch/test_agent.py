@@ -14,13 +14,14 @@ from meshwright.launch.agent import Agent
 from meshwright.launch.local import rank_starter, start_ranks
 from meshwright.launch.reports import Directive, Evidence, HostTest
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import BadInput
 
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[list[Agent]]:
     """Agents of two hosts with a rank each."""
     start = rank_starter(ClusterSpec(gpu="cpu", gpus_per_node=1), tmp_path / "run")
-    pair = [Agent(name, start) for name in ("a/1", "b/2")]
+    pair = [Agent(name, start, tmp_path / "run") for name in ("a/1", "b/2")]
     yield pair
     for agent in pair:
         agent.close()
@@ -31,7 +32,9 @@ def light_agent(tmp_path: Path) -> Iterator[Agent]:
     """An agent of a process that waits and has imported nothing."""
     cluster = ClusterSpec(gpu="cpu", gpus_per_node=1)
     agent = Agent(
-        "a/1", lambda spare: start_ranks("tests.launch.fake_rank", ["wait", str(tmp_path)], cluster=cluster, threads=1)
+        "a/1",
+        lambda spare: start_ranks("tests.launch.fake_rank", ["wait", str(tmp_path)], cluster=cluster, threads=1),
+        tmp_path / "run",
     )
     yield agent
     agent.close()
@@ -77,18 +80,26 @@ def test_evidence_of_ranks_that_have_ended_is_collected_before_the_next_attempt(
     log = tmp_path / "run" / "logs" / "rank-00000.log"
     log.parent.mkdir(parents=True)
     log.write_text("ValueError: its last line\n")
-    agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1, assignment=str(tmp_path / "none")))
+    agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1, assignment=str(tmp_path / "run" / "none")))
     os.kill(agent._running.processes[0].pid, signal.SIGKILL)
     while not agent.report().ended:
         agent.poll(0.01)
-    agent.obey(Directive("run", 2, 0, 1, "127.0.0.1", 1, evidence=Evidence(1, str(folder))))
+    agent.obey(
+        Directive(
+            "run", 2, 0, 1, "127.0.0.1", 1, assignment=str(tmp_path / "run" / "none"), evidence=Evidence(1, str(folder))
+        )
+    )
     assert agent._evidence is not None
     agent._evidence.join()
     text = (folder / "stacks" / "rank-0.txt").read_text()
     assert "was killed by signal 9" in text and "none: the process has ended" in text
     assert text.endswith("ValueError: its last line\n")
     (folder / "stacks" / "rank-0.txt").unlink()
-    agent.obey(Directive("run", 2, 0, 1, "127.0.0.1", 1, evidence=Evidence(1, str(folder))))
+    agent.obey(
+        Directive(
+            "run", 2, 0, 1, "127.0.0.1", 1, assignment=str(tmp_path / "run" / "none"), evidence=Evidence(1, str(folder))
+        )
+    )
     agent._evidence.join()
     assert not (folder / "stacks" / "rank-0.txt").exists()
 
@@ -101,7 +112,7 @@ def test_an_excluded_host_has_no_processes(light_agent: Agent) -> None:
 @pytest.mark.parametrize("spares", [False, True])
 def test_processes_start_beside_ranks_that_end_only_if_these_have_spares(light_agent: Agent, spares: bool) -> None:
     light_agent._spares = spares
-    light_agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1))
+    light_agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1, assignment=str(light_agent._folder / "none")))
     assert light_agent._running is not None
     light_agent.obey(Directive("end", 1, grace=60))
     assert not light_agent._running.ended and (light_agent._waiting is not None) == spares
@@ -115,7 +126,7 @@ def test_processes_start_beside_ranks_that_end_only_if_these_have_spares(light_a
 @pytest.mark.parametrize("spares", [False, True])
 def test_no_processes_start_when_ranks_end_after_a_stop_signal(light_agent: Agent, spares: bool) -> None:
     light_agent._spares = spares
-    light_agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1))
+    light_agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1, assignment=str(light_agent._folder / "none")))
     assert light_agent._running is not None
     light_agent.stop(signal.SIGTERM)
     light_agent.obey(Directive("end", 1, grace=60))
@@ -124,3 +135,17 @@ def test_no_processes_start_when_ranks_end_after_a_stop_signal(light_agent: Agen
         light_agent.poll(0.01)
     light_agent.obey(Directive("end", 1, grace=60))
     assert light_agent._waiting is None
+
+
+def test_no_directive_leads_out_of_the_run_folder(light_agent: Agent, tmp_path: Path) -> None:
+    agent, run, outside = light_agent, tmp_path / "run", tmp_path / "secrets"
+    outside.mkdir()
+    run.mkdir()
+    (run / "link").symlink_to(outside)
+    for path in (outside / "a", run / ".." / "secrets" / "a", run / "link" / "a", Path("/etc/passwd")):
+        with pytest.raises(BadInput, match="not in the run's folder"):
+            agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1, assignment=str(path)))
+    agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1, assignment=str(run / "none")))
+    with pytest.raises(BadInput, match="not in the run's folder"):
+        agent.obey(Directive("run", 1, evidence=Evidence(1, str(outside / "incidents" / "1"))))
+    assert not list(outside.iterdir())

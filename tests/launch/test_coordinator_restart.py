@@ -129,13 +129,13 @@ def continue_job(
     raise AssertionError(f"the job did not end: {coordinator.state}")
 
 
-def new_agents(clock: Clock) -> list[Agent]:
-    return [Agent(f"host{number}/1", lambda spare: SimulatedRanks(), clock=clock) for number in range(2)]
+def new_agents(clock: Clock, folder: Path) -> list[Agent]:
+    return [Agent(f"host{number}/1", lambda spare: SimulatedRanks(), folder, clock=clock) for number in range(2)]
 
 
 def test_a_job_goes_on_from_each_record_of_its_file(tmp_path: Path) -> None:
     clock, recorded = Clock(), tmp_path / "recorded"
-    agents = new_agents(clock)
+    agents = new_agents(clock, tmp_path)
     recorded.mkdir()
     file = recorded / STATE_FILE
     snapshots: list[list[Agent]] = []

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from meshwright.server.app import admin_app
-from meshwright.server.follow import follow
+from meshwright.server.background import guarded
+from meshwright.server.follow import Follower
 from tests.server.helpers import JSON, NAME, Answer, RunningServer, call, running_server, write_folder
 
 REQUEST = json.dumps({"prompt": "def", "max_tokens": 12, "temperature": 0}).encode()
@@ -95,10 +96,24 @@ def test_newer_weights_without_a_restart(own: RunningServer, folder: Path, other
 def test_each_new_checkpoint_of_a_run_is_served(
     own: RunningServer, folder: Path, other: Path, monkeypatch: Any
 ) -> None:
-    """The newest checkpoint changes from one folder to one that cannot be loaded, then to another."""
-    before, looks = text(own), iter([folder, folder / "missing", other])
+    """The newest checkpoint changes from one folder to one that cannot be loaded, then to another.
+
+    For a while no file can be opened: this ends nothing, and is counted.
+    """
+    before, looks = (
+        text(own),
+        iter([folder, OSError(24, "Too many open files"), folder / "missing", ValueError(), other]),
+    )
     served: list[Path] = []
-    monkeypatch.setattr("meshwright.server.follow.newest", lambda run: next(looks, other))
+
+    def newest(run: Path) -> Path:
+        found = next(looks, other)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr("meshwright.server.follow.newest", newest)
+    monkeypatch.setattr("meshwright.server.background.FIRST_PAUSE", 0.01)
     load = own.api.client.load
 
     async def load_and_note(path: Path) -> None:
@@ -108,7 +123,8 @@ def test_each_new_checkpoint_of_a_run_is_served(
     monkeypatch.setattr(own.api.client, "load", load_and_note)
 
     async def following() -> None:
-        task = asyncio.ensure_future(follow(own.api.client, folder, folder, 0.01, own.api.files.text))
+        follower = Follower(own.api.client, folder, folder, 0.01, own.api.files.text)
+        task = asyncio.ensure_future(guarded("follow", follower.follow, own.api.client.metrics.task_failures))
         while len(served) < 2 or own.api.client._loading:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
@@ -116,4 +132,6 @@ def test_each_new_checkpoint_of_a_run_is_served(
 
     own.run(following())
     assert served == [folder / "missing", other]
+    metrics = own.run(call(own.app, "GET", "/metrics")).body
+    assert b'meshwright:task_failures_total{model_name="tiny",task="follow"} 2' in metrics
     assert text(own) != before

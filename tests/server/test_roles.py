@@ -24,7 +24,7 @@ from meshwright.server.addresses import check_addresses
 from meshwright.server.app import admin_app
 from meshwright.server.block_store import StoreServer
 from meshwright.server.engine_client import EngineRequest, News, Subscription
-from meshwright.server.frames import MESSAGE_BYTES, FrameSocket, listen, start_connecting
+from meshwright.server.frames import MESSAGE_BYTES, BadFrame, FrameSocket, listen, start_connecting
 from meshwright.server.instances import Instances
 from meshwright.server.router import ClientConnection
 from meshwright.server.router_state import Router
@@ -312,7 +312,7 @@ def test_a_store_that_ends_while_it_answers_loses_no_request(
         size = server.engine.prefix_blocks().block_bytes
         select.select([listening], [], [], 60)
         store, (descriptor, _) = FrameSocket(listening.accept()[0]), memory_file(size)
-        assert next_message(store)["hello"]["block_bytes"] == size
+        assert hello_of(store)["block_bytes"] == size
         store.send({"welcome": 1}, descriptor=descriptor)
         os.close(descriptor)
         wait_until(lambda: figures(server).store_connected)
@@ -410,8 +410,22 @@ def connected(address: str, key: str, identity: str, host: str = "") -> FrameSoc
     select.select([], [end], [], 60)
     frames = FrameSocket(end)
     frames.limit = MESSAGE_BYTES
-    frames.send({"hello": {"key": key, "identity": identity, "host": host}})
+    frames.introduce(key)
+    hello = {"identity": identity, "host": host}
+    try:
+        assert frames.proves(next_message(frames))
+        frames.say_hello(hello)
+    except BadFrame:  # the other side has another key
+        frames.send({"hello": {**hello, "proof": "0" * 64}})
     return frames
+
+
+def hello_of(frames: FrameSocket) -> dict[str, Any]:
+    """The hello of an engine that connects, as the listening side without a key."""
+    assert frames.take_hello(next_message(frames), "") is None
+    hello = frames.take_hello(next_message(frames), "")
+    assert hello is not None
+    return hello
 
 
 def unused_address() -> str:
@@ -434,7 +448,7 @@ class WrongPeer:
     def __init__(self, listening: socket.socket, block_bytes: int) -> None:
         select.select([listening], [], [], 60)
         self.frames, self.staging = FrameSocket(listening.accept()[0]), Staging(block_bytes)
-        assert "hello" in next_message(self.frames)
+        hello_of(self.frames)
         sizes = {"block_bytes": block_bytes, "slots": self.staging.slots}
         self.frames.send({"welcome": sizes}, descriptor=self.staging.descriptor)
         self.frames.send({"load": 0, "accepting": True})

@@ -7,10 +7,12 @@ import logging
 import random
 import re
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from meshwright.connections.limits import ROUTE
 from meshwright.server.addresses import listening_socket
 from meshwright.server.instances import PREFIX_BYTES, Instances, target_of
 from meshwright.server.response_frames import BadAnswer, ResponseFrames
@@ -416,6 +418,29 @@ def test_a_client_that_never_reads_its_answer_leaves_its_place(monkeypatch: pyte
     asyncio.run(check())
 
 
+def test_clients_that_never_read_do_not_keep_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.server.router.UNREAD_SECONDS", 0.05)
+
+    async def check() -> None:
+        chunk = b"10000\r\n" + b"x" * (1 << 16) + b"\r\n"
+        server = Server(opening=OPENING + chunk * 400, hold=asyncio.Event())
+        async with routed(server, requests=3) as (router, port):
+            writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(3)]
+            for writer in writers:
+                writer.transport.pause_reading()
+                writer.write(request())
+            await wait_for(lambda: len(router.unread) == 3)
+            refused = await exchange(port, request(b"{}", b"/x", LAST))
+            await asyncio.sleep(0.1)
+            server.opening, server.answer, server.hold = b"", WHOLE, None
+            assert await exchange(port, request(b"{}", b"/x", LAST)) == WHOLE
+            assert refused.startswith(b"HTTP/1.1 429") and len(router.unread) == 2
+            for writer in writers:
+                writer.close()
+
+    asyncio.run(check())
+
+
 def test_little_is_read_behind_a_request() -> None:
     async def check() -> None:
         server = Server(WHOLE, hold=asyncio.Event())
@@ -435,7 +460,7 @@ def test_little_is_read_behind_a_request() -> None:
 
 
 def test_clients_that_send_nothing_or_are_too_many_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.server.router.MOST_CLIENTS", 2)
+    monkeypatch.setattr("meshwright.server.router_state.ROUTE", replace(ROUTE, connections=2))
     monkeypatch.setattr("meshwright.server.router.IDLE_SECONDS", 0.1)
 
     async def ends(port: int, sent: bytes) -> bytes:
@@ -449,11 +474,18 @@ def test_clients_that_send_nothing_or_are_too_many_are_disconnected(monkeypatch:
             writer.close()
 
     async def check() -> None:
-        async with routed(Server(WHOLE)) as (router, port):
-            held = [asyncio.ensure_future(ends(port, sent)) for sent in (b"", request())]
+        server = Server(WHOLE, hold=asyncio.Event())
+        async with routed(server) as (router, port):
+            busy = [asyncio.ensure_future(ends(port, request())) for _ in range(2)]
+            await wait_for(lambda: len(server.bodies) == 2)
+            assert await ends(port, request()) == b"", "all clients have requests"
+            assert server.hold is not None
+            server.hold.set()
+            assert await asyncio.gather(*busy) == [WHOLE, WHOLE] and not router.clients
+            idle = [asyncio.ensure_future(ends(port, b"")) for _ in range(2)]
             await wait_for(lambda: len(router.clients) == 2)
-            assert await ends(port, request()) == b""
-            assert await asyncio.gather(*held) == [b"", WHOLE] and not router.clients
+            assert await ends(port, request(b"{}", b"/x", LAST)) == WHOLE, "the one that is idle longest makes room"
+            assert await asyncio.gather(*idle) == [b"", b""]
 
     asyncio.run(check())
 

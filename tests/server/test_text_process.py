@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -273,6 +274,19 @@ def test_a_process_that_cannot_load_is_started_again(files: ModelFiles, monkeypa
 
     refused, reading = with_workers(files, ask)
     assert (refused.status, refused.code) == (503, "text_unavailable") and isinstance(reading, TextRequest)
+
+
+def test_a_process_that_cannot_be_started_is_started_later(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as no file can be opened; requests wait for it."""
+    popen, errors = subprocess.Popen, [OSError(24, "Too many open files")] * 2
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert isinstance(with_workers(files, lambda workers: outcome(workers, chat("x"))), TextRequest) and not errors
 
 
 def test_a_text_process_has_no_secret_and_no_torch(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:

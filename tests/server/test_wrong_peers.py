@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from meshwright.connections.limits import TRANSFERS
+from meshwright.connections.proof import answer_challenge
 from meshwright.policies.batch_request import BatchLimits
 from meshwright.serve.generation import Update
 from meshwright.server import prefill_jobs, store_client
@@ -27,7 +32,6 @@ PROMPT = {
     "job": 1, "tokens": [5, 6], "count": 2, "first_block": 0, "sampling": {}, "stop_ids": [], "grammar": None,
     "priority": 0, "salt": "",
 }  # fmt: skip
-HELLO = {"hello": {"key": "", "identity": "weights"}}
 
 
 class Engine:
@@ -106,8 +110,16 @@ class Sender:
         peer.limit = 1 << 20
         self.peers.append(peer)
         self.jobs.connections.append(connection)
-        self.say(connection, peer, HELLO)
+        self.greet(connection, peer)
         return connection, peer
+
+    def greet(self, connection: PrefillConnection, peer: FrameSocket) -> None:
+        """Exchange proofs."""
+        peer.introduce("")
+        self.jobs.serve(connection, readable=True)
+        assert peer.proves(peer.receive()[0].message)
+        peer.say_hello({"identity": "weights"})
+        self.jobs.serve(connection, readable=True)
 
     def say(self, connection: PrefillConnection, peer: FrameSocket, message: dict[str, Any]) -> None:
         peer.send(message)
@@ -225,6 +237,9 @@ class Receiver:
             self.transfers = Transfers(cast("Any", Engine()), setup, submit)
             self.frames, self.staging = FrameSocket(listening.accept()[0]), Staging(Engine.block_bytes)
         self.client, self._other = socket.socketpair()
+        assert self.frames.take_hello(self.frames.receive()[0].message, "") is None
+        self.transfers.wait((self.client.fileno(),), lambda: True)
+        assert self.frames.take_hello(self.frames.receive()[0].message, "") == {"identity": "weights", "host": ""}
         sizes = {"block_bytes": Engine.block_bytes, "slots": self.staging.slots}
         self.frames.send({"welcome": sizes}, descriptor=self.staging.descriptor)
         self.transfers.wait((self.client.fileno(),), lambda: True)  # a descriptor ends what is read at once
@@ -296,3 +311,77 @@ def test_failed_steps_of_prompts_for_other_engines_count() -> None:
         loop.transfers = cast("Any", transfers)
         with pytest.raises(EngineLost):
             loop.run()
+
+
+class Impostor:
+    """Listens at the address of a peer or store without its key."""
+
+    def __init__(self, address: str) -> None:
+        self.listening = listen(address)
+
+    def hear(self, act: Callable[[], object], answer: Any) -> bytes:
+        """All that the connecting side sends before and after an answer."""
+        end, _ = self.listening.accept()
+        end.settimeout(0.2)
+        heard = bytearray()
+        act()
+        heard += end.recv(1 << 16)
+        FrameSocket(end).send(answer(json.loads(bytes(heard[8:]))["nonce"]))
+        act()
+        end.setblocking(True)
+        end.settimeout(0.2)
+        with suppress(OSError):
+            heard += end.recv(1 << 16)
+        end.close()
+        return bytes(heard)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda nonce: {"welcome": {"block_bytes": 64, "slots": 1}},
+        lambda nonce: {"nonce": nonce, "proof": nonce},
+        lambda nonce: answer_challenge("another key", nonce)[0],
+    ],
+    ids=["no proof", "the nonce back", "another key"],
+)
+def test_an_engine_tells_a_stranger_nothing(tmp_path: Path, answer: Any) -> None:
+    """Neither the key nor its hello, at the address of an engine for prompts and at that of a store."""
+    stranger = Impostor(f"unix:{tmp_path}/a")
+    setup = TransferSetup(role="decode", peers=(f"unix:{tmp_path}/a",), key="the secret key")
+    transfers = Transfers(cast("Any", Engine()), setup, lambda request, firsts: None)
+    heard = stranger.hear(lambda: transfers.wait((), lambda: True), answer)
+    assert b"nonce" in heard and b"hello" not in heard and b"secret" not in heard
+    assert not transfers.figures.usable_peers
+    transfers.close()
+    client = StoreClient(cast("Any", Engine()), f"unix:{tmp_path}/a", "the secret key")
+    client.use_identity("weights")
+    client.tick(1e9)
+    heard = stranger.hear(lambda: client.serve(readable=True), answer)
+    assert b"nonce" in heard and b"hello" not in heard and b"secret" not in heard and not client.usable
+    client.close()
+    stranger.listening.close()
+
+
+def test_strangers_keep_no_engine_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_jobs, "TRANSFERS", replace(TRANSFERS, connections=3))
+    sender = Sender(tmp_path)
+    strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(10)]
+    for stranger in strangers:
+        stranger.connect(str(tmp_path / "a"))
+        sender.jobs.accept(readable=True)
+    assert len(sender.jobs.connections) == 3
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.connect(str(tmp_path / "a"))
+        sender.jobs.accept(readable=True)
+        connection, peer = sender.jobs.connections[-1], FrameSocket(end)
+        peer.limit = 1 << 20
+        sender.greet(connection, peer)
+        for _ in range(10):
+            strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            strangers[-1].connect(str(tmp_path / "a"))
+            sender.jobs.accept(readable=True)
+        assert connection in sender.jobs.connections and len(sender.jobs.connections) == 3
+    for stranger in strangers:
+        stranger.close()
+    sender.jobs.close()

@@ -6,12 +6,12 @@ It never lists objects, because the listings of some stores lag behind; callers 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from meshwright.spec.errors import BadInput, CommunicationFailure
 
@@ -25,6 +25,9 @@ ANSWER_SECONDS = 30.0
 LONGEST_PAUSE = 30.0
 _PERMANENT_ERRORS = (PermissionError, ImportError, TypeError, ValueError, NotImplementedError)
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*"
+_URL = re.compile(rf"(?:{_SCHEME}::)*({_SCHEME})://[^/@?:]*(?::[0-9]*)?(?:/(?:(?!::)[^?])*)?", re.DOTALL)
+"""A URL without credentials and without a query; file systems in front of it, as in `simplecache::s3://…`, have neither."""
 
 
 class ObjectStore:
@@ -119,14 +122,16 @@ class ObjectStore:
 
 def check_url(url: str) -> str:
     """The protocol of a store's URL. Raises BadInput for what is no such URL, and for one with credentials in it."""
-    parts = urlsplit(url)
-    if not parts.scheme or "@" in parts.netloc or parts.query:
-        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
-        what = "credentials do not belong into a URL; set them in the environment" if parts.scheme else "no protocol"
-        raise BadInput(
-            f"checkpoint.mirror {shown}: {what}; expected a URL such as s3://bucket/prefix", key="checkpoint.mirror"
-        )
-    return parts.scheme
+    if (match := _URL.fullmatch(url)) is not None:
+        return match[1].lower()
+    if "://" in url:
+        shown = f"{url.partition('://')[0].rpartition('::')[2]}://…"
+        what = "credentials do not belong into a URL; set them in the environment"
+    else:
+        shown, what = ("…" if "@" in url or "?" in url else url), "no protocol"
+    raise BadInput(
+        f"checkpoint.mirror {shown}: {what}; expected a URL such as s3://bucket/prefix", key="checkpoint.mirror"
+    )
 
 
 def check_mirror(url: str | None) -> None:

@@ -14,6 +14,7 @@ import sys
 
 from meshwright.checkpoint.snapshot_memory import SnapshotMemory
 from meshwright.checkpoint.snapshot_transport import SnapshotServer
+from meshwright.connections.limits import raise_file_limit
 from meshwright.spec.job_token import job_token
 
 NICENESS = 5
@@ -28,6 +29,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     agent = os.getppid()
     os.nice(NICENESS)
+    raise_file_limit()
     paths = json.loads(sys.argv[2])
     memory = SnapshotMemory(paths["arenas"], paths["slots"])
     server = SnapshotServer(socket.socket(fileno=int(sys.argv[1])), job_token(), memory)

@@ -1,7 +1,8 @@
 """Sends snapshots between hosts: a server beside each agent, and its clients. Torch-free.
 
-Clients are writers, and ranks that resume. A request is a line of JSON; the first of a connection has the job's token, which is compared
-in constant time. Every answer is a line of JSON, and has `error` where the request is refused. Operations:
+Clients are writers, and ranks that resume. First both sides prove that they know the job's token, which is never sent
+(`connections/proof.py`): a line with the client's nonce, and one with the server's nonce and proof. From then on every line begins with its
+proof. A request is a line of JSON, and so is every answer, which has `error` where the request is refused. Operations:
 
     names    the complete snapshots of the host's ranks, and the complete `copies` of another host's
     path     the path of a snapshot's memory, which processes of the host map
@@ -12,18 +13,20 @@ in constant time. Every answer is a line of JSON, and has `error` where the requ
              size of the record, and the record
 
 The server compares each block with its digest when it arrives. A copy counts when the record has arrived and agrees with these digests.
+Digests detect damage; blocks have no proof, so whoever can change bytes on the way can change a snapshot (docs/design/security.md).
 """
 
 from __future__ import annotations
 
-import hmac
 import io
 import json
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -34,15 +37,20 @@ from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
 from meshwright.checkpoint.header import HEADER_LIMIT
 from meshwright.checkpoint.snapshot_memory import OpenSnapshot, SnapshotMemory, parse_name, plain_name
 from meshwright.checkpoint.snapshot_record import SnapshotName, SnapshotRecord
+from meshwright.connections.accept import Acceptor
+from meshwright.connections.limits import SNAPSHOTS
+from meshwright.connections.proof import Challenge, Session, WrongProof, answer_challenge
+from meshwright.connections.table import ConnectionTable
 from meshwright.spec.errors import Damaged, MeshwrightError
 
 SERVER_VARIABLE = "MESHWRIGHT_SNAPSHOT_SERVER"
 """Environment variable of ranks with HOST:PORT of their host's snapshot server."""
 LINE_BYTES, RECORD_BYTES, DATA_BYTES = 8 << 10, 1 << 30, 1 << 44
 """Most bytes of a line, of a record and of a snapshot's data."""
-CONNECTIONS = 512
-TOKEN_SECONDS, IDLE_SECONDS, CONNECT_SECONDS = 10.0, 120.0, 5.0
-"""How long a connection may take to show the token, and to send or take anything later; and to be made."""
+PROOF_BYTES = 65
+"""Bytes of a line's proof and the space behind it."""
+IDLE_SECONDS, CONNECT_SECONDS = SNAPSHOTS.idle_seconds, 5.0
+"""How long a connection may take to send or take anything, and to be made."""
 PIECE_BYTES = 1 << 20
 """Bytes that are sent at a time; between two of them the sender waits as its rate requires."""
 DIGEST_BYTES = 8
@@ -56,43 +64,81 @@ class SnapshotServer:
     """Serves the snapshots of one host on a listening socket, each connection in a thread."""
 
     def __init__(self, listener: socket.socket, token: str, memory: SnapshotMemory) -> None:
-        self._listener, self._token, self._memory = listener, token.encode(), memory
-        self._connections = threading.BoundedSemaphore(CONNECTIONS)
+        self._listener, self._token, self._memory = listener, token, memory
+        self._acceptor = Acceptor(listener)
+        self._table: ConnectionTable[socket.socket] = ConnectionTable(SNAPSHOTS)
+        self._lock = threading.Lock()
+        """Guards the table; one thread accepts, those of connections end them."""
 
     def serve(self, seconds: float) -> None:
-        """Accept a connection that arrives within `seconds`."""
-        self._listener.settimeout(seconds)
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError:
-            return
-        if not self._connections.acquire(blocking=False):
-            accepted.close()
-            return
-        threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
+        """Accept connections that arrive within `seconds`, and close those that have not shown the token in time."""
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        for accepted in self._acceptor.accept() if poll.poll(1000 * seconds) else ():
+            with self._lock:
+                closed = self._table.add(accepted, SNAPSHOTS.head_seconds)
+            if closed is not None and closed is not accepted:
+                _end(closed)
+            if closed is accepted:
+                accepted.close()
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
+            except RuntimeError:  # the system has no room for a thread
+                self._forget(accepted)
+                accepted.close()
+        with self._lock:
+            late = self._table.late()
+        for connection in late:
+            _end(connection)
+
+    def close(self) -> None:
+        """Close the descriptor in reserve; the listening socket is the caller's."""
+        self._acceptor.close()
 
     def _serve(self, accepted: socket.socket) -> None:
         try:
-            with accepted, closing(_Stream(accepted, TOKEN_SECONDS)) as stream:
-                _Session(stream, self._token, self._memory).run()
+            accepted.setblocking(True)
+            with accepted, closing(_Stream(accepted, SNAPSHOTS.head_seconds)) as stream:
+                _Session(stream, self._token, self._memory, partial(self._keep, accepted)).run()
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             pass  # the client is lost, or sends nonsense
         finally:
-            self._connections.release()
+            self._forget(accepted)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._table.remove(connection)
+
+    def _keep(self, connection: socket.socket) -> None:
+        """Note that a client has shown the token: it makes no room for others. Raises ConnectionError if it has done so."""
+        with self._lock:
+            if connection not in self._table:
+                raise ConnectionError("another connection took its place")
+            self._table.keep(connection)
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection, whose thread closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Session:
     """The requests of one connection."""
 
-    def __init__(self, stream: _Stream, token: bytes, memory: SnapshotMemory) -> None:
-        self._stream, self._token, self._memory = stream, token, memory
+    def __init__(self, stream: _Stream, token: str, memory: SnapshotMemory, trust: Callable[[], None]) -> None:
+        """`trust` is called once the client has shown the token."""
+        self._stream, self._token, self._memory, self._trust = stream, token, memory, trust
         self._opened: OpenSnapshot | None = None
 
     def run(self) -> None:
+        hello = self._stream.read_line() or {}
+        answer, session = answer_challenge(self._token, hello.get("nonce"))
+        self._stream.send_line(answer)
+        self._stream.session = session
         request = self._stream.read_line()
-        if request is None or not hmac.compare_digest(str(request.get("token")).encode(), self._token):
-            self._stream.send_line({"error": "wrong token"})
-            return
+        self._trust()
         self._stream.set_timeout(IDLE_SECONDS)
         try:
             while request is not None:
@@ -185,12 +231,20 @@ class SnapshotClient:
     """A connection to a snapshot server. Raises TransportFailure for whatever goes wrong. One thread at a time."""
 
     def __init__(self, address: str, token: str, *, seconds: float = IDLE_SECONDS) -> None:
-        self._address, self._token = address, token
+        self._address = address
         host, _, port = address.rpartition(":")
         with self._failures():
             connected = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._stream = _Stream(connected, seconds)
+            try:
+                challenge = Challenge(token)
+                self._stream.send_line({"nonce": challenge.nonce})
+                answer = self._stream.read_line() or {}
+                self._stream.session = challenge.session(answer.get("nonce"), answer.get("proof"))
+            except BaseException:
+                self._stream.close()
+                raise
 
     def names(self) -> tuple[list[SnapshotName], list[SnapshotName]]:
         """The complete snapshots of the host's ranks, and the complete copies of another host's."""
@@ -268,7 +322,7 @@ class SnapshotClient:
         self._stream.close()
 
     def _request(self, operation: str, *, limit: int = LINE_BYTES, **fields: Any) -> dict[str, Any]:
-        self._stream.send_line({"token": self._token, "op": operation, **fields})
+        self._stream.send_line({"op": operation, **fields})
         return self._checked(self._stream.read_line(limit))
 
     def _checked(self, answer: dict[str, Any] | None) -> dict[str, Any]:
@@ -315,6 +369,8 @@ class _Stream:
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         self._socket = connected
+        self.session: Session | None = None
+        """Proofs of lines, once nonces are exchanged."""
         self.set_timeout(seconds)
         self._reader = io.BufferedReader(connected.makefile("rb", buffering=0), 1 << 16)
 
@@ -322,17 +378,25 @@ class _Stream:
         self._socket.settimeout(seconds)
 
     def read_line(self, limit: int = LINE_BYTES) -> dict[str, Any] | None:
-        """The next line; None at the end of the connection. Raises ValueError for one that is too long or no JSON object."""
+        """The next line; None at the end of the connection.
+
+        Raises WrongProof for a line without its proof, ValueError for one that is too long or no JSON object.
+        """
         line = self._reader.readline(limit)
         if not line:
             return None
+        if self.session is not None:
+            proof, line = line[: PROOF_BYTES - 1], line[PROOF_BYTES:]
+            if not self.session.accepts(proof.decode("latin-1"), line):
+                raise WrongProof("a line without its proof: the other side has another token")
         value = json.loads(line) if line.endswith(b"\n") else None
         if not isinstance(value, dict):
             raise ValueError("expected a line with a JSON object")
         return value
 
     def send_line(self, value: dict[str, Any]) -> None:
-        self.send(json.dumps(value).encode() + b"\n")
+        line = json.dumps(value).encode() + b"\n"
+        self.send(line if self.session is None else self.session.sign(line).encode() + b" " + line)
 
     def send(self, data: bytes | memoryview) -> None:
         self._socket.sendall(data)

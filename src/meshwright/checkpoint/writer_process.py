@@ -17,6 +17,7 @@ from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.writer import Command, Discard, Save, Setup, encode
 from meshwright.durable.lease import LeaseLost
 from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, MeshwrightError, OutOfResources
+from meshwright.spec.secrets import without_secrets
 
 SILENT_SECONDS = 30.0
 """A writer that sends no heartbeat for so long is killed: it was stopped, or its host is overloaded."""
@@ -62,6 +63,7 @@ class WriterProcess:
             stdout=subprocess.PIPE,
             pass_fds=[self._arena.descriptor, *self._kept_open],
             start_new_session=True,
+            env=without_secrets(),
         )
         self._incomplete = b""
         self.starts += 1

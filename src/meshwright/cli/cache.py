@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -27,8 +26,10 @@ def cache(
     from meshwright.server.addresses import check_transfer
     from meshwright.server.block_store import run_store
     from meshwright.server.frames import UNIX
+    from meshwright.spec.secrets import TRANSFER_KEY, hide_arguments, key_setting
 
-    key = key or os.environ.get("MESHWRIGHT_TRANSFER_KEY")
+    hide_arguments([key])
+    key = key_setting("transfer_key", key, TRANSFER_KEY)
     if not address.startswith(UNIX):
         check_transfer("address", address, key)
     run_store(address, key or "", int(gib * 2**30), print_now)

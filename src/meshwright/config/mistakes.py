@@ -23,6 +23,7 @@ from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted
 from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT, hints_of
 from meshwright.spec.run import ModelSection
+from meshwright.spec.secrets import is_secret_name
 
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
 _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
@@ -183,7 +184,10 @@ def _value_mistake(cls: type, document: Document, path: KeyPath) -> Mistake:
     expected = _shorthands(cls, path) + expected_text(annotation)
     if isinstance(value, int) and value > LARGEST_COUNT and accepts(annotation, int) and "<" not in expected:
         expected += f" of at most {LARGEST_COUNT:,}"
-    return _mistake(document.value_position(path), path, expected, format_value(value), _near_value(annotation, value))
+    secret = isinstance(path[-1], str) and is_secret_name(path[-1])
+    shown = "a value that is not shown" if secret else format_value(value)
+    near = None if secret else _near_value(annotation, value)
+    return _mistake(document.value_position(path), path, expected, shown, near)
 
 
 def _near_value(annotation: Any, value: Any) -> str | None:

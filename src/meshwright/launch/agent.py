@@ -6,6 +6,7 @@ all ranks restart, the spares take over at once.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from meshwright.launch.local import Listener, Ranks
 from meshwright.launch.reports import Directive, Evidence, HostTest, Report
 from meshwright.policies.job_end import STOP_EXIT_CODES
 from meshwright.policies.skipped_samples import SampleRange
-from meshwright.spec.errors import EXIT_INTERRUPTED
+from meshwright.spec.errors import EXIT_INTERRUPTED, BadInput
 from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
 from meshwright.spec.run import RunSpec
 
@@ -80,6 +81,7 @@ class Agent:
         self,
         host: str,
         start: Callable[[bool], Ranks],
+        folder: Path,
         *,
         address: str = "127.0.0.1",
         listener: Listener | None = None,
@@ -88,9 +90,12 @@ class Agent:
     ) -> None:
         """`start(spare)` starts processes that wait; those that are no spares open the device at once.
 
+        No directive makes the agent read or write a file outside of the run's `folder`.
+
         Without `spares` the processes for a restart start when all ranks have ended. After a stop signal none start.
         """
         self._host, self._address, self._start, self._spares = host, address, start, spares
+        self._folder = folder
         self._listener, self._clock = listener, clock
         self._running: Ranks | None = None
         self._waiting: Ranks | None = start(False)
@@ -217,6 +222,7 @@ class Agent:
 
     def _begin(self, directive: Directive) -> None:
         """Let the waiting processes begin an attempt, in place of those of the attempt before."""
+        assignment = self._inside(directive.assignment)
         if self._running is not None:
             self._running.discard()
         self._running = self._waiting or self._start(False)
@@ -224,7 +230,7 @@ class Agent:
         self._waiting, self._trained_at, self._kill_at = None, None, None
         self._attempt, self._checkpoints, self._skipped, self._corruptions = directive.attempt, [], [], []
         variables = self._variables(self._running, directive)
-        self._running.begin(Path(directive.assignment), directive.first_rank, variables)
+        self._running.begin(assignment, directive.first_rank, variables)
         if self._stop:  # it arrived while no ranks ran
             self._running.stop(signal.SIGINT if self._stop == EXIT_INTERRUPTED else signal.SIGTERM)
 
@@ -251,8 +257,18 @@ class Agent:
         if self._running is None or not evidence.folder or evidence.attempt != self._attempt:
             return
         if evidence != self._collected:
-            self._collected, folder = evidence, Path(evidence.folder)
-            self._evidence = self._running.collect_evidence(folder, folder.parents[1] / "logs", hang=evidence.hang)
+            self._collected, folder = evidence, self._inside(evidence.folder)
+            self._evidence = self._running.collect_evidence(folder, self._folder / "logs", hang=evidence.hang)
+
+    def _inside(self, path: str) -> Path:
+        """The path of a directive. Raises BadInput for one that is not in the run's folder, also by a link."""
+        own = os.path.realpath(self._folder)
+        if "\0" in path or os.path.commonpath([own, os.path.realpath(path)]) != own:
+            raise BadInput(
+                f"the coordinator names {path[:300]!r}, which is not in the run's folder {own}; every host needs the same "
+                "folder at the same path"
+            )
+        return Path(path)
 
     def _may_restart(self) -> bool:
         """Whether processes start when an attempt ends: not after a stop signal, nor beside ranks that have no spares."""

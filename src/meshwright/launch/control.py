@@ -1,32 +1,33 @@
-"""Control plane between agents and coordinator: JSON over HTTP/1.1 with keep-alive and a job token.
+"""Control plane between agents and coordinator: JSON over HTTP/1.1 with keep-alive, with mutual proof of the job token.
 
-One thread serves all connections with `selectors`. Every request needs the token in `Authorization: Bearer`; it is
-compared in constant time, before the body is read. Requests, headers and the number of connections are limited.
+`GET /proof` exchanges nonces (`connections/proof.py`): the coordinator proves first that it knows the token, and an
+agent that gets no proof sends nothing else. From then on every request and every answer has an HMAC of this connection
+over its number and content. The token itself is never sent. A body is read only behind a head whose proof is right.
 """
 
 from __future__ import annotations
 
-import hmac
+import hashlib
 import http.client
 import json
-import selectors
 import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.connections.limits import COORDINATOR
+from meshwright.connections.proof import Challenge, Session, WrongProof, answer_challenge
+from meshwright.launch.http_listener import HttpConnection, HttpListener, HttpReply, HttpRequest
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
-HEAD_BYTES, BODY_BYTES, CONNECTIONS = 8 << 10, 1 << 20, 8192
-"""Most bytes of a request's head and body, and most connections at a time."""
-IDLE_SECONDS, UNKNOWN_SECONDS = 60.0, 10.0
-"""Seconds after which a connection without a request is closed; and one that has not sent the token."""
+BODY_BYTES = 1 << 20
+"""Most bytes of a request's body, and of an answer."""
 CONNECT_SECONDS, ANSWER_SECONDS = 3.0, 10.0
 """Longest time to connect to the coordinator, and to wait for its answer."""
+PROOF_PATH, NONCE_HEADER, PROOF_HEADER, DIGEST_HEADER = "/proof", "nonce", "proof", "digest"
+"""Path of the exchange of nonces, and headers with nonce, proof and SHA-256 of the body."""
 
 Handler = Callable[[Any], Any]
 """Answers the JSON value of a request with a JSON value. Raises ValueError, TypeError or KeyError for a bad one."""
@@ -47,215 +48,138 @@ def listen(address: tuple[str, int]) -> socket.socket:
     return socket.create_server(address, backlog=1024)
 
 
-@dataclass
-class _Connection:
-    socket: socket.socket
-    used: float
-    authorised: bool = False
-    received: bytearray = field(default_factory=bytearray)
-    unsent: bytes = b""
-    closing: bool = False
+class ControlServer(HttpListener):
+    """Serves requests of agents. `handlers` are by method and path, e.g. `POST /report`."""
 
+    body_bytes = BODY_BYTES
 
-class ControlServer:
-    """Serves requests on a listening socket. `handlers` are by method and path, e.g. `POST /report`."""
+    def __init__(self, listener: socket.socket, token: str, handlers: dict[str, Handler], run: str = "") -> None:
+        """`run` is the name of the run; agents of another run are refused."""
+        super().__init__(listener, COORDINATOR)
+        self._token, self._handlers, self._run = token, handlers, run
 
-    def __init__(self, listener: socket.socket, token: str, handlers: dict[str, Handler]) -> None:
-        self._listener, self._token, self._handlers = listener, token.encode(), handlers
-        self._selector = selectors.DefaultSelector()
-        self._connections: dict[socket.socket, _Connection] = {}
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._swept = time.monotonic()
+    def admit(self, connection: HttpConnection, request: HttpRequest) -> int:
+        """0 for the exchange of nonces, once, and for requests with their proof."""
+        session: Session | None = connection.state
+        if session is None:
+            return 0 if request.path == PROOF_PATH else 401
+        parts = _request_parts(request.method, request.path, request.headers.get(DIGEST_HEADER, ""))
+        if not session.accepts(request.headers.get(PROOF_HEADER), *parts):
+            return 401
+        self.trust(connection)
+        return 0
 
-    def serve(self, seconds: float) -> None:
-        """Answer requests that arrive; returns after the first ones, or after `seconds` without any."""
-        for key, mask in self._selector.select(seconds):
-            if key.fileobj is self._listener:
-                self._accept()
-                continue
-            connection: _Connection = key.data
+    def answer(self, connection: HttpConnection, request: HttpRequest, body: bytes) -> HttpReply:
+        """The answer of the request's handler, with its proof."""
+        session: Session | None = connection.state
+        if session is None:
             try:
-                if mask & selectors.EVENT_READ:
-                    self._receive(connection)
-                if connection.unsent:
-                    self._send(connection)
-            except OSError:
-                self._close(connection)
-        self._close_idle()
+                answer, connection.state = answer_challenge(self._token, request.headers.get(NONCE_HEADER), self._run)
+            except WrongProof:
+                return HttpReply(401, b"")
+            return HttpReply(200, json.dumps(answer).encode())
+        if hashlib.sha256(body).hexdigest() != request.headers.get(DIGEST_HEADER):
+            return HttpReply(401, b"")
+        status, value = self._handle(f"{request.method} {request.path}", body)
+        content = json.dumps(value).encode()
+        proof = session.sign(str(status).encode(), content)
+        return HttpReply(status, content, headers=((PROOF_HEADER, proof),))
 
-    def close(self) -> None:
-        """Close all connections and the listening socket."""
-        for connection in list(self._connections.values()):
-            self._close(connection)
-        self._listener.close()
-        self._selector.close()
-
-    def _accept(self) -> None:
-        for _ in range(64):
-            try:
-                accepted, _ = self._listener.accept()
-            except OSError:
-                return
-            if len(self._connections) >= CONNECTIONS:
-                accepted.close()
-                continue
-            accepted.setblocking(False)
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = _Connection(accepted, time.monotonic())
-            self._connections[accepted] = connection
-            self._selector.register(accepted, selectors.EVENT_READ, connection)
-
-    def _receive(self, connection: _Connection) -> None:
-        data = connection.socket.recv(1 << 16)
-        if not data:
-            self._close(connection)
-            return
-        if connection.authorised:
-            connection.used = time.monotonic()
-        connection.received += data
-        while not connection.closing and self._answer_next(connection):
-            pass
-
-    def _answer_next(self, connection: _Connection) -> bool:
-        """Answer the next complete request in the buffer; False if there is none."""
-        received = connection.received
-        head_end = received.find(b"\r\n\r\n", 0, HEAD_BYTES)
-        if head_end < 0:
-            if len(received) >= HEAD_BYTES:
-                self._refuse(connection, 431)
-            return False
-        request = _parse_head(bytes(received[:head_end]))
-        if request is None:
-            return self._refuse(connection, 400)
-        method, path, headers = request
-        authorization = headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(authorization, b"Bearer " + self._token):
-            return self._refuse(connection, 401)
-        connection.authorised = True
-        length = headers.get("content-length", "0")
-        if "transfer-encoding" in headers or not (length.isascii() and length.isdigit()):
-            return self._refuse(connection, 411)
-        if len(length) > 9 or int(length) > BODY_BYTES:
-            return self._refuse(connection, 413)
-        start, stop = head_end + 4, head_end + 4 + int(length)
-        if len(received) < stop:
-            return False
-        body = bytes(received[start:stop])
-        del received[:stop]
-        self._answer(connection, f"{method} {path}", body)
-        return True
-
-    def _answer(self, connection: _Connection, request: str, body: bytes) -> None:
+    def _handle(self, request: str, body: bytes) -> tuple[int, Any]:
+        """Status and JSON value of the answer."""
         handler = self._handlers.get(request)
         if handler is None:
-            self._reply(connection, 404, {"error": f"no {request[:100]}"})
-            return
+            return 404, {"error": f"no {request[:100]}"}
         try:
-            answer = handler(json.loads(body) if body else None)
+            return 200, handler(json.loads(body) if body else None)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            self._reply(connection, 400, {"error": str(error)[:200]})
-            return
-        self._reply(connection, 200, answer)
-
-    def _refuse(self, connection: _Connection, status: int) -> bool:
-        """Answer with an error and close: what follows on the connection is not read."""
-        connection.closing = True
-        connection.received.clear()
-        self._reply(connection, status, {"error": http.client.responses[status]})
-        return False
-
-    def _reply(self, connection: _Connection, status: int, value: Any) -> None:
-        body = json.dumps(value).encode()
-        head = f"HTTP/1.1 {status} {http.client.responses[status]}\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\nConnection: {'close' if connection.closing else 'keep-alive'}\r\n\r\n"
-        connection.unsent += head.encode() + body
-        if len(connection.unsent) > BODY_BYTES:  # a client that sends and does not read
-            raise ConnectionError
-
-    def _send(self, connection: _Connection) -> None:
-        try:
-            sent = connection.socket.send(connection.unsent)
-        except BlockingIOError:
-            sent = 0
-        connection.unsent = connection.unsent[sent:]
-        if connection.closing and not connection.unsent:
-            self._close(connection)
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        self._selector.modify(connection.socket, events, connection)
-
-    def _close(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.socket, None) is not None:
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
-        connection.unsent = b""
-
-    def _close_idle(self) -> None:
-        now = time.monotonic()
-        if now - self._swept < 1.0:
-            return
-        self._swept = now
-        for connection in list(self._connections.values()):
-            if now - connection.used > (IDLE_SECONDS if connection.authorised else UNKNOWN_SECONDS):
-                self._close(connection)
+            return 400, {"error": str(error)[:200]}
 
 
-def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]] | None:
-    """Method, path and headers (names in lower case) of a request; None if it is not HTTP/1.1."""
-    first, *lines = head.decode("latin-1").split("\r\n")
-    parts = first.split(" ")
-    if len(parts) != 3 or parts[2] != "HTTP/1.1":
-        return None
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon or not name or name != name.strip() or name.lower() in headers:
-            return None
-        headers[name.lower()] = value.strip()
-    return parts[0], parts[1], headers
+def _request_parts(method: str, path: str, digest: str) -> tuple[bytes, ...]:
+    """What the proof of a request covers; the digest covers its body."""
+    return method.encode("latin-1"), path.encode("latin-1"), digest.encode("latin-1")
 
 
 class ControlClient:
-    """An agent's connection to the coordinator."""
+    """An agent's connection to the coordinator. A new one begins with another proof."""
 
-    def __init__(self, address: tuple[str, int], token: str) -> None:
-        self._address = address
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    def __init__(self, address: tuple[str, int], token: str, run: str = "") -> None:
+        """`run` is the name of the run; the coordinator of another run is not believed."""
+        self._address, self._token, self._run = address, token, run
         self._connection: http.client.HTTPConnection | None = None
+        self._session: Session | None = None
 
     def report(self, report: Report) -> Directive:
         """Send a report and return the answer.
 
-        Raises OSError if the coordinator cannot be reached, and BadInput if it refuses the token or the report.
+        Raises OSError if the coordinator cannot be reached, WrongProof (an OSError too) if what answers does not know
+        the token, and BadInput if the coordinator refuses the report.
         """
         return from_plain(Directive, self.request("POST", "/report", to_plain(report)))
 
     def request(self, method: str, path: str, value: Any = None) -> Any:
-        """The answer to a request."""
-        connection = self._connection or http.client.HTTPConnection(*self._address, timeout=CONNECT_SECONDS)
+        """The answer to a request. Raises like `report`."""
         try:
-            if connection.sock is None:
-                connection.connect()
-                assert connection.sock is not None, "it is connected"
-                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.sock.settimeout(ANSWER_SECONDS)
-            connection.request(method, path, None if value is None else json.dumps(value), self._headers)
-            response = connection.getresponse()
-            body = json.loads(response.read(BODY_BYTES) or b"null")
-        except (http.client.HTTPException, ValueError) as error:
-            connection.close()
-            raise ConnectionError(f"no answer of a coordinator: {error}") from error
+            if self._connection is None or self._connection.sock is None or self._session is None:
+                self._connection, self._session = self._connect()
+            status, body = self._exchange(self._connection, self._session, method, path, value)
         except OSError:
+            self.close()
+            raise
+        except (http.client.HTTPException, ValueError) as error:
+            self.close()
+            raise ConnectionError(f"no answer of a coordinator: {error}") from error
+        if status != 200:
+            raise BadInput(f"the coordinator at {self._name} answers {status}: {(body or {}).get('error')}")
+        return body
+
+    @property
+    def _name(self) -> str:
+        return f"{self._address[0]}:{self._address[1]}"
+
+    def _connect(self) -> tuple[http.client.HTTPConnection, Session]:
+        """A connection whose other end has proved that it knows the token."""
+        connection = http.client.HTTPConnection(*self._address, timeout=CONNECT_SECONDS)
+        try:
+            connection.connect()
+            assert connection.sock is not None, "it is connected"
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sock.settimeout(ANSWER_SECONDS)
+            challenge = Challenge(self._token, self._run)
+            connection.request("GET", PROOF_PATH, headers={NONCE_HEADER: challenge.nonce})
+            response = connection.getresponse()
+            content = response.read(BODY_BYTES)
+            if response.status != 200:
+                raise ConnectionError(f"what listens at {self._name} is no coordinator: it answers {response.status}")
+            answer = json.loads(content)
+            if not isinstance(answer, dict):
+                raise ValueError("expected a proof")
+            return connection, challenge.session(answer.get("nonce"), answer.get("proof"))
+        except WrongProof as error:
+            connection.close()
+            raise WrongProof(f"what listens at {self._name} is not this run's coordinator: {error}") from None
+        except BaseException:
             connection.close()
             raise
-        self._connection = connection
-        if response.status != 200:
-            address = f"{self._address[0]}:{self._address[1]}"
-            raise BadInput(f"the coordinator at {address} answers {response.status}: {(body or {}).get('error')}")
-        return body
+
+    def _exchange(
+        self, connection: http.client.HTTPConnection, session: Session, method: str, path: str, value: Any
+    ) -> tuple[int, Any]:
+        """Send a request; returns status and JSON value of the answer, whose proof is right."""
+        body = b"" if value is None else json.dumps(value).encode()
+        digest = hashlib.sha256(body).hexdigest()
+        proof = session.sign(*_request_parts(method, path, digest))
+        headers = {DIGEST_HEADER: digest, PROOF_HEADER: proof, "Content-Type": "application/json"}
+        connection.request(method, path, body or None, headers)
+        response = connection.getresponse()
+        content = response.read(BODY_BYTES)
+        if not session.accepts(response.headers.get(PROOF_HEADER), str(response.status).encode(), content):
+            raise WrongProof(f"the answer {response.status} of {self._name} has no proof")
+        return response.status, json.loads(content or b"null")
 
     def close(self) -> None:
         """Close the connection."""
         if self._connection is not None:
             self._connection.close()
+        self._connection, self._session = None, None

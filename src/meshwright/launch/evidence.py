@@ -26,6 +26,7 @@ from meshwright.durable.writes import write_durable
 from meshwright.events.stacks import STACK_SIGNAL, read_stacks
 from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, death
+from meshwright.spec.secrets import without_secrets
 
 HANG_SECONDS, CRASH_SECONDS = 1.0, 0.3
 """Longest time to collect after a hang, and after a crash."""
@@ -141,7 +142,7 @@ def _spy(pid: int) -> subprocess.Popen[str] | None:
     with suppress(OSError):
         return subprocess.Popen(
             [*PYSPY, str(pid)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            encoding="utf-8", errors="replace",
+            encoding="utf-8", errors="replace", env=without_secrets(),
         )  # fmt: skip
     return None
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
+from meshwright.connections.limits import raise_file_limit
+from meshwright.connections.proof import WrongProof
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent, starts_spares
 from meshwright.launch.control import (
@@ -45,9 +47,10 @@ from meshwright.policies.restart import Stop
 from meshwright.policies.supervision import State
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.job_token import job_token
+from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 from meshwright.spec.run import RunSpec
+from meshwright.spec.secrets import without_own_keys
 
 if TYPE_CHECKING:
     from meshwright.launch.prepare import Note, Prepared
@@ -80,12 +83,14 @@ def run_coordinator(
     )
     from meshwright.launch.prepare import prepare_run
 
+    raise_file_limit()
     token = job_token()
     descriptor = os.environ.pop(LISTEN_DESCRIPTOR, None)
     listener = listen(address) if descriptor is None else socket.socket(fileno=int(descriptor))
     folder = runs / run.name
     handlers: dict[str, Handler] = {}
-    with closing(listener), folder_lock(folder), closing(ControlServer(listener, token, handlers)) as server:
+    server = ControlServer(listener, token, handlers, run.name)
+    with closing(server), folder_lock(folder):
         finished = finished_state(folder)
         if finished is not None and dismiss_agents(server, handlers, finished, until_another=True):
             return exit_directive(finished).code
@@ -187,6 +192,7 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     `words` are run file and overrides, for a coordinator that this agent starts.
     """
     address, token = coordinator_address(os.environ.get(COORDINATOR_VARIABLE)), job_token()
+    raise_file_limit()
     check_devices(run.cluster)
     end_orphans(runs / run.name)
     coordinator = partial(_start_coordinator, address, [*words, "--runs", str(runs)])
@@ -198,8 +204,8 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
         start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
         machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
         host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
-        agent = Agent(host, start, address=own_address, spares=starts_spares(run))
-        client = ControlClient(address, token)
+        agent = Agent(host, start, runs / run.name, address=own_address, spares=starts_spares(run))
+        client = ControlClient(address, token, run.name)
         with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
             revive = server.revive if server else lambda: None
             return _Link(agent, client, coordinator, revive=revive, observe=endpoint.update).follow()
@@ -253,6 +259,10 @@ class _Link:
         try:
             directive = self._client.report(report)
         except OSError as error:
+            if isinstance(error, WrongProof) and self._sent is None:  # later it may be somebody who took its place
+                raise BadInput(
+                    f"{COORDINATOR_VARIABLE}: {error}; {TOKEN_VARIABLE} needs the same token on all hosts"
+                ) from None
             self._failures += 1
             if self._failures == 1:
                 write_line(f"meshwright: the coordinator does not answer ({error}); its ranks train on")
@@ -292,7 +302,7 @@ def _start_coordinator(address: tuple[str, int], words: Sequence[str]) -> bool:
         descriptor = listener.fileno()
         subprocess.Popen(
             [sys.executable, "-m", "meshwright", "coordinate", *words],
-            env={**os.environ, LISTEN_DESCRIPTOR: str(descriptor)},
+            env={**without_own_keys(), LISTEN_DESCRIPTOR: str(descriptor)},
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.checkpoint.verify import describe_continuation
+from meshwright.connections.limits import raise_file_limit
 from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent, starts_spares
@@ -58,13 +59,14 @@ def run_job(
 
         run = on_used_devices(run, note)
     check_devices(run.cluster)
+    raise_file_limit()
     folder = runs / run.name
     guard = _Guard(listener)
     start = rank_starter(run.cluster, folder)
     with (
         folder_lock(folder),
         metrics_endpoint(run.observe.prometheus, folder) as endpoint,
-        closing(Agent(HOST, start, listener=guard, spares=starts_spares(run))) as agent,
+        closing(Agent(HOST, start, folder, listener=guard, spares=starts_spares(run))) as agent,
     ):
         guard.agent = agent
         end_orphans(folder)

@@ -49,6 +49,7 @@ from meshwright.spec.errors import CommunicationFailure, Interrupted
 from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
 from meshwright.spec.rank_environment import STORE_SOCKET, stop_signals
+from meshwright.spec.secrets import without_own_keys
 
 RUN_VARIABLE = "MESHWRIGHT_RUN"
 """Environment variable of ranks with the folder of their run."""
@@ -405,7 +406,7 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
         "MESHWRIGHT_PARENT": os.getpid(),
     }
     rank_variables |= {START_TIME_VARIABLE: process_start_time()}
-    env = {**_torch_defaults(threads), **network, **os.environ, "MASTER_ADDR": address}
+    env = {**_torch_defaults(threads), **network, **without_own_keys(), "MASTER_ADDR": address}
     return env | {name: str(value) for name, value in rank_variables.items()}
 
 

@@ -14,6 +14,7 @@ from meshwright.spec.cluster import ClusterSpec, chip_from_device_name
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.host_limits import cgroup_memory, usable_cores
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
+from meshwright.spec.secrets import without_secrets
 
 _DEVICE_NODES = ("nvidia[0-9]*", "kfd", "dxg")
 """Device files of GPUs that nvidia-smi may not list: in a container without it, of another vendor, under WSL."""
@@ -99,7 +100,7 @@ def _query(field: str) -> list[str]:
     try:
         answer = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
-            timeout=NVIDIA_SMI_SECONDS, check=False,
+            timeout=NVIDIA_SMI_SECONDS, check=False, env=without_secrets(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise OutOfResources(

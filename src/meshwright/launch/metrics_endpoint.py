@@ -1,7 +1,7 @@
 """Serves the figures of a run in the text format of Prometheus, from the process that starts the ranks of a host.
 
 Off unless `observe.prometheus` names an address. On several hosts every agent serves the figures of the whole run and
-its own ranks. Requests are answered in threads; neither supervision nor training waits for them.
+its own ranks. Requests are answered in a thread with few connections; neither supervision nor training waits for it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.listen_address import listen_address
 
 KEY = "observe.prometheus"
-STOP_SECONDS = 0.1
-"""Longest time that the end of a job waits for the server."""
 
 
 @dataclass
@@ -36,7 +34,7 @@ class _RankPhase:
 
 
 class MetricsEndpoint:
-    """The metrics of one host. `update` is called by the process that supervises, `text` by the threads that serve."""
+    """The metrics of one host. `update` is called by the process that supervises, `text` by the thread that serves."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._clock = folder.name, clock
@@ -107,20 +105,15 @@ def metrics_endpoint(address: str | None, folder: Path) -> Iterator[MetricsEndpo
     if address is None:
         yield endpoint
         return
-    from meshwright.launch.metrics_server import MetricsServer  # imports http.server
+    from meshwright.launch.metrics_server import MetricsServer
 
     try:
         server = MetricsServer(listen_address(address), endpoint.text)
     except (OSError, ValueError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         raise BadInput(f"{KEY} = {address}: cannot listen there: {reason}; name another address", key=KEY) from error
-    with server:
-        write_line(f"metrics at {server.url}")
-        thread = threading.Thread(
-            target=server.serve_forever, args=(STOP_SECONDS,), name="metrics endpoint", daemon=True
-        )
-        thread.start()
-        try:
-            yield endpoint
-        finally:
-            server.shutdown()
+    write_line(f"metrics at {server.url}")
+    try:
+        yield endpoint
+    finally:
+        server.end()

@@ -1,55 +1,64 @@
-"""The HTTP server of `launch.metrics_endpoint`, a module of its own as `http.server` takes time to import."""
+"""The HTTP listener of `launch.metrics_endpoint`: `GET /metrics`, in a thread of its own, without a key."""
 
 from __future__ import annotations
 
 import socket
-import socketserver
+import threading
+import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
-from typing import Any
 
+from meshwright.connections.limits import METRICS
 from meshwright.events.exposition import CONTENT_TYPE
+from meshwright.events.terminal import write_line
+from meshwright.launch.http_listener import HttpConnection, HttpListener, HttpReply, HttpRequest
 
-REQUEST_SECONDS = 10.0
-"""Longest time that a connection may take to send its request and to take the answer."""
+POLL_SECONDS, END_SECONDS = 0.1, 1.0
+"""Time between two looks at whether the job has ended; longest time that its end waits for an answer being made."""
+FRESH_SECONDS = 0.2
+"""Time for which an answer is given again: a flood of requests reads the run folder no more often."""
+PAUSE_SECONDS = 1.0
+"""Pause after an error of the thread itself."""
 
 
-class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Answers `GET /metrics`; each request has a thread, which does not keep the process alive."""
-
-    daemon_threads = True
-    allow_reuse_address = True
+class MetricsServer(HttpListener):
+    """Answers `GET /metrics`. Nothing that clients do reaches the process around it."""
 
     def __init__(self, address: tuple[str, int], text: Callable[[], str]) -> None:
         """Listen at `address`; `text` returns the answer. Raises OSError if the address cannot be used."""
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.text = text
-        super().__init__(address, MetricsRequest)
-
-    @property
-    def url(self) -> str:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        listener = socket.create_server(address, family=family, backlog=METRICS.connections)
+        super().__init__(listener, METRICS)
+        self._text, self._stop = text, threading.Event()
+        self._content, self._made = b"", float("-inf")
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if family == socket.AF_INET6 else host}:{port}/metrics"
         """URL of the metrics."""
-        host, port = self.server_address[:2]
-        return f"http://{f'[{host}]' if self.address_family == socket.AF_INET6 else host}:{port}/metrics"
+        self._thread = threading.Thread(target=self._run, name="metrics endpoint", daemon=True)
+        self._thread.start()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error of a client that hangs up."""
+    def admit(self, connection: HttpConnection, request: HttpRequest) -> int:
+        """0 for a GET of the metrics."""
+        return 0 if request.method == "GET" and request.path.partition("?")[0] == "/metrics" else 404
 
+    def answer(self, connection: HttpConnection, request: HttpRequest, body: bytes) -> HttpReply:
+        """The metrics; 503 while they cannot be read."""
+        if time.monotonic() - self._made > FRESH_SECONDS:
+            try:
+                self._content, self._made = self._text().encode(), time.monotonic()
+            except OSError:
+                return HttpReply(503, b"the figures of the run cannot be read\n", CONTENT_TYPE)
+        return HttpReply(200, self._content, CONTENT_TYPE)
 
-class MetricsRequest(BaseHTTPRequestHandler):
-    timeout = REQUEST_SECONDS
-    server: MetricsServer  # pyrefly: ignore
+    def end(self) -> None:
+        """End the thread, and close all connections."""
+        self._stop.set()
+        self._thread.join(END_SECONDS)
 
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
-            self.send_error(404, "the metrics are at /metrics")
-            return
-        content = self.server.text().encode()
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log no requests."""
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.serve(POLL_SECONDS)
+            except Exception as error:  # training goes on without this port
+                write_line(f"meshwright: metrics endpoint: {type(error).__name__}: {error}")
+                self._stop.wait(PAUSE_SECONDS)
+        self.close()

@@ -16,6 +16,7 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.control import listen
 from meshwright.launch.local import empty_arenas
 from meshwright.spec.run import RunSpec
+from meshwright.spec.secrets import without_secrets
 
 
 @contextmanager
@@ -55,4 +56,6 @@ class SnapshotServerProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         descriptor = self._listener.fileno()
         command = [sys.executable, "-m", "meshwright.checkpoint.snapshot_server", str(descriptor), self._paths]
-        return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(
+            command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True, env=without_secrets()
+        )

@@ -12,6 +12,7 @@ from typing import Any
 
 import meshwright
 from meshwright.spec.host_limits import usable_cores
+from meshwright.spec.secrets import without_secrets
 
 GIT_SECONDS = 10.0
 """Longest wait for an answer of git."""
@@ -88,6 +89,6 @@ def _commit() -> str | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     process = subprocess.run(
         ["git", "-C", str(folder), *arguments], stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
-        errors="replace", timeout=GIT_SECONDS, check=False,
+        errors="replace", timeout=GIT_SECONDS, check=False, env=without_secrets(),
     )  # fmt: skip
     return process.stdout.strip() or None if process.returncode == 0 else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import socket
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ from functools import partial
 from meshwright.server.frames import UNIX
 from meshwright.spec.errors import BadInput, call_all
 from meshwright.spec.listen_address import listen_address
+from meshwright.spec.secrets import ADMIN_KEY, API_KEY, TRANSFER_KEY, key_setting
 from meshwright.spec.serve import ServeSpec
 
 ADDRESSES = (
@@ -21,13 +21,13 @@ ADDRESSES = (
 
 
 def with_keys(spec: ServeSpec) -> ServeSpec:
-    """The settings with keys that only the environment has."""
-    return replace(
-        spec,
-        api_key=spec.api_key or os.environ.get("MESHWRIGHT_API_KEY") or None,
-        admin_key=spec.admin_key or os.environ.get("MESHWRIGHT_ADMIN_KEY") or None,
-        transfer_key=spec.transfer_key or os.environ.get("MESHWRIGHT_TRANSFER_KEY") or None,
+    """The settings with keys that only the environment has, too. Raises BadInput for keys that no client can send."""
+    api, admin, transfer = call_all(
+        lambda: key_setting("api_key", spec.api_key, API_KEY),
+        lambda: key_setting("admin_key", spec.admin_key, ADMIN_KEY),
+        lambda: key_setting("transfer_key", spec.transfer_key, TRANSFER_KEY),
     )
+    return replace(spec, api_key=api, admin_key=admin, transfer_key=transfer)
 
 
 def check_addresses(spec: ServeSpec) -> None:

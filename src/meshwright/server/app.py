@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from meshwright.server.addresses import is_loopback
 from meshwright.server.admin import Admin
 from meshwright.server.answer import DIRECT_SEND
 from meshwright.server.endpoints import Api
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger("meshwright.server")
-LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]", "::1"}
-
 
 API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]]]] = (
     ("GET", "/", Api.page),
@@ -134,7 +133,7 @@ class HostCheck:
         if scope["type"] == "http":
             host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
-            if name.lower() not in LOOPBACK_NAMES:
+            if not is_loopback(name.lower().removeprefix("[").removesuffix("]")):
                 await error_response(RequestError(400, "host: expected localhost or 127.0.0.1"))(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import selectors
 import signal
@@ -15,11 +14,12 @@ from typing import Any
 
 import xxhash
 
+from meshwright.connections.accept import Acceptor
+from meshwright.connections.limits import TRANSFERS, raise_file_limit
+from meshwright.connections.table import ConnectionTable
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, listen
 from meshwright.server.staging import map_staging, memory_file
 
-HELLO_SECONDS = 5.0
-"""Time in which an engine must show the key."""
 COPY_SECONDS = 30.0
 """Time after which an engine that has not copied blocks loses its connection."""
 TICK_SECONDS = 1.0
@@ -107,7 +107,9 @@ class StoreServer:
     """Serves one store to engines. The first engine decides the size of blocks."""
 
     def __init__(self, listening: socket.socket, key: str, most_bytes: int) -> None:
-        self._listening, self._key, self._most_bytes = listening, key.encode(), most_bytes
+        self._listening, self._key, self._most_bytes = listening, key, most_bytes
+        self._acceptor = Acceptor(listening)
+        self._table: ConnectionTable[StoreConnection] = ConnectionTable(TRANSFERS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ, self._accept)
         self.store: BlockStore | None = None
@@ -115,9 +117,10 @@ class StoreServer:
 
     def step(self, seconds: float = TICK_SECONDS) -> None:
         """Process the messages of engines; wait at most so many seconds for one."""
+        for connection in self._table.late():
+            self._close(connection)
         for connection in list(self.connections):
-            limit = HELLO_SECONDS if connection.identity is None else COPY_SECONDS if connection.reading else None
-            if limit is not None and time.monotonic() > connection.heard + limit:
+            if connection.reading and time.monotonic() > connection.heard + COPY_SECONDS:
                 self._close(connection)
                 continue
             sending = selectors.EVENT_WRITE if connection.frames.sending else 0
@@ -126,14 +129,20 @@ class StoreServer:
             key.data(events)
 
     def _accept(self, events: int) -> None:
-        try:
-            connection = StoreConnection(self._listening.accept()[0])
-        except OSError:
-            return
-        self.connections.append(connection)
-        self._selector.register(connection.frames, selectors.EVENT_READ, partial(self._serve, connection))
+        for end in self._acceptor.accept():
+            connection = StoreConnection(end)
+            closed = self._table.add(connection, TRANSFERS.head_seconds)
+            if closed is connection:
+                end.close()
+                continue
+            if closed is not None:
+                self._close(closed)
+            self.connections.append(connection)
+            self._selector.register(connection.frames, selectors.EVENT_READ, partial(self._serve, connection))
 
     def _serve(self, connection: StoreConnection, events: int) -> None:
+        if connection not in self.connections:  # closed to make room for another
+            return
         try:
             connection.frames.flush()
             for frame in connection.frames.receive() if events & selectors.EVENT_READ else []:
@@ -144,7 +153,8 @@ class StoreServer:
     def _take(self, connection: StoreConnection, frame: Frame) -> None:
         message, connection.heard = frame.message, time.monotonic()
         if connection.identity is None:
-            self._greet(connection, message["hello"])
+            if (hello := connection.frames.take_hello(message, self._key)) is not None:
+                self._greet(connection, hello)
         elif "get" in message:
             self._answer(connection, message)
         elif "copied" in message:
@@ -153,9 +163,8 @@ class StoreServer:
             self._put(connection, message, frame.payload)
 
     def _greet(self, connection: StoreConnection, hello: Mapping[str, Any]) -> None:
-        """Accept the connection of an engine that shows the key."""
-        if not hmac.compare_digest(str(hello["key"]).encode(), self._key):
-            raise BadFrame("a wrong key")
+        """Accept the connection of an engine that has shown the key."""
+        self._table.keep(connection)
         size, frames = hello["block_bytes"], connection.frames
         if self.store is None:
             self.store = BlockStore(size, self._most_bytes)
@@ -220,12 +229,14 @@ class StoreServer:
             self._opened_store.end_read(slot)
         connection.frames.close()
         self.connections.remove(connection)
+        self._table.remove(connection)
 
     def close(self) -> None:
         """Close all connections and the listening socket."""
         for connection in list(self.connections):
             self._close(connection)
         self._selector.close()
+        self._acceptor.close()
         self._listening.close()
         if self.store is not None:
             self.store.close()
@@ -233,6 +244,7 @@ class StoreServer:
 
 def run_store(address: str, key: str, most_bytes: int, say: Callable[[str], None]) -> None:
     """Keep blocks until SIGTERM or Ctrl-C; `say` receives the address once engines can connect. Raises BadInput."""
+    raise_file_limit()
     server, stopped = StoreServer(listen(address, "address"), key, most_bytes), []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.append(True))

@@ -9,6 +9,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from meshwright.serve.failures import NotFinite
+from meshwright.server.background import guarded
 
 if TYPE_CHECKING:
     from meshwright.server.engine_client import EngineClient
@@ -43,7 +44,8 @@ class EngineProbe:
     def start(self) -> None:
         """Probe until a probe succeeds, unless probes run already."""
         if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._probe())
+            failures = self._client.metrics.task_failures
+            self._task = asyncio.ensure_future(guarded("probe", self._probe, failures))
 
     def close(self) -> None:
         """End probes."""

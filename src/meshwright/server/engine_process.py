@@ -6,6 +6,7 @@ The HTTP process starts it, and further ranks of it if the engine divides the mo
 from __future__ import annotations
 
 import json
+import resource
 import select
 import socket
 import sys
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.connections.limits import raise_file_limit
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.events.parent import end_with_parent
 from meshwright.serve.compiled_grammar import BadGrammar, Grammar
@@ -358,10 +360,12 @@ def serve_engine(engine: Engine, connection: Connection, transfer: TransferSetup
 def main() -> int:
     """Run the engine, or a rank of it; returns the exit code of docs/reference/exit-codes.md.
 
-    Arguments: the inherited socket, -1 for a rank beside the first, and the `EngineSetup` in JSON.
+    The argument is the inherited socket, -1 for a rank beside the first; standard input has the `EngineSetup` in JSON.
     """
     end_with_parent()
-    descriptor, setup = int(sys.argv[1]), from_plain(EngineSetup, json.loads(sys.argv[2]))
+    raise_file_limit()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have keys and texts
+    descriptor, setup = int(sys.argv[1]), from_plain(EngineSetup, json.load(sys.stdin))
     connection = None if descriptor < 0 else Connection(socket.socket(fileno=descriptor))
     try:
         if connection is None or setup.ranks > 1:

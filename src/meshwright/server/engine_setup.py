@@ -24,6 +24,7 @@ from meshwright.spec.errors import EXIT_COMMUNICATION
 from meshwright.spec.fields import to_plain
 from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.rank_environment import STORE_SOCKET
+from meshwright.spec.secrets import without_secrets
 
 log = logging.getLogger("meshwright.server")
 BUFFER_BYTES = 4 << 20
@@ -104,7 +105,7 @@ def _start(setup: EngineSetup, rank: int, engine: socket.socket, store: socket.s
     """Start a rank; the first gets the socket of the engine and that of the ranks' store."""
     passed = [engine.fileno(), store.fileno()] if rank == 0 else []
     # Threads that spin while they wait for each other stall for half a second when another process needs a core too.
-    variables: Mapping[str, Any] = {"OMP_WAIT_POLICY": "passive", **os.environ, PARENT: os.getpid()}
+    variables: Mapping[str, Any] = {"OMP_WAIT_POLICY": "passive", **without_secrets(), PARENT: os.getpid()}
     if setup.ranks > 1:
         variables = {
             "GLOO_SOCKET_IFNAME": "lo",
@@ -119,16 +120,14 @@ def _start(setup: EngineSetup, rank: int, engine: socket.socket, store: socket.s
             "MASTER_PORT": store.getsockname()[1],
             **({STORE_SOCKET: store.fileno()} if rank == 0 else {}),
         }
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "meshwright.server.engine_process",
-            str(engine.fileno() if rank == 0 else -1),
-            json.dumps(to_plain(setup)),
-        ],
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwright.server.engine_process", str(engine.fileno() if rank == 0 else -1)],
         env={name: str(value) for name, value in variables.items()},
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         pass_fds=passed,
         start_new_session=True,  # Ctrl-C is for the HTTP process, which drains
     )
+    assert process.stdin is not None, "it is a pipe"
+    with suppress(OSError), process.stdin:  # it may have ended, as its code tells
+        process.stdin.write(json.dumps(to_plain(setup)).encode())  # has the transfer key, and arguments are public
+    return process

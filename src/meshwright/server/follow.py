@@ -33,20 +33,27 @@ def _check_format(checkpoint: Path, text: TextFormat) -> None:
         raise BadInput(f"{difference}; start the server again")
 
 
-async def follow(client: EngineClient, run: Path, served: Path, seconds: float, text: TextFormat) -> None:
-    """Load each checkpoint of a run that is newer than `served`; looks every so many `seconds`, and never returns.
+class Follower:
+    """Loads each checkpoint of a run that is newer than `served`; looks every so many `seconds`."""
 
-    One that cannot be loaded is logged and left out, and so is one whose texts have another format than `text`, that of the server.
-    """
-    while client.failure is None:
-        await asyncio.sleep(seconds)
-        try:
-            found = await asyncio.to_thread(newest, run)
-            if found == served:
-                continue
-            served = found
-            _check_format(found, text)
-            await client.load(found)
-            log.info("serving %s", found)
-        except MeshwrightError as error:
-            log.warning("the newest checkpoint of %s is not served: %s", run, error)
+    def __init__(self, client: EngineClient, run: Path, served: Path, seconds: float, text: TextFormat) -> None:
+        """`text` is the format of the server's texts."""
+        self._client, self._run, self._seen, self._seconds, self._text = client, run, served, seconds, text
+
+    async def follow(self) -> None:
+        """Look until the engine has failed. A checkpoint that cannot be loaded, or has texts of another format, is logged and left out.
+
+        After another error, e.g. OSError while no file can be opened, it can be called again.
+        """
+        while self._client.failure is None:
+            await asyncio.sleep(self._seconds)
+            try:
+                found = await asyncio.to_thread(newest, self._run)
+                if found == self._seen:
+                    continue
+                self._seen = found
+                _check_format(found, self._text)
+                await self._client.load(found)
+                log.info("serving %s", found)
+            except MeshwrightError as error:
+                log.warning("the newest checkpoint of %s is not served: %s", self._run, error)

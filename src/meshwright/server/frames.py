@@ -12,12 +12,14 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.connections.limits import TRANSFERS
+from meshwright.connections.proof import Challenge, Session, WrongProof, answer_challenge
 from meshwright.spec.errors import BadInput
 from meshwright.spec.listen_address import listen_address
 
 UNIX = "unix:"
 """Prefix of a Unix socket's address."""
-FIRST_BYTES = 4096
+FIRST_BYTES = TRANSFERS.head_bytes
 """Longest message of a peer that has not shown its key."""
 MESSAGE_BYTES = 64 << 20
 """Longest JSON of a message, and most bytes beside it."""
@@ -50,6 +52,8 @@ class FrameSocket:
         self._end, self._incoming = end, bytearray()
         self._outgoing: deque[memoryview] = deque()
         self._descriptors: list[int] = []
+        self._challenge: Challenge | None = None
+        self._session: Session | None = None
         self.limit = FIRST_BYTES
         """Longest message that is taken; `MESSAGE_BYTES` once the peer is known."""
 
@@ -99,6 +103,47 @@ class FrameSocket:
             return
         except OSError:
             raise EOFError from None
+
+    def introduce(self, key: str) -> None:
+        """Begin as the connecting side: the peer must prove that it knows the key (`connections/proof.py`)."""
+        self._challenge = Challenge(key)
+        self.send({"nonce": self._challenge.nonce})
+
+    def proves(self, message: Mapping[str, Any]) -> bool:
+        """Whether a message is the peer's proof, after which `say_hello` follows; False for all later ones.
+
+        Raises BadFrame for a message without it.
+        """
+        if self._session is not None:
+            return False
+        assert self._challenge is not None, "it is the connecting side"
+        try:
+            self._session = self._challenge.session(message.get("nonce"), message.get("proof"))
+        except WrongProof as error:
+            raise BadFrame(str(error)) from None
+        return True
+
+    def say_hello(self, values: Mapping[str, Any], descriptor: int | None = None) -> None:
+        """Send the connecting side's own proof and what the peer must know."""
+        assert self._session is not None, "the peer has proved that it knows the key"
+        self.send({"hello": {**values, "proof": self._session.sign(_as_proved(values))}}, descriptor=descriptor)
+
+    def take_hello(self, message: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+        """As the listening side, answer the first message of a peer, with None; return the second, its hello.
+
+        Raises BadFrame for a peer that does not prove that it knows the key.
+        """
+        if self._session is None:
+            try:
+                answer, self._session = answer_challenge(key, message.get("nonce"))
+            except WrongProof as error:
+                raise BadFrame(str(error)) from None
+            self.send(answer)
+            return None
+        hello = dict(message["hello"])
+        if not self._session.accepts(hello.pop("proof", None), _as_proved(hello)):
+            raise BadFrame("a wrong key")
+        return hello
 
     def receive(self) -> list[Frame]:
         """Messages that have arrived. Raises EOFError if the peer has closed, BadFrame for a wrong message or descriptor."""
@@ -153,6 +198,10 @@ class FrameSocket:
         self._descriptors.clear()
         self._outgoing.clear()
         self._end.close()
+
+
+def _as_proved(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, separators=(",", ":"), sort_keys=True).encode("ascii")
 
 
 def is_list_of_ids(value: object) -> bool:

@@ -22,6 +22,8 @@ class ServerMetrics:
         self._labels = {"model_name": model}
         self.prompt_tokens = self.generation_tokens = self.rejected = self.not_finite = 0
         self._ended: Counter[str] = Counter()
+        self.task_failures: Counter[str] = Counter()
+        """Failures of tasks that run beside requests, by task."""
         self._first_token = _histogram("time_to_first_token_seconds", "Time from a request to its first token.", _LONG)
         self._between = _histogram("inter_token_latency_seconds", "Time between tokens of a text.", _SHORT)
         self._per_token = _histogram(
@@ -99,6 +101,7 @@ class ServerMetrics:
             )
             gauges["kv_peers_usable"] = ("Engines that take prompts of this one.", transfers.usable_peers)
         reasons = [({**self._labels, "finished_reason": reason}, float(n)) for reason, n in self._ended.items()]
+        failures = [({**self._labels, "task": task}, float(n)) for task, n in self.task_failures.items()]
         metrics = [
             *(Metric(PREFIX + name, "gauge", text, [(self._labels, value)]) for name, (text, value) in gauges.items()),
             *(
@@ -106,6 +109,7 @@ class ServerMetrics:
                 for name, (text, value) in counters.items()
             ),
             Metric(f"{PREFIX}request_success_total", "counter", "Texts that have ended, by reason.", reasons),
+            Metric(f"{PREFIX}task_failures_total", "counter", "Failures of tasks beside requests.", failures),
         ]
         histograms = (
             self._first_token, self._between, self._per_token, self._decoding, self._whole, self._prompts, self._texts, self._steps,

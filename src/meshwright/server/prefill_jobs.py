@@ -7,7 +7,6 @@ that ends, or has not acknowledged for too long, loses its prompts: they are abo
 
 from __future__ import annotations
 
-import hmac
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from meshwright.connections.accept import Acceptor
+from meshwright.connections.limits import TRANSFERS
+from meshwright.connections.table import ConnectionTable
 from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, is_list_of_ids
 from meshwright.server.grammar_jobs import GrammarJobs
 from meshwright.server.mapped_transfer import MappedSender
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
     from meshwright.serve.generation import Update
     from meshwright.serve.prefix_blocks import PrefixBlocks
 
-MOST_CONNECTIONS = 256
-HELLO_SECONDS = 5.0
-"""Time in which a peer must show its key."""
 RUN_BYTES = 32 << 20
 """Most bytes of blocks in one message."""
 MOST_TEXTS = 4096
@@ -148,8 +147,10 @@ class PrefillJobs:
     ) -> None:
         """`grammars` compiles those of prompts beside the engine's steps."""
         self._grammars = grammars
-        self._engine, self._blocks, self._key, self._lease = engine, blocks, key.encode(), lease_seconds
+        self._engine, self._blocks, self._key, self._lease = engine, blocks, key, lease_seconds
         self._store = store
+        self._acceptor = Acceptor(listening)
+        self._table: ConnectionTable[PrefillConnection] = ConnectionTable(TRANSFERS)
         self.listening, self.accepting = listening, True
         """Whether new prompts are taken."""
         self.connections: list[PrefillConnection] = []
@@ -171,15 +172,15 @@ class PrefillJobs:
 
     def accept(self, *, readable: bool) -> None:
         """Take new connections, if the listening socket has any."""
-        while readable:
-            try:
-                end, _ = self.listening.accept()
-            except OSError:  # none waits, or there are too many open files
-                return
-            if len(self.connections) >= MOST_CONNECTIONS:
+        for end in self._acceptor.accept() if readable else ():
+            connection = PrefillConnection(end, time.monotonic())
+            closed = self._table.add(connection, TRANSFERS.head_seconds)
+            if closed is connection:
                 end.close()
                 continue
-            self.connections.append(PrefillConnection(end, time.monotonic()))
+            if closed is not None:
+                self._close(closed)
+            self.connections.append(connection)
 
     def serve(self, connection: PrefillConnection, *, readable: bool) -> None:
         """Send the remaining bytes to a receiver and process its messages; a wrong message ends the connection."""
@@ -198,7 +199,8 @@ class PrefillJobs:
 
     def _take(self, connection: PrefillConnection, frame: Frame) -> None:
         if connection.staging is None:
-            self._greet(connection, frame.message["hello"])
+            if (hello := connection.frames.take_hello(frame.message, self._key)) is not None:
+                self._greet(connection, hello)
             return
         actions: Mapping[str, Callable[[PrefillConnection, Any], None]] = {
             "prefill": self._begin,
@@ -212,9 +214,8 @@ class PrefillJobs:
             actions[key](connection, value)
 
     def _greet(self, connection: PrefillConnection, hello: Mapping[str, Any]) -> None:
-        """Accept the connection of a peer that shows the key and has the same weights."""
-        if not hmac.compare_digest(str(hello["key"]).encode(), self._key):
-            raise BadFrame("a wrong key")
+        """Accept the connection of a peer that has shown the key, if it has the same weights."""
+        self._table.keep(connection)
         if hello["identity"] != self._identity:
             connection.frames.send({"refused": "other weights, formats or sizes of blocks"})
             raise EOFError
@@ -366,10 +367,10 @@ class PrefillJobs:
 
     def end_late(self, now: float) -> None:
         """Close connections without a key, and those that do not acknowledge blocks, after their time."""
+        for connection in self._table.late():
+            self._close(connection)
         for connection in list(self.connections):
-            waits = self._lease if connection.unacknowledged_blocks else float("inf")
-            limit = HELLO_SECONDS if connection.staging is None else waits
-            if now > connection.silent_since + limit:
+            if connection.unacknowledged_blocks and now > connection.silent_since + self._lease:
                 self._close(connection)
 
     def _end(self, connection: PrefillConnection, job: PrefillJob) -> None:
@@ -385,6 +386,7 @@ class PrefillJobs:
         if connection not in self.connections:
             return
         self.connections.remove(connection)
+        self._table.remove(connection)
         for job in list(connection.jobs.values()):
             self._end(connection, job)
         if connection.staging is not None:
@@ -397,4 +399,5 @@ class PrefillJobs:
         """Close all connections and the listening socket."""
         for connection in list(self.connections):
             self._close(connection)
+        self._acceptor.close()
         self.listening.close()

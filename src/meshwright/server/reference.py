@@ -92,7 +92,8 @@ Kubernetes has, is several servers.
   second missed check and `--silent-seconds` without a byte from it.
 - Bodies in chunks (`transfer-encoding: chunked`) are passed on with a length. `x-request-id` passes both ways; answers
   of the router itself have it too, and those with status 503 are logged by it.
-- A client that reads nothing of its answer for 75 s is disconnected.
+- A client that reads nothing of its answer for 75 s is disconnected; after 5 s if all servers are full and a request
+  needs its place.
 - If every server has `--requests` unfinished, the answer is 429; if none can answer, 503. Both have `Retry-After`.
 - Several routers with `--share-port` listen at one port of a host: when one ends, the others take all connections.
 - The router answers `/health` and `/metrics` itself. It checks its `--api-key` and passes it on to the servers.
@@ -104,6 +105,11 @@ Kubernetes has, is several servers.
 - The admin port needs its own key: who has it can load any weights that the process can read.
 - A `transfer_address` of HOST:PORT needs `transfer_key`, since who has it can read and fill the cache. A Unix socket is
   accessible to its user only.
+- Engines and the cache prove `transfer_key` to each other; it is never sent. Keys of other servers are not passed on
+  to child processes. [Security](../design/security.md#secrets) says where each key goes.
+- Heads have at most 64 KiB and 30 s; idle clients, and those that read nothing of their answer, are disconnected after
+  75 s. When all places are taken, the client that is idle longest makes room
+  ([limits](../design/security.md#listeners)).
 - Without `api_key`, requests with another `Host` than this machine are refused. Bodies must be
   `application/json`, which pages of other sites cannot send without permission. The page at `/` loads nothing else.
 - Bodies, prompts, new tokens, choices, log probabilities, stop strings, schemas and the queue are limited. A client
@@ -113,7 +119,7 @@ Kubernetes has, is several servers.
 - Chat templates run in Jinja's sandbox, in a text process. The log of requests has no text of them.
 - A special token that a message, tool or call of a chat spells stays text. Prompts of `/v1/completions` are taken as
   they are.
-- `tests/server/test_limits.py` sends malformed requests and checks each of these.
+- `tests/server/test_limits.py` and `test_connection_limits.py` attack each of these.
 
 ## Settings
 

@@ -186,10 +186,8 @@ class RemotePrefill:
             if (end := start_connecting(peer.address)) is None:
                 continue
             peer.frames = FrameSocket(end)
-            own = self._blocks.own_blocks
-            host = "" if own is None else own.host
             try:
-                peer.frames.send({"hello": {"key": self._key, "identity": self._identity, "host": host}})
+                peer.frames.introduce(self._key)
             except EOFError:
                 self.lose(peer)
 
@@ -212,6 +210,11 @@ class RemotePrefill:
 
     def _take(self, peer: Peer, frame: Frame) -> None:
         message, now = frame.message, time.monotonic()
+        assert peer.frames is not None
+        if peer.frames.proves(message):
+            own = self._blocks.own_blocks
+            peer.frames.say_hello({"identity": self._identity, "host": "" if own is None else own.host})
+            return
         for prompt in peer.prompts.values():
             prompt.heard = now
         if "blocks" in message:

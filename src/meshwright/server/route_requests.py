@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.connections.limits import ROUTE
 from meshwright.server.errors import RequestError
 from meshwright.server.replies import kept_request_id
 
-MOST_HEAD_BYTES = 64 << 10
+MOST_HEAD_BYTES = ROUTE.head_bytes
 MOST_HEADERS = 256
 _MOST_DIGITS = 19
 """Digits of a content-length; servers may cut or refuse longer ones."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from meshwright.connections.limits import raise_file_limit
 from meshwright.server.addresses import check_host, listening_socket, url_of
+from meshwright.server.background import guarded
 from meshwright.server.instances import Instances, targets_of
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.router import ClientConnection
@@ -17,13 +18,16 @@ from meshwright.server.router_state import Router
 from meshwright.server.run import logging_on_stderr, loop_factory
 from meshwright.spec.errors import BadInput, call_all
 from meshwright.spec.route import RouteSpec
+from meshwright.spec.secrets import API_KEY, hide_arguments, key_setting
 
 BACKLOG = 1024
 
 
 def run_router(spec: RouteSpec, say: Callable[[str], None]) -> None:
     """Pass requests on until SIGTERM or Ctrl-C; `say` receives the address. Raises BadInput for wrong settings."""
-    spec = replace(spec, api_key=spec.api_key or os.environ.get("MESHWRIGHT_API_KEY") or None)
+    raise_file_limit()
+    hide_arguments([spec.api_key])
+    spec = replace(spec, api_key=key_setting("api_key", spec.api_key, API_KEY))
     call_all(lambda: _check_urls(spec.instances), lambda: check_host(spec.host, spec.api_key))
     instances = Instances(spec.instances, spec.requests, spec.health_seconds, spec.silent_seconds)
     with (
@@ -51,7 +55,7 @@ async def route(router: Router, end: socket.socket, say: Callable[[str], None]) 
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    watching = asyncio.ensure_future(router.instances.watch())
+    watching = asyncio.ensure_future(guarded("health", router.instances.watch, router.task_failures))
     await router.instances.known.wait()
     server = await loop.create_server(lambda: ClientConnection(router), sock=end, backlog=BACKLOG)
     keep_loaded()

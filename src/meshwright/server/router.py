@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
+from meshwright.connections.limits import ROUTE
 from meshwright.server.errors import NO_RETRY, RequestError
 from meshwright.server.instances import Instance
 from meshwright.server.replies import shown_path
@@ -22,12 +23,10 @@ from meshwright.server.route_requests import MOST_HEAD_BYTES, RequestReader, Rou
 from meshwright.server.router_state import OWN_PATHS, RETRY_SECONDS, Router
 
 log = logging.getLogger("meshwright.server")
-BODY_SECONDS = 30.0
-"""Longest time that a client may take to send a request."""
-IDLE_SECONDS = 75.0
-"""Longest time that a client may be connected without sending a request, or without reading the end of an answer."""
-MOST_CLIENTS = 1 << 14
-"""Connected clients; further ones are disconnected."""
+BODY_SECONDS, IDLE_SECONDS = ROUTE.head_seconds, ROUTE.idle_seconds
+"""Longest time to send a request, and to be connected without one or without reading an answer."""
+UNREAD_SECONDS = 5.0
+"""Time without reading its answer after which a client makes room for a request, if all servers are full."""
 CONNECT_SECONDS = 2.0
 """Longest time for a connection to a server."""
 MOST_IDLE = 256
@@ -74,14 +73,15 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        if len(self._router.clients) >= MOST_CLIENTS:
-            self.transport.abort()
+        closed = self._router.clients.add(self, IDLE_SECONDS)
+        if closed is not None:
+            closed.transport.abort()
+        if closed is self:
             return
-        self._router.clients.add(self)
         self._start_timer(IDLE_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._router.clients.discard(self)
+        self._router.clients.remove(self)
         self._stop_timer()
         self._stop_unread_timer()
         self.request = None
@@ -107,6 +107,7 @@ class ClientConnection(asyncio.Protocol):
         self.paused = True
         self._update_reading()
         self._unread_timer = self._loop.call_later(IDLE_SECONDS, self.transport.abort)
+        self._router.unread[self] = self._loop.time()
         if self.server is not None:
             self.server.pause()
 
@@ -137,6 +138,7 @@ class ClientConnection(asyncio.Protocol):
                 return
             self._stop_timer()
             self._pending, self.request, self._receiving = None, request, False
+            self._router.clients.keep(self)
             self._started = self._loop.time()
             if (own := self._router.own_answer(request)) is not None:
                 self._answer(*own)
@@ -156,6 +158,8 @@ class ClientConnection(asyncio.Protocol):
         assert self.request is not None
         instances = self._router.instances
         instance = instances.choose(self.request.body, self.request.tried)
+        if instance is None and self._router.drop_unread(self._loop.time() - UNREAD_SECONDS):
+            instance = instances.choose(self.request.body, self.request.tried)
         if instance is not None:
             instance.requests += 1
             self.server = connection = instance.idle.pop() if instance.idle else ServerConnection(instance)
@@ -206,12 +210,18 @@ class ClientConnection(asyncio.Protocol):
         """End the request; the next of the client follows."""
         self.server = None
         request, self.request = self.request, None
+        self._router.clients.wait(self, IDLE_SECONDS)
         self._start_timer(IDLE_SECONDS, self.transport.abort)
         if not keeps_open or request is None or not request.keeps_open:
             self.transport.close()
         elif self._reader:
             self._update_reading()
             self._loop.call_soon(self._read_next)
+
+    def drop(self) -> None:
+        """Disconnect at once; its server has a place again."""
+        self.connection_lost(None)
+        self.transport.abort()
 
     def _read_next(self) -> None:
         if self.request is None and not self.transport.is_closing():
@@ -269,6 +279,7 @@ class ClientConnection(asyncio.Protocol):
         self._timer = self._loop.call_later(seconds, action)
 
     def _stop_unread_timer(self) -> None:
+        self._router.unread.pop(self, None)
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None

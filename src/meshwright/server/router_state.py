@@ -7,6 +7,8 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from meshwright.connections.limits import ROUTE
+from meshwright.connections.table import ConnectionTable
 from meshwright.events.exposition import CONTENT_TYPE, Histogram, Metric, exposition
 from meshwright.server.errors import RequestError
 from meshwright.server.instances import Instances
@@ -28,10 +30,14 @@ class Router:
     def __init__(self, spec: RouteSpec, instances: Instances) -> None:
         self.spec, self.instances = spec, instances
         self._key = None if spec.api_key is None else spec.api_key.encode()
-        self.clients: set[ClientConnection] = set()
+        self.clients: ConnectionTable[ClientConnection] = ConnectionTable(ROUTE)
+        self.unread: dict[ClientConnection, float] = {}
+        """Clients that must read their answer first, and since when; the longest first."""
         self.draining = False
         """Whether new requests are refused."""
         self.statuses: Counter[int] = Counter()
+        self.task_failures: Counter[str] = Counter()
+        """Failures of tasks that run beside requests, by task."""
         self.numbers = itertools.count(1)
         """Ids of requests whose client gives none."""
         self.retries = self.broken = 0
@@ -42,6 +48,18 @@ class Router:
     def unfinished(self) -> int:
         """Requests that are not answered to the end."""
         return sum(client.request is not None for client in self.clients)
+
+    def drop_unread(self, before: float) -> bool:
+        """Disconnect the client that has read nothing of its answer for longest, since `before`; whether there was one.
+
+        Clients that never read would else keep the places of all servers for as long as each may be idle.
+        """
+        client = next(
+            (each for each, since in self.unread.items() if since <= before and each.server is not None), None
+        )
+        if client is not None:
+            client.drop()
+        return client is not None
 
     def admit(self, request: RoutedRequest) -> None:
         """Raise RequestError for a request whose body is not to be read."""
@@ -80,12 +98,14 @@ class Router:
         statuses: list[tuple[dict[str, str], float]] = [
             ({"status": str(status)}, n) for status, n in self.statuses.items()
         ]
+        failed: list[tuple[dict[str, str], float]] = [({"task": task}, n) for task, n in self.task_failures.items()]
         figures = (
             ("requests", "gauge", "Unfinished requests.", [(labels, each.requests) for labels, each in servers]),
             ("healthy", "gauge", "Whether a server is healthy.", [(labels, each.healthy) for labels, each in servers]),
             ("answers_total", "counter", "Answers of a server.", [(labels, each.answered) for labels, each in servers]),
             ("statuses_total", "counter", "Answers by status.", statuses),
             ("retries_total", "counter", "Requests sent to another server.", [({}, self.retries)]),
+            ("task_failures_total", "counter", "Failures of tasks beside requests.", failed),
             ("broken_total", "counter", "Answers that ended early.", [({}, self.broken)]),
         )
         metrics = [Metric(PREFIX + name, type, help, samples) for name, type, help, samples in figures]

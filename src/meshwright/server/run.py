@@ -8,25 +8,30 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.connections.limits import ADMIN, SERVE, Limits, raise_file_limit
+from meshwright.connections.table import ConnectionTable
 from meshwright.data.text_format import tokenizer_file
 from meshwright.events.terminal import write_line
 from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
+from meshwright.server.background import guarded
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
-from meshwright.server.follow import follow, newest
+from meshwright.server.follow import Follower, newest
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.engine import ONE_RANK, ExpertRanks
-from meshwright.spec.errors import BadInput, MeshwrightError
+from meshwright.spec.errors import EXIT_INTERNAL, BadInput, MeshwrightError
+from meshwright.spec.secrets import hide_arguments
 from meshwright.spec.serve import ServeSpec
 
 if TYPE_CHECKING:
@@ -39,7 +44,8 @@ FAILED_SECONDS = 2.0
 """Time for which /health reports an engine that cannot continue, before the server ends."""
 LOADING_SECONDS = 10.0
 """Time between two remarks while the engine loads the model."""
-LARGEST_HEADERS = 64 << 10
+TICKS_OF_SWEEP = 10
+"""Ticks of uvicorn, 0.1 s each, between two looks for connections that are late."""
 
 
 def run_server(
@@ -59,7 +65,9 @@ def run_server(
     Raises BadInput for wrong settings, and the engine's error if it cannot continue.
     """
     _check_packages()
-    spec = with_keys(spec)
+    raise_file_limit()
+    given, spec = (spec.api_key, spec.admin_key, spec.transfer_key), with_keys(spec)
+    hide_arguments(given)
     check_addresses(spec)
     served = newest(folder) if spec.follow else folder
     setup = EngineSetup(
@@ -119,7 +127,7 @@ class _Server:
 
         spec = self._api.spec
         apps = [api_app(self._api, loopback=is_loopback(spec.host)), admin_app(self._api)]
-        servers = [uvicorn_server(app) for app in apps[: len(self._sockets)]]
+        servers = [uvicorn_server(*each) for each in zip(apps, (SERVE, ADMIN), strict=True)][: len(self._sockets)]
         await self._process.connect(self._client)
         if self._api.has_template:
             self._api.workers.start()
@@ -128,15 +136,16 @@ class _Server:
             loop.add_signal_handler(number, self._on_signal)
         with logging_on_stderr(spec.log_requests):
             tasks = [
-                asyncio.ensure_future(server.serve(sockets=[end]))
+                self._guard("HTTP", partial(server.serve, [end]), ends=True)
                 for server, end in zip(servers, self._sockets, strict=True)
             ]
-            loading = tell_loading(self._client, self._api.name)
             watching = [
-                asyncio.ensure_future(work) for work in (self._follow(), self._process.watch(self._client), loading)
+                self._guard("follow", self._follower().follow) if spec.follow else None,
+                self._guard("ranks", partial(self._process.watch, self._client), ends=True),
+                self._guard("loading", partial(tell_loading, self._client, self._api.name)),
             ]
             await self._until_stopped()
-            for task in watching:
+            for task in filter(None, watching):
                 task.cancel()
             await self._drain()
             self._client.abort_all()
@@ -146,10 +155,14 @@ class _Server:
             await asyncio.gather(*tasks)
         self._client.close()
 
-    async def _follow(self) -> None:
-        if self._api.spec.follow:
-            text = self._api.files.text
-            await follow(self._client, self._folder, self._served, self._api.spec.follow_seconds, text)
+    def _guard(self, name: str, work: Callable[[], Awaitable[object]], *, ends: bool = False) -> asyncio.Future[None]:
+        """Begin a task beside requests; `ends`: the server cannot go on without it."""
+        fatal = partial(self._client.fail, code=EXIT_INTERNAL) if ends else None
+        return asyncio.ensure_future(guarded(name, work, self._client.metrics.task_failures, fatal=fatal))
+
+    def _follower(self) -> Follower:
+        api = self._api
+        return Follower(self._client, self._folder, self._served, api.spec.follow_seconds, api.files.text)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
@@ -217,13 +230,22 @@ def transfer_setup(spec: ServeSpec) -> TransferSetup | None:
     )
 
 
-def uvicorn_server(app: ASGIApp) -> uvicorn.Server:
-    """A uvicorn server that leaves signals to its caller, and no connection open when it ends."""
+def uvicorn_server(app: ASGIApp, limits: Limits = SERVE) -> uvicorn.Server:
+    """A uvicorn server with limits that leaves signals to its caller, and no connection open when it ends."""
     import uvicorn
+
+    from meshwright.server.limited_protocol import close_late, limited_protocol
+
+    table: ConnectionTable[Any] = ConnectionTable(limits)
 
     class Server(uvicorn.Server):
         def capture_signals(self) -> Any:
             return nullcontext()
+
+        async def on_tick(self, counter: int) -> bool:
+            if counter % TICKS_OF_SWEEP == 0:
+                close_late(table)
+            return await super().on_tick(counter)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await super().shutdown(sockets)
@@ -234,6 +256,7 @@ def uvicorn_server(app: ASGIApp) -> uvicorn.Server:
 
     config = uvicorn.Config(
         app,
+        http=limited_protocol(table),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -242,15 +265,14 @@ def uvicorn_server(app: ASGIApp) -> uvicorn.Server:
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        timeout_keep_alive=75,
+        timeout_keep_alive=int(limits.idle_seconds),
         timeout_graceful_shutdown=5,
-        h11_max_incomplete_event_size=LARGEST_HEADERS,
     )
     return Server(config)
 
 
 def _check_packages() -> None:
-    for package in ("starlette", "uvicorn", "jinja2"):
+    for package in ("starlette", "uvicorn", "httptools", "jinja2"):
         if find_spec(package) is None:
             raise BadInput(f"serving needs {package}: pip install 'meshwright[serve]'")
 

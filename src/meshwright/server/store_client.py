@@ -137,9 +137,7 @@ class StoreClient:
         self.frames = FrameSocket(end)
         try:
             self._staging = Staging(self._blocks.block_bytes)
-            sizes = {"block_bytes": self._blocks.block_bytes, "slots": self._staging.slots}
-            hello = {"key": self._key, "identity": self._identity, **sizes}
-            self.frames.send({"hello": hello}, descriptor=self._staging.descriptor if self.frames.local else None)
+            self.frames.introduce(self._key)
         except (EOFError, OSError):  # the store has closed, or files or memory are exhausted
             self._lose()
 
@@ -156,7 +154,12 @@ class StoreClient:
 
     def _take(self, frames: FrameSocket, frame: Frame) -> None:
         message = frame.message
-        if "found" in message:
+        if frames.proves(message):
+            assert self._staging is not None
+            sizes = {"block_bytes": self._blocks.block_bytes, "slots": self._staging.slots}
+            descriptor = self._staging.descriptor if frames.local else None
+            frames.say_hello({"identity": self._identity, **sizes}, descriptor)
+        elif "found" in message:
             self._copy(frames, message, frame.payload)
         elif "stored" in message:
             start, count = message["stored"]

@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from meshwright.events.parent import PARENT
+from meshwright.server.background import guarded
 from meshwright.server.errors import NO_RETRY, RequestError
 from meshwright.server.model_files import ModelFiles
 from meshwright.server.request_reader import RequestReader
@@ -145,7 +146,12 @@ class _Lane:
     def start(self) -> None:
         """Start a process if there is none."""
         if self._process is None and not self._closed:
-            self._process = _TextProcess(self._take, self._lost)
+            try:
+                self._process = _TextProcess(self._take, self._lost)
+            except OSError as error:  # no file, memory or process is left
+                log.warning("a text process (%s bodies) cannot be started: %s", self._name, error)
+                self._start_later()
+                return
             values, content = self._files
             self._process.send({"setup": to_plain(self._setup), "files": values}, content)
             self._time(START_SECONDS, self._process.end)
@@ -241,6 +247,10 @@ class _Lane:
             self._restart()
             return
         self._process = None
+        self._start_later()
+
+    def _start_later(self) -> None:
+        """Try another start after a pause that grows with the failed ones."""
         pause = min(FIRST_PAUSE * 2**self._failed_starts, LONGEST_PAUSE)
         self._failed_starts += 1
         if self._failed_starts >= FAILED_STARTS:
@@ -285,7 +295,8 @@ class _TextProcess(asyncio.Protocol):
         self.loaded = False
         """Whether it takes jobs."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, ExitStack() as unless_started:
+            unless_started.callback(ours.close)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "meshwright.server.text_process", str(theirs.fileno())],
                 env={
@@ -297,6 +308,7 @@ class _TextProcess(asyncio.Protocol):
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the HTTP process, which drains
             )
+            unless_started.pop_all()
         ours.setblocking(False)
         self._connecting = asyncio.ensure_future(asyncio.get_running_loop().create_connection(lambda: self, sock=ours))
         self._ending: asyncio.Future[None] | None = None
@@ -342,7 +354,7 @@ class _TextProcess(asyncio.Protocol):
                 self._take_frame(frame)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ending = asyncio.ensure_future(self._report_end())
+        self._ending = asyncio.ensure_future(guarded("text process", self._report_end, Counter()))
 
     async def _report_end(self) -> None:
         """Wait for the end of the process, whose memory the system frees first; a thread does, so that no stream waits."""

@@ -32,6 +32,7 @@ from meshwright.parallel.world import open_store
 from meshwright.spec.errors import EXIT_DONE, EXIT_NO_RESOURCES
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.rank_environment import RankEnvironment
+from meshwright.spec.secrets import without_secrets
 
 SECONDS = 60.0
 """Default limit of a whole test."""
@@ -224,7 +225,7 @@ def check_host(device_type: str, ranks: int, seconds: float = SECONDS) -> list[C
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "meshwright.training.self_test", device_type]
-        env = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **os.environ}
+        env = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **without_secrets()}
         processes = [
             subprocess.Popen(
                 [*command, f"rank={rank}", str(ranks), str(Path(folder) / "store")], stdout=subprocess.PIPE, env=env
