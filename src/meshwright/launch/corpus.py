@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.inventory import newest_checkpoint
 from meshwright.checkpoint.manifest import STATE, read_manifest
 from meshwright.checkpoint.state import decode_state
-from meshwright.checkpoint.verify import list_checkpoints, newest_checkpoint, read_verified
+from meshwright.checkpoint.verify import list_checkpoints, read_verified
 from meshwright.data.source import DataSource
 from meshwright.data.vocabulary import Vocabulary, read_vocabulary
 from meshwright.policies.skipped_samples import SampleRange, merge_skips

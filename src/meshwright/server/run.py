@@ -60,7 +60,7 @@ def run_server(
     _check_packages()
     spec = with_keys(spec)
     check_addresses(spec)
-    served = newest(folder) if spec.follow else folder
+    served = newest(folder).path if spec.follow else folder
     setup = EngineSetup(
         folder=str(served.absolute()),
         tokenizer=None if (file := tokenizer_file(served)) is None else str(file),
@@ -168,6 +168,8 @@ class _Server:
             if self._client.usable and not served:
                 served = True
                 keep_loaded()
+                if self._client.warning is not None:
+                    write_line(self._client.warning, sys.stderr)
                 self._say(f"serving {self._api.name} at {url_of(self._sockets[0])}")
         stop.cancel()
 
