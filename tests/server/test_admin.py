@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.checkpoint.inventory import Chosen
 from meshwright.server.app import admin_app
 from meshwright.server.follow import follow
 from tests.server.helpers import JSON, NAME, Answer, RunningServer, call, running_server, write_folder
@@ -96,9 +97,9 @@ def test_each_new_checkpoint_of_a_run_is_served(
     own: RunningServer, folder: Path, other: Path, monkeypatch: Any
 ) -> None:
     """The newest checkpoint changes from one folder to one that cannot be loaded, then to another."""
-    before, looks = text(own), iter([folder, folder / "missing", other])
+    before, looks = text(own), iter([Chosen(folder, 1), Chosen(folder / "missing", 2), Chosen(other, 3)])
     served: list[Path] = []
-    monkeypatch.setattr("meshwright.server.follow.newest", lambda run: next(looks, other))
+    monkeypatch.setattr("meshwright.server.follow.newest", lambda run: next(looks, Chosen(other, 3)))
     load = own.api.client.load
 
     async def load_and_note(path: Path) -> None:
@@ -116,4 +117,4 @@ def test_each_new_checkpoint_of_a_run_is_served(
 
     own.run(following())
     assert served == [folder / "missing", other]
-    assert text(own) != before
+    assert text(own) != before and own.api.client.weights == {"checkpoint": str(other)}

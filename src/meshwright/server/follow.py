@@ -29,7 +29,7 @@ async def follow(client: EngineClient, run: Path, served: Path, seconds: float) 
 
     One that cannot be loaded is logged and left out; of one that is damaged also `/v1/models` says so.
     """
-    warning: str | None = None
+    warning = client.warning
     while client.failure is None:
         await asyncio.sleep(seconds)
         try:
