@@ -51,9 +51,6 @@ test-engine-soak: $(VENV)/.installed-test
 test-fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz.run
 
-test-attack: $(VENV)/.installed-test
-	$(PYTEST) -m attack tests
-
 test-storage: $(VENV)/.installed-storage
 	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py
 

@@ -78,7 +78,7 @@ HOSTILE = {
     "control characters": lambda c: c["tensors"].update({"a\x1b[2J": c["tensors"][NAME]}),
     "number for a tensor entry": lambda c: c["tensors"].update({NAME: 3}),
     "no tensors": lambda c: c.update(tensors=[1]),
-    "another format": lambda c: c.update(format=2),
+    "another format": lambda c: c.update(format=0),
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.manifest import COMMITTED, FORMAT, MANIFEST, DamagedCheckpoint, commit_line, read_manifest
+from meshwright.checkpoint.manifest import COMMITTED, FORMAT, MANIFEST, NewerFormat, commit_line, read_manifest
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import verify
@@ -42,5 +42,5 @@ def test_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
     data = json.dumps({**json.loads((path / MANIFEST).read_bytes()), "format": FORMAT + 1}).encode()
     (path / MANIFEST).write_bytes(data)
     (path / COMMITTED).write_bytes(commit_line(data))
-    with pytest.raises(DamagedCheckpoint, match=rf"this version cannot read format {FORMAT + 1} \(expected {FORMAT}\)"):
+    with pytest.raises(NewerFormat, match=rf"newer format: format {FORMAT + 1}, .*this release reads format {FORMAT}"):
         read_manifest(path)

@@ -95,7 +95,7 @@ def test_a_commit_file_with_a_wrong_or_invalid_digest_is_damage(tmp_path: Path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2},
+        {"format": 0},
         {"block_bytes": 5},
         {"step": -1},
         {"step": True},

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from meshwright.checkpoint.files import BLOCK_BYTES
+from meshwright.checkpoint.inventory import newest_checkpoint
 from meshwright.checkpoint.manifest import COMMITTED, MANIFEST, has_commit
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import list_checkpoints, newest_checkpoint, verify
+from meshwright.checkpoint.verify import list_checkpoints, verify
 from meshwright.spec.errors import BadInput, Damaged
 from tests.checkpoint.made import save
 

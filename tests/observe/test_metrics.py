@@ -1,11 +1,14 @@
 import errno
 import json
 import math
+import os
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.observe import metrics
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter, read_metrics, scan_metrics, to_line
 from meshwright.spec.errors import Damaged, OutOfResources
 
@@ -169,3 +172,32 @@ def test_a_file_that_is_deleted_or_replaced_is_out_of_resources(tmp_path, replac
             path.touch()
         with pytest.raises(OutOfResources, match="metrics.jsonl no longer exists: it was deleted or moved"):
             writer.write_event(2, "y")
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 50, b"\0" * 20 + b"\n" + b"\0" * 20, b'{"ste\0\0\0\n', b"\0\n\0\n"])
+def test_a_tail_that_a_power_cut_damaged_is_skipped_with_one_line(tmp_path, caplog, tail):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2])
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+    (line,) = [record.message for record in caplog.records]
+    assert "damaged from line 3 on" in line
+    write_steps(path, [3], resume_from=2)
+    assert path.read_bytes().startswith(whole) and b"\0" not in path.read_bytes()
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+
+
+def test_sync_flushes_what_was_written(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(
+        metrics, "sync_open_file", lambda descriptor, path: flushed.append(os.fstat(descriptor).st_size)
+    )
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write_step(step_record(1))
+        writer.sync()
+        for thread in threading.enumerate():
+            if thread.name == "metrics":
+                thread.join()
+    assert flushed == [path.stat().st_size]

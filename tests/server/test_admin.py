@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.checkpoint.inventory import Chosen
 from meshwright.server.app import admin_app
 from meshwright.server.background import guarded
 from meshwright.server.follow import Follower
@@ -100,14 +101,14 @@ def test_each_new_checkpoint_of_a_run_is_served(
 
     For a while no file can be opened: this ends nothing, and is counted.
     """
-    before, looks = (
-        text(own),
-        iter([folder, OSError(24, "Too many open files"), folder / "missing", ValueError(), other]),
+    last = Chosen(other, 3)
+    looks = iter(
+        [Chosen(folder, 1), OSError(24, "Too many open files"), Chosen(folder / "missing", 2), ValueError(), last]
     )
-    served: list[Path] = []
+    before, served = text(own), list[Path]()
 
-    def newest(run: Path) -> Path:
-        found = next(looks, other)
+    def newest(run: Path) -> Chosen:
+        found = next(looks, last)
         if isinstance(found, Exception):
             raise found
         return found
@@ -134,4 +135,4 @@ def test_each_new_checkpoint_of_a_run_is_served(
     assert served == [folder / "missing", other]
     metrics = own.run(call(own.app, "GET", "/metrics")).body
     assert b'meshwright:task_failures_total{model_name="tiny",task="follow"} 2' in metrics
-    assert text(own) != before
+    assert text(own) != before and own.api.client.weights == {"checkpoint": str(other)}

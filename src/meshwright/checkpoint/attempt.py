@@ -26,6 +26,7 @@ from pathlib import Path
 from meshwright import __version__
 from meshwright.checkpoint.contents import Contents, check_record, encode_contents
 from meshwright.checkpoint.files import FileRecord, write_file
+from meshwright.checkpoint.inventory import record_commit
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     CONTENTS,
@@ -160,6 +161,8 @@ class Attempt:
         displaced = self.checkpoints / f".replaced-{self.target.name}.{self.name.rpartition('-')[2]}"
         self.check_owner()
         publish_folder(self.folder, self.target, displaced)
+        if self.lease is not None:
+            record_commit(self.checkpoints.parent, self.step)
         _remove(displaced)
         return manifest
 

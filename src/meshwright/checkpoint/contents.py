@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.checkpoint.boxes import count_elements, exceeds_shape, find_overlap
 from meshwright.checkpoint.files import plain_name
 from meshwright.checkpoint.header import ITEM_BYTES, parse_offsets, parse_shape
-from meshwright.checkpoint.manifest import CONTENTS, FORMAT, Manifest, read_manifest
+from meshwright.checkpoint.manifest import CONTENTS, FORMAT, Manifest, check_format, read_manifest
 from meshwright.checkpoint.verify import read_verified
 from meshwright.spec.errors import Damaged
 from meshwright.spec.folder_files import parse_json
@@ -74,6 +74,7 @@ def read_checkpoint(path: Path) -> Contents:
 def parse_contents(text: bytes, where: Path, manifest: Manifest) -> Contents:
     """Parse `text`, the contents of the file `where` of a checkpoint with this manifest. Raises Damaged if it is invalid."""
     data = parse_json(text, where, own=True)
+    check_format(data, where.parent, where.name)
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("tensors"), dict):
         raise Damaged(f"{where}: not a table of tensors of format {FORMAT}")
     return {name: _parse_record(name, entry, where, manifest) for name, entry in data["tensors"].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,11 @@ from meshwright.checkpoint.contents import Chunk, TensorRecord
 from meshwright.checkpoint.files import disk_space_error
 from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.hf import export_hf, import_hf
+from meshwright.checkpoint.inventory import choose_newest
 from meshwright.checkpoint.manifest import step_name
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
-from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.config.load import resolved_yaml
 from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.text_format import TEXT_FORMAT, TOKENIZER, known_text_format, tokenizer_file
@@ -32,6 +33,8 @@ from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.run import ModelSection, RunSpec
 
 _SHARD = "tensors-00000.safetensors"
+
+log = logging.getLogger("meshwright")
 
 
 def export_checkpoint(
@@ -50,7 +53,10 @@ def export_checkpoint(
     Raises Damaged when the checkpoint differs from what was written, BadInput when it has no model configuration or average, or when the
     Hugging Face class of its family cannot represent it.
     """
-    path = newest_checkpoint(source)
+    chosen = choose_newest(source)
+    path = chosen.path
+    if chosen.warning is not None:
+        log.warning("%s", chosen.warning)
     with CheckpointReader(path) as reader:
         config = _config(reader)
         spec = _model(config, path)

@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 
 from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.inventory import choose_newest
 from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
@@ -26,7 +26,7 @@ class Initial:
 
     read_rows: Callable[[ParameterSpec, int, int], torch.Tensor]
     notes: tuple[str, ...] = ()
-    """Sentences for the user about settings in the folder's config.json that this program ignores."""
+    """Sentences for the user: settings in the folder's config.json that this program ignores, or damaged newer checkpoints."""
 
 
 @contextmanager
@@ -41,11 +41,14 @@ def initial_weights(spec: ModelSpec, init: str) -> Iterator[Initial | None]:
         _check_shapes(init, spec, {parameter.name: parameter.shape for parameter in parameters(stored_spec)})
         yield Initial(weights.read_rows, tuple(f"{folder}: {note}" for note in weights.notes))
     elif source == "checkpoint":
-        newest = _find_weights(init, partial(newest_checkpoint, contents=False), folder)
-        with CheckpointReader(newest) as reader:
+        newest = _find_weights(init, partial(choose_newest, contents=False), folder)
+        notes = () if newest.warning is None else (f"model.init: {newest.warning}",)
+        with CheckpointReader(newest.path) as reader:
             names = reader.names("model.")
             _check_shapes(init, spec, {name.removeprefix("model."): reader.tensors[name].shape for name in names})
-            yield Initial(lambda parameter, start, stop: reader.read_rows(f"model.{parameter.name}", start, stop))
+            yield Initial(
+                lambda parameter, start, stop: reader.read_rows(f"model.{parameter.name}", start, stop), notes
+            )
     else:
         yield None
 

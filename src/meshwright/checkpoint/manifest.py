@@ -31,9 +31,10 @@ _STEP_NAME = re.compile(r"step-(\d{8,12})")
 _COMMIT_LINE = re.compile(rb"[0-9a-f]{32}\n")
 _FILE_DIGEST, _BLOCK_DIGEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}")
 
-DamageType = Literal["missing", "truncated", "digest", "extra", "manifest", "commit", "foreign"]
+DamageType = Literal["missing", "truncated", "digest", "extra", "manifest", "commit", "foreign", "format"]
 """`digest`: contents differ from what was written; `extra`: more bytes or files than written; `manifest`, `commit`: the
-file manifest.json or COMMITTED is invalid; `foreign`: the checkpoint is another run's."""
+file manifest.json or COMMITTED is invalid; `foreign`: the checkpoint is another run's; `format`: a later release wrote
+it, which is no damage."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,17 @@ class DamagedCheckpoint(Damaged):
         more = f" and {len(self.damage) - 5} more" if len(self.damage) > 5 else ""
         state = "does not belong here" if all(entry.kind == "foreign" for entry in self.damage) else "is damaged"
         super().__init__(f"checkpoint {path} {state}: {'; '.join(map(str, self.damage[:5]))}{more}")
+
+
+class NewerFormat(BadInput):
+    """A later release wrote the checkpoint, in a format that this one cannot read; `damage` says so for lists of damage."""
+
+    def __init__(self, path: Path, damage: Sequence[Damage]) -> None:
+        self.damage = tuple(damage)
+        super().__init__(
+            f"checkpoint {path} is of a newer format: {self.damage[0].note}; use the release that wrote it. No older "
+            "checkpoint is used instead"
+        )
 
 
 @dataclass(frozen=True)
@@ -154,9 +166,14 @@ def read_committed(path: Path) -> bytes:
 
 
 def parse_manifest(path: Path, data: bytes) -> Manifest:
-    """Parse `data`, the contents of `manifest.json` in the folder `path`. Raises DamagedCheckpoint if it is invalid."""
+    """Parse `data`, the contents of `manifest.json` in the folder `path`.
+
+    Raises DamagedCheckpoint if it is invalid, and NewerFormat if a later release wrote it.
+    """
     try:
-        manifest = _parse(parse_json(data, path / MANIFEST, own=True), path / MANIFEST)
+        table = parse_json(data, path / MANIFEST, own=True)
+        check_format(table, path, MANIFEST)
+        manifest = _parse(table, path / MANIFEST)
     except Damaged as error:
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", str(error))]) from error
     # The folder may still have the name that `Attempt.commit` gives a checkpoint before it is replaced.
@@ -164,6 +181,18 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
     if step_in_name not in (None, manifest.step):
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", f"is that of step {manifest.step}")])
     return manifest
+
+
+def check_format(table: Any, path: Path, file: str) -> None:
+    """Raise NewerFormat if `table`, the contents of a JSON file of the checkpoint at `path`, has a later format than FORMAT."""
+    version = table.get("format") if isinstance(table, dict) else None
+    if not _is_whole_number(version) or version <= FORMAT:
+        return
+    versions = table.get("versions")
+    release = versions.get("meshwright") if isinstance(versions, dict) else None
+    writer = f", written by meshwright {release:.40}" if isinstance(release, str) else ""
+    note = f"format {version}{writer}; this release reads format {FORMAT}"
+    raise NewerFormat(path, [Damage(file, 0, "format", note)])
 
 
 def read_own_manifest(path: Path, run_id: str | None) -> Manifest:

@@ -13,10 +13,12 @@ import logging
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.files import disk_space_error, plain_name
+from meshwright.checkpoint.inventory import newest_step
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     MANIFEST,
@@ -28,18 +30,18 @@ from meshwright.checkpoint.manifest import (
     step_name,
 )
 from meshwright.checkpoint.object_store import ObjectStore
-from meshwright.checkpoint.verify import newest_step, verify
+from meshwright.checkpoint.verify import verify
 from meshwright.durable.lease import read_lease
 from meshwright.durable.writes import publish_folder, sync_file, sync_folder
-from meshwright.spec.errors import BadInput, CommunicationFailure, Damaged, OutOfResources
+from meshwright.spec.errors import BadInput, CommunicationFailure, Damaged, MeshwrightError, OutOfResources
 from meshwright.spec.folder_files import parse_json
 
 log = logging.getLogger(__name__)
 
-INDEX = "checkpoints.json"
+INDEX, INDEX_FORMAT = "checkpoints.json", 1
 FILES_AT_ONCE = 4
-START_PATIENCE = 60.0
-"""Seconds that a start tries to reach the store."""
+START_PATIENCE, DESCRIBE_PATIENCE = 60.0, 5.0
+"""Seconds that a start tries to reach the store, and a message that only describes it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ def read_index(store: ObjectStore) -> MirrorIndex | None:
         return None
     where = Path(f"{store.url}/{INDEX}")
     table = parse_json(data, where, own=True)
+    if isinstance(table, dict) and isinstance(version := table.get("format"), int) and version > INDEX_FORMAT:
+        raise BadInput(
+            f"{where} is of format {version}, which a later release writes; this one reads format {INDEX_FORMAT}"
+        )
     try:
         entries = tuple(MirrorEntry(int(entry["step"]), str(entry["folder"])) for entry in table["checkpoints"])
         index = MirrorIndex(table["run_id"], table["epoch"], tuple(sorted(entries, key=lambda entry: entry.step)))
@@ -102,7 +108,7 @@ def upload_checkpoint(store: ObjectStore, path: Path, keep: int) -> int:
     others = [each for each in before.checkpoints if each.step != entry.step]
     entries = sorted([*others, entry], key=lambda each: each.step)
     after = MirrorIndex(manifest.run_id, manifest.epoch, tuple(entries[-keep:]))
-    store.put_bytes((json.dumps({"format": 1, **asdict(after)}) + "\n").encode(), INDEX)
+    store.put_bytes((json.dumps({"format": INDEX_FORMAT, **asdict(after)}) + "\n").encode(), INDEX)
     for old in set(before.checkpoints) - set(after.checkpoints):
         _delete(store, old)
     return manifest.total_bytes
@@ -152,7 +158,8 @@ def fetch_newest(
     """Copy the newest complete checkpoint of the mirror to the run's folder if it is newer than all that are complete there.
 
     `note` hears which of both a start resumes from. A store that cannot be reached is noted if the run has a checkpoint of its own;
-    without one CommunicationFailure is raised, since the run would start from scratch. Raises BadInput when the store holds another run.
+    without one CommunicationFailure is raised, since the run would start from scratch. For the same reason Damaged is raised without one
+    if every copy is damaged, or there are copies without an index. Raises BadInput when the store holds another run.
     """
     url, checkpoints = mirror_url(mirror, run_folder), run_folder / "checkpoints"
     local = newest_step(run_folder) if run_folder.is_dir() else 0
@@ -166,11 +173,17 @@ def fetch_newest(
         return None
     lease = read_lease(run_folder)
     if index is None:
+        if not local and (copies := _copies_without_index(store)):
+            raise Damaged(
+                f"{url} has copies of checkpoints ({', '.join(copies)}) and its index {INDEX} is missing: put the index back, copy a "
+                f"checkpoint to {checkpoints}, or start a new run with --fresh"
+            )
         return None
     if lease is not None and index.run_id not in (None, lease.run_id):
         raise BadInput(
             f"{url} holds run {index.run_id}, {run_folder} is run {lease.run_id}; choose another name or checkpoint.mirror"
         )
+    damaged: list[str] = []
     for entry in reversed(index.checkpoints):
         if entry.step <= local:
             break
@@ -179,15 +192,49 @@ def fetch_newest(
             path = download_checkpoint(store, entry, checkpoints)
         except Damaged as error:
             note(f"{error}; trying the next older checkpoint")
+            damaged.append(str(error))
             continue
         note(
             f"resuming from step {entry.step} of {url}; "
             + (f"the newest local one is of step {local}" if local else "none is local")
         )
         return path
+    if damaged and not local:
+        with suppress(OSError):
+            checkpoints.rmdir()  # made for a download; it stays if it has something in it
+        raise Damaged(
+            f"every copy of a checkpoint in {url} is damaged ({'; '.join(damaged)}) and {run_folder} has none; put a good copy into "
+            f"{checkpoints}, or start a new run with --fresh"
+        )
     if local:
         note(f"resuming from the local checkpoint of step {local}; {url} has none that is newer")
     return None
+
+
+def has_copies(mirror: str, run_folder: Path, *, patience: float = START_PATIENCE) -> bool:
+    """Whether the mirror has copies of a run of this folder's name. Raises CommunicationFailure if that cannot be looked up."""
+    store = ObjectStore(mirror_url(mirror, run_folder), patience=patience)
+    return store.get_bytes(INDEX) is not None or bool(_copies_without_index(store))
+
+
+def describe_copies(mirror: str | None, run_folder: Path) -> str:
+    """What the mirror has of a run, or why it cannot be read, in words; empty without a mirror."""
+    if mirror is None:
+        return ""
+    url = mirror_url(mirror, run_folder)
+    try:
+        index = read_index(ObjectStore(url, patience=DESCRIBE_PATIENCE))
+    except MeshwrightError as error:
+        return f"its mirror cannot be read ({error})"
+    if index is None:
+        return f"its mirror {url} has no {INDEX}"
+    steps = ", ".join(str(entry.step) for entry in reversed(index.checkpoints)) or "none"
+    return f"its mirror {url} lists checkpoints of steps {steps}, which a start takes if no local folder is as new"
+
+
+def _copies_without_index(store: ObjectStore) -> list[str]:
+    """Names of copies in a store that has no index. A listing may lag behind, so that the newest can be missing."""
+    return [name for name in store.names() if name.startswith("step-")]
 
 
 def _owned_index(store: ObjectStore, manifest: Manifest) -> MirrorIndex:

@@ -1,6 +1,6 @@
 """Stores and reads whole objects below a URL, with any store that fsspec supports; retries with back-off. Torch-free.
 
-It never lists objects, because the listings of some stores lag behind; callers know the names.
+Callers know the names of objects: the listings of some stores lag behind, so `names` only shows that something is there.
 """
 
 from __future__ import annotations
@@ -87,6 +87,14 @@ class ObjectStore:
             return self._retry(f"reading {name}", lambda: self._files.cat_file(self._key(name)))
         except FileNotFoundError:
             return None
+
+    def names(self) -> list[str]:
+        """First parts of the names of objects below the URL; those stored or deleted lately may be missing or remain."""
+        try:
+            keys = self._retry("listing", lambda: self._files.ls(self._root, detail=False))
+        except FileNotFoundError:
+            return []
+        return sorted(str(key).rstrip("/").rpartition("/")[2] for key in keys)
 
     def delete(self, name: str) -> None:
         """Delete an object; one that is missing is deleted already."""

@@ -20,10 +20,10 @@ from meshwright.checkpoint.contents import CONTENTS_LIMIT, Chunk, TensorRecord, 
 from meshwright.checkpoint.files import BLOCK_BYTES, plain_name
 from meshwright.checkpoint.fill import Destination
 from meshwright.checkpoint.header import Entry, parse_header
-from meshwright.checkpoint.manifest import CONTENTS, STATE, DamagedCheckpoint, read_manifest
+from meshwright.checkpoint.manifest import CONTENTS, STATE, DamagedCheckpoint, read_own_manifest
 from meshwright.checkpoint.shards import DTYPES, find_entry
 from meshwright.checkpoint.state import decode_state
-from meshwright.checkpoint.verify import Block, check_blocks, check_sizes, read_verified
+from meshwright.checkpoint.verify import Block, check_blocks, check_sizes, read_verified, run_id_of
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 _TEXT_LIMIT = 256 << 20
@@ -37,12 +37,12 @@ class CheckpointReader:
 
     It reads and verifies only the blocks that hold the rows requested. The last few blocks stay in memory
     (`CACHED_BLOCKS`), so reading rows in order reads each block once. Not thread-safe. Raises Damaged when a file
-    differs from what was written, and BadInput when `path` is not a folder.
+    differs from what was written or it is of another run than its folder, and BadInput when `path` is not a folder.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.manifest = read_manifest(path)
+        self.manifest = read_own_manifest(path, run_id_of(path))
         damage = check_sizes(path, self.manifest)
         if damage:
             raise DamagedCheckpoint(path, damage)

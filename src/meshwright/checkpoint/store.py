@@ -47,7 +47,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.storage import PiecePlanner, ShardWriter
-from meshwright.checkpoint.verify import blocks_to_check, check_blocks, check_sizes, verify
+from meshwright.checkpoint.verify import blocks_to_check, check_blocks, check_sizes, run_id_of, verify
 from meshwright.durable.lease import check_lease
 from meshwright.events.span import NullRecorder, Recorder
 from meshwright.spec.errors import BadInput, Damaged
@@ -78,7 +78,8 @@ class CheckpointStore:
     `torch.distributed`; on GPU jobs pass a Gloo group, and as `device_group` the NCCL group of the same ranks: loads
     send through it what several ranks need. `progress` is called with the number of bytes of each piece that this rank
     writes. `lease` is the file that names the start (launch) that owns the run's folder, the parent of
-    `folder`; with it, saving and deleting raise BadInput once another start has taken the folder.
+    `folder`; with it, saving and deleting raise BadInput once another start has taken the folder. A checkpoint of another
+    run than the lease in that folder names is refused.
 
     Each rank passes the tensors of which it holds a part, possibly none. A name means the same tensor on all ranks. A
     DTensor may have a mesh of any of the ranks. If several ranks hold the same elements (replicas, or an embedding that
@@ -98,7 +99,7 @@ class CheckpointStore:
     ) -> None:
         self.folder = folder
         self._lease = lease
-        self._run_id = None if lease is None else lease.run_id
+        self._run_id = run_id_of(folder) if lease is None else lease.run_id
         self._ranks, self._device_group = Ranks(group), device_group
         self._recorder = recorder or NullRecorder()
         self._progress = progress
@@ -180,10 +181,12 @@ class CheckpointStore:
 
         The names that all ranks pass must be those in the checkpoint that start with `prefix`: `prefix="model."` loads
         the weights only. Shapes must agree, and dtypes too unless `convert`. Raises Damaged when a block differs from
-        what was written (some tensors may be filled by then), BadInput when names, shapes or dtypes do not fit.
+        what was written (some tensors may be filled by then) or it is of another run than its folder, BadInput
+        when names, shapes or dtypes do not fit.
         """
         activity = f"loading {path}"
-        opened = open_checkpoint(self._ranks, path, None, activity)
+        run_id = self._run_id if path.parent == self.folder else run_id_of(path)
+        opened = open_checkpoint(self._ranks, path, run_id, activity)
         self._fill(opened, tensors, prefix=prefix, convert=convert, activity=activity)
         return opened.state
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.inventory import newest_checkpoint
 from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.config.load import load_resolved_model
 from meshwright.models.decoder import Decoder
 from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces

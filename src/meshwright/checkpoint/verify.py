@@ -24,10 +24,10 @@ from meshwright.checkpoint.manifest import (
     Damage,
     DamagedCheckpoint,
     Manifest,
+    NewerFormat,
     has_commit,
     read_manifest,
     read_own_manifest,
-    step_name,
     step_of,
     steps_in,
 )
@@ -45,12 +45,17 @@ def verify(path: Path, run_id: str | None = None) -> list[Damage]:
     If `run_id` is given, a checkpoint of another run counts as damaged (`foreign`). Raises BadInput when `path` is not
     a folder.
     """
+    return damage_of(path, run_id, contents=True)
+
+
+def damage_of(path: Path, run_id: str | None, *, contents: bool) -> list[Damage]:
+    """The damage of `verify`; without `contents` only names, sizes and the manifest are compared."""
     try:
         manifest = read_own_manifest(path, run_id)
-    except DamagedCheckpoint as error:
+    except (DamagedCheckpoint, NewerFormat) as error:
         return list(error.damage)
     damage = check_sizes(path, manifest)
-    return damage + check_blocks(path, manifest, blocks_to_check(manifest, damage))
+    return damage + (check_blocks(path, manifest, blocks_to_check(manifest, damage)) if contents else [])
 
 
 def list_checkpoints(folder: Path, *, contents: bool = True) -> list[dict[str, Any]]:
@@ -65,35 +70,14 @@ def list_checkpoints(folder: Path, *, contents: bool = True) -> list[dict[str, A
 
 
 def run_id_of(folder: Path) -> str | None:
-    """The run id in the lease of a run folder, given that folder or its `checkpoints` folder; None without a lease.
+    """The run id in the lease of a run folder, given that folder, its `checkpoints` folder or a checkpoint in it; None without one.
 
     The lease is the file that names the start (one launch of the run) that owns the folder.
     """
+    folder = folder.parent if step_of(folder.name) is not None else folder
     run = folder.parent if folder.name == "checkpoints" else folder
     lease = read_lease(run) if (run / LEASE).is_file() else None
     return None if lease is None else lease.run_id
-
-
-def newest_checkpoint(folder: Path, *, contents: bool = True) -> Path:
-    """The newest good checkpoint in a run folder or `checkpoints` folder, or `folder` itself if it is a checkpoint.
-
-    `contents=False` checks names and sizes only; a reader verifies the blocks that it reads anyway. Raises BadInput
-    when no checkpoint is committed, and Damaged when all committed ones are damaged.
-    """
-    run_id, committed = run_id_of(folder), False
-    for path in reversed(find_checkpoints(folder)):
-        record = _checkpoint_record(path, contents, run_id)
-        if record["ok"]:
-            return path
-        committed = committed or record["committed"]
-    if committed:
-        raise Damaged(f"every checkpoint in {folder} is damaged; `meshwright checkpoint verify {folder}` says where")
-    raise BadInput(f"{folder} holds no committed checkpoint")
-
-
-def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint in a run folder whose file names and sizes are right; 0 without one."""
-    return max((record["step"] for record in list_checkpoints(folder, contents=False) if record["ok"]), default=0)
 
 
 def newest_commit(checkpoints: Path) -> tuple[str, int] | None:
@@ -102,18 +86,11 @@ def newest_commit(checkpoints: Path) -> tuple[str, int] | None:
     The epoch is the number of the run's start that wrote the checkpoint.
     """
     for path in reversed(steps_in(checkpoints)):
-        with suppress(DamagedCheckpoint):
+        with suppress(DamagedCheckpoint, NewerFormat):
             manifest = read_manifest(path)
             if manifest.run_id is not None and manifest.epoch is not None:
                 return manifest.run_id, manifest.epoch
     return None
-
-
-def describe_continuation(folder: Path) -> str:
-    """A sentence for the user: from which step the same command continues the run in `folder`."""
-    if step := newest_step(folder):
-        return f"the same command (without --fresh) continues after step {step}, from {folder / 'checkpoints' / step_name(step)}"
-    return f"there is no checkpoint in {folder} yet; the same command begins at step 1"
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -229,13 +206,7 @@ def _check_block(path: Path, manifest: Manifest, block: Block) -> Damage | None:
 
 
 def _checkpoint_record(path: Path, contents: bool, run_id: str | None) -> dict[str, Any]:
-    if contents:
-        damage = verify(path, run_id)
-    else:
-        try:
-            damage = check_sizes(path, read_own_manifest(path, run_id))
-        except DamagedCheckpoint as error:
-            damage = list(error.damage)
+    damage = damage_of(path, run_id, contents=contents)
     damaged = [{"file": entry.file, "offset": entry.offset, "kind": entry.kind} for entry in damage]
     step, committed = step_of(path.name), has_commit(path)
     if step is None and not damage:

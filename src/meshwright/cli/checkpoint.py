@@ -60,15 +60,19 @@ def verify(folder: CheckpointFolder, as_json: Json = False) -> None:
 
         meshwright checkpoint verify runs/quickstart/checkpoints/step-00000100 --json
     """
-    from meshwright.spec.errors import EXIT_DAMAGED
+    from meshwright.spec.errors import EXIT_DAMAGED, BadInput
 
     records = _checkpoint_records(folder, contents=True)
     _print(records, as_json)
-    bad = [record for record in records if record["committed"] and not record["ok"]]
+    newer = [record for record in records if _is_newer(record)]
+    bad = [record for record in records if record["committed"] and not record["ok"] and record not in newer]
     if bad:
         names = ", ".join(Path(record["path"]).name for record in bad)
         print(f"meshwright: {len(bad)} of {len(records)} checkpoints damaged: {names}", file=sys.stderr)
         sys.exit(EXIT_DAMAGED)
+    if newer:
+        names = ", ".join(Path(record["path"]).name for record in newer)
+        raise BadInput(f"not verified, as a later release wrote them in a newer format: {names}")
 
 
 @app.command()
@@ -82,10 +86,14 @@ def diff(a: CheckpointFolder, b: CheckpointFolder, as_json: Json = False) -> Non
         meshwright checkpoint diff runs/quickstart runs/other/checkpoints/step-00000100
     """
     from meshwright.checkpoint.diff import compare_checkpoints
-    from meshwright.checkpoint.verify import newest_checkpoint
+    from meshwright.checkpoint.inventory import choose_newest
 
     with _disk_errors("comparing checkpoints"):
-        paths = [newest_checkpoint(folder, contents=False) for folder in (a, b)]
+        chosen = [choose_newest(folder, contents=False) for folder in (a, b)]
+        paths = [each.path for each in chosen]
+        for each in chosen:
+            if each.warning is not None:
+                print(f"meshwright: {each.warning}", file=sys.stderr)
         differences = [asdict(difference) for difference in compare_checkpoints(*paths)]
     different = [difference for difference in differences if difference["status"] != "equal"]
     if as_json:
@@ -230,8 +238,14 @@ def _print(records: list[dict[str, Any]], as_json: bool) -> None:
 def _line(record: dict[str, Any]) -> str:
     path = Path(record["path"])
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    state = "ok" if record["ok"] else "DAMAGED" if record["committed"] else "never committed, not loaded"
+    bad = "DAMAGED" if record["committed"] else "never committed, not loaded"
+    state = "ok" if record["ok"] else "newer format" if _is_newer(record) else bad
     return f"{path}  {size / 1e6:12,.1f} MB  {state}"
+
+
+def _is_newer(record: dict[str, Any]) -> bool:
+    """Whether a later release wrote the checkpoint of a record in a format that this one cannot read."""
+    return any(damage["kind"] == "format" for damage in record["damaged"])
 
 
 @contextmanager

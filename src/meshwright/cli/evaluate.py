@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.options import Json, model_folder, say
-from meshwright.cli.spread import PlanFile, ask_ranks, model_in
+from meshwright.cli.spread import PlanFile, ask_ranks, found_weights, model_in
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def evaluate(
 
         meshwright eval exported-model --data corpus/held_out --seq-len 1024 --json
     """
-    result = _evaluate(model_folder(model), data, seq_len, batch, batches, plan)
+    folder = model_folder(model)
+    weights, facts = found_weights(folder)
+    result = _evaluate(folder, weights, data, seq_len, batch, batches, plan)
     if not result.tokens:
         raise BadInput("the samples have no token that is trained on; raise --batches or --seq-len")
     answer = {
@@ -67,6 +69,7 @@ def evaluate(
         "bits_per_byte": result.bits_per_byte,
         "tokens": result.tokens,
         **({"by_source": result.by_source} if result.by_source else {}),
+        **facts,
     }
     if as_json:
         print(json.dumps(answer))
@@ -78,8 +81,9 @@ def evaluate(
 
 
 def _evaluate(
-    model: Path, data: str | None, seq_len: int | None, batch: int, batches: int, plan: Path | None
+    model: Path, weights: Path, data: str | None, seq_len: int | None, batch: int, batches: int, plan: Path | None
 ) -> Evaluation:
+    """The evaluation of `weights`, a checkpoint of the run `model`, or `model` itself."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.config.load import load_resolved
     from meshwright.data.loader import open_data
@@ -94,7 +98,7 @@ def _evaluate(
     spec = run.data if run else DataSpec()
     if data is not None:
         spec = replace(spec, validation=data)
-    longest = model_in(model)[0].max_seq_len
+    longest = model_in(weights)[0].max_seq_len
     length = seq_len or (run.train.seq_len if run else min(TrainSpec.seq_len, longest))
     if length > longest:
         raise BadInput(f"--seq-len {length}: expected at most {longest}, the context of {model} (model.max_seq_len)")
@@ -104,11 +108,11 @@ def _evaluate(
         from meshwright.training.spread import Measurement
 
         measurement = Measurement(data=spec, seq_len=length, samples=batch * batches, micro_batch=batch)
-        measured = ask_ranks(model, plan, measurement=measurement).evaluation
+        measured = ask_ranks(weights, plan, measurement=measurement).evaluation
         assert measured is not None
         return measured
     device, dtype = device_and_dtype()
-    decoder = load_model(model, device, dtype)
+    decoder = load_model(weights, device, dtype, contents=False)
     source = open_data(spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation")
     print(f"evaluating on {device}", file=sys.stderr)
     long = length > text_losses.CHUNK_TOKENS and not source.document_mask and spec.packing != "none"

@@ -20,6 +20,7 @@ from meshwright.cli.spread import (
     check_experts,
     check_split,
     cluster_here,
+    found_weights,
     model_in,
 )
 from meshwright.spec.engine import ONE_RANK, ExpertRanks
@@ -155,8 +156,9 @@ def generate(
     drafting = Drafting(speculate or int(mtp), mtp=mtp)
     if draft_model is not None and not mtp:
         drafting = Drafting(speculate or DRAFT_TOKENS, model_folder(draft_model))
+    source, facts = found_weights(folder)
     samples = sample(
-        folder,
+        source,
         prompt,
         tokens=tokens,
         temperature=temperature,
@@ -170,7 +172,7 @@ def generate(
         show=show,
     )
     if as_json:
-        print(json.dumps({"samples": samples}))
+        print(json.dumps({"samples": samples, **facts}))
 
 
 def _unseen(piece: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.cli.options import say
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput, attach_key, call_all
 from meshwright.spec.host_limits import usable_cores
 
@@ -72,19 +73,31 @@ def ask_ranks(
 
 
 def model_in(folder: Path) -> tuple[ModelSpec, str]:
-    """The model's dimensions and the source of its weights: `hf:DIR` or `checkpoint:DIR`."""
+    """The model's dimensions and the source of its weights: `hf:DIR` or `checkpoint:DIR`. Weights are not read."""
     from meshwright.checkpoint.hf import import_hf
-    from meshwright.checkpoint.verify import newest_checkpoint
+    from meshwright.checkpoint.inventory import newest_checkpoint
     from meshwright.config.load import load_resolved
     from meshwright.spec.fields import from_plain, to_plain
     from meshwright.spec.model import ModelSpec
 
     if (folder / "config.json").exists():
         return import_hf(folder)[0], f"hf:{folder}"
-    checkpoint = newest_checkpoint(folder)
+    checkpoint = newest_checkpoint(folder, contents=False)
     section = to_plain(load_resolved(checkpoint / "config.yaml").model)
     names = ModelSpec.__dataclass_fields__
     return from_plain(ModelSpec, {key: section[key] for key in names}), f"checkpoint:{checkpoint}"
+
+
+def found_weights(folder: Path) -> tuple[Path, dict[str, object]]:
+    """The folder with the model's weights, of a run its newest good checkpoint, and its `facts`. Says if newer ones are damaged."""
+    from meshwright.checkpoint.inventory import choose_weights
+
+    chosen = choose_weights(folder)
+    if chosen is None:
+        return folder, {}
+    if chosen.warning is not None:
+        say(f"meshwright: {chosen.warning}")
+    return chosen.path, chosen.facts()
 
 
 def _check_fit(plan: Plan, model: ModelSpec, file: Path, seq_len: int | None) -> None:

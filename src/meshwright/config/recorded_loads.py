@@ -47,7 +47,8 @@ def read_loads(path: Path, spec: ModelSpec, option: str = "--replay-routing") ->
 
 
 def _from_metrics(text: str) -> dict[int, list[list[int]]]:
-    lines = (json.loads(line) for line in text.splitlines())
+    """The loads by step. Lines without any are not read; a crash may leave a damaged last one."""
+    lines = (json.loads(line) for line in text.splitlines() if '"expert_loads"' in line and line.endswith("}"))
     return {line["step"]: line["expert_loads"] for line in lines if "expert_loads" in line}
 
 

@@ -7,7 +7,7 @@ import secrets
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.inventory import present_steps
 from meshwright.durable.writes import write_durable
 from meshwright.launch.coordinator import NoPlanForHosts, read_state
 from meshwright.launch.corpus import recorded_skips
@@ -50,7 +50,8 @@ def opening_state(folder: Path) -> State:
     earlier = read_state(folder) or State()
     skipped = merge_skips(recorded_skips(folder), earlier.skipped)
     suspects = tuple(Suspect(exclusion.host) for exclusion in earlier.excluded)
-    return State(checkpoints=checkpoint_steps(folder), skipped=skipped, suspects=suspects, job=secrets.token_hex(8))
+    steps = present_steps(folder)
+    return State(checkpoints=steps, present=steps, skipped=skipped, suspects=suspects, job=secrets.token_hex(8))
 
 
 def finished_state(folder: Path) -> State | None:
@@ -66,7 +67,8 @@ def job_state(folder: Path) -> State:
         return opening_state(folder)
     if earlier.status == "preparing":  # its ranks have not begun
         earlier = replace(earlier, status="gathering", attempt=earlier.attempt - 1, tests=(), testing=())
-    return replace(earlier, checkpoints=checkpoint_steps(folder), ready=(), not_before=0.0, short_since=None)
+    steps = present_steps(folder)
+    return replace(earlier, checkpoints=steps, present=steps, ready=(), not_before=0.0, short_since=None)
 
 
 def prepared_before(run: RunSpec, folder: Path) -> Prepared:
@@ -78,11 +80,6 @@ def prepared_before(run: RunSpec, folder: Path) -> Prepared:
     if last.run.cluster.nodes != run.cluster.nodes:
         first = replace(first, plan=training_plan(first.run, lambda text: None))
     return Prepared(first, folder, resumes=True)
-
-
-def checkpoint_steps(folder: Path) -> tuple[int, ...]:
-    """Steps of the checkpoints in a run's folder whose names and sizes are right, ascending."""
-    return tuple(record["step"] for record in list_checkpoints(folder, contents=False) if record["ok"])
 
 
 def write_attempt(prepared: Prepared, state: State) -> Path:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from meshwright.checkpoint.inventory import present_steps
 from meshwright.diagnosis.culprit import Culprit
 from meshwright.durable.writes import append_durable
 from meshwright.events.messages import Corruption
@@ -38,6 +39,7 @@ from meshwright.policies.job_events import (
     Note,
     Prepare,
     Prepared,
+    Present,
     Ready,
     Record,
     SelfTestEnded,
@@ -329,6 +331,8 @@ class Coordinator:
 
     def _apply(self, event: Event, now: float) -> None:
         """Apply an event to the state, store the new state, and carry out the actions."""
+        if isinstance(event, Failed | Lost | Corrupted):
+            self.state = decide(self.state, Present(self._present_steps()), now, self._rules)[0]
         before = self.state
         self.state, actions = decide(before, event, now, self._rules)
         state = self.state
@@ -358,6 +362,13 @@ class Coordinator:
                     write_line(f"meshwright: {text}")
                 case Begin() | Finish():
                     pass  # directives follow from the state
+
+    def _present_steps(self) -> tuple[int, ...]:
+        """The steps of the checkpoints in the run's folder; those known before if it cannot be read."""
+        try:
+            return present_steps(self._folder)
+        except (OSError, MeshwrightError):
+            return self.state.present
 
     def _keep(self) -> None:
         record = {"time": time.time(), **to_plain(self.state)}
@@ -425,7 +436,7 @@ class Coordinator:
         """Source of the next attempt's state, in words."""
         state = self.state
         # `resume_at_most` is set if the newest checkpoint is left out, as the same failure has occurred twice after it.
-        newest = state.restart.resume_at_most or max(state.checkpoints, default=0)
+        newest = state.restart.resume_at_most or max(state.present, default=0)
         source = f"from the checkpoint of step {newest}" if newest else "from the start, as there is no checkpoint yet"
         if state.restart.skip_step is not None:
             source += f", without the samples of step {state.restart.skip_step}"

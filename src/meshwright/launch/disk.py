@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from meshwright.checkpoint.files import add_reserve
+from meshwright.checkpoint.inventory import newest_step
 from meshwright.checkpoint.manifest import steps_in
-from meshwright.checkpoint.verify import newest_step
 from meshwright.observe.number_text import size
 from meshwright.policies.checkpoint_times import planned_checkpoints
 from meshwright.spec.errors import OutOfResources

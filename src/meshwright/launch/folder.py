@@ -10,8 +10,10 @@ from itertools import chain, count
 from pathlib import Path
 
 from meshwright.checkpoint.attempt import await_writers, remove_stale
-from meshwright.checkpoint.manifest import step_name, steps_in
-from meshwright.checkpoint.verify import newest_commit, newest_step, run_id_of, verify
+from meshwright.checkpoint.inventory import newest_step, record_commit, take_inventory
+from meshwright.checkpoint.manifest import step_name, step_of, steps_in
+from meshwright.checkpoint.mirror import describe_copies, has_copies
+from meshwright.checkpoint.verify import newest_commit, run_id_of, verify
 from meshwright.config.load import differences, load_resolved
 from meshwright.durable.lease import owner_is_alive, read_lease, release_lease, take_lease
 from meshwright.durable.lock import locked
@@ -71,13 +73,29 @@ def take_over(folder: Path) -> Lease:
     await_writers(checkpoints)
     lease = take_lease(folder, lambda: newest_commit(checkpoints))
     remove_stale(checkpoints, lease.epoch)
+    if present := steps_in(checkpoints):  # copied here without the record, or written by an earlier release
+        record_commit(folder, step_of(present[-1].name) or 0)
     return lease
 
 
 def renamed(run: RunSpec, runs: Path) -> RunSpec:
-    """The run with a name that is not in use: NAME, or NAME-2, NAME-3, …"""
+    """The run with a name that is not in use, here or in its mirror: NAME, or NAME-2, NAME-3, …"""
+    mirror = run.checkpoint.mirror
     names = chain([run.name], (f"{run.name}-{number}" for number in count(2)))
-    return replace(run, name=next(name for name in names if not (runs / name).exists()))
+    free = (name for name in names if not (runs / name).exists())
+    return replace(run, name=next(name for name in free if mirror is None or not has_copies(mirror, runs / name)))
+
+
+def check_state(run: RunSpec, folder: Path) -> None:
+    """Raise Damaged if the run had a checkpoint and has none that can be loaded, by names, sizes and manifests.
+
+    One in the mirror counts: the start takes it. Raises NewerFormat if this release cannot read the newest. The ranks
+    check the contents.
+    """
+    inventory, mirror = take_inventory(folder), run.checkpoint.mirror
+    if inventory.usable() is None and inventory.had_checkpoint and mirror is not None and has_copies(mirror, folder):
+        return
+    inventory.check_start(lambda: describe_copies(mirror, folder))
 
 
 def continues(run: RunSpec, folder: Path) -> bool:

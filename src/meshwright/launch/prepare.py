@@ -23,7 +23,7 @@ from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.durable.writes import remove_partials, write_durable
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.disk import check_disk
-from meshwright.launch.folder import continues, is_finished, take_over
+from meshwright.launch.folder import check_state, continues, is_finished, take_over
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.launch.text_files import write_text_files
 from meshwright.models.families import export_obstacle
@@ -335,6 +335,8 @@ def check_start(
     if known and not fresh:  # without its vocabulary a run would differ from every earlier run
         same_name = "a new name, or a run with the same configuration"
         resumes = attempt("name", same_name, lambda: continues(run, folder), ("seed", "model", "data", "train"))
+        state = "a run folder with a checkpoint that can be loaded, or one that never had any"
+        attempt("checkpoint", state, lambda: check_state(run, folder))
     if resumes and is_finished(run, folder):
         note(f"{folder} is finished: {run.train.steps} of {run.train.steps} steps; nothing is changed in it")
         return Readiness(run, resumes=True, finished=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.checkpoint.verify import newest_checkpoint
+from meshwright.checkpoint.inventory import newest_checkpoint
 from meshwright.data.chat_template import TEMPLATE, TOOL_TEMPLATE, copy_chat_files
 from meshwright.data.source import DataSource
 from meshwright.data.text_format import TOKENIZER, TextFormat, read_text_format, tokenizer_file

@@ -7,17 +7,21 @@ finite is written as null and named under `nonfinite`, so that every line is val
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.durable.lease import check_lease
-from meshwright.durable.writes import write_durable
+from meshwright.durable.writes import sync_open_file, write_durable
 from meshwright.spec.errors import Damaged
 from meshwright.spec.failures import MISSING_PATH_ERRNOS, as_meshwright_error, missing_path_error
 from meshwright.spec.run import Lease
+
+log = logging.getLogger("meshwright")
 
 STEP_KEYS: dict[str, str] = {
     "step": "optimizer steps done, this one included",
@@ -58,7 +62,9 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
 
 
 class MetricsWriter:
-    """Appends lines, each flushed; on resume it first removes lines of earlier attempts after step `resume_from`.
+    """Appends lines, each written at once; on resume it first removes lines of earlier attempts after step `resume_from`.
+
+    A power cut loses the lines since the last `sync`, and may leave bytes of 0 in their place, which readers leave out.
 
     Every `write_` method raises the error of `as_meshwright_error` when the disk is full or the file was deleted. It
     then keeps the line and the next call writes it first, so that no line is torn or lost when there is space again.
@@ -96,6 +102,11 @@ class MetricsWriter:
         """Write measured and predicted figures (observe.prediction_account) after `step`."""
         self._append({"kind": "account", "step": step, **figures})
 
+    def sync(self) -> None:
+        """Have the lines until now flushed to the disk, in a thread: after each checkpoint, whose steps a resume does not repeat."""
+        descriptor = os.dup(self._file.fileno())
+        threading.Thread(target=_sync, args=(descriptor, self._path), name="metrics", daemon=True).start()
+
     def rewind(self, step: int) -> None:
         """Remove the lines after `step`: the run continues from there again."""
         self._file.close()
@@ -130,25 +141,27 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines, oldest first, without a last line that a crash cut short.
+    """All lines, oldest first. Damaged lines at the end, as a crash leaves them, are left out with one line in the log.
 
-    Raises Damaged if another line is not a JSON object.
+    Raises Damaged if a line before the last good one is not a JSON object.
     """
     records, damaged = scan_metrics(path)
-    if damaged:
+    if damaged and damaged[0] > len(records):
+        log.warning("%s: damaged from line %d on, as after a power cut; the lines before are used", path, damaged[0])
+    elif damaged:
         raise Damaged(f"{path}:{damaged[0]}: expected a JSON object; remove the line, or restore the file")
     return records
 
 
 def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """(valid records, line numbers from 1 of damaged lines); a torn last line is in neither."""
+    """(valid records, line numbers from 1 of damaged lines); a torn last line is in neither, unless it has bytes of 0."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records, damaged = [], []
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
         if record is not None:
             records.append(record)
-        elif line.strip() and number < len(lines):
+        elif line.strip() and (number < len(lines) or "\0" in line):
             damaged.append(number)
     return records, damaged
 
@@ -186,9 +199,21 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 def _truncate(path: Path, resume_from: int) -> None:
     """Keep the lines of the first `resume_from` steps; the file is replaced atomically."""
-    records, _ = scan_metrics(path)
+    records, damaged = scan_metrics(path)
+    if damaged:
+        log.warning("%s: %d damaged lines were removed, the first was line %d", path, len(damaged), damaged[0])
     kept = [record for record in records if resume_from and record["step"] <= resume_from]
     _replace(path, map(to_line, kept))
+
+
+def _sync(descriptor: int, path: Path) -> None:
+    """Flush and close a file. A failure is logged: the next line that cannot be written is reported."""
+    try:
+        sync_open_file(descriptor, path)
+    except OSError as error:
+        log.warning("%s is not flushed to the disk: %s", path, error)
+    finally:
+        os.close(descriptor)
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:

@@ -71,6 +71,13 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class Present:
+    """The checkpoints of `steps` exist, ascending: looked up before each event that may end the attempt."""
+
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SkippedSamples:
     """Ranks of the attempt have begun to leave out `ranges` of samples, after a rollback."""
 
@@ -123,6 +130,7 @@ Event = (
     | SelfTestEnded
     | Trained
     | Committed
+    | Present
     | SkippedSamples
     | Corrupted
     | Failed

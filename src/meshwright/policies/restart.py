@@ -67,7 +67,7 @@ def after_failure(
 ) -> Restart | Stop:
     """The decision after the last of `incidents`, which are those since the newest checkpoint was written.
 
-    `checkpoints` are the steps of good checkpoints, ascending; `trained` says whether the job has finished a step.
+    `checkpoints` are the steps of checkpoints that exist, ascending; `trained` says whether the job has finished a step.
     """
     last = incidents[-1]
     code = EXIT_COMMUNICATION if last.code < 0 else last.code

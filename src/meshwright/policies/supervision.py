@@ -40,6 +40,7 @@ from meshwright.policies.job_events import (
     Note,
     Prepare,
     Prepared,
+    Present,
     Ready,
     Record,
     SelfTestEnded,
@@ -96,6 +97,8 @@ class State:
     """Whether the job has finished a step."""
     checkpoints: tuple[int, ...] = ()
     """Steps of committed checkpoints, ascending."""
+    present: tuple[int, ...] = ()
+    """Steps of the checkpoints that existed at the start or the last failure, ascending: `keep` deletes, and files get damaged."""
     skipped: tuple[SampleRange, ...] = ()
     """Samples that are left out."""
     ready: tuple[str, ...] = ()
@@ -165,8 +168,11 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return replace(state, trained=True), ()
         case Committed(step):
             newer = not state.checkpoints or step > state.checkpoints[-1]
-            checkpoints = tuple(sorted({*state.checkpoints, step}))
-            return _grow(replace(state, checkpoints=checkpoints, incidents=() if newer else state.incidents), rules)
+            checkpoints, present = (tuple(sorted({*steps, step})) for steps in (state.checkpoints, state.present))
+            incidents = () if newer else state.incidents
+            return _grow(replace(state, checkpoints=checkpoints, present=present, incidents=incidents), rules)
+        case Present(steps):
+            return replace(state, present=steps), ()
         case SkippedSamples(ranges):
             return replace(state, skipped=merge_skips(state.skipped, ranges)), ()
         case Corrupted(attempt, number, incident) if attempt == state.attempt and number > state.corruptions:
@@ -367,7 +373,7 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
         tests=(), testing=(),
         suspects=(*state.suspects, *(suspect for suspect in suspects if suspect not in state.suspects)),
     )  # fmt: skip
-    decision = after_failure(incidents, rules.policy, state.checkpoints, trained=state.trained)
+    decision = after_failure(incidents, rules.policy, state.present, trained=state.trained)
     if isinstance(decision, Stop):
         state = replace(state, stop=decision)
     else:

@@ -189,4 +189,5 @@ class Api:
             "owned_by": "meshwright",
             "max_model_len": None if ready is None else ready["context"],
             "default_sampling": self.files.sampling,
+            **self.client.weights,
         }

@@ -139,6 +139,10 @@ class EngineClient(asyncio.Protocol):
         self.metrics, self._clock = metrics, clock
         self.ready: Mapping[str, int] | None = None
         """Context, vocabulary and sizes of the engine, once it is ready."""
+        self.weights: Mapping[str, Any] = {}
+        """The checkpoint that is served, and newer ones that are damaged; empty for other folders."""
+        self.warning: str | None = None
+        """What an operator must know about these weights."""
         self.failure: tuple[str, int] | None = None
         """Reason why the engine cannot continue, and the exit code."""
         self.failure_key: str | None = None
@@ -235,6 +239,7 @@ class EngineClient(asyncio.Protocol):
             self._send({"load": key})
         if (error := await asyncio.shield(self._loading[key])) is not None:
             raise BadInput(error)
+        self.weights = {}
 
     def close(self) -> None:
         """Close the connection, which ends the engine's process."""
@@ -331,7 +336,8 @@ class EngineClient(asyncio.Protocol):
 
     def _take(self, message: dict[str, Any]) -> None:
         if "ready" in message:
-            self.ready = message["ready"]
+            self.ready, self.weights = message["ready"], message.get("weights", {})
+            self.warning = message.get("warning")
             self.changed.set()
         elif "refused" in message:
             for id in message["refused"]:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.checkpoint.inventory import Chosen, choose_weights
 from meshwright.connections.limits import raise_file_limit
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.events.parent import end_with_parent
@@ -298,14 +299,18 @@ def check_context(spec: ModelSpec, options: EngineOptions) -> None:
         raise BadInput(f"context: {expected}, got {options.context}", key="context")
 
 
-def load_engine(setup: EngineSetup) -> Engine:
-    """An engine on one device, on a GPU if there is one; its updates have no texts."""
+def load_engine(setup: EngineSetup, weights: Chosen | None = None) -> Engine:
+    """An engine on one device, on a GPU if there is one; its updates have no texts.
+
+    `weights` is the checkpoint to load, if it was chosen and verified already.
+    """
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.serve.engine import Engine
 
     options, folder = _options(setup), setup.draft_model
     draft = None if folder in (None, MTP) else load_model(Path(folder), *device_and_dtype())
-    model = load_model(Path(setup.folder), *device_and_dtype(), predictions=options.predictions)
+    source = Path(setup.folder) if weights is None else weights.path
+    model = load_model(source, *device_and_dtype(), predictions=options.predictions, contents=weights is None)
     check_context(model.spec, options)
     return Engine(model, _tokenizer(setup), options, draft_model=draft)
 
@@ -321,7 +326,8 @@ def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
     assert setup.cluster is not None
     world = join(RankEnvironment.from_environment(), setup.cluster, timeout_seconds=LOAD_SECONDS)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    part = RankModel.load(Path(setup.folder), world, dtype, setup.experts)
+    weights = choose_weights(Path(setup.folder), contents=False)
+    part = RankModel.load(Path(setup.folder) if weights is None else weights.path, world, dtype, setup.experts)
     options = _options(setup)
     check_context(part.spec, options)
     engine = engine_of_rank(part, world, _tokenizer(setup), options, setup.experts)
@@ -329,7 +335,7 @@ def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
     if connection is None:
         engine.follow()
     else:
-        serve_engine(engine, connection, setup.transfer)
+        serve_engine(engine, connection, setup.transfer, weights)
         engine.close()
     world.leave()
 
@@ -347,13 +353,16 @@ def _options(setup: EngineSetup) -> EngineOptions:
     return EngineOptions(**setup.options, texts=False, speculation=speculation)
 
 
-def serve_engine(engine: Engine, connection: Connection, transfer: TransferSetup | None = None) -> None:
-    """Report that the engine is ready, then run it until the HTTP process closes the socket."""
+def serve_engine(
+    engine: Engine, connection: Connection, transfer: TransferSetup | None = None, weights: Chosen | None = None
+) -> None:
+    """Report that the engine is ready with `weights`, then run it until the HTTP process closes the socket."""
     with suppress(BadGrammar):  # requests with a grammar are refused for it
         engine.grammars()
     loop = EngineLoop(engine, connection, transfer)
     ready = {"context": engine.context, "vocab": engine.spec.vocab_size, "sequences": engine.options.sequences}
-    connection.send({"ready": ready})
+    facts, warning = ({}, None) if weights is None else (weights.facts(), weights.warning)
+    connection.send({"ready": ready, "weights": facts, "warning": warning})
     loop.run()
 
 
@@ -371,9 +380,10 @@ def main() -> int:
         if connection is None or setup.ranks > 1:
             serve_on_ranks(setup, connection)
         else:
-            engine = load_engine(setup)
+            weights = choose_weights(Path(setup.folder))
+            engine = load_engine(setup, weights)
             keep_loaded()
-            serve_engine(engine, connection, setup.transfer)
+            serve_engine(engine, connection, setup.transfer, weights)
     except (EOFError, BrokenPipeError):  # the HTTP process has ended
         return 0
     except Exception as error:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
 
+    from meshwright.checkpoint.inventory import Chosen
     from meshwright.server.endpoints import Api
 
 FAILED_SECONDS = 2.0
@@ -69,7 +70,8 @@ def run_server(
     given, spec = (spec.api_key, spec.admin_key, spec.transfer_key), with_keys(spec)
     hide_arguments(given)
     check_addresses(spec)
-    served = newest(folder) if spec.follow else folder
+    chosen = newest(folder) if spec.follow else None  # else the engine's process chooses, and reads every byte for it
+    served = folder if chosen is None else chosen.path
     setup = EngineSetup(
         folder=str(served.absolute()),
         tokenizer=None if (file := tokenizer_file(served)) is None else str(file),
@@ -96,7 +98,7 @@ def run_server(
         if spec.admin_port is not None:
             sockets.append(listening_socket(spec.host, spec.admin_port, "admin_port"))
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_Server(api, process, sockets, folder, served, say).run())
+            runner.run(_Server(api, process, sockets, folder, served, say, chosen).run())
     finally:
         process.close()
     if client.failure is not None:
@@ -115,7 +117,9 @@ class _Server:
         folder: Path,
         served: Path,
         say: Callable[[str], None],
+        chosen: Chosen | None = None,
     ) -> None:
+        self._chosen = chosen
         self._api, self._client, self._process, self._sockets, self._say = api, api.client, process, sockets, say
         self._folder, self._served = folder, served
         self._stop = asyncio.Event()
@@ -185,6 +189,10 @@ class _Server:
             if self._client.usable and not served:
                 served = True
                 keep_loaded()
+                if self._chosen is not None:
+                    self._client.weights, self._client.warning = self._chosen.facts(), self._chosen.warning
+                if self._client.warning is not None:
+                    write_line(self._client.warning, sys.stderr)
                 self._say(f"serving {self._api.name} at {url_of(self._sockets[0])}")
         stop.cancel()
 

@@ -161,6 +161,8 @@ class Reporter:
     def checkpoint(self, step: int, path: Path, text: str) -> None:
         """Report that the checkpoint of `step` is durable."""
         self.event(step, text)
+        if self._metrics:
+            self._metrics.sync()
         if self._leads:
             self._channel.send(Checkpoint(step, str(path)))
 

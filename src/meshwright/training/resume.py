@@ -6,9 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.checkpoint.inventory import take_inventory
 from meshwright.checkpoint.memory_tier import MemoryTier, find_snapshot
+from meshwright.checkpoint.mirror import describe_copies
 from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.policies.skipped_samples import SampleRange, samples_of_step
 from meshwright.spec.errors import Damaged
 
@@ -22,16 +23,42 @@ log = logging.getLogger("meshwright")
 
 
 def resume(session: Session, at_most: int | None = None) -> Tier | None:
-    """Load the newest complete state of at most step `at_most`; returns its tier, None if the run begins. Collective.
+    """Load the newest good state, of step `at_most` or before if there is one; returns its tier, None if the run begins. Collective.
+
+    Raises Damaged if the run had a checkpoint and none is good: it must not start from scratch.
+    """
+    tier = load_newest(session, at_most)
+    if tier is None and at_most is not None:
+        tier = load_newest(session)
+        if tier is not None and session.world.leads:
+            log.warning(
+                "no checkpoint of step %d or before is good; the run goes on after step %d", at_most, session.step
+            )
+    if tier is None:
+        looking = f"looking for checkpoints in {session.store.folder}"
+        Ranks(session.world.control).run_on_first(looking, lambda: _check_begin(session))
+    return tier
+
+
+def check_none_damaged(session: Session, at_most: int) -> None:
+    """Raise Damaged on all ranks if the run has checkpoints of at most step `at_most`, none of which could be loaded. Collective."""
+
+    def check() -> None:
+        if (lost := take_inventory(session.folder).up_to(at_most).lost()) is not None:
+            raise lost
+
+    Ranks(session.world.control).run_on_first(f"looking for checkpoints in {session.store.folder}", check)
+
+
+def load_newest(session: Session, at_most: int | None = None) -> Tier | None:
+    """Load the newest good state of at most step `at_most`; returns its tier, None without any. Collective.
 
     Memory comes first where both tiers have the step. On damage all ranks turn to the next older state together.
-    Raises Damaged if there are states but no good one.
     """
     loaded = _from_memory(session, at_most)
     if loaded is None:
         newest = session.store.load_newest(session.state(), at_most)
         if newest is None:
-            _refuse_if_all_damaged(session, at_most)
             return None
         loaded = newest[1], "storage"
     state, tier = loaded
@@ -81,12 +108,9 @@ def first_sample(state: Mapping[str, Any], global_batch: int, skipped: Sequence[
     return state.get("next_sample", samples_of_step(state["step"] + 1, global_batch, skipped)[0])
 
 
-def _refuse_if_all_damaged(session: Session, at_most: int | None) -> None:
-    """Raise Damaged if all checkpoints of a run are damaged: it must not start from scratch."""
-    folder = session.folder
-    entries = list_checkpoints(folder / "checkpoints", contents=False)
-    if any(entry["committed"] and (at_most is None or entry["step"] <= at_most) for entry in entries):
-        raise Damaged(
-            f"every checkpoint of {folder} is damaged; `meshwright checkpoint verify {folder}` shows where. "
-            "Put a good copy back, or start a new run beside it with --fresh"
-        )
+def _check_begin(session: Session) -> None:
+    """Raise Damaged if the run had a checkpoint, of which none could be loaded."""
+    mirror, folder = session.run.checkpoint.mirror, session.folder
+    lost = take_inventory(folder).lost(lambda: describe_copies(mirror, folder))
+    if lost is not None:
+        raise lost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.training.numerics import Rollback
 from meshwright.training.reporting import Reporter
-from meshwright.training.resume import resume
+from meshwright.training.resume import check_none_damaged, load_newest
 from meshwright.training.saving import Saver
 from meshwright.training.session import Session
 
@@ -23,8 +23,9 @@ def roll_back(session: Session, reporter: Reporter, saver: Saver, request: Rollb
         session.numerics.skip((first, end))
         reporter.skip_samples(first, end)
         samples = f"; samples {first} to {end - 1} are left out"
-    tier = resume(session, end - 1)
+    tier = load_newest(session, end - 1)
     if tier is None:
+        check_none_damaged(session, end - 1)
         raise request.failure(f"{request.cause}; there is no checkpoint to go back to")
     session.numerics.count_rollback(session.step, request.cause)
     saver.restart_from(session.step)

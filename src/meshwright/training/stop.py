@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from meshwright.checkpoint.verify import describe_continuation
+from meshwright.checkpoint.inventory import describe_continuation
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.rank_environment import stop_signals
