@@ -1,0 +1,24 @@
+"""The switch to computations that give the same bits in every run (`train.deterministic`)."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def compute_deterministically() -> None:
+    """Let torch, its compiler and our attention compute sums in a fixed order, from now on in this process.
+
+    torch then chooses operators with a fixed order and raises an error for one that has none. Its compiler chooses kernels by rules
+    rather than by their time, which differs from process to process. Must be called before the first matrix product.
+    """
+    # Workspaces of fixed size: cuBLAS then chooses the same kernels in every process.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Memory that is not written would show a fault of ours, but filling it takes a pass over each new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if torch.cuda.is_available():
+        from torch._inductor import config
+
+        config.deterministic = True
