@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WORKSPACE_BYTES = 2 << 30
-"""Most memory for the gradients of scores. On an H200 4 heads of 16,384 tokens fill the device; fewer bytes would make groups too small."""
-ROWS = 128
-"""Queries and keys are padded to a multiple of this."""
+from meshwright.spec.score_memory import SCORE_BYTES, score_bytes
+
 INSTALLED = importlib.util.find_spec("cudnn") is not None
 """Whether cuDNN's Python package is there."""
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -30,11 +28,6 @@ def supports(q: Tensor, v: Tensor) -> bool:
     """Whether attention of q and v `(batch, heads, seq, head_dim)` can be computed here."""
     widths = q.shape[-1], v.shape[-1]
     return q.is_cuda and INSTALLED and q.dtype in _DTYPES and max(widths) <= 128 and not any(w % 8 for w in widths)
-
-
-def workspace_bytes(queries: int, keys: int, heads: int) -> int:
-    """Bytes for the gradients of the scores of so many heads."""
-    return 2 * heads * (-(-queries // ROWS) * ROWS) * (-(-keys // ROWS) * ROWS)
 
 
 @torch.library.custom_op("meshwright::fixed_order_attention", mutates_args=())
@@ -89,10 +82,10 @@ fixed_order_attention.register_autograd(_autograd_backward, setup_context=_setup
 
 
 def _groups(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """Index of q's and of k's part for each group of samples and heads whose scores fit `WORKSPACE_BYTES`, at least one kv head."""
+    """Index of q's and of k's part for each group of samples and heads whose scores fit `SCORE_BYTES`, at least one kv head."""
     (samples, heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
     shared = heads // kv_heads
-    at_once = max(1, WORKSPACE_BYTES // workspace_bytes(queries, keys, shared))
+    at_once = max(1, int(SCORE_BYTES // score_bytes(max(queries, keys), shared)))
     samples_at_once = max(1, at_once // kv_heads)
     kv_at_once = kv_heads if at_once >= kv_heads else at_once
     for sample in range(0, samples, samples_at_once):

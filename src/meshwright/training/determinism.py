@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -16,8 +17,9 @@ def compute_deterministically() -> None:
     # Workspaces of fixed size: cuBLAS then chooses the same kernels in every process.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Memory that is not written would show a fault of ours, but filling it takes a pass over each new tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    # torch would fill each new tensor, which takes a pass over its memory.
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
     if torch.cuda.is_available():
         from torch._inductor import config
 
