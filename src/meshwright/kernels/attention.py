@@ -2,6 +2,8 @@
 
 Three implementations: plain (two products and a softmax), scaled-dot-product attention (cuDNN preferred on CUDA), and,
 for masks on CUDA, flex attention with a block mask. `make_mask` creates a mask once per forward; every layer receives it.
+Under `torch.use_deterministic_algorithms` gradients are the same bits at every call: those of flex attention always are, and cuDNN gives
+way to `fixed_order_attention`, or to flex attention where this cannot be used.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from meshwright.kernels import fixed_order_attention
 from meshwright.kernels.norm import accumulate_dtype
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -80,7 +83,8 @@ def make_mask(
     """
     if window is not None and window >= seq:
         window = None
-    if documents is None and window is None:
+    in_fixed_order = torch.are_deterministic_algorithms_enabled() and not fixed_order_attention.INSTALLED
+    if documents is None and window is None and not (in_fixed_order and device.type == "cuda" and not plain):
         return None
     if device.type == "cuda" and not plain:
         return AttentionMask(blocks=block_mask(documents, window, seq, device, queries))
@@ -162,6 +166,8 @@ def _block_lists(selected: Tensor) -> tuple[Tensor, Tensor]:
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
     if q.device.type != "cuda":
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if torch.are_deterministic_algorithms_enabled() and fixed_order_attention.supports(q, v):
+        return fixed_order_attention.fixed_order_attention(q, k, v, True)[0]
     with sdpa_kernel(BACKENDS, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 

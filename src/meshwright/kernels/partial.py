@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
+from meshwright.kernels import fixed_order_attention
 from meshwright.kernels.norm import accumulate_dtype
 
 log = logging.getLogger("meshwright")
@@ -65,7 +66,9 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: b
     backend = "plain" if plain else _backend(*heads, causal)
     if backend == "plain":
         return _plain_attention(q, k, v, causal)
-    if backend == "cudnn":
+    if backend == "fixed order":
+        out, logsumexp = fixed_order_attention.fixed_order_attention(*heads, causal)
+    elif backend == "cudnn":
         out, logsumexp, *_ = _aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal)
     elif backend == "cpu":
         out, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, causal)
@@ -89,7 +92,9 @@ def partial_gradients(
     inputs = grad.transpose(1, 2), *heads, out.transpose(1, 2)
     lengths = q.shape[1], k.shape[1]
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of dropout, which is off
-    if backend == "cudnn":
+    if backend == "fixed order":
+        gradients = fixed_order_attention.fixed_order_gradients(*inputs, logsumexp[..., None].contiguous(), causal)
+    elif backend == "cudnn":
         gradients = _aten._scaled_dot_product_cudnn_attention_backward(
             *inputs, logsumexp[..., None].contiguous(), unused, unused, None, None, None, *lengths, 0.0, causal
         )
@@ -132,6 +137,8 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     """Name of the backend that supports q, k and v `(batch, heads, seq, head_dim)`."""
     if not q.is_cuda:
         return "cpu" if q.shape[-1] == v.shape[-1] else "plain"
+    if torch.are_deterministic_algorithms_enabled() and fixed_order_attention.supports(q, v):
+        return "fixed order"
     params = SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
     if can_use_cudnn_attention(params):
         return "cudnn"

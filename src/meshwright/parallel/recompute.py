@@ -89,6 +89,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.meshwright.fixed_order_attention.default,
     torch.ops.higher_order.flex_attention,
     torch.ops.meshwright.ring_forward.default,
     torch.ops.meshwright.span_forward.default,

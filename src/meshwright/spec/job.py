@@ -106,6 +106,9 @@ class TrainSpec:
     """Global batches read by one validation."""
     gc_every: NotNegative = 100
     """Steps between Python garbage collections, on all ranks at once; 0 leaves Python's own timing."""
+    deterministic: bool = False
+    """Equal bits from run to run, and across a kill and resume, on the same kind of GPU with the same layout and versions.
+    On GPUs it takes a few percent of the time; fewest with the package nvidia-cudnn-frontend (extra `deterministic`)."""
     keep_cores: bool = False
     """Pin each rank to processor cores of its own, near its GPU on a host with several NUMA nodes.
     On CPUs no spare then imports beside them: a restart imports anew."""

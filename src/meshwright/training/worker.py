@@ -23,6 +23,7 @@ from meshwright.spec.fields import to_plain
 from meshwright.spec.rank_environment import RankEnvironment, stop_signals
 from meshwright.spec.run import Assignment
 from meshwright.training.cores import keep_to_own_cores
+from meshwright.training.determinism import compute_deterministically
 from meshwright.training.lifecycle import RankLife
 from meshwright.training.loop import Trained, train
 from meshwright.training.reporting import Reporter
@@ -75,6 +76,8 @@ def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartC
     started = time.perf_counter()
     if assignment.run.train.keep_cores:
         keep_to_own_cores(world)
+    if assignment.run.train.deterministic:
+        compute_deterministically()
     session = open_session(assignment, world, clock)
     session.send_progress(life.progress)
     life.add_cleanup(lambda: life.progress.begin("end", session.step))

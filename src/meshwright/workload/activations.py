@@ -14,6 +14,7 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, Linear, Plan, Recompute
+from meshwright.spec.score_memory import SCORE_BYTES, score_bytes
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import COMPUTE_BYTES, bytes_of, low_share
 from meshwright.workload.expected_loads import expected_busiest, received_room
@@ -215,6 +216,16 @@ def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
     gathered = np.where(np.asarray(tensor) > 1, 2.0 * np.asarray(tensor) * model.hidden, 0.0)
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim  # values are padded to the width of keys
     return gathered + np.where(np.asarray(context) > 1, heads, 0)
+
+
+def score_gradient_bytes(model: ModelSpec, samples: Array, seq: Array, tensor: Array) -> Array:
+    """Bytes of the gradients of attention's scores that exist at once, for `samples` with `seq` tokens on each of `tensor` ranks.
+
+    Heads that share keys and values are computed together, as many of these groups as `SCORE_BYTES` holds.
+    """
+    of_group = score_bytes(seq, model.heads / model.kv_heads)
+    groups = np.maximum(1.0, np.asarray(samples) * model.kv_heads / np.asarray(tensor))
+    return of_group * np.minimum(groups, np.maximum(1.0, SCORE_BYTES // of_group))
 
 
 def moving_elements(model: ModelSpec) -> float:

@@ -14,6 +14,7 @@ from meshwright.workload.activations import (
     moving_elements,
     prediction_elements,
     received_elements,
+    score_gradient_bytes,
     tile_share,
     tile_sum_bytes,
 )
@@ -77,6 +78,7 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
     tile_sums = tile_sum_bytes(shape, layout.recompute, share, formats.compute)
     temporary_elements = backward + received_elements(model, width, layout.context)
     temporary_elements = temporary_elements + moving_elements(model) * np.asarray(layout.paired)
+    scores = formats.scores * score_gradient_bytes(model, layout.micro_batch, layout.seq / layout.context, width)
     pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
     reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
     whole = reduces_once & (shards > 1)
@@ -94,7 +96,7 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
         sums=sums, sums_shards=np.where((sums > 0) & ~reduces_once, 1.0, 0.0),
         reduces=np.where(~reduces_once | (single & ~forwards_first) | (pending_micro_batches > 0), 1.0, 0.0),
         offloaded_share=layout.offload, layers=layers, activations=stored_layers * saved_per_layer,
-        working=tokens * formats.compute * temporary_elements + tile_sums, tokens=tokens, width=width, hidden=model.hidden,
+        working=tokens * formats.compute * temporary_elements + tile_sums + scores, tokens=tokens, width=width, hidden=model.hidden,
         vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.embedding_at_both_ends),
         pending=pending_micro_batches,
         pending_head=np.where(forwards_first, micro_batches, np.maximum(1.0, pending_micro_batches)),

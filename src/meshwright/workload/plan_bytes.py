@@ -29,6 +29,7 @@ from meshwright.workload.activations import (
     moving_elements,
     prediction_elements,
     received_elements,
+    score_gradient_bytes,
     tokens_of,
 )
 from meshwright.workload.buffers import DEVICE_LAYERS
@@ -79,7 +80,7 @@ def formats(
         widens=train.optimizer.name in ("sgd", "lamb"), largest_matrix=work.largest, matrix_elements=work.exchanged,
         matrices=work.matrices, average=train.ema_decay is not None, record=state_bytes(precision),
         offload_fraction=offload_fraction, staging=GB * offload_staging, mlp_tile=mlp_tile, summed=summed_bytes(precision, accumulation),
-        sums_on_host=accumulation == "host",
+        sums_on_host=accumulation == "host", scores=train.deterministic and not cpu,
     )  # fmt: skip
 
 
@@ -222,6 +223,10 @@ def _rank_tensors(
     )
     host_parameters += part.head * all_strategies[-1].optimizer_offloaded
     host_parameters += (part.ends - part.head) * all_strategies[0].optimizer_offloaded
+    seq = train.seq_len / context_size(plan)
+    scores = number_formats.scores * float(
+        score_gradient_bytes(model, plan.batch.micro_batch, seq, plan.axis_size("tensor"))
+    )
     pending_micro_batches = accumulate if plan.layered else 0
     device_layers = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
     modules = model.prediction_depth * (part.head > 0)
@@ -238,7 +243,8 @@ def _rank_tensors(
         "reduces": not reduces_once or finishes_each_micro_batch(plan) or plan.layered,
         "offloaded_share": host_parameters / (sum(part.blocks) + part.ends),
         "layers": len(part.layers), "activations": stored_activations + sum(sorted(offloaded)[-device_layers:]),
-        "working": activation_bytes * (temporary_elements + float(received) + moving), "tokens": tokens, "width": plan.axis_size("tensor"),
+        "working": activation_bytes * (temporary_elements + float(received) + moving) + scores,
+        "tokens": tokens, "width": plan.axis_size("tensor"),
         "hidden": model.hidden, "vocab": model.vocab_size, "pending": pending_micro_batches,
         "gradients_final": gradients_final_in_backward(model, plan),
         "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,

@@ -62,6 +62,8 @@ class Formats:
     """Tokens whose logits exist at once."""
     workspace: Array = 200 << 20
     """Scratch memory of matrix products and attention."""
+    scores: Array = 0
+    """1 if attention's gradients are summed in a fixed order, for which those of its scores are written."""
     window: Array = 0
     """1 if copy engines gather weights into a persistent window."""
     token_window: Array = 0

@@ -1,0 +1,26 @@
+"""The switch to computations that give the same bits in every run (`train.deterministic`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+
+def compute_deterministically() -> None:
+    """Let torch, its compiler and our attention compute sums in a fixed order, from now on in this process.
+
+    torch then chooses operators with a fixed order and raises an error for one that has none. Its compiler chooses kernels by rules
+    rather than by their time, which differs from process to process. Must be called before the first matrix product.
+    """
+    # Workspaces of fixed size: cuBLAS then chooses the same kernels in every process.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # torch would fill each new tensor, which takes a pass over its memory.
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
+    if torch.cuda.is_available():
+        from torch._inductor import config
+
+        config.deterministic = True
