@@ -87,8 +87,11 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "checkpoint diff": (lambda tiny, run, tmp: [run, run], {"equal", "tensors"}),
     "checkpoint show": (lambda tiny, run, tmp: [run, 3], {"step", "committed", "plan", "versions", "files", "seconds"}),
     "checkpoint prune": (lambda tiny, run, tmp: [run], {"deleted", "kept"}),
-    "eval": (lambda tiny, run, tmp: [run, "--batches", 1], {"loss", "perplexity", "bits_per_byte", "tokens"}),
-    "generate": (lambda tiny, run, tmp: [run, "-p", "the quick", "--tokens", 3], {"samples"}),
+    "eval": (
+        lambda tiny, run, tmp: [run, "--batches", 1],
+        {"loss", "perplexity", "bits_per_byte", "tokens", "checkpoint"},
+    ),
+    "generate": (lambda tiny, run, tmp: [run, "-p", "the quick", "--tokens", 3], {"samples", "checkpoint"}),
     "incidents": (lambda tiny, run, tmp: [run], {"incidents"}),
     "monitor": (
         lambda tiny, run, tmp: [run],

@@ -273,7 +273,7 @@ def test_a_lost_folder_starts_from_a_good_copy_or_not_at_all(
     [
         (lambda store: (store / INDEX).unlink(), Damaged, "its index checkpoints.json is missing"),
         (lambda store: ((store / INDEX).unlink(), (store / INDEX).mkdir()), CommunicationFailure, "reading checkpoints.json"),
-        (lambda store: (store / INDEX).write_text("{"), Damaged, "not readable JSON"),
+        (lambda store: (store / INDEX).write_text("{"), Damaged, "not JSON"),
         (lambda store: (store / INDEX).write_text('{"format": 2}'), BadInput, "format 2"),
     ],
 )  # fmt: skip

@@ -164,7 +164,7 @@ def test_a_role_changes_while_the_engine_runs(folder: Path, tmp_path: Path, expe
             answer = prefill.run(call(prefill.app, "POST", "/v1/completions", b'{"prompt": "x"}', JSON))
             assert answer.status == 503 and json.loads(answer.body)["error"]["code"] == "role"
             assert decode.run(completion(decode, PROMPTS[1] + prefill.url))
-            assert figures(decode).received_blocks > received
+            wait_for_blocks(decode, received)
         change_role(second, "both")
         assert texts(second) == expected
         assert change_role(second, "prefil").status == 400
@@ -397,6 +397,11 @@ def figures(server: RunningServer) -> TransferFigures:
 
 def wait_for_peers(server: RunningServer, count: int = 1) -> None:
     wait_until(lambda: figures(server).usable_peers == count)
+
+
+def wait_for_blocks(server: RunningServer, earlier: int) -> None:
+    """Wait until the server's figures, which come behind its tokens, have more blocks than `earlier`."""
+    wait_until(lambda: figures(server).received_blocks > earlier)
 
 
 def change_role(server: RunningServer, role: str) -> Answer:
