@@ -54,8 +54,9 @@ def fixed_order_gradients(
     """The gradients of q, k and v; `grad` is that of the result `out`."""
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for queries, keys in _groups(q, k):
-        # cuDNN takes any strides but those of the logsumexp, which must be packed.
-        inputs = q[queries], k[keys], v[keys], out[queries], grad[queries], logsumexp[queries].contiguous()
+        # cuDNN takes any strides but those of the logsumexp, which must be packed, also in dimensions of size 1.
+        packed = logsumexp[queries].clone(memory_format=torch.contiguous_format)
+        inputs = q[queries], k[keys], v[keys], out[queries], grad[queries], packed
         _run_backward(*inputs, grads[0][queries], grads[1][keys], grads[2][keys], causal=causal)
     return grads
 
