@@ -102,6 +102,7 @@ def test_a_good_run_says_nothing_about_damage(finished: Path) -> None:
     assert "damaged" not in answer.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("follow", [False, True])
 def test_the_server_says_that_an_older_checkpoint_is_served(run: Path, follow: bool) -> None:
     cut(path_of(run, 6))

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from meshwright.checkpoint.arena import ARENA, Arena, empty_memory
+from meshwright.checkpoint.inventory import FIRST_COMMIT
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.shards import ShardFile
 from meshwright.checkpoint.snapshot_memory import SnapshotMemory, open_snapshot
@@ -46,6 +47,7 @@ def delete_checkpoints(world: World, session: Session) -> None:
     if world.leads:
         shutil.rmtree(session.folder / "checkpoints")
         (session.folder / "checkpoints").mkdir()
+        (session.folder / FIRST_COMMIT).unlink(missing_ok=True)  # as of a run that never saved
 
 
 def corrupt_byte(world: World, session: Session) -> None:
