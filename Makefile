@@ -17,7 +17,7 @@ SOAK_MINUTES ?= 30
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-clients test-fuzz test-attack test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-clients test-fuzz test-attack test-families test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -50,6 +50,10 @@ test-engine-soak: $(VENV)/.installed-test
 # Bodies and schemas at random against a server, twice: about a quarter of an hour on two cores.
 test-fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz.run
+
+# Every form of tokenizer at every entrance, against transformers: two minutes.
+test-families: $(VENV)/.installed-test
+	$(PYTEST) tests/data/test_text_entrances.py
 
 test-storage: $(VENV)/.installed-storage
 	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py
