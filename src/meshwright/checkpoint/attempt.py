@@ -31,11 +31,12 @@ from meshwright.checkpoint.manifest import (
     COMMITTED,
     CONTENTS,
     MANIFEST,
+    REPLACED,
     Manifest,
     commit_line,
     has_commit,
+    matching,
     step_name,
-    step_of,
     steps_in,
 )
 from meshwright.durable.lease import check_lease
@@ -46,7 +47,6 @@ from meshwright.spec.run import Lease
 
 _PARTIAL = re.compile(r"\.(step-\d{8,12})\.(?:(\d+)-)?([0-9a-f]+)\.partial")
 _DELETED = re.compile(r"\.deleted-step-\d{8,12}\.[0-9a-f]+")
-_REPLACED = re.compile(r"\.replaced-(step-\d{8,12})\.[0-9a-f]+")
 
 IDLE_SECONDS, AWAIT_POLL_SECONDS = 10.0, 0.05
 """Seconds that `await_writers` waits for a writer without progress, and seconds between two checks."""
@@ -182,30 +182,12 @@ class Attempt:
         _remove(hidden)
 
 
-def candidates(checkpoints: Path) -> list[Path]:
-    """The folders to resume from, newest first.
-
-    Includes a checkpoint that was renamed for its replacement when a crash prevented the replacement.
-    """
-    path_of = {path.name: path for path in steps_in(checkpoints)}
-    for path, match in _matching(checkpoints, _REPLACED):
-        path_of.setdefault(match[1], path)
-    return [path_of[name] for name in sorted(path_of, key=lambda name: step_of(name) or 0, reverse=True)]
-
-
-def candidate_step(path: Path) -> int:
-    """The step of a folder that `candidates` returned."""
-    name = path.name
-    match = _REPLACED.fullmatch(name)
-    return step_of(match[1] if match else name) or 0
-
-
 def recover(checkpoints: Path) -> None:
     """Rename back, or remove, checkpoints that a crash left renamed for their replacement.
 
     Only the writer of the folder may call this, between saves.
     """
-    for path, match in _matching(checkpoints, _REPLACED):
+    for path, match in matching(checkpoints, REPLACED):
         target = checkpoints / match[1]
         if os.path.lexists(target):
             _remove(path)
@@ -232,7 +214,7 @@ def await_writers(checkpoints: Path, idle_seconds: float = IDLE_SECONDS) -> None
 
     Stops waiting for a process that writes nothing for `idle_seconds`: it was stopped, or its storage hangs.
     """
-    for folder, _ in _matching(checkpoints, _PARTIAL):
+    for folder, _ in matching(checkpoints, _PARTIAL):
         before, since = -1, time.monotonic()
         while _is_locked(folder) and time.monotonic() - since < idle_seconds:
             written = _bytes_in(folder)
@@ -269,19 +251,12 @@ def remove_stale(checkpoints: Path, epoch: int | None = None) -> None:
     Only the writer of the folder may call this, between saves. An attempt is renamed before it is removed: if its
     stopped process continues, its commit finds no folder instead of a partly removed one.
     """
-    for path, match in _matching(checkpoints, _PARTIAL):
+    for path, match in matching(checkpoints, _PARTIAL):
         if epoch is None or int(match[2] or 0) <= epoch:
             with suppress(FileNotFoundError):  # committed meanwhile
                 rename(path, checkpoints / f".deleted-{match[1]}.{match[3]}")
-    for path, _ in _matching(checkpoints, _DELETED):
+    for path, _ in matching(checkpoints, _DELETED):
         _remove(path)
-
-
-def _matching(checkpoints: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-    if not checkpoints.is_dir():
-        return []
-    pairs = ((path, pattern.fullmatch(path.name)) for path in sorted(checkpoints.iterdir()))
-    return [(path, match) for path, match in pairs if match is not None]
 
 
 def _remove(path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.checkpoint.manifest import Damage, NewerFormat, read_manifest, step_name, step_of
+from meshwright.checkpoint.manifest import Damage, NewerFormat, candidate_step, read_manifest, step_name
 from meshwright.checkpoint.verify import damage_of, find_checkpoints, run_id_of
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
@@ -202,7 +202,7 @@ def describe_continuation(folder: Path) -> str:
 
 def _found(path: Path, contents: bool, run_id: str | None) -> Found:
     damage = tuple(damage_of(path, run_id, contents=contents))
-    step = step_of(path.name)
+    step = candidate_step(path)
     if step is None and not damage:
         step = read_manifest(path).step
     return Found(path, step, damage)

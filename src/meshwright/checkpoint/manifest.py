@@ -28,6 +28,8 @@ MANIFEST, COMMITTED, CONTENTS, STATE = "manifest.json", "COMMITTED", "metadata.j
 
 _MANIFEST_LIMIT = 1 << 30
 _STEP_NAME = re.compile(r"step-(\d{8,12})")
+REPLACED = re.compile(r"\.replaced-(step-\d{8,12})\.[0-9a-f]+")
+"""Name of a checkpoint that another of the same step is about to replace."""
 _COMMIT_LINE = re.compile(rb"[0-9a-f]{32}\n")
 _FILE_DIGEST, _BLOCK_DIGEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}")
 
@@ -127,6 +129,31 @@ def steps_in(folder: Path) -> list[Path]:
         return []
     paths = [path for path in folder.iterdir() if step_of(path.name) is not None and path.is_dir()]
     return sorted(paths, key=lambda path: step_of(path.name) or 0)
+
+
+def candidates(checkpoints: Path) -> list[Path]:
+    """The folders to resume from, newest first.
+
+    Includes a checkpoint that was renamed for its replacement when a crash prevented the replacement.
+    """
+    path_of = {path.name: path for path in steps_in(checkpoints)}
+    for path, match in matching(checkpoints, REPLACED):
+        path_of.setdefault(match[1], path)
+    return [path_of[name] for name in sorted(path_of, key=lambda name: step_of(name) or 0, reverse=True)]
+
+
+def candidate_step(path: Path) -> int | None:
+    """The step in the name of a folder that `candidates` returned; None for any other name."""
+    match = REPLACED.fullmatch(path.name)
+    return step_of(match[1] if match else path.name)
+
+
+def matching(checkpoints: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+    """The entries of a folder whose names match a pattern, with the match, by name; empty when the folder does not exist."""
+    if not checkpoints.is_dir():
+        return []
+    pairs = ((path, pattern.fullmatch(path.name)) for path in sorted(checkpoints.iterdir()))
+    return [(path, match) for path, match in pairs if match is not None]
 
 
 def has_commit(path: Path) -> bool:

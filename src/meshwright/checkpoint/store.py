@@ -22,8 +22,6 @@ from torch import Tensor
 from meshwright.checkpoint.attempt import (
     Attempt,
     Provenance,
-    candidate_step,
-    candidates,
     delete_beyond,
     new_attempt,
     recover,
@@ -38,6 +36,8 @@ from meshwright.checkpoint.manifest import (
     COMMITTED,
     Damage,
     DamagedCheckpoint,
+    candidate_step,
+    candidates,
     has_commit,
     read_manifest,
     read_own_manifest,
@@ -193,7 +193,9 @@ class CheckpointStore:
     def newest_step(self, at_most: int | None = None) -> int | None:
         """The step of the newest checkpoint folder of at most that step, whether or not it is good; None without any."""
         looking = f"looking for checkpoints in {self.folder}"
-        steps = self._ranks.run_on_first(looking, lambda: [candidate_step(path) for path in candidates(self.folder)])
+        steps = self._ranks.run_on_first(
+            looking, lambda: [candidate_step(path) or 0 for path in candidates(self.folder)]
+        )
         return next((step for step in steps if at_most is None or step <= at_most), None)
 
     def load_newest(
@@ -333,7 +335,7 @@ class CheckpointStore:
 
 
 def _names_up_to(at_most: int | None, paths: Sequence[Path]) -> list[str]:
-    return [path.name for path in paths if at_most is None or candidate_step(path) <= at_most]
+    return [path.name for path in paths if at_most is None or (candidate_step(path) or 0) <= at_most]
 
 
 def _detached(tensors: Mapping[str, LocalTensor]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from meshwright.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
     NewerFormat,
+    candidates,
     has_commit,
     read_manifest,
     read_own_manifest,
@@ -104,7 +105,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
         raise BadInput(f"{folder} is not a folder" + (f"; nearest: {folder.parent / hint}" if hint else ""))
     if has_commit(folder) or step_of(folder.name) is not None:
         return [folder]
-    return steps_in(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
+    return candidates(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)[::-1]
 
 
 def check_sizes(path: Path, manifest: Manifest) -> list[Damage]:

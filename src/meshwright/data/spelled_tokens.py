@@ -57,7 +57,8 @@ class SpelledTokens:
         return re.compile(_any_of(tokens)) if tokens else None
 
     def _normalized(self, text: str) -> str:
-        return self._tokenizer.normalizer.normalize_str(text)  # type: ignore[union-attr]
+        normalizer = self._tokenizer.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
 
     def found_in(self, values: object) -> bool:
         """Whether a text of `values`, which are as of JSON, spells a special token."""

@@ -10,6 +10,7 @@ import http.client
 import selectors
 import socket
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,7 @@ class HttpConnection:
     """What the listener knows about it."""
 
 
-class HttpListener:
+class HttpListener(ABC):
     """Serves requests on a listening socket; subclasses say which are admitted, and answer them."""
 
     body_bytes = 0
@@ -76,13 +77,13 @@ class HttpListener:
         self._selector.register(listener, selectors.EVENT_READ)
         self._swept = time.monotonic()
 
+    @abstractmethod
     def admit(self, connection: HttpConnection, request: HttpRequest) -> int:
         """The status with which a request is refused before its body is read; 0 for one that is taken."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, connection: HttpConnection, request: HttpRequest, body: bytes) -> HttpReply:
         """The answer to an admitted request; the status 401 ends the connection."""
-        raise NotImplementedError
 
     def serve(self, seconds: float) -> None:
         """Answer requests that arrive; returns after the first ones, or after `seconds` without any."""
