@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 import torch
 
 from meshwright.checkpoint.inventory import Chosen
+from meshwright.data.text_format import Token, read_text_format
 from meshwright.server.app import admin_app
 from meshwright.server.background import guarded
 from meshwright.server.follow import Follower
+from meshwright.spec.errors import BadInput
 from tests.server.helpers import JSON, NAME, Answer, RunningServer, call, running_server, write_folder
 
 REQUEST = json.dumps({"prompt": "def", "max_tokens": 12, "temperature": 0}).encode()
@@ -94,6 +98,24 @@ def test_newer_weights_without_a_restart(own: RunningServer, folder: Path, other
     assert text(own) == before
 
 
+def test_weights_for_other_texts_are_refused(own: RunningServer, other: Path, tmp_path: Path) -> None:
+    """Their tokens would mean other texts, or texts would end elsewhere: the server's tokenizer and ends stay."""
+    before, text_format = text(own), read_text_format(other)
+    changed = {
+        "different tokenizers": replace(text_format, tokenizer="0" * 16),
+        "those of the server with": replace(text_format, stops=(*text_format.stops, Token(7, "h"))),
+    }
+    for number, (message, record) in enumerate(changed.items()):
+        wrong = tmp_path / str(number)
+        shutil.copytree(other, wrong)
+        record.write(wrong)
+        answer = own.run(admin(own, "POST", "/weights", {"folder": str(wrong)}))
+        assert answer.status == 422 and message in json.loads(answer.body)["error"]["message"]
+        with pytest.raises(BadInput, match=message):
+            own.run(own.api.load(wrong))
+    assert text(own) == before
+
+
 def test_each_new_checkpoint_of_a_run_is_served(
     own: RunningServer, folder: Path, other: Path, monkeypatch: Any
 ) -> None:
@@ -124,7 +146,7 @@ def test_each_new_checkpoint_of_a_run_is_served(
     monkeypatch.setattr(own.api.client, "load", load_and_note)
 
     async def following() -> None:
-        follower = Follower(own.api.client, folder, folder, 0.01, own.api.files.text)
+        follower = Follower(own.api, folder, folder, 0.01)
         task = asyncio.ensure_future(guarded("follow", follower.follow, own.api.client.metrics.task_failures))
         while len(served) < 2 or own.api.client._loading:
             await asyncio.sleep(0.01)

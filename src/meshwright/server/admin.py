@@ -77,7 +77,7 @@ class Admin:
                 400, "folder: expected the folder of a run, a checkpoint or a Hugging Face folder", param="folder"
             )
         try:
-            await self._api.client.load(Path(folder))
+            await self._api.load(Path(folder))
         except BadInput as error:
             raise RequestError(422, str(error), param="folder") from None
         return json_response({"folder": folder})

@@ -19,7 +19,7 @@ from meshwright.server.answer import TextAnswer
 from meshwright.server.bodies import ChatBody, CompletionBody
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.errors import RequestError
-from meshwright.server.model_files import ModelFiles
+from meshwright.server.model_files import ModelFiles, check_same_texts
 from meshwright.server.replies import JSON_HEADERS, ContentResponse, client_left, json_response, read_body
 from meshwright.server.request_reader import RequestReader, chat_template
 from meshwright.server.text_request import TextRequest
@@ -61,6 +61,11 @@ class Api:
         self._tokens = TokenBytes(files.tokenizer)
         self._unique = secrets.token_hex(6)
         self._numbers = itertools.count()
+
+    async def load(self, folder: Path) -> None:
+        """Use newer weights from the next step on. Raises BadInput if they cannot be used, or are for texts of another format."""
+        await asyncio.to_thread(check_same_texts, folder, self.files.text)
+        await self.client.load(folder)
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continues prompts."""

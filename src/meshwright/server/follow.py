@@ -7,12 +7,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.data.text_format import TextFormat, recorded_text_format
-from meshwright.server.engine_client import EngineClient
-from meshwright.spec.errors import BadInput, MeshwrightError, attach_key
+from meshwright.spec.errors import MeshwrightError, attach_key
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.inventory import Chosen
+    from meshwright.server.endpoints import Api
 
 log = logging.getLogger("meshwright.server")
 
@@ -25,25 +24,12 @@ def newest(folder: Path) -> Chosen:
         return choose_newest(folder, contents=False)
 
 
-def _check_format(checkpoint: Path, text: TextFormat) -> None:
-    """Raise BadInput if the record of a checkpoint has another tokenizer than the server, or other ends of a text."""
-    recorded = recorded_text_format(checkpoint)
-    if recorded is None:
-        return
-    difference = text.difference(recorded, "the server", str(checkpoint))
-    if difference is None and recorded.stop_ids != text.stop_ids:
-        difference = f"texts of {checkpoint} end with other tokens than those of the server"
-    if difference is not None:
-        raise BadInput(f"{difference}; start the server again")
-
-
 class Follower:
     """Loads each checkpoint of a run that is newer than `served`; looks every so many `seconds`."""
 
-    def __init__(self, client: EngineClient, run: Path, served: Path, seconds: float, text: TextFormat) -> None:
-        """`text` is the format of the server's texts."""
-        self._client, self._run, self._seen, self._seconds, self._text = client, run, served, seconds, text
-        self._warning = client.warning
+    def __init__(self, api: Api, run: Path, served: Path, seconds: float) -> None:
+        self._api, self._client, self._run, self._seen, self._seconds = api, api.client, run, served, seconds
+        self._warning = api.client.warning
 
     async def follow(self) -> None:
         """Look until the engine has failed. A checkpoint that cannot be loaded, or has texts of another format, is logged and left out.
@@ -67,7 +53,6 @@ class Follower:
         self._warning = found.warning
         if found.path != self._seen:
             self._seen = found.path
-            _check_format(found.path, self._text)
-            await self._client.load(found.path)
+            await self._api.load(found.path)
             log.info("serving %s", found.path)
         self._client.weights = found.facts()

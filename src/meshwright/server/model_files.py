@@ -15,7 +15,13 @@ from meshwright.data.chat_template import (
     read_object,
     read_text,
 )
-from meshwright.data.text_format import TextFormat, folder_special_tokens, read_text_format, tokenizer_file
+from meshwright.data.text_format import (
+    TextFormat,
+    folder_special_tokens,
+    known_text_format,
+    read_text_format,
+    tokenizer_file,
+)
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.token_reach import TokenReach, token_reach
@@ -106,6 +112,22 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
     sampling = _default_sampling(home / GENERATION_CONFIG) if defaults else {}
     text = read_text_format(folder, tokenizer)
     return ModelFiles(tokenizer, file, text, template, special, reach, sampling, tool_template)
+
+
+def check_same_texts(folder: Path, text: TextFormat) -> None:
+    """Raise BadInput if `folder` has another tokenizer than the server, whose format is `text`, or other ends of a text.
+
+    A folder without a tokenizer and without a record has nothing to compare.
+    """
+    other = known_text_format(folder)
+    if other is None:
+        return
+    difference = text.difference(other, "the server", str(folder))
+    if difference is None and other.stop_ids != text.stop_ids:
+        names = [", ".join(token.text for token in tokens) or "nothing" for tokens in (other.stops, text.stops)]
+        difference = f"texts of {folder} end with {names[0]}, those of the server with {names[1]}"
+    if difference is not None:
+        raise BadInput(f"{difference}; start the server again with this folder")
 
 
 def _default_sampling(file: Path) -> dict[str, Any]:

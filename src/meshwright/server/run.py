@@ -143,8 +143,9 @@ class _Server:
                 self._guard("HTTP", partial(server.serve, [end]), ends=True)
                 for server, end in zip(servers, self._sockets, strict=True)
             ]
+            follower = Follower(self._api, self._folder, self._served, spec.follow_seconds)
             watching = [
-                self._guard("follow", self._follower().follow) if spec.follow else None,
+                self._guard("follow", follower.follow) if spec.follow else None,
                 self._guard("ranks", partial(self._process.watch, self._client), ends=True),
                 self._guard("loading", partial(tell_loading, self._client, self._api.name)),
             ]
@@ -163,10 +164,6 @@ class _Server:
         """Begin a task beside requests; `ends`: the server cannot go on without it."""
         fatal = partial(self._client.fail, code=EXIT_INTERNAL) if ends else None
         return asyncio.ensure_future(guarded(name, work, self._client.metrics.task_failures, fatal=fatal))
-
-    def _follower(self) -> Follower:
-        api = self._api
-        return Follower(self._client, self._folder, self._served, api.spec.follow_seconds, api.files.text)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
