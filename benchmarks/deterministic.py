@@ -43,12 +43,12 @@ CASES: dict[str, dict[str, Any]] = {
         "rate": 1e-4,
     },
     "moe": {
-        "model": "family: qwen3_moe, layers: 8, hidden: 1024, heads: 16, kv_heads: 4, head_dim: 64, ffn_hidden: 2048, "
-        "experts: 32, experts_per_token: 4, expert_hidden: 512, max_seq_len: 2048",
-        "batch": 16,
-        "micro": 8,
-        "length": 2048,
-        "rate": 1e-3,
+        "model": "family: qwen3_moe, layers: 3, hidden: 2048, heads: 32, kv_heads: 4, head_dim: 128, ffn_hidden: 6144, experts: 64, "
+        "experts_per_token: 8, expert_hidden: 768, max_seq_len: 4096",
+        "batch": 4,
+        "micro": 4,
+        "length": 4096,
+        "rate": 3e-4,
     },
     "tiny": {
         "model": "family: llama, layers: 2, hidden: 64, heads: 4, kv_heads: 2, head_dim: 16, ffn_hidden: 128, max_seq_len: 64",
