@@ -47,6 +47,7 @@ _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
             errno.EHOSTUNREACH,
             errno.ENETUNREACH,
             errno.EADDRNOTAVAIL,
+            errno.EPIPE,
         },
         "check that the hosts of the job reach one another",
     ),
