@@ -70,6 +70,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _warmup,
         _partner,
         _data,
+        _deterministic,
         samples,
         slot_offload,
         hybrid,
@@ -286,6 +287,12 @@ def _partner(run: RunValues) -> Iterator[Mistake]:
 def _data(run: RunValues) -> Iterator[Mistake]:
     if run("data.mix") == {}:
         yield run.mistake("data.mix", "at least one data directory", "stdlib")
+
+
+def _deterministic(run: RunValues) -> Iterator[Mistake]:
+    if run("train.deterministic") and run("supervision.wait_seconds") is not None:
+        expected = "none, as train.deterministic needs one layout and fewer hosts have another; set spares instead"
+        yield run.mistake("supervision.wait_seconds", expected, "none")
 
 
 def _prometheus(run: RunValues) -> Iterator[Mistake]:

@@ -1,4 +1,5 @@
-"""Requests to stop: SIGTERM, SIGUSR1, SIGHUP and the program that started the run preempt; the first Ctrl-C interrupts, the second ends at once.
+"""Requests to stop: SIGTERM, SIGUSR1, SIGHUP and the program that started the run end it with a checkpoint and the code of a preempted
+run; the first Ctrl-C interrupts, the second ends at once.
 
 A signal only sets a flag. At the end of each step the flags of all ranks are summed with its loss, so all ranks stop
 after the same step.
