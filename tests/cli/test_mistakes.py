@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -194,3 +195,19 @@ def test_options_of_other_programs_get_a_hint(
     (tmp_path / "model.gguf").touch()
     answer = meshwright(*words, env={"COLUMNS": "200"})
     assert answer.code == 2 and re.search(hint, answer.err), answer.err
+
+
+def test_check_asks_about_values_that_are_valid_and_probably_slips(nano: Path, tmp_path: Path) -> None:
+    answer = meshwright("check", nano, "train.learning_rate=3e5", "cluster.gpus_per_node=1", "--runs", tmp_path)
+    assert answer.code == 0 and answer.out == "ok\n"
+    assert "train.learning_rate is 300000, above 1: is it a slip?" in answer.err and "cores" not in answer.err
+    with mock.patch("meshwright.launch.prepare.usable_cores", lambda: 1):
+        answer = meshwright("check", nano, "cluster.gpus_per_node=2", "--runs", tmp_path)
+    assert answer.code == 0 and "2 ranks share 1 cores" in answer.err and "slip" not in answer.err
+
+
+def test_a_corpus_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "manifest.json").write_text("{}")
+    answer = meshwright("eval", tmp_path)
+    assert answer.code == 2 and f"{tmp_path} is no model: " in answer.err and f"--data {tmp_path}" in answer.err

@@ -46,6 +46,8 @@ TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1
 SHARED_COMMAND = "meshwright quickstart"
 """Runs once for all pages."""
 NOT_RUN = {
+    ("docs/how-to/hugging-face.md", "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2"),
+    ("docs/how-to/hugging-face.md", "from transformers import AutoModelForCausalLM, AutoTokenizer"),
     ("docs/how-to/reproduce.md", "meshwright checkpoint diff runs/first runs/second"),
     ("docs/how-to/reproduce.md", "pip install 'meshwright[deterministic]'"),
     ("docs/results.md", "python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 540 --out one-gpu.jsonl"),
