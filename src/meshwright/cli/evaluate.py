@@ -65,8 +65,9 @@ def evaluate(
     folder = model_folder(model)
     if not any((folder / name).exists() for name in _OF_MODELS):
         expected = "expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
-        data = any((folder / name).exists() for name in ("manifest.json", "train/manifest.json"))
-        raise BadInput(f"{folder} is no model: {expected}" + (f"; prepared data are --data {folder}" if data else ""))
+        prepared = any((folder / name).exists() for name in ("manifest.json", "train/manifest.json"))
+        hint = f"; prepared data are --data {folder}" if prepared else ""
+        raise BadInput(f"{folder} is no model: {expected}{hint}")
     weights, facts = found_weights(folder)
     result = _evaluate(folder, weights, data, seq_len, batch, batches, plan)
     if not result.tokens:
