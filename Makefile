@@ -115,7 +115,10 @@ fit-costs: $(VENV)/.installed
 fit-own: $(VENV)/.installed
 	$(BIN)/python benchmarks/fit_own.py
 
+# Without this pip fails later, and names torch.
 define install
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or later is needed, and $(PYTHON) is none: make PYTHON=/path/to/python3.11 …"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@started=$$(date +%s); $(PIP) torch && $(PIP) --editable $(1) && echo "installed in $$(( $$(date +%s) - started )) s"
 endef

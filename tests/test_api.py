@@ -41,7 +41,9 @@ def test_mistakes_and_plans_need_no_ranks(tiny: Path) -> None:
         meshwright.train(meshwright.load_run(tiny), ["train.steps=3"])
 
 
-def test_a_run_calls_back_stops_continues_and_returns_its_result(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_calls_back_stops_continues_and_returns_its_result(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     steps: list[Mapping[str, Any]] = []
     losses: list[tuple[int, float]] = []
     saved: list[tuple[int, Path]] = []
@@ -59,6 +61,9 @@ def test_a_run_calls_back_stops_continues_and_returns_its_result(tiny: Path, tmp
         )  # fmt: skip
 
     first = train()
+    output = "".join(capfd.readouterr())
+    assert "ending after the running step" in output and "the run tiny continues" in output
+    assert "SIG" not in output and "--fresh" not in output and "preempt" not in output
     assert not first.finished and 3 <= first.step < 60 and first.held_out_loss is None
     assert first.checkpoint == tmp_path / "tiny" / "checkpoints" / f"step-{first.step:08d}"
     assert [figures["step"] for figures in steps] == [1, 2, 3] and set(steps[0]) == set(STEP_KEYS)

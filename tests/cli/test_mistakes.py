@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -126,3 +128,86 @@ def test_a_fresh_run_is_not_held_against_an_earlier_one_of_its_name(finished: Pa
     for fresh, keys in ((False, ["name", "model.init"]), (True, ["model.init"])):
         mistakes, code = find_mistakes(arguments, finished.parent, fresh=fresh)
         assert code == 2 and sorted(mistake.key for mistake in mistakes) == sorted(keys)
+
+
+FOREIGN = [
+    ("precision=bf16", "precision: no such key; .*plan.compute"),
+    ("num_epochs=3", "num_epochs: no such key; .*train.steps"),
+    ("train.num_train_epochs=3", "no such key; .*train.steps"),
+    ("gradient_accumulation_steps=4", "no such key; .*plan.micro_batch"),
+    ("output_dir=out", "no such key; .*--runs"),
+    ("wandb_project=p", "nearest: observe.wandb.project"),
+    ("training.local_batch_size=8", "training: no such key; .*nearest: train"),
+    ("parallelism.tensor_parallel_degree=2", "parallelism: no such key; .*nearest: plan"),
+    ("data.path=text", "meshwright data prepare INPUT"),
+    ("train.fp8=true", "plan.linear=fp8_rowwise"),
+    ("train.lr=1", r"nearest: learning_rate"),
+    ("cluster.gpu=cuda", "nearest: cluster=auto"),
+    ("gpu=cuda", "nearest: cluster=auto"),
+    ("cluster.gpu=4090", "nearest: RTX4090"),
+    ("model=meta-llama/Llama-3.2-1B", "model.init=hf:DIR; nothing is downloaded.*nearest: llama3-1b"),
+    ("model.init=hf:org/name", "nothing is downloaded"),
+    ("data.mix=HuggingFaceFW/fineweb", "--repo-type dataset"),
+    ("data.mix=text", "data prepare text --out DIR"),
+]
+
+
+@pytest.mark.parametrize(("word", "hint"), FOREIGN)
+def test_words_of_other_programs_get_a_hint(
+    word: str, hint: str, nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("text")
+    answer = meshwright("check", nano, word)
+    assert answer.code == 2 and re.search(hint, answer.err), answer.err
+
+
+def test_overrides_may_have_dashes(nano: Path, tmp_path: Path) -> None:
+    plain, dashed = (
+        meshwright("plan", nano, f"{dashes}train.global_batch=3", f"{dashes}cluster.gpu=H100", "--json")
+        for dashes in ("", "--")
+    )
+    assert plain.json["plan"] == dashed.json["plan"] and plain.json["plan"]["batch"]["global_batch"] == 3
+    answer = meshwright("check", nano, "--train.stepz=5")
+    assert answer.code == 2 and "command line: train.stepz: " in answer.err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train", "--num_train_epochs", "3"], "steps = epochs ×"),
+        (["train", "--lr=1e-3"], "write train.learning_rate=VALUE"),
+        (["plan", "--train.steps", "3"], "write train.steps=VALUE"),
+        (["check", "--seed", "3"], "write seed=VALUE"),
+        (["serve", "x", "--max-model-len", "3"], "write --context"),
+        (["serve", "x", "--trust-remote-code"], "no code of a model's folder is run"),
+        (["generate", "x", "-p", "a", "--max-tokens", "3"], "write --tokens"),
+        (["serve", "x", "--prot", "3"], "Did you mean .*--port"),
+        (["generate", "model.gguf", "-p", "a"], "a file; expected a folder; a GGUF file is converted first"),
+        (["eval", "org/name"], "nothing is downloaded from a hub"),
+    ],
+)
+def test_options_of_other_programs_get_a_hint(
+    words: list[str], hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    answer = meshwright(*words, env={"COLUMNS": "200"})
+    assert answer.code == 2 and re.search(hint, answer.err), answer.err
+
+
+def test_check_asks_about_values_that_are_valid_and_probably_slips(nano: Path, tmp_path: Path) -> None:
+    answer = meshwright("check", nano, "train.learning_rate=3e5", "cluster.gpus_per_node=1", "--runs", tmp_path)
+    assert answer.code == 0 and answer.out == "ok\n"
+    assert "train.learning_rate is 300000, above 1: is it a slip?" in answer.err and "cores" not in answer.err
+    with mock.patch("meshwright.launch.prepare.usable_cores", lambda: 1):
+        answer = meshwright("check", nano, "cluster.gpus_per_node=2", "--runs", tmp_path)
+    assert answer.code == 0 and "2 ranks share 1 cores" in answer.err and "slip" not in answer.err
+
+
+def test_a_corpus_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "manifest.json").write_text("{}")
+    answer = meshwright("eval", tmp_path)
+    assert answer.code == 2 and f"{tmp_path} is no model: " in answer.err and f"--data {tmp_path}" in answer.err

@@ -222,8 +222,8 @@ def test_files_of_another_command(folder: Path) -> None:
         check(answer, "serve.yaml:4:3: serve: expected " + ("a deployment" if "--plan" in words else "settings of a"))
     Path("d.yaml").write_text("instances:\n- {role: both}\n")
     for command in ("plan", "train"):
-        check(meshwright(command, "d.yaml"), "d.yaml:1:1: instances: expected no key of a run file; `serve --plan`")
-    check(meshwright("train", "serve.yaml"), "serve.yaml:3:1: serve: expected no key of a run file; `meshwright plan`")
+        check(meshwright(command, "d.yaml"), "d.yaml:1:1: instances: no key of a run file; `serve --plan`")
+    check(meshwright("train", "serve.yaml"), "serve.yaml:3:1: serve: no key of a run file; `meshwright plan`")
 
 
 def test_an_interrupted_plan_says_so_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,3 +370,23 @@ def test_sampling_values_of_the_model_are_named(capsys: pytest.CaptureFixture[st
     tell_defaults({"temperature": 0.6, "top_k": 20})
     (line,) = capsys.readouterr().err.splitlines()
     assert "temperature 0.6, top_k 20" in line and "--generation-config none" in line
+
+
+def test_a_port_in_use_or_a_wrong_folder_starts_no_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.server.run.EngineProcess", lambda setup: pytest.fail("an engine was started"))
+    Path("empty").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        check(meshwright("serve", folder, "--port", port), f"command line: port: cannot listen at 127.0.0.1:{port}")
+    answer = meshwright("serve", "empty", "--port", 0)
+    assert answer.code == 2 and answer.err.startswith("meshwright: empty has no tokenizer.json; ")
+
+
+def test_an_engine_that_still_loads_ends_at_once_and_in_silence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": -1}')
+    monkeypatch.setattr("meshwright.server.engine_setup.END_SECONDS", 1e9)
+    answer = meshwright("serve", folder, "--port", 0)
+    (folder / "generation_config.json").unlink()
+    assert answer.code == 2 and "temperature" in answer.err and "killed" not in answer.err + caplog.text

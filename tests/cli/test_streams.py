@@ -19,6 +19,7 @@ print("1 \\u2265 2", file=sys.stderr)
 first = socket.socket().fileno()
 child = "import os, sys; print('4 \\\\u2248 4'); sys.exit(max(os.fstat(n).st_mode == 0 for n in range(3)))"
 code = subprocess.run([sys.executable, "-c", child]).returncode
+sys.stdout.flush()
 os._exit(10 * (first > 2 and sys.stdin.read() == "") + code)
 """
 
@@ -60,3 +61,13 @@ def test_characters_that_the_locale_lacks_are_replaced(env: dict[str, str]) -> N
 def test_messages_do_not_go_to_standard_output_when_standard_error_is_closed() -> None:
     answer = run(ENTRY, "plan", "model=nosuch", "--json", closed="2")
     assert answer.returncode == 2 and not json.loads(answer.stdout)["ok"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("plan model=llama3-1b cluster.gpu=H100", 0), ("plan model=nosuch", 2), ("schema --reference", 0)],
+)
+def test_output_that_nobody_reads_changes_no_exit_code(words: str, code: int) -> None:
+    command = '"$@" 2>&1 | true; exit ${PIPESTATUS[0]}'
+    answer = subprocess.run(["bash", "-c", command, "", sys.executable, "-c", ENTRY, *words.split()], check=False)
+    assert answer.returncode == code

@@ -38,6 +38,12 @@ def test_a_chip_may_be_written_in_any_letters() -> None:
     [
         (["model.kv_heads=3"], "model.kv_heads", "a divisor of model.heads = 4", "2"),
         (["model.head_dim=33"], "model.head_dim", "an even number", "34"),
+        (
+            ["train.deterministic=true", "supervision.wait_seconds=60"],
+            "supervision.wait_seconds",
+            "none, as train.deterministic needs one layout",
+            "none",
+        ),
         (["train.seq_len=2000"], "train.seq_len", "at most model.max_seq_len = 1024, which can be raised", "1024"),
         (["train.seq_len=2000", "model.positions=learned"], "train.seq_len", "learned positions", "1024"),
         (["train.optimizer.name=muon", "plan.offload=both"], "plan.offload", ON_DEVICE.format("muon"), "none"),

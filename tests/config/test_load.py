@@ -486,7 +486,7 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
         (3, "pipeline", None),
         (4, "layer", "layers"),
     ]
-    removed = r"reduce_engine: expected no such key; .*gained nothing, and the reduce-scatter is always used"
+    removed = r"reduce_engine: no such key; .*gained nothing, and the reduce-scatter is always used"
     with pytest.raises(BadConfig, match=removed):
         load_plan(write("plan.yaml", f"{PLAN}\nreduce_engine: exchange\n"))
     with pytest.raises(BadConfig, match=r"schedule\.name: expected .* do not overlap; use zbv, got dualpipe_v"):

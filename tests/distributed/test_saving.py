@@ -56,7 +56,7 @@ def test_a_disk_that_takes_no_more_metrics_ends_the_run_on_all_ranks_with_a_chec
     assert answers[0] == answers[1]
     step, outcome, code, text = answers[0]
     assert (outcome, code) == ("OutOfResources", 3) and intact(tmp_path) == [step] and 2 <= step <= 3
-    assert text.startswith(f"rank 0 of 2: ended after step {step}; run it again (without --fresh) to continue")
+    assert text.startswith(f"rank 0 of 2: ended after step {step}; started again, the run ")
     assert "metrics.jsonl: No space left on device" in text
     pool.run(cases.disturbed, 2, prepared(tiny, tmp_path, *ranks(2)).assignment, 0, cases.deleted)
     assert intact(tmp_path)[-1] == STEPS

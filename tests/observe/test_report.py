@@ -19,6 +19,8 @@ from meshwright.observe.wall_time import WallTimeWriter
 from meshwright.spec.fields import to_plain
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import BatchPlan, Breakdown, LayerStrategy, MeshAxis, Plan, Precision, Predicted
+from tests.browser import BROWSER, browser
+from tests.cli.command import meshwright
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \" ' & {{}} https://evil.example/x.js"
 VOID = {"meta", "input", "br", "img", "link"}
@@ -464,3 +466,44 @@ def test_the_goodput_card_has_every_category_and_a_bar_of_the_whole_wall_time(fo
     widths = [float(width) for width in re.findall(r"width:([\d.]+)%", card)]
     assert sum(widths) == pytest.approx(100.0, abs=0.01)
     assert f"{100 * account.goodput:.1f}% of 49.0 s wall time was productive" in page.text
+
+
+def test_white_space_of_samples_fills_no_page(folder):
+    texts = ["\n \n\n  x = 1\n\n\n\n", "\n\n \n"]
+    (folder / "samples.json").write_text(json.dumps([{"prompt": "def f():", "text": text} for text in texts]))
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert "<b>def f():</b>\n\n  x = 1</pre>" in page and "(white space only)</span></pre>" in page
+
+
+NARROW = 390
+"""Width of a telephone's screen in pixels."""
+CUT_OFF = """JSON.stringify([...document.querySelectorAll('main *')].filter(each => {
+  const box = each.getBoundingClientRect();
+  return !each.closest('svg') && box.width && box.right > WIDTH + 1;
+}).map(each => each.outerHTML.slice(0, 120)))"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_pages_are_whole_on_a_telephone(folder, tmp_path):
+    write_account(folder)
+    writer = WallTimeWriter(folder / "wall_time.jsonl", iter([1030.0, 1040.0]).__next__)
+    writer.start(0, 30.0, 2.0)
+    writer.step(1, 0.5, skipped=False)
+    pages = {"report": write_report(folder), "plan": tmp_path / "plan.html"}
+    answer = meshwright(
+        "plan",
+        "model=llama3-70b",
+        "cluster.gpu=H100",
+        "cluster.nodes=4",
+        "cluster.gpus_per_node=8",
+        "--html",
+        pages["plan"],
+    )
+    assert answer.code == 0
+    for name, page in pages.items():
+        with browser(tmp_path / name) as screen:
+            screen.open(page.as_uri())
+            screen.resize(NARROW)
+            screen.wait("document.readyState === 'complete' && !!document.querySelector('footer')")
+            assert json.loads(screen.value(CUT_OFF.replace("WIDTH", str(NARROW)))) == []
+            assert screen.value("document.documentElement.scrollWidth") == NARROW

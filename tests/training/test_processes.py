@@ -254,8 +254,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_with_75(story: Story) -> None:
     assert story.preempted.code == 75 and len(story.preempted.checkpoints) == 1
     (step,) = story.preempted.checkpoints
     assert (
-        3 <= step < STEPS
-        and f"preempted after step {step}; run it again (without --fresh) to continue" in story.preempted.output
+        3 <= step < STEPS and f"ended on request after step {step}; started again, the run " in story.preempted.output
     )
 
 
@@ -283,10 +282,10 @@ def test_a_killed_rank_ends_the_job_with_5_and_a_second_sigint_ends_ranks_that_d
         killed = job.end(lambda pids: interrupt_twice(job, pids))
     assert lost.code == 5 and lost.seconds < 60
     assert "rank 1 was killed by signal 9" in lost.output and "the last step it finished is" in lost.output
-    assert f"the same command (without --fresh) continues after step {saved[-1]}, from " in lost.output
+    assert f"continues after step {saved[-1]}, from " in lost.output
     assert "communication failed" in log
     assert killed.code == 130
-    ended = f"ended at once; the same command (without --fresh) continues after step {saved[-1]}, from "
+    ended = f"ended at once; started again, the run {starts.run.name} continues after step {saved[-1]}, from "
     assert ended in killed.output and f"resumed after step {saved[-1]}" in killed.output
     assert lost.checkpoints == killed.checkpoints == saved
     assert not [pid for end in (lost, killed) for pid in end.pids.values() if alive(pid)]

@@ -192,7 +192,8 @@ def present_steps(folder: Path) -> tuple[int, ...]:
 def describe_continuation(folder: Path) -> str:
     """A sentence for the user: from which step the same command continues the run in `folder`."""
     if step := newest_step(folder):
-        return f"the same command (without --fresh) continues after step {step}, from {folder / 'checkpoints' / step_name(step)}"
+        path = folder / "checkpoints" / step_name(step)
+        return f"started again, the run {folder.name} continues after step {step}, from {path}"
     try:
         take_inventory(folder).check_start(str)
     except MeshwrightError as error:

@@ -29,7 +29,9 @@ def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False)
     else:
         if mistakes:
             say(str(BadConfig(mistakes)))
-        print(f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}" if mistakes else "ok", file=sys.stderr)
+            say(f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}")
+        else:
+            print("ok")
     sys.exit(code)
 
 

@@ -31,6 +31,10 @@ Model = Annotated[
 ]
 
 
+_OF_MODELS = ("config.yaml", "config.json", "checkpoints")
+"""Files and folders, of which a model's folder has at least one."""
+
+
 def evaluate(
     model: Model,
     data: Annotated[
@@ -59,6 +63,11 @@ def evaluate(
         meshwright eval exported-model --data corpus/held_out --seq-len 1024 --json
     """
     folder = model_folder(model)
+    if not any((folder / name).exists() for name in _OF_MODELS):
+        expected = "expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
+        prepared = any((folder / name).exists() for name in ("manifest.json", "train/manifest.json"))
+        hint = f"; prepared data are --data {folder}" if prepared else ""
+        raise BadInput(f"{folder} is no model: {expected}{hint}")
     weights, facts = found_weights(folder)
     result = _evaluate(folder, weights, data, seq_len, batch, batches, plan)
     if not result.tokens:

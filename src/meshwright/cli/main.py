@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
+from meshwright.cli.command import Command
 from meshwright.cli.streams import complete_streams
 from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
@@ -55,7 +56,7 @@ def app_for(words: Sequence[str]) -> typer.Typer:
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name, rich_help_panel=panels[name])
         else:
-            app.command(name, rich_help_panel=panels[name])(getattr(module, COMMANDS[name]))
+            app.command(name, cls=Command, rich_help_panel=panels[name])(getattr(module, COMMANDS[name]))
     return app
 
 

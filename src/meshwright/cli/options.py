@@ -11,6 +11,7 @@ import typer
 
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.foreign_words import no_folder_hint
 
 if TYPE_CHECKING:
     from meshwright.config.reading import Reading
@@ -122,4 +123,6 @@ def model_folder(text: Path, runs: Path = Path("runs")) -> Path:
         for path in folder.glob(f"*/{name}")
     }
     near = nearest(text.name, run_folders)
-    raise BadInput(f"{text}: no such folder" + (f"; nearest: {run_folders[near]}" if near else ""))
+    what = "a file; expected a folder" if text.exists() else "no such folder"
+    hint = no_folder_hint(str(text)) or (f"; nearest: {run_folders[near]}" if near else "")
+    raise BadInput(f"{text}: {what}{hint}")

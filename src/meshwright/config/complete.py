@@ -17,6 +17,7 @@ from meshwright.config.yaml_positions import Document, KeyPath, Position, format
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import MeshwrightError, nearest
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.foreign_words import no_folder_hint
 from meshwright.spec.job import EQUAL_LOADS, TrainSpec, planned_sequences
 from meshwright.spec.model import ModelSpec
 
@@ -150,8 +151,11 @@ def _dimensions_of_preset(document: Document) -> dict[str, Any] | None:
         return None
     dimensions = MODEL_PRESETS.get(preset) if isinstance(preset, str) else None
     if dimensions is None:
-        close = nearest(str(preset), MODEL_PRESETS)
-        document.reject(("model", "preset"), f"a preset ({', '.join(MODEL_PRESETS)})", nearest=close)
+        name = str(preset)
+        expected = f"a preset ({', '.join(MODEL_PRESETS)})"
+        if hint := no_folder_hint(name) or ("; that is a folder" if os.path.isdir(name) else ""):
+            expected, name = f"{expected}, or weights as model.init=hf:DIR{hint}", name.rpartition("/")[2].lower()
+        document.reject(("model", "preset"), expected, nearest=nearest(name, MODEL_PRESETS))
     return dimensions or {}
 
 

@@ -22,6 +22,7 @@ from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.chips import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
+from meshwright.spec.foreign_words import THIS_MACHINE
 from meshwright.spec.layout import (
     STAGES_PER_RANK,
     context_split_error,
@@ -69,6 +70,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _warmup,
         _partner,
         _data,
+        _deterministic,
         samples,
         slot_offload,
         hybrid,
@@ -287,6 +289,12 @@ def _data(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("data.mix", "at least one data directory", "stdlib")
 
 
+def _deterministic(run: RunValues) -> Iterator[Mistake]:
+    if run("train.deterministic") and run("supervision.wait_seconds") is not None:
+        expected = "none, as train.deterministic needs one layout and fewer hosts have another; set spares instead"
+        yield run.mistake("supervision.wait_seconds", expected, "none")
+
+
 def _prometheus(run: RunValues) -> Iterator[Mistake]:
     address = run("observe.prometheus")
     if address is not None:
@@ -302,6 +310,11 @@ def _chip(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("cluster.gpu", f"1 to {MOST_LETTERS} characters on one line", chip_from_device_name(gpu))
         return
     if gpu is None or gpu == "cpu" or gpu in CHIPS or run("cluster.memory_gib") is not None:
+        return
+    if gpu.lower() in THIS_MACHINE:
+        yield run.mistake(
+            "cluster.gpu", "a chip such as H100; `cluster: auto` is the devices of this machine", "cluster=auto"
+        )
         return
     spellings = {name.upper(): name for name in ("cpu", *CHIPS)}
     close = chip_from_device_name(gpu) or spellings.get(nearest(gpu.upper(), spellings) or "")

@@ -20,10 +20,13 @@ from meshwright.config.schema import (
 )
 from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted, format_value
-from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shorten
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.errors import MOST_LISTED, Mistake, Refusal, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT, hints_of
+from meshwright.spec.foreign_words import SERVING, THIS_MACHINE, TRAINING, Meaning, normalized
 from meshwright.spec.run import ModelSection
 from meshwright.spec.secrets import is_secret_name
+from meshwright.spec.serve import ServeSpec
 
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
 _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
@@ -35,26 +38,6 @@ KEYS_OF_OTHER_FILES = {
     "instances": "`serve --plan` and `bench-serve --plan` read a deployment",
 }
 """Top-level keys of files that are no run files, and which commands read these."""
-_SYNONYMS: dict[str, KeyPath] = {
-    "lr": ("train", "learning_rate"),
-    "max_steps": ("train", "steps"),
-    "batch_size": ("train", "global_batch"),
-    "grad_clip": ("train", "clip_norm"),
-    "max_grad_norm": ("train", "clip_norm"),
-    "sequence_length": ("train", "seq_len"),
-    "hidden_size": ("model", "hidden"),
-    "intermediate_size": ("model", "ffn_hidden"),
-    "num_hidden_layers": ("model", "layers"),
-    "num_attention_heads": ("model", "heads"),
-    "num_key_value_heads": ("model", "kv_heads"),
-    "max_position_embeddings": ("model", "max_seq_len"),
-    "num_experts": ("model", "experts"),
-    "num_local_experts": ("model", "experts"),
-    "num_experts_per_tok": ("model", "experts_per_token"),
-    "moe_intermediate_size": ("model", "expert_hidden"),
-    "first_k_dense_replace": ("model", "first_dense_layers"),
-    "tie_word_embeddings": ("model", "tied"),
-}
 _SHORTHANDS: dict[KeyPath, str] = {
     ("model",): "a preset's name or ",
     ("cluster",): "auto, a cluster file or ",
@@ -105,17 +88,25 @@ def _has_model(cls: type) -> bool:
     return hints_of(cls).get("model") is ModelSection
 
 
+def _foreign_word(cls: type, word: Any) -> Meaning:
+    """What a word of another program means in a run file, or in the settings of `serve`."""
+    table = TRAINING if _has_model(cls) else SERVING if cls is ServeSpec else {}
+    return table.get(normalized(str(word)), Meaning())
+
+
 def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
     """The key that was probably meant by the unknown key at `path`."""
-    parent, word = path[:-1], str(path[-1]).lower().replace("-", "_")
+    parent, word = path[:-1], normalized(str(path[-1]))
     section = section_at(cls, parent, document.get(parent))
     siblings = list(hints_of(section)) if section else []
     all_paths = _key_of_name(cls)
     if word in siblings:
         return (*parent, word)
-    for table in (all_paths, _SYNONYMS if _has_model(cls) else {}):
-        if word in table and str(table[word][0]) in hints_of(cls):
-            return table[word]
+    if word in all_paths:
+        return all_paths[word]
+    foreign = _foreign_word(cls, word)
+    if foreign.key is not None:
+        return tuple(foreign.key.split("."))
     beginnings = [name for name in siblings if name.startswith(f"{word}_")]
     close = get_close_matches(word, siblings, n=3, cutoff=0.6) or (beginnings if len(beginnings) == 1 else [])
     absent = [name for name in close if not document.has((*parent, name))]
@@ -137,16 +128,20 @@ def _unknown_key_mistake(cls: type, document: Document, path: KeyPath, meant: Ke
     parent, position, got = path[:-1], document.key_position(path), f"'{shorten(str(path[-1]))}'"
     expected = f"a key of {dotted(parent)}" if parent else "a top-level key"
     refused = _refusal(path if _has_model(cls) else ("plan", *path))
-    if refused:
-        return _mistake(position, path, refused, got)
+    foreign = _foreign_word(cls, path[-1])
+    if refused or (foreign.advice and (meant is None or dotted(meant) == foreign.key)):
+        sentence = refused or f"no such key; {foreign.advice}"
+        near = None if refused else foreign.key
+        return Refusal(position.file, position.line, position.column, dotted(path), expected, sentence, near)
     if meant is None or meant == path:  # `path` itself is a key of another optimizer
         section = section_at(cls, parent, document.get(parent))
         return _mistake(position, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
     if meant[:-1] == parent:
         return _mistake(position, path, expected, got, str(meant[-1]))
-    if str(path[-1]) == meant[-1] or str(path[-1]) in _SYNONYMS:
+    if str(path[-1]) == meant[-1] or foreign.key == dotted(meant):
         expected += f"; its path is {dotted(meant)}"
-    return _mistake(position, path, expected, got, dotted(meant))
+    here = meant == ("cluster", "gpu") and str(document.get(path)).lower() in THIS_MACHINE
+    return _mistake(position, path, expected, got, "cluster=auto" if here else dotted(meant))
 
 
 def _refusal(path: KeyPath) -> str | None:
@@ -187,6 +182,8 @@ def _value_mistake(cls: type, document: Document, path: KeyPath) -> Mistake:
     secret = isinstance(path[-1], str) and is_secret_name(path[-1])
     shown = "a value that is not shown" if secret else format_value(value)
     near = None if secret else _near_value(annotation, value)
+    if path == ("cluster", "gpu") and isinstance(value, int):
+        near = nearest(str(value), CHIPS) or near
     return _mistake(document.value_position(path), path, expected, shown, near)
 
 

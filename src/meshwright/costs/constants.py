@@ -186,6 +186,8 @@ class Constants:
 
     Own engine: 6, of which the kernel moves 0.95 as many per second as a copy (`kernels.loss_triton`).
     """
+    fixed_order: Array = 1.0
+    """1 if sums in a fixed order slow attention's backward; 0 on CPU ranks, where its sums always have one order."""
     compiled: Array = 0.0
     """1 if a recomputed block is compiled as one graph.
 

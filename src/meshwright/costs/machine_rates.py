@@ -148,7 +148,7 @@ def cpu_constants(k: Constants) -> Constants:
     zero = 0.0
     return replace(
         k, slow=1.0, gemm=1.0, attention=1.0, hbm=1.0, link=1.0, net=1.0, tail_us=KERNEL_US, host_us=zero, host_tensor_us=zero,
-        host_micro_us=zero, step_ms=zero,
+        host_micro_us=zero, step_ms=zero, fixed_order=zero,
     )  # fmt: skip
 
 

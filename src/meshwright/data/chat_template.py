@@ -183,7 +183,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def read_text(file: Path) -> str:
     """The text of a template that a person names. Raises BadInput if it cannot be read."""
-    return read_folder_text(Path(os.path.realpath(file)), TEMPLATE_BYTES)
+    return read_folder_text(file, TEMPLATE_BYTES, Path(os.path.realpath(file)).parent)
 
 
 def _compile(source: str, now: Callable[[], datetime], *, marks: bool) -> Any:

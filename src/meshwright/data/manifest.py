@@ -28,6 +28,7 @@ from meshwright.durable.writes import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
 from meshwright.spec.fields import Bound, from_checked_plain
 from meshwright.spec.folder_files import parse_json
+from meshwright.spec.foreign_words import no_folder_hint
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -371,4 +372,9 @@ def _nothing_at(path: Path) -> str:
     near = nearest(path.name, siblings)
     hint = f" (nearest: {path.parent / near})" if near else ""
     expected = f"expected {MANIFEST}, {TRAIN}/{MANIFEST} or .bin/.idx pairs"
-    return f"{path}: no prepared data here{hint}; {expected}. `meshwright data prepare INPUT --out {path}` makes it"
+    made = f"`meshwright data prepare INPUT --out {path}` makes it"
+    if hub := no_folder_hint(str(path), dataset=True):
+        made = f"`meshwright data prepare INPUT --out DIR` makes it of files{hub}"
+    elif path.is_dir() and next(path.iterdir(), None) is not None:
+        made = f"`meshwright data prepare {path} --out DIR` makes one of its texts, in another folder"
+    return f"{path}: no prepared data here{hint}; {expected}. {made}"

@@ -3,7 +3,7 @@
 Three implementations: plain (two products and a softmax), scaled-dot-product attention (cuDNN preferred on CUDA), and,
 for masks on CUDA, flex attention with a block mask. `make_mask` creates a mask once per forward; every layer receives it.
 Under `torch.use_deterministic_algorithms` gradients are the same bits at every call: those of flex attention always are, and cuDNN gives
-way to `fixed_order_attention`, or to flex attention where this cannot be used.
+way to `fixed_order_attention`, to flex attention without its package, or to torch's FlashAttention for wider heads.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if torch.are_deterministic_algorithms_enabled() and fixed_order_attention.supports(q, v):
         return fixed_order_attention.fixed_order_attention(q, k, v, True)[0]
-    with sdpa_kernel(BACKENDS, set_priority=True):
+    # torch's cuDNN has no fixed order; the others follow its switch.
+    backends = BACKENDS[1:] if torch.are_deterministic_algorithms_enabled() else BACKENDS
+    with sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 

@@ -137,10 +137,11 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     """Name of the backend that supports q, k and v `(batch, heads, seq, head_dim)`."""
     if not q.is_cuda:
         return "cpu" if q.shape[-1] == v.shape[-1] else "plain"
-    if torch.are_deterministic_algorithms_enabled() and fixed_order_attention.supports(q, v):
+    in_fixed_order = torch.are_deterministic_algorithms_enabled()
+    if in_fixed_order and fixed_order_attention.supports(q, v):
         return "fixed order"
     params = SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
-    if can_use_cudnn_attention(params):
+    if not in_fixed_order and can_use_cudnn_attention(params):
         return "cudnn"
     if can_use_flash_attention(params):
         return "flash"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -22,6 +21,7 @@ from meshwright.launch.metrics_endpoint import MetricsEndpoint, metrics_endpoint
 from meshwright.launch.orphans import end_orphans
 from meshwright.launch.progress_file import ProgressFile
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_REPEATED, BadInput, Interrupted
+from meshwright.spec.rank_environment import PROGRAM_STOP
 from meshwright.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -133,4 +133,4 @@ class _Guard:
         except BaseException as error:
             self.error = error
             assert self.agent is not None, "ranks send nothing before they begin"
-            self.agent.stop(signal.SIGTERM)
+            self.agent.stop(PROGRAM_STOP)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -47,6 +47,7 @@ from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, attach_key
 from meshwright.spec.fields import to_plain
+from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.plan import Plan
 from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import Assignment, ModelSection, RunSpec
@@ -54,6 +55,8 @@ from meshwright.spec.run import Assignment, ModelSection, RunSpec
 VOCABULARY_MULTIPLE = 128
 """A vocabulary taken from a tokenizer is rounded up to a multiple of this: whole tiles of the head's matrix product."""
 
+MOST_USUAL_RATE = 1.0
+"""Learning rate above which a start asks whether it is meant."""
 MANY_EPOCHS = 4
 """Passes over a source beyond which a run says so (Muennighoff et al. 2023, "Scaling data-constrained language models")."""
 MEASURED_SAMPLES = 1024
@@ -318,6 +321,15 @@ class Readiness:
     plan: Plan | None = None
 
 
+def _doubts(run: RunSpec) -> Iterator[str]:
+    """A sentence for each value that is valid and probably a slip."""
+    rate, ranks, cores = run.train.learning_rate, run.cluster.gpus_per_node, usable_cores()
+    if rate > MOST_USUAL_RATE:
+        yield f"train.learning_rate is {rate:g}, above {MOST_USUAL_RATE:g}: is it a slip? Most runs use 1e-5 to 0.1"
+    if run.cluster.is_cpu and ranks > cores:
+        yield f"cluster.gpus_per_node: {ranks} ranks share {cores} cores of this host, and wait for each other"
+
+
 def check_start(
     run: RunSpec, runs: Path, attempt: Attempt, note: Note, *, build_stdlib: bool, fresh: bool = False
 ) -> Readiness:
@@ -340,6 +352,8 @@ def check_start(
     if resumes and is_finished(run, folder):
         note(f"{folder} is finished: {run.train.steps} of {run.train.steps} steps; nothing is changed in it")
         return Readiness(run, resumes=True, finished=True)
+    for sentence in _doubts(run):
+        note(sentence)
     attempt("observe", "packages that are installed", lambda: check_sinks(run.observe))
     attempt(
         "checkpoint.mirror",

@@ -22,6 +22,7 @@ from meshwright.models.qwen3_moe import QWEN3_MOE
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.folder_files import read_folder_json
+from meshwright.spec.foreign_words import no_folder_hint
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
 FAMILIES: dict[str, Family] = {
@@ -172,7 +173,9 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path.parent}: is a file; expected a Hugging Face folder with {path.name} and safetensors weights"
         )
     if not path.is_file():
-        raise BadInput(f"{path}: no such file; expected a Hugging Face folder, which holds {path.name}")
+        raise BadInput(
+            f"{path}: no such file; expected a Hugging Face folder, which holds {path.name}{no_folder_hint(str(path.parent))}"
+        )
     value = read_folder_json(path, hint="; copy the file again from its source")
     if not isinstance(value, dict):
         raise Damaged(f"{path}: expected a JSON object, got {type(value).__name__}")

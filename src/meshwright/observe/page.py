@@ -15,6 +15,10 @@ table.rows td { text-align: left; color: var(--text); padding-right: 18px; }
 table.rows td:first-child { white-space: nowrap; }
 table.rows td { overflow-wrap: normal; }
 table.rows th { width: auto; border-top: 0; }
+@media screen and (max-width: 600px) {
+  table.rows { font-size: 12.5px; }
+  table.rows th, table.rows td, table.rows td:first-child { white-space: normal; padding-right: 8px; }
+}
 section.card + section.card, .grid + section.card, .tiles + section.card { margin-bottom: 20px; }
 """
 """Styles of tables with several columns, which the report's style sheet lacks."""

@@ -28,6 +28,8 @@ MOST_SAMPLES = 12
 """Most generated samples that are shown."""
 SAMPLE_CHARACTERS = 3000
 """Longest text of a sample."""
+_BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n){2,}")
+"""Several blank lines."""
 CONFIG_CHARACTERS = 60_000
 """Longest text of the configuration."""
 
@@ -317,8 +319,10 @@ def samples(run: RunFolder) -> str:
     cards = []
     for sample in run.samples[:MOST_SAMPLES]:
         prompt, text = (str(sample.get(key) or "")[:SAMPLE_CHARACTERS] for key in ("prompt", "text"))
-        text = text.removeprefix(prompt)
-        cards.append(f'<pre class="sample"><b>{escape(prompt)}</b>{escape(text)}</pre>')
+        # samples.json has the whole text; here a model that has learned little would fill pages with blank lines.
+        text = _BLANK_LINES.sub("\n\n", text.removeprefix(prompt)).rstrip()
+        shown = escape(text) or '<span class="aside">  (white space only)</span>'
+        cards.append(f'<pre class="sample"><b>{escape(prompt)}</b>{shown}</pre>')
     return (
         f'<section class="card" id="samples"><h2>Samples</h2><div class="samples">{"".join(cards)}</div></section>'
         if cards

@@ -18,8 +18,7 @@ def stragglers_card(diagnosis: Mapping[str, Any] | None, sentence: str = "") -> 
         return ""
     added = {name: max(0.0, value) for name, value in diagnosis["contributions"].items()}
     contributions = sorted(added.items(), key=lambda item: -item[1])
-    top = max([0.02, *(value for _, value in contributions)])
-    bars = "".join(_cause(name, value, top, flagged=name == diagnosis["cause"]) for name, value in contributions)
+    bars = "".join(_cause(name, value, flagged=name == diagnosis["cause"]) for name, value in contributions)
     facts = {
         "Slowdown": f"{diagnosis['slowdown']:.3f} times the ideal step",
         "Cause": (diagnosis["cause"] or "none above 2%").replace("_", " "),
@@ -36,15 +35,15 @@ def stragglers_card(diagnosis: Mapping[str, Any] | None, sentence: str = "") -> 
     return f"""<section class="card stragglers" id="stragglers"><h2>Stragglers</h2>
 <p class="finding">{escape(sentence[:1].upper() + sentence[1:])}.</p>
 <div class="pair"><div><table class="facts"><tbody>{lines}</tbody></table></div>
-<div><p class="bar-label"><span>Part of the ideal step time that each cause adds</span></p>{bars}</div></div>
+<div><p class="bar-label"><span>Part of the ideal step time that each cause adds; a full bar is a step</span></p>{bars}</div></div>
 <p class="aside">Replay of {len(steps)} steps, {steps[0]:,} to {steps[-1]:,}; a slowdown of a part is the step with only this part
  as recorded, over the ideal step.</p>{notes}</section>"""
 
 
-def _cause(name: str, value: float, top: float, *, flagged: bool) -> str:
+def _cause(name: str, value: float, *, flagged: bool) -> str:
     colour = "k5" if flagged else "k4"
     return f"""<p class="bar-label"><span>{escape(name.replace("_", " "))}</span><b>{number_text.percent(value)}</b></p>
-<div class="bar slim last"><i class="{colour}" style="width:{100 * value / top:.2f}%"></i></div>"""
+<div class="bar slim last"><i class="{colour}" style="width:{100 * min(value, 1.0):.2f}%"></i></div>"""
 
 
 def _largest(slowdowns: Mapping[str, float]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from meshwright.spec.rank_environment import PROGRAM_STOP
 
 PEER_LOSS_CODES = (EXIT_COMMUNICATION, -signal.SIGABRT)
 """Exit codes of a rank that lost a peer: its own report, or the abort of NCCL's watchdog."""
@@ -20,6 +21,7 @@ STOP_EXIT_CODES: dict[int, int] = {
     signal.SIGTERM: EXIT_PREEMPTED,
     signal.SIGUSR1: EXIT_PREEMPTED,
     signal.SIGHUP: EXIT_PREEMPTED,
+    PROGRAM_STOP: EXIT_PREEMPTED,
 }
 """Exit code of a job that a stop signal ends."""
 CULPRIT_SECONDS = 2.0

@@ -67,6 +67,7 @@ class EngineProcess:
 
     def __init__(self, setup: EngineSetup) -> None:
         """Start the processes, which load the model."""
+        self._client: EngineClient | None = None
         self._end, theirs = socket.socketpair()
         for end in (self._end, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -75,6 +76,7 @@ class EngineProcess:
 
     async def connect(self, client: EngineClient) -> None:
         """Connect `client` to the engine."""
+        self._client = client
         await connect(client, self._end)
 
     async def watch(self, client: EngineClient) -> None:
@@ -87,16 +89,23 @@ class EngineProcess:
             client.fail("one of the engine's ranks has ended", EXIT_COMMUNICATION)
 
     def close(self) -> None:
-        """Close the socket, and wait until the processes have ended; kill them if that takes long."""
+        """Close the socket, and wait until the processes have ended; kill them if that takes long.
+
+        Those that still import or load have nothing to end, and are killed at once.
+        """
+        starts = self._client is None or (self._client.ready is None and self._client.failure is None)
         with suppress(OSError):  # the process has ended
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + (0.0 if starts else END_SECONDS)
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                log.warning("the engine's process %d is killed: it has not ended within %g s", process.pid, END_SECONDS)
+                if not starts:
+                    log.warning(
+                        "the engine's process %d is killed: it has not ended within %g s", process.pid, END_SECONDS
+                    )
                 process.kill()
                 process.wait()
 

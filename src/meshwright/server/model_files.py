@@ -88,6 +88,13 @@ class ModelFiles:
         )
 
 
+def no_tokenizer(folder: Path) -> BadInput:
+    """The error for a folder that no tokenizer belongs to."""
+    return BadInput(
+        f"{folder} has no tokenizer.json; expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
+    )
+
+
 def read_model_files(folder: Path, chat_template: Path | None = None, *, defaults: bool = True) -> ModelFiles:
     """The files in a run's folder, a checkpoint's or a Hugging Face folder; `chat_template` replaces the folder's template.
 
@@ -96,9 +103,7 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
     """
     file = tokenizer_file(folder)
     if file is None:
-        raise BadInput(
-            f"{folder} has no tokenizer.json; expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
-        )
+        raise no_tokenizer(folder)
     home = file.parent
     # A prompt is never cut: one that is too long for the context is refused.
     tokenizer = open_tokenizer(file)

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
 from meshwright.server.follow import Follower, newest
 from meshwright.server.metrics import ServerMetrics
-from meshwright.server.model_files import read_model_files
+from meshwright.server.model_files import no_tokenizer, read_model_files
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
@@ -72,6 +72,8 @@ def run_server(
     check_addresses(spec)
     chosen = newest(folder) if spec.follow else None  # else the engine's process chooses, and reads every byte for it
     served = folder if chosen is None else chosen.path
+    if tokenizer_file(folder) is None:
+        raise no_tokenizer(folder)
     setup = EngineSetup(
         folder=str(served.absolute()),
         tokenizer=None if (file := tokenizer_file(served)) is None else str(file),
@@ -82,8 +84,13 @@ def run_server(
         experts=experts,
         transfer=transfer_setup(spec),
     )
-    process = EngineProcess(setup)
-    try:
+    with ExitStack() as opened:
+        # Before the engine's process, which takes seconds to start: a port in use is the most common mistake.
+        sockets = [opened.enter_context(listening_socket(spec.host, spec.port, "port"))]
+        if spec.admin_port is not None:
+            sockets.append(opened.enter_context(listening_socket(spec.host, spec.admin_port, "admin_port")))
+        process = EngineProcess(setup)
+        opened.callback(process.close)
         from meshwright.server.endpoints import Api  # while the engine's process imports torch
 
         template = None if spec.chat_template is None else Path(spec.chat_template)
@@ -94,13 +101,8 @@ def run_server(
             write_line(sentence, sys.stderr)
         client = EngineClient(ServerMetrics(name), exchanges=spec.exchanges)
         api = Api(spec, name, files, client)
-        sockets = [listening_socket(spec.host, spec.port, "port")]
-        if spec.admin_port is not None:
-            sockets.append(listening_socket(spec.host, spec.admin_port, "admin_port"))
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_Server(api, process, sockets, folder, served, say, chosen).run())
-    finally:
-        process.close()
     if client.failure is not None:
         message, code = client.failure
         error = MeshwrightError(message, key=client.failure_key)

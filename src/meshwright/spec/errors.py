@@ -186,7 +186,8 @@ class Refusal(Mistake):
         last = self.key.rpartition(".")[2]
         for prefix in (f"{self.key}: ", f"{self.key} ", f"{self.key.removeprefix('data.mix.')}: ", f"{last}: "):
             sentence = sentence.removeprefix(prefix)
-        return f"{self.position}: {shorten(self.key)}: {sentence}"
+        hint = f" (nearest: {self.nearest})" if self.nearest else ""
+        return f"{self.position}: {shorten(self.key)}: {sentence}{hint}"
 
 
 COMPARED_CHARACTERS = 200

@@ -31,7 +31,7 @@ _GLOO = re.compile(r"^\[[^\]]*gloo/[^\]]*:\d+\] ")
 _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
     OutOfResources: (
         {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM},
-        "free some space, lower checkpoint.keep, or choose another folder with --runs",
+        "free some space or choose another folder",
     ),
     BadInput: (
         {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENAMETOOLONG},
@@ -47,6 +47,7 @@ _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
             errno.EHOSTUNREACH,
             errno.ENETUNREACH,
             errno.EADDRNOTAVAIL,
+            errno.EPIPE,
         },
         "check that the hosts of the job reach one another",
     ),

@@ -157,7 +157,11 @@ def _check_meeting_point(rank: int, ranks: int, local_ranks: int, address: str |
         )
 
 
+PROGRAM_STOP = signal.SIGRTMIN
+"""The stop that the program asks for which started the run, as by `meshwright.StopTraining`."""
+
+
 def stop_signals() -> tuple[signal.Signals, ...]:
     """The signals that request a stop. SIGHUP is one unless this process ignores it, as under nohup."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, PROGRAM_STOP)
     return signals if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*signals, signal.SIGHUP)

@@ -278,7 +278,7 @@ def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None
             with reporter.pause("save", session):
                 saved = saver.save(session.step, waits=True, limit=limit)
             if saved:
-                where += "; run it again (without --fresh) to continue from its checkpoint"
+                where += f"; started again, the run {session.run.name} continues from its checkpoint"
             else:
                 where += (
                     f"; its checkpoint is not complete after checkpoint.grace_seconds ({checkpoint.grace_seconds:g})"
@@ -295,4 +295,4 @@ def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None
         Ranks(session.world.control).run_on_all(f"ended {where}", reporter.check)
     if flag >= INTERRUPT:
         raise Interrupted(f"interrupted {where}")
-    raise Preempted(f"preempted {where}")
+    raise Preempted(f"ended on request {where}")

@@ -1,4 +1,5 @@
-"""Requests to stop: SIGTERM, SIGUSR1 and SIGHUP preempt, the first Ctrl-C interrupts, the second ends at once.
+"""Requests to stop: SIGTERM, SIGUSR1, SIGHUP and the program that started the run end it with a checkpoint and the code of a preempted
+run; the first Ctrl-C interrupts, the second ends at once.
 
 A signal only sets a flag. At the end of each step the flags of all ranks are summed with its loss, so all ranks stop
 after the same step.
@@ -17,7 +18,7 @@ from types import FrameType
 from meshwright.checkpoint.inventory import describe_continuation
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED
-from meshwright.spec.rank_environment import stop_signals
+from meshwright.spec.rank_environment import PROGRAM_STOP, stop_signals
 
 NO_REQUEST, SAVE, BUSY, UNREADY, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 4, 1 << 22, 1 << 42, 1 << 62
 """Values of the flag, far enough apart to be summed over a million ranks.
@@ -100,7 +101,8 @@ class StopRequest:
                 "Ctrl-C: ending after the running step; a second one ends at once, and leaves the last checkpoint"
             )
         elif before == NO_REQUEST:
-            self.show(f"{number.name}: ending after the running step")
+            cause = "" if number == PROGRAM_STOP else f"{number.name}: "
+            self.show(f"{cause}ending after the running step")
 
 
 def _to_terminal(text: str) -> None:

@@ -67,6 +67,8 @@ class Layouts:
     """Peak of micro-batches in flight on the last pipeline rank."""
     vee: Array = 0.0
     """1 if the first pipeline rank has both ends of the model (schedules with V-shaped placement)."""
+    fixed_order: Array = 0.0
+    """1 if all sums have a fixed order (train.deterministic)."""
     loss_chunk: Array = 4096.0
     """Tokens whose logits exist at once (train.loss_chunk)."""
     offload: Array = 0.0
@@ -250,6 +252,7 @@ def layouts_of(
         vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),
         fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*schedule_arguments),
         in_flight_last=in_flight(*schedule_arguments, pipeline - 1), fill=relative_idle_time(schedule, pipeline, accumulate),
+        fixed_order=float(train.deterministic),
         loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=offload_fraction * state_bytes(precision),
         staging=staging_bytes(offload_staging, precision),
         replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),

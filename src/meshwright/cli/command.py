@@ -1,0 +1,54 @@
+"""A command of the command line: overrides with dashes, and hints for options of other programs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from typer.core import TyperCommand
+
+from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.foreign_words import option_hint
+
+_DOTTED = re.compile(r"--[a-z_]+\.[^\s=]+=", re.IGNORECASE)
+
+
+class Command(TyperCommand):
+    """A command that takes `--train.steps=200` as `train.steps=200`, if it takes KEY=VALUE words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        takes_keys = any("KEY=VALUE" in (getattr(each, "metavar", None) or "") for each in self._arguments())
+        if takes_keys:
+            end = args.index("--") if "--" in args else len(args)
+            args = [word[2:] if number < end and _DOTTED.match(word) else word for number, word in enumerate(args)]
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # NoSuchOption is click's, or a copy inside typer
+            name = getattr(error, "option_name", None)
+            if not isinstance(name, str) or name in self._options():
+                raise
+            hint = option_hint(name, frozenset(option.lstrip("-") for option in self._options()), _is_key, takes_keys)
+            if hint is not None:
+                ctx.fail(f"No such option '{name}': {hint}.")
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. A pipe that breaks is one to another process, and no reader of the output, as typer takes it for."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise as_meshwright_error(error) from error
+
+    def _arguments(self) -> list[Any]:
+        return [each for each in self.params if each.param_type_name == "argument"]
+
+    def _options(self) -> list[str]:
+        return [option for each in self.params for option in (*each.opts, *each.secondary_opts)]
+
+
+def _is_key(name: str) -> bool:
+    """Whether a run file has the dotted key `name`."""
+    from meshwright.config.schema import all_keys
+    from meshwright.spec.run import RunSpec
+
+    return any(".".join(map(str, path)) == name for path in all_keys(RunSpec))
