@@ -1,18 +1,16 @@
 """Chats as documents: the template's text of the messages of a record, and the ranges of it to train on.
 
-A template may mark what the assistant writes by `{% generation %}`. Otherwise the range of a message follows from the
-text of the messages before it and up to it, which must each be a beginning of the whole text.
+A template may mark what the assistant writes by `{% generation %}`. Otherwise `message_ranges` finds the range of each message.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +30,7 @@ from meshwright.data.chat_template import (
 from meshwright.data.corpus import Document, FromFile, checked_document
 from meshwright.data.file_formats import LAYOUTS
 from meshwright.data.inputs import InputFile, NotRead
+from meshwright.data.message_ranges import ASSISTANT, InexactTemplate, MessageRanges, Span
 from meshwright.data.records import BadDocument, Record, read_records
 from meshwright.data.spelled_tokens import SpelledTokens
 from meshwright.durable.writes import digest, write_durable
@@ -40,9 +39,7 @@ from meshwright.spec.errors import BadInput, nearest
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ASSISTANT = "assistant"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
-Span = tuple[int, int]
 CHAT_ENDINGS = [ending for ending, layout in LAYOUTS.items() if layout in ("lines", "json", "parquet")]
 """Endings of files that may have chats; csv has text only."""
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train")
@@ -94,10 +91,6 @@ def read_chat_files(tokenizer: Path, template: Path | None) -> ChatFiles:
     return ChatFiles(source, config, str(template or folder), tool_source)
 
 
-class InexactTemplate(Exception):
-    """The range of a message in the text of a chat is not certain."""
-
-
 def reads_chats(file: InputFile) -> bool:
     """Whether chats are read from files of this format."""
     return not file.format.refused and file.format.layout in {LAYOUTS[ending] for ending in CHAT_ENDINGS}
@@ -131,10 +124,8 @@ class ChatReader:
         self._template = ChatTemplate(files.source, special_tokens(files.config), lambda: now, files.tool_source)
         self._spelled = SpelledTokens(tokenizer, special_tokens(files.config).values())
         self._named_by_template = lru_cache(maxsize=None)(self._is_named)
-        added = sorted(
-            (token.content for token in tokenizer.get_added_tokens_decoder().values()), key=len, reverse=True
-        )
-        self._after_end = re.compile(f"(?:{'|'.join(map(re.escape, added))})(\\s*)\\Z") if added else None
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        self._ranges = MessageRanges(self._template.render, added, self._spelled.special)
 
     def read(self, file: InputFile, key: str) -> Iterator[FromFile]:
         """The chats of a file, whose messages are under `key`.
@@ -222,11 +213,13 @@ class ChatReader:
         document = checked_document(file, record, text, tuple(spans))
         if isinstance(document, BadDocument) or not self._spelled.found_in((chat.messages, chat.tools)):
             return document
-        write = partial(self._template.render, add_generation_prompt=False)
-        marked = self._spelled.write(write, chat.messages, chat.tools)
-        if marked.text != text:
+        marked = self._spelled.write(self._render, chat.messages, chat.tools)
+        if not text.startswith(marked.text):  # the end of its last answer may follow
             return BadDocument(record.where, "the chat template changes a special token that a message spells")
         return replace(document, spelled=marked.spelled)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        return self._template.render(messages, tools, add_generation_prompt=False)
 
     def text_and_spans(
         self,
@@ -236,6 +229,8 @@ class ChatReader:
     ) -> tuple[str, list[Span]]:
         """The text of a chat, and the ranges of its characters to train on, ascending; not those of messages with a false mark.
 
+        If a template ends answers only by what begins the next message, the text has that behind its last answer too.
+
         Raises TemplateRefusal if the template refuses the messages, InexactTemplate if the ranges are not certain.
         """
         spans: list[Span] = []
@@ -244,54 +239,25 @@ class ChatReader:
         if ASSISTANT in searched and GENERATION.search(self._sources[bool(tools)]):
             text, spans = self._template.generated_spans(messages, tools)
             searched.remove(ASSISTANT)
-            if any(messages[index]["role"] == ASSISTANT for index in left_out):
-                spans = self._without(spans, text, messages, tools, left_out)
+            if answers := [index for index in left_out if messages[index]["role"] == ASSISTANT]:
+                spans = self._without(spans, text, messages, tools, answers)
         else:
-            text = self._template.render(messages, tools, add_generation_prompt=False)
-        for index, message in enumerate(messages):
-            if message["role"] in searched and index not in left_out:
-                start, stop = self._span(text, messages, index, tools)
-                spans += [(start, stop)] if stop > start else []
-        return text, sorted(spans)
+            text = self._render(messages, tools)
+        wanted = [
+            index for index, message in enumerate(messages) if message["role"] in searched and index not in left_out
+        ]
+        text, found = self._ranges.find(text, messages, tools, wanted)
+        return text, sorted([*spans, *((start, stop) for start, stop in found if stop > start)])
 
     def _without(
         self, spans: list[Span], text: str, messages: Sequence[Mapping[str, Any]], tools: Any, left_out: list[int]
     ) -> list[Span]:
-        """The generated spans of the messages that are not left out."""
+        """The generated spans of the answers that are not left out."""
         answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(answers) == len(spans):
             return [span for index, span in zip(answers, spans, strict=True) if index not in left_out]
-        stops = [self._length(text, messages[: index + 1], tools, prompt=False) for index in range(len(messages))]
-        return [span for span in spans if bisect_right(stops, span[0]) not in left_out]
-
-    def _span(self, text: str, messages: Sequence[Mapping[str, Any]], index: int, tools: Any) -> Span:
-        """The range of a message, from the first character behind its header to the end of its end token."""
-        content = (messages[index]["content"] or "").strip()
-        before = 0 if index == 0 else self._length(text, messages[:index], tools, prompt=False)
-        stop = self._length(text, messages[: index + 1], tools, prompt=False)
-        if messages[index]["role"] == ASSISTANT:
-            start = self._length(text, messages[:index], tools, prompt=True)
-            if start == before and content and not text[start:stop].lstrip().startswith(content):
-                raise InexactTemplate("add_generation_prompt does not add the header of the assistant")
-        else:
-            if not content or text[before:stop].count(content) != 1:
-                raise InexactTemplate(f"it does not write the content of messages[{index}] unchanged and once")
-            start = text.index(content, before)
-        if stop < start:
-            raise InexactTemplate(f"messages[{index}] ends before its header does")
-        end = self._after_end.search(text, start, stop) if self._after_end else None
-        return start, end.start(1) if end else stop
-
-    def _length(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> int:
-        """The characters of `text` that `messages` make, with the header of the next answer if `prompt`."""
-        shown = f"the first {len(messages)} messages" + (" with the header of the answer" if prompt else "")
-        try:
-            beginning = self._template.render(messages, tools, add_generation_prompt=prompt)
-        except TemplateRefusal as error:
-            raise InexactTemplate(f"it refuses {shown}: {error}") from None
-        if not text.startswith(beginning):
-            raise InexactTemplate(f"the text of {shown} is no beginning of the whole text")
-        return len(beginning)
+        _, others = self._ranges.find(text, messages, tools, left_out)
+        return [span for span in spans if not any(span[0] < stop and start < span[1] for start, stop in others)]
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
