@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.chat_forms import COMMON_KEYS, MESSAGES, BadChat, ChatForm, form_of, no_form
 from meshwright.data.chat_template import (
     SPECIAL_TOKENS_MAP,
     TEMPLATE,
@@ -31,7 +33,7 @@ from meshwright.data.corpus import Document, FromFile, checked_document
 from meshwright.data.file_formats import LAYOUTS
 from meshwright.data.inputs import InputFile, NotRead
 from meshwright.data.message_ranges import ASSISTANT, InexactTemplate, MessageRanges, Span
-from meshwright.data.records import BadDocument, Record, read_records
+from meshwright.data.records import BadDocument, Record, first_records, read_records
 from meshwright.data.spelled_tokens import SpelledTokens
 from meshwright.durable.writes import digest, write_durable
 from meshwright.spec.errors import BadInput, nearest
@@ -44,7 +46,7 @@ CHAT_ENDINGS = [ending for ending, layout in LAYOUTS.items() if layout in ("line
 """Endings of files that may have chats; csv has text only."""
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train")
 """Keys of a message; it may also have any that the template names."""
-UNUSED_KEYS = ("functions", "function_call", "documents", "chat_template_kwargs", "system")
+UNUSED_KEYS = ("functions", "function_call", "documents", "chat_template_kwargs", "history")
 """Keys of a chat that other programs read, and that would be lost."""
 ALMOST = 0.85
 """Similarity from which an unknown key of a chat is a misspelling."""
@@ -105,8 +107,18 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
 
 
-class BadChat(Exception):
-    """A line that is no chat: the key, and what was expected."""
+@dataclass
+class ChatCounts:
+    """Chats that were read, by their form, and their messages by role."""
+
+    forms: Counter[str] = field(default_factory=Counter)
+    roles: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        forms = ", ".join(f"{count:,} {form}" for form, count in self.forms.most_common())
+        return f"chats: {forms}; messages: " + ", ".join(
+            f"{count:,} {role}" for role, count in self.roles.most_common()
+        )
 
 
 class ChatReader:
@@ -117,7 +129,7 @@ class ChatReader:
 
         Raises BadInput if the template cannot be used.
         """
-        self.name, self.roles = files.name, tuple(roles)
+        self.name, self.roles, self.counts = files.name, tuple(roles), ChatCounts()
         now = datetime.fromtimestamp(now_ns // 10**9, UTC)
         self._sources = {False: files.source, True: files.tool_source or files.source}
         """The template of chats without and with tools."""
@@ -127,39 +139,51 @@ class ChatReader:
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
         self._ranges = MessageRanges(self._template.render, added, self._spelled.special)
 
-    def read(self, file: InputFile, key: str) -> Iterator[FromFile]:
-        """The chats of a file, whose messages are under `key`.
+    def read(self, file: InputFile, key: str | None) -> Iterator[FromFile]:
+        """The chats of a file, whose form its first records show; `key` names their list of messages.
 
         Raises BadInput for a chat that the template writes in a way that does not show the range of each message.
         """
         if not reads_chats(file):
             yield NotRead(file.name, "format not read", f"chats are in {', '.join(CHAT_ENDINGS)} files", file.size)
             return
-        for record in read_records(file, key, ("tools", *UNUSED_KEYS)):
+        form, first = MESSAGES, None
+        for record in first_records(file):
+            first = first or record
+            if (found := form_of(record, key)) is not None:
+                form, first = found, None
+                break
+        if first is not None:
+            yield NotRead(file.name, "no chats", no_form(first, key), file.size)
+            return
+        for record in read_records(file, form.keys[0], (*form.keys, *form.also, *COMMON_KEYS, *UNUSED_KEYS)):
             if not isinstance(record, Record):
                 yield record
                 continue
             try:
-                yield self._document(file, record, self._chat(record, key))
+                chat = self._chat(record, form)
+                document = self._document(file, record, chat)
             except BadChat as error:
                 yield BadDocument(record.where, str(error))
+                continue
+            if isinstance(document, Document):
+                self.counts.forms[form.name] += 1
+                self.counts.roles.update(message["role"] for message in chat.messages)
+            yield document
 
-    def _chat(self, record: Record, key: str) -> Chat:
+    def _chat(self, record: Record, form: ChatForm) -> Chat:
         """The chat of a record. Raises BadChat."""
-        tools = _tools(record.fields.get("tools"))
-        for name in (name for name, value in record.fields.items() if value is not None):
-            near = (
-                nearest(name, (key, "tools", "weight", "train"), ALMOST) if name not in (key, "tools", "id") else None
-            )
+        tools, key = _tools(record.fields.get("tools")), form.keys[0]
+        known = (*form.keys, *form.also, *COMMON_KEYS, "id")
+        for name in (name for name, value in record.fields.items() if value is not None and name not in known):
+            near = nearest(name, (*known, "weight", "train"), ALMOST)
             if name in UNUSED_KEYS or near is not None:
                 hint = f" (nearest: {near!r})" if near else ""
-                raise BadChat(f"{name}: unknown key{hint}; a chat has {key!r}, 'tools' and 'id'")
+                raise BadChat(f"{name}: unknown key{hint}; a chat has {', '.join(map(repr, known))}")
         if tools and not self._named_by_template("tools", True):
             raise BadChat(f"tools: the chat template of {self.name} does not write them")
-        if not isinstance(record.value, list) or not record.value:
-            raise BadChat(f"{key}: expected a list of messages")
         messages, marks = [], []
-        for index, message in enumerate(record.value):
+        for index, message in enumerate(form.messages(record.fields)):
             where = f"{key}[{index}]"
             messages.append(_message(message, where))
             self._check_keys(messages[-1], where, bool(tools))
@@ -200,7 +224,7 @@ class ChatReader:
 
     def _document(self, file: InputFile, record: Record, chat: Chat) -> Document | BadDocument:
         try:
-            text, spans = self.text_and_spans(chat.messages, chat.tools, chat.marks)
+            text, spans = self._fitting(chat)
         except TemplateRefusal as error:
             return BadDocument(record.where, f"the chat template refuses the messages: {error}")
         except InexactTemplate as error:
@@ -220,6 +244,16 @@ class ChatReader:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         return self._template.render(messages, tools, add_generation_prompt=False)
+
+    def _fitting(self, chat: Chat) -> tuple[str, list[Span]]:
+        """As `text_and_spans`; some templates need the arguments of calls as JSON in a text, and others as an object."""
+        try:
+            return self.text_and_spans(chat.messages, chat.tools, chat.marks)
+        except TemplateRefusal:
+            if not any(message.get("tool_calls") for message in chat.messages):
+                raise
+            chat.messages[:] = [_with_arguments(message, _as_text) for message in chat.messages]
+            return self.text_and_spans(chat.messages, chat.tools, chat.marks)
 
     def text_and_spans(
         self,
@@ -270,7 +304,37 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else 0
     if not (isinstance(content, str) or (content is None and value.get("tool_calls"))):
         raise BadChat(f"{where}.content: expected text, or parts that are text")
-    return {**{key: item for key, item in value.items() if item is not None}, "content": content}
+    return _with_arguments(
+        {**{key: item for key, item in value.items() if item is not None}, "content": content}, _as_object
+    )
+
+
+def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls changed, where these are objects with a function."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+
+    def changed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+    return {**message, "tool_calls": [changed(call) for call in calls]}
+
+
+def _as_object(arguments: Any) -> Any:
+    """The object in a text of JSON, as of OpenAI's API; anything else as it is."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:

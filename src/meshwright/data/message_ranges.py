@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from meshwright.data.chat_template import TemplateRefusal
@@ -120,7 +119,9 @@ class MessageRanges:
         self._render, self._added, self._special = render, _any_of(added), _any_of(special)
         self._outlines: dict[Any, _Outline] = {}
 
-    def find(self, text: str, messages: Sequence[Message], tools: Tools, wanted: Sequence[int]) -> tuple[str, list[Span]]:
+    def find(
+        self, text: str, messages: Sequence[Message], tools: Tools, wanted: Sequence[int]
+    ) -> tuple[str, list[Span]]:
         """The ranges of the `wanted` messages in the text of a chat, in their order, and the text itself.
 
         A range begins behind the header of its message and ends with its end token. If the template ends an answer only by what
@@ -166,7 +167,7 @@ class MessageRanges:
 
     def common(self, *texts: str) -> str:
         """What texts begin with together, in whole tokens."""
-        common = commonprefix(texts)
+        common = _common_beginning(texts)
         for text in texts:
             cut = (found.start() for found in self.added_in(text) if found.start() < len(common) < found.end())
             common = common[: next(cut, len(common))]
@@ -185,7 +186,9 @@ class MessageRanges:
 class _Outline:
     """A chat with short contents, and the places of its messages."""
 
-    def __init__(self, ranges: MessageRanges, messages: Sequence[Message], parts: Sequence[Parts], tools: Tools) -> None:
+    def __init__(
+        self, ranges: MessageRanges, messages: Sequence[Message], parts: Sequence[Parts], tools: Tools
+    ) -> None:
         self._of, self._parts, self._tools = ranges, parts, tools
         short = [
             f"{part.short_before}{_marked(number, SHORT if part.core else '')}{part.after}"
@@ -195,7 +198,7 @@ class _Outline:
         self._whole = ranges.marked(self._messages, tools)
         self._sequence = [mark[:2] for mark in self._whole.marks]
         self._places: dict[int, Place] = {}
-        first = [found for found in ranges.added_in(self._whole.text)]
+        first = ranges.added_in(self._whole.text)
         self._openers, end = set[str](), 0
         """Tokens that the text begins with: the beginning of the text, and that of a turn."""
         for found in first:
@@ -247,7 +250,7 @@ class _Outline:
         return Place(before, lead, after, behind, end, missing)
 
     def _own_marks(self, message: int, numbers: list[int]) -> list[int]:
-        """Those of the marks of a message, by their numbers, that are in its own text: the name of a tool may be in that of its answer too."""
+        """Those of the marks of a message, by their numbers, that are in its own text; the name of a tool may be in its result too."""
         first = numbers
         if self._parts[message].is_call:
             alone = self._of.marked(self._messages[: message + 1], self._tools)
@@ -282,9 +285,9 @@ class _Outline:
         rest = prompt[len(lead) :].strip()
         if rest and not REASONING.match(rest):
             raise InexactTemplate("add_generation_prompt does not write what precedes the answer")
-        if not rest and written[len(lead) :].strip():
-            if prompt == self._of.marked(earlier, self._tools).behind(mark):
-                raise InexactTemplate("add_generation_prompt does not add the header of the assistant")
+        unwritten = not rest and written[len(lead) :].strip() != ""
+        if unwritten and prompt == self._of.marked(earlier, self._tools).behind(mark):
+            raise InexactTemplate("add_generation_prompt does not add the header of the assistant")
         return lead
 
     def _end(self, message: int, last: int | None, after: int | None, lead: str) -> tuple[str, str, str]:
@@ -386,9 +389,16 @@ def _marked(number: int, text: str) -> str:
 
 def _place_of_difference(chat: Marked, text: str) -> str:
     """The message in whose text a difference begins."""
-    same = len(commonprefix([chat.text, text]))
+    same = len(_common_beginning((chat.text, text)))
     message = next((mark.message for mark in reversed(chat.marks) if mark.at <= same), 0)
     return f"messages[{message}]"
+
+
+def _common_beginning(texts: Sequence[str]) -> str:
+    """The characters that all texts begin with."""
+    first, last = min(texts), max(texts)  # every other text is between these two
+    different = (at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1])
+    return first[: next(different, len(first))]
 
 
 def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
