@@ -40,7 +40,7 @@ TEMPLATES: dict[str, tuple[str, list[str]]] = {
         ["B<|im_end|>", "D<|im_end|>\n</s>"],
     ),
     "another end of the last answer": (
-        EACH + "{{ '<|im_start|>' + m.role + '\n' + m.content + ('</s>' if loop.last and m.role == 'assistant' else '<|im_end|>') }}{% endfor %}" + LAST,
+        EACH + HEADER + "{{ m.content + ('</s>' if loop.last and m.role == 'assistant' else '<|im_end|>') }}{% endfor %}" + LAST,
         ["B<|im_end|>", "D</s>"],
     ),
     "answers that the next message ends": (
