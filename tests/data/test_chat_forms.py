@@ -14,7 +14,7 @@ from meshwright.data.chat_forms import FORMS
 from meshwright.data.prepare import prepare
 from meshwright.data.request import ChatRequest
 from meshwright.spec.errors import BadInput
-from tests.data.chats import CHATML, TOOL_CALL, TOOLS, marked, turns, write_tokenizer
+from tests.data.chats import CHATML, TOOL_CALL, TOOLS, marked, plain, turns, write_tokenizer
 from tests.data.test_chat import documents
 
 QUESTION, ANSWER = "What is 1 + 2?", "It is 3."
@@ -143,6 +143,36 @@ def test_the_first_line_names_form_and_roles(tmp_path: Path) -> None:
     assert first == "prepared chats: 2 ShareGPT; messages: 2 user, 2 assistant"
     again = CliRunner().invoke(data_command.app, command)
     assert again.stdout.startswith("already prepared")
+
+
+def test_reasoning_that_a_template_leaves_out_is_counted(tmp_path: Path) -> None:
+    template = marked(CHATML).replace("message.content or ''", "(message.content or '').split('</think>')[-1]")
+    model = write_tokenizer(tmp_path / "model", template)
+    contents = ("B", "<think>\nhm\n</think>B", "<think></think>B")
+    chats = [{"messages": turns("A", content)} for content in contents]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    command = [
+        "prepare",
+        str(tmp_path / "chats.jsonl"),
+        "--chat",
+        "--tokenizer",
+        str(model),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    result = CliRunner().invoke(data_command.app, command)
+    assert "the chat template leaves out the reasoning of the last answer in 1 chats" in result.stdout
+    again = CliRunner().invoke(data_command.app, [*command[:-1], str(tmp_path / "other"), "--json"])
+    counts = json.loads(again.stdout)["chats"]
+    assert counts == {"forms": {"messages": 3}, "roles": {"user": 3, "assistant": 3}, "without_reasoning": 1}
+
+
+def test_marks_in_a_message_are_a_bad_document(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model", plain(CHATML))
+    chats = [{"messages": turns("A", content)} for content in ("B", "\U00100003")]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    result = prepare([str(tmp_path / "chats.jsonl")], str(model), tmp_path / "out", chat=ChatRequest())
+    assert result.left_out.bad.count == 1 and "contains U+100003" in result.left_out.bad.first[0]
 
 
 def test_the_page_lists_every_form() -> None:

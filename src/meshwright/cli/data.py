@@ -255,7 +255,7 @@ def _summary(prepared: Prepared) -> dict[str, Any]:
         "vocab_size": tokenizer.vocab_size,
         "text_format": None if text is None else text.to_plain(),
         **({} if answers is None else {"answers": _ends(answers), "unended_answers": answers.unended}),
-        **({} if (chats := prepared.chats) is None else {"chats": {"forms": chats.forms, "messages": chats.roles}}),
+        **({} if (chats := prepared.chats) is None else {"chats": vars(chats)}),
         "bad": {"count": left_out.bad.count, "first": left_out.bad.first},
         "not_read": left_out.not_read,
         "reused": prepared.reused,
@@ -283,6 +283,8 @@ def _sentences(prepared: Prepared) -> str:
         end = manifest.text_format.document_end
         ends = [f"each document ends with {end.text}"] if end is not None and not manifest.masked else []
         lines += [f"  {line}" for line in (*ends, *manifest.text_format.sentences())]
+    if prepared.chats is not None and (count := prepared.chats.without_reasoning):
+        lines.append(f"  the chat template leaves out the reasoning of the last answer in {count:,} chats")
     if (answers := prepared.answers) is not None:
         counts = [f"{text} ({count:,})" for text, count in _ends(answers).items()]
         counts += [f"no special token ({answers.unended:,})"] if answers.unended else []

@@ -32,7 +32,7 @@ from meshwright.data.chat_template import (
 from meshwright.data.corpus import Document, FromFile, checked_document
 from meshwright.data.file_formats import LAYOUTS
 from meshwright.data.inputs import InputFile, NotRead
-from meshwright.data.message_ranges import ASSISTANT, InexactTemplate, MessageRanges, Span
+from meshwright.data.message_ranges import ASSISTANT, END_OF_REASONING, InexactTemplate, MessageRanges, Span
 from meshwright.data.records import BadDocument, Record, first_records, read_records
 from meshwright.data.spelled_tokens import SpelledTokens
 from meshwright.durable.writes import digest, write_durable
@@ -48,6 +48,8 @@ MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight
 """Keys of a message; it may also have any that the template names."""
 UNUSED_KEYS = ("functions", "function_call", "documents", "chat_template_kwargs", "history")
 """Keys of a chat that other programs read, and that would be lost."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which messages have reasoning that is not part of their content."""
 ALMOST = 0.85
 """Similarity from which an unknown key of a chat is a misspelling."""
 
@@ -113,6 +115,8 @@ class ChatCounts:
 
     forms: Counter[str] = field(default_factory=Counter)
     roles: Counter[str] = field(default_factory=Counter)
+    without_reasoning: int = 0
+    """Chats whose last answer has reasoning that the template leaves out."""
 
     def __str__(self) -> str:
         forms = ", ".join(f"{count:,} {form}" for form, count in self.forms.most_common())
@@ -169,6 +173,7 @@ class ChatReader:
             if isinstance(document, Document):
                 self.counts.forms[form.name] += 1
                 self.counts.roles.update(message["role"] for message in chat.messages)
+                self.counts.without_reasoning += _reasoning(chat.messages) not in document.text
             yield document
 
     def _chat(self, record: Record, form: ChatForm) -> Chat:
@@ -292,6 +297,17 @@ class ChatReader:
             return [span for index, span in zip(answers, spans, strict=True) if index not in left_out]
         _, others = self._ranges.find(text, messages, tools, left_out)
         return [span for span in spans if not any(span[0] < stop and start < span[1] for start, stop in others)]
+
+
+def _reasoning(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The reasoning of the last message if it is an answer, under a key of its own or in the content; empty without one."""
+    last = messages[-1]
+    if last["role"] != ASSISTANT:
+        return ""
+    named = next((value for key in REASONING_KEYS if isinstance(value := last.get(key), str)), "")
+    content = last["content"] or ""
+    inside = content.rpartition(END_OF_REASONING)[0].rpartition("<think>")[2] if END_OF_REASONING in content else ""
+    return (named or inside).strip()
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:

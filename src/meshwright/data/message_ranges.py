@@ -125,10 +125,13 @@ class MessageRanges:
         """The ranges of the `wanted` messages in the text of a chat, in their order, and the text itself.
 
         A range begins behind the header of its message and ends with its end token. If the template ends an answer only by what
-        begins the next message, the text gets that behind its last answer. Raises InexactTemplate.
+        begins the next message, the text gets that behind its last answer. Raises InexactTemplate, and TemplateRefusal for a
+        message that contains a mark.
         """
         if not wanted:
             return text, []
+        if (found := MARKS.search(text)) is not None:
+            raise TemplateRefusal(f"a message contains U+{ord(found[0]):X}, a code point for private use")
         if len(messages) > MOST_MESSAGES:
             raise InexactTemplate(f"it has {len(messages):,} messages, expected at most {MOST_MESSAGES:,}")
         parts = [_parts(message) for message in messages]
