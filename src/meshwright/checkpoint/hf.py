@@ -59,6 +59,8 @@ DTYPES = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8, SCALES = "F8_E4M3", "_scale_inv"
 """dtype of weights that have a scale for each block, and the suffix of the name of their scales."""
+BASE_MODEL = "A base model, exported by Meshwright: it continues text, and was not tuned to follow instructions."
+"""The sentence of a model card about a model that was trained from scratch on text."""
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -73,6 +75,7 @@ def export_hf(
     shard_bytes: int = 4 << 30,
     text: TextFormat | None = None,
     title: str | None = None,
+    limits: str = BASE_MODEL,
 ) -> None:
     """Write a folder that transformers, vLLM and others load: weights, config, generation config, tokenizer, card.
 
@@ -80,8 +83,8 @@ def export_hf(
     (`RowSource`). One tensor, or 32 MiB of rows, is in memory at a time. `tokenizer` is the path of a tokenizer.json, whose folder
     may have further files about texts (`data.chat_template.TEXT_FILES`), and `text` the format of the texts, by default the one that this
     folder describes.
-    `run_note` is Markdown for the model card, whose title is `title` or else the folder's
-    name. No file of weights exceeds `shard_bytes` unless a single tensor does. The folder gets its name when it is
+    `run_note` is Markdown for the model card, `limits` what it says about the use of the model; its title is `title` or else the
+    folder's name. No file of weights exceeds `shard_bytes` unless a single tensor does. The folder gets its name when it is
     complete. Raises BadInput when it exists and is not empty, when the Hugging Face class of the family cannot represent
     the model, or when tokenizer and model disagree; OutOfResources when the disk is too full.
     """
@@ -107,7 +110,9 @@ def export_hf(
         else:
             write_durable(partial / "tokenizer.json", read_folder_file(tokenizer, TOKENIZER_BYTES))
             export_text_files(text, tokenizer.parent, partial, loaded, _tokenizer_config(spec))
-        write_durable(partial / "README.md", _model_card(title or folder.name, folder.name, spec, run_note, dtype))
+        write_durable(
+            partial / "README.md", _model_card(title or folder.name, folder.name, spec, run_note, dtype, limits)
+        )
         publish(partial, folder)
     except BaseException:
         shutil.rmtree(partial)
@@ -447,7 +452,7 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _model_card(title: str, folder: str, spec: ModelSpec, run_note: str, dtype: str) -> str:
+def _model_card(title: str, folder: str, spec: ModelSpec, run_note: str, dtype: str, limits: str) -> str:
     rows = [
         ("Architecture", FAMILIES[spec.family].architecture),
         ("Parameters", f"{parameter_count(spec):,}"),
@@ -464,6 +469,5 @@ def _model_card(title: str, folder: str, spec: ModelSpec, run_note: str, dtype: 
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{folder}")  # this folder\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{folder}")\n```\n\n'
-        "## Limits\n\nA base model, exported by Meshwright: it continues text, was not tuned to follow instructions, "
-        "and what it writes may be wrong or unwanted. No evaluation comes with this folder.\n"
+        f"## Limits\n\n{limits} What it writes may be wrong or unwanted. No evaluation comes with this folder.\n"
     )

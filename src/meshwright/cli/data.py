@@ -32,8 +32,8 @@ ChatOption = Annotated[
     bool,
     typer.Option(
         "--chat",
-        help="Records are chats: a list of messages, and `tools` if there are any. The chat template of the tokenizer's "
-        "folder makes their text; only what --train-roles write is trained on.",
+        help="Records are chats: messages, ShareGPT, Alpaca, or prompt and completion, and `tools` if there are any. The chat "
+        "template of the tokenizer's folder makes their text; only what --train-roles write is trained on.",
     ),
 ]
 TemplateOption = Annotated[
@@ -89,7 +89,7 @@ def prepare_command(
         typer.Option(
             metavar="KEY",
             help="Key (or parquet column) that holds the text of a record, `text` by default; with --chat its "
-            "messages, `messages` by default.",
+            "messages, by default as the form of the records says.",
         ),
     ] = None,
     chat: ChatOption = False,
@@ -255,6 +255,7 @@ def _summary(prepared: Prepared) -> dict[str, Any]:
         "vocab_size": tokenizer.vocab_size,
         "text_format": None if text is None else text.to_plain(),
         **({} if answers is None else {"answers": _ends(answers), "unended_answers": answers.unended}),
+        **({} if (chats := prepared.chats) is None else {"chats": vars(chats)}),
         "bad": {"count": left_out.bad.count, "first": left_out.bad.first},
         "not_read": left_out.not_read,
         "reused": prepared.reused,
@@ -269,7 +270,8 @@ def _ends(answers: AnswerEnds) -> dict[str, int]:
 def _sentences(prepared: Prepared) -> str:
     from meshwright.data.left_out import not_read_words
 
-    lines = ["already prepared by this command" if prepared.reused else "prepared"]
+    first = "prepared" if prepared.chats is None else f"prepared {prepared.chats}"
+    lines = ["already prepared by this command" if prepared.reused else first]
     for split, manifest in prepared.manifests.items():
         ratio = manifest.text_bytes / manifest.tokens
         size = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {ratio:.2f} bytes per token"
@@ -281,6 +283,8 @@ def _sentences(prepared: Prepared) -> str:
         end = manifest.text_format.document_end
         ends = [f"each document ends with {end.text}"] if end is not None and not manifest.masked else []
         lines += [f"  {line}" for line in (*ends, *manifest.text_format.sentences())]
+    if prepared.chats is not None and (count := prepared.chats.without_reasoning):
+        lines.append(f"  the chat template leaves out the reasoning of the last answer in {count:,} chats")
     if (answers := prepared.answers) is not None:
         counts = [f"{text} ({count:,})" for text, count in _ends(answers).items()]
         counts += [f"no special token ({answers.unended:,})"] if answers.unended else []

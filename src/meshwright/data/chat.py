@@ -1,21 +1,21 @@
 """Chats as documents: the template's text of the messages of a record, and the ranges of it to train on.
 
-A template may mark what the assistant writes by `{% generation %}`. Otherwise the range of a message follows from the
-text of the messages before it and up to it, which must each be a beginning of the whole text.
+A template may mark what the assistant writes by `{% generation %}`. Otherwise `message_ranges` finds the range of each message.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.chat_forms import COMMON_KEYS, MESSAGES, BadChat, ChatForm, form_of, no_form
 from meshwright.data.chat_template import (
     SPECIAL_TOKENS_MAP,
     TEMPLATE,
@@ -32,7 +32,8 @@ from meshwright.data.chat_template import (
 from meshwright.data.corpus import Document, FromFile, checked_document
 from meshwright.data.file_formats import LAYOUTS
 from meshwright.data.inputs import InputFile, NotRead
-from meshwright.data.records import BadDocument, Record, read_records
+from meshwright.data.message_ranges import ASSISTANT, END_OF_REASONING, InexactTemplate, MessageRanges, Span
+from meshwright.data.records import BadDocument, Record, first_records, read_records
 from meshwright.data.spelled_tokens import SpelledTokens
 from meshwright.durable.writes import digest, write_durable
 from meshwright.spec.errors import BadInput, nearest
@@ -40,15 +41,15 @@ from meshwright.spec.errors import BadInput, nearest
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ASSISTANT = "assistant"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
-Span = tuple[int, int]
 CHAT_ENDINGS = [ending for ending, layout in LAYOUTS.items() if layout in ("lines", "json", "parquet")]
 """Endings of files that may have chats; csv has text only."""
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train")
 """Keys of a message; it may also have any that the template names."""
-UNUSED_KEYS = ("functions", "function_call", "documents", "chat_template_kwargs", "system")
+UNUSED_KEYS = ("functions", "function_call", "documents", "chat_template_kwargs", "history")
 """Keys of a chat that other programs read, and that would be lost."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which messages have reasoning that is not part of their content."""
 ALMOST = 0.85
 """Similarity from which an unknown key of a chat is a misspelling."""
 
@@ -94,10 +95,6 @@ def read_chat_files(tokenizer: Path, template: Path | None) -> ChatFiles:
     return ChatFiles(source, config, str(template or folder), tool_source)
 
 
-class InexactTemplate(Exception):
-    """The range of a message in the text of a chat is not certain."""
-
-
 def reads_chats(file: InputFile) -> bool:
     """Whether chats are read from files of this format."""
     return not file.format.refused and file.format.layout in {LAYOUTS[ending] for ending in CHAT_ENDINGS}
@@ -112,8 +109,20 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
 
 
-class BadChat(Exception):
-    """A line that is no chat: the key, and what was expected."""
+@dataclass
+class ChatCounts:
+    """Chats that were read, by their form, and their messages by role."""
+
+    forms: Counter[str] = field(default_factory=Counter)
+    roles: Counter[str] = field(default_factory=Counter)
+    without_reasoning: int = 0
+    """Chats whose last answer has reasoning that the template leaves out."""
+
+    def __str__(self) -> str:
+        forms = ", ".join(f"{count:,} {form}" for form, count in self.forms.most_common())
+        return f"chats: {forms}; messages: " + ", ".join(
+            f"{count:,} {role}" for role, count in self.roles.most_common()
+        )
 
 
 class ChatReader:
@@ -124,51 +133,62 @@ class ChatReader:
 
         Raises BadInput if the template cannot be used.
         """
-        self.name, self.roles = files.name, tuple(roles)
+        self.name, self.roles, self.counts = files.name, tuple(roles), ChatCounts()
         now = datetime.fromtimestamp(now_ns // 10**9, UTC)
         self._sources = {False: files.source, True: files.tool_source or files.source}
         """The template of chats without and with tools."""
         self._template = ChatTemplate(files.source, special_tokens(files.config), lambda: now, files.tool_source)
         self._spelled = SpelledTokens(tokenizer, special_tokens(files.config).values())
         self._named_by_template = lru_cache(maxsize=None)(self._is_named)
-        added = sorted(
-            (token.content for token in tokenizer.get_added_tokens_decoder().values()), key=len, reverse=True
-        )
-        self._after_end = re.compile(f"(?:{'|'.join(map(re.escape, added))})(\\s*)\\Z") if added else None
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        self._ranges = MessageRanges(self._template.render, added, self._spelled.special)
 
-    def read(self, file: InputFile, key: str) -> Iterator[FromFile]:
-        """The chats of a file, whose messages are under `key`.
+    def read(self, file: InputFile, key: str | None) -> Iterator[FromFile]:
+        """The chats of a file, whose form its first records show; `key` names their list of messages.
 
         Raises BadInput for a chat that the template writes in a way that does not show the range of each message.
         """
         if not reads_chats(file):
             yield NotRead(file.name, "format not read", f"chats are in {', '.join(CHAT_ENDINGS)} files", file.size)
             return
-        for record in read_records(file, key, ("tools", *UNUSED_KEYS)):
+        form, first = MESSAGES, None
+        for record in first_records(file):
+            first = first or record
+            if (found := form_of(record, key)) is not None:
+                form, first = found, None
+                break
+        if first is not None:
+            yield NotRead(file.name, "no chats", no_form(first, key), file.size)
+            return
+        for record in read_records(file, form.keys[0], (*form.keys, *form.also, *COMMON_KEYS, *UNUSED_KEYS)):
             if not isinstance(record, Record):
                 yield record
                 continue
             try:
-                yield self._document(file, record, self._chat(record, key))
+                chat = self._chat(record, form)
+                document = self._document(file, record, chat)
             except BadChat as error:
                 yield BadDocument(record.where, str(error))
+                continue
+            if isinstance(document, Document):
+                self.counts.forms[form.name] += 1
+                self.counts.roles.update(message["role"] for message in chat.messages)
+                self.counts.without_reasoning += _reasoning(chat.messages) not in document.text
+            yield document
 
-    def _chat(self, record: Record, key: str) -> Chat:
+    def _chat(self, record: Record, form: ChatForm) -> Chat:
         """The chat of a record. Raises BadChat."""
-        tools = _tools(record.fields.get("tools"))
-        for name in (name for name, value in record.fields.items() if value is not None):
-            near = (
-                nearest(name, (key, "tools", "weight", "train"), ALMOST) if name not in (key, "tools", "id") else None
-            )
+        tools, key = _tools(record.fields.get("tools")), form.keys[0]
+        known = (*form.keys, *form.also, *COMMON_KEYS, "id")
+        for name in (name for name, value in record.fields.items() if value is not None and name not in known):
+            near = nearest(name, (*known, "weight", "train"), ALMOST)
             if name in UNUSED_KEYS or near is not None:
                 hint = f" (nearest: {near!r})" if near else ""
-                raise BadChat(f"{name}: unknown key{hint}; a chat has {key!r}, 'tools' and 'id'")
+                raise BadChat(f"{name}: unknown key{hint}; a chat has {', '.join(map(repr, known))}")
         if tools and not self._named_by_template("tools", True):
             raise BadChat(f"tools: the chat template of {self.name} does not write them")
-        if not isinstance(record.value, list) or not record.value:
-            raise BadChat(f"{key}: expected a list of messages")
         messages, marks = [], []
-        for index, message in enumerate(record.value):
+        for index, message in enumerate(form.messages(record.fields)):
             where = f"{key}[{index}]"
             messages.append(_message(message, where))
             self._check_keys(messages[-1], where, bool(tools))
@@ -209,7 +229,7 @@ class ChatReader:
 
     def _document(self, file: InputFile, record: Record, chat: Chat) -> Document | BadDocument:
         try:
-            text, spans = self.text_and_spans(chat.messages, chat.tools, chat.marks)
+            text, spans = self._fitting(chat)
         except TemplateRefusal as error:
             return BadDocument(record.where, f"the chat template refuses the messages: {error}")
         except InexactTemplate as error:
@@ -222,11 +242,23 @@ class ChatReader:
         document = checked_document(file, record, text, tuple(spans))
         if isinstance(document, BadDocument) or not self._spelled.found_in((chat.messages, chat.tools)):
             return document
-        write = partial(self._template.render, add_generation_prompt=False)
-        marked = self._spelled.write(write, chat.messages, chat.tools)
-        if marked.text != text:
+        marked = self._spelled.write(self._render, chat.messages, chat.tools)
+        if not text.startswith(marked.text):  # the end of its last answer may follow
             return BadDocument(record.where, "the chat template changes a special token that a message spells")
         return replace(document, spelled=marked.spelled)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        return self._template.render(messages, tools, add_generation_prompt=False)
+
+    def _fitting(self, chat: Chat) -> tuple[str, list[Span]]:
+        """As `text_and_spans`; some templates need the arguments of calls as JSON in a text, and others as an object."""
+        try:
+            return self.text_and_spans(chat.messages, chat.tools, chat.marks)
+        except TemplateRefusal:
+            if not any(message.get("tool_calls") for message in chat.messages):
+                raise
+            chat.messages[:] = [_with_arguments(message, _as_text) for message in chat.messages]
+            return self.text_and_spans(chat.messages, chat.tools, chat.marks)
 
     def text_and_spans(
         self,
@@ -236,6 +268,8 @@ class ChatReader:
     ) -> tuple[str, list[Span]]:
         """The text of a chat, and the ranges of its characters to train on, ascending; not those of messages with a false mark.
 
+        If a template ends answers only by what begins the next message, the text has that behind its last answer too.
+
         Raises TemplateRefusal if the template refuses the messages, InexactTemplate if the ranges are not certain.
         """
         spans: list[Span] = []
@@ -244,54 +278,36 @@ class ChatReader:
         if ASSISTANT in searched and GENERATION.search(self._sources[bool(tools)]):
             text, spans = self._template.generated_spans(messages, tools)
             searched.remove(ASSISTANT)
-            if any(messages[index]["role"] == ASSISTANT for index in left_out):
-                spans = self._without(spans, text, messages, tools, left_out)
+            if answers := [index for index in left_out if messages[index]["role"] == ASSISTANT]:
+                spans = self._without(spans, text, messages, tools, answers)
         else:
-            text = self._template.render(messages, tools, add_generation_prompt=False)
-        for index, message in enumerate(messages):
-            if message["role"] in searched and index not in left_out:
-                start, stop = self._span(text, messages, index, tools)
-                spans += [(start, stop)] if stop > start else []
-        return text, sorted(spans)
+            text = self._render(messages, tools)
+        wanted = [
+            index for index, message in enumerate(messages) if message["role"] in searched and index not in left_out
+        ]
+        text, found = self._ranges.find(text, messages, tools, wanted)
+        return text, sorted([*spans, *((start, stop) for start, stop in found if stop > start)])
 
     def _without(
         self, spans: list[Span], text: str, messages: Sequence[Mapping[str, Any]], tools: Any, left_out: list[int]
     ) -> list[Span]:
-        """The generated spans of the messages that are not left out."""
+        """The generated spans of the answers that are not left out."""
         answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(answers) == len(spans):
             return [span for index, span in zip(answers, spans, strict=True) if index not in left_out]
-        stops = [self._length(text, messages[: index + 1], tools, prompt=False) for index in range(len(messages))]
-        return [span for span in spans if bisect_right(stops, span[0]) not in left_out]
+        _, others = self._ranges.find(text, messages, tools, left_out)
+        return [span for span in spans if not any(span[0] < stop and start < span[1] for start, stop in others)]
 
-    def _span(self, text: str, messages: Sequence[Mapping[str, Any]], index: int, tools: Any) -> Span:
-        """The range of a message, from the first character behind its header to the end of its end token."""
-        content = (messages[index]["content"] or "").strip()
-        before = 0 if index == 0 else self._length(text, messages[:index], tools, prompt=False)
-        stop = self._length(text, messages[: index + 1], tools, prompt=False)
-        if messages[index]["role"] == ASSISTANT:
-            start = self._length(text, messages[:index], tools, prompt=True)
-            if start == before and content and not text[start:stop].lstrip().startswith(content):
-                raise InexactTemplate("add_generation_prompt does not add the header of the assistant")
-        else:
-            if not content or text[before:stop].count(content) != 1:
-                raise InexactTemplate(f"it does not write the content of messages[{index}] unchanged and once")
-            start = text.index(content, before)
-        if stop < start:
-            raise InexactTemplate(f"messages[{index}] ends before its header does")
-        end = self._after_end.search(text, start, stop) if self._after_end else None
-        return start, end.start(1) if end else stop
 
-    def _length(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> int:
-        """The characters of `text` that `messages` make, with the header of the next answer if `prompt`."""
-        shown = f"the first {len(messages)} messages" + (" with the header of the answer" if prompt else "")
-        try:
-            beginning = self._template.render(messages, tools, add_generation_prompt=prompt)
-        except TemplateRefusal as error:
-            raise InexactTemplate(f"it refuses {shown}: {error}") from None
-        if not text.startswith(beginning):
-            raise InexactTemplate(f"the text of {shown} is no beginning of the whole text")
-        return len(beginning)
+def _reasoning(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The reasoning of the last message if it is an answer, under a key of its own or in the content; empty without one."""
+    last = messages[-1]
+    if last["role"] != ASSISTANT:
+        return ""
+    named = next((value for key in REASONING_KEYS if isinstance(value := last.get(key), str)), "")
+    content = last["content"] or ""
+    inside = content.rpartition(END_OF_REASONING)[0].rpartition("<think>")[2] if END_OF_REASONING in content else ""
+    return (named or inside).strip()
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
@@ -304,7 +320,37 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else 0
     if not (isinstance(content, str) or (content is None and value.get("tool_calls"))):
         raise BadChat(f"{where}.content: expected text, or parts that are text")
-    return {**{key: item for key, item in value.items() if item is not None}, "content": content}
+    return _with_arguments(
+        {**{key: item for key, item in value.items() if item is not None}, "content": content}, _as_object
+    )
+
+
+def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls changed, where these are objects with a function."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+
+    def changed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+    return {**message, "tool_calls": [changed(call) for call in calls]}
+
+
+def _as_object(arguments: Any) -> Any:
+    """The object in a text of JSON, as of OpenAI's API; anything else as it is."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:

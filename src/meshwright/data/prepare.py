@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshwright.data.answer_ends import AnswerEnds, count_answer_ends
-from meshwright.data.chat import CHAT_ENDINGS, ChatReader, reads_chats
+from meshwright.data.chat import CHAT_ENDINGS, ChatCounts, ChatReader, reads_chats
 from meshwright.data.chat_template import GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE, copy_chat_files, special_tokens
 from meshwright.data.corpus import Document, FromFile, read_documents
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
@@ -59,6 +59,10 @@ Read = Callable[[InputFile], Iterable[FromFile]]
 """Reads the documents of a file in order."""
 
 
+FORM_OF_RECORDS = "messages"
+"""The key of chats in a request that names none: then the form of the records decides."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The result of `prepare`. `left_out` is empty if all output existed already (`reused`)."""
@@ -69,6 +73,8 @@ class Prepared:
     reused: bool
     answers: AnswerEnds | None = None
     """Of chats, the tokens that end the answers; None for text."""
+    chats: ChatCounts | None = None
+    """The chats that were read; None for text and if all output existed already."""
 
 
 def prepare(
@@ -90,15 +96,15 @@ def prepare(
     """Turn `inputs` into token shards under `out`.
 
     `tokenizer` is a `tokenizer.json`, a folder with one, or `train:SIZE`; `held_out` the fraction of documents kept
-    apart; `text_key` by default `text`, with `chat` `messages`; `unended_answers` is what happens to answers of chats without end token;
-    `workers` the encoding threads (all cores when None); `shown` draws progress on stderr; `wait` waits for
-    another process that writes here. A second call with the same arguments continues after a kill, or finds the work
-    done.
+    apart; `text_key` by default `text`, with `chat` the one of the form that the records have; `unended_answers` is what
+    happens to answers of chats without end token; `workers` the encoding threads (all cores when None); `shown` draws
+    progress on stderr; `wait` waits for another process that writes here. A second call with the same arguments
+    continues after a kill, or finds the work done.
 
     Raises BadInput for inputs or tokenizers that cannot be used and when `out` holds something else, OutOfResources
     when the disk is too small. A request that is refused before its first shard is finished leaves nothing in `out`.
     """
-    key = text_key or ("text" if chat is None else "messages")
+    key = text_key or ("text" if chat is None else FORM_OF_RECORDS)
     preparation = Preparation(
         tuple(inputs), tokenizer, out, held_out, key, on_bad, eos, shard_tokens, chat, unended_answers
     )
@@ -137,9 +143,9 @@ def _run(
     workers: int,
     shown: bool,
 ) -> Prepared:
-    read = _reader(preparation, files)
     if preparation.on_bad == "refuse":
-        _refuse_bad(files, not_read, read)
+        _refuse_bad(files, not_read, _reader(preparation, files)[0])
+    read, chats = _reader(preparation, files)
     tokenizer = _tokenizer(preparation, files, shown)
     dtype = token_dtype(tokenizer.record.vocab_size)
     journal = recover_journal(preparation.out)
@@ -188,7 +194,7 @@ def _run(
         for split, writer in writers.items()
     }
     _commit(preparation, manifests)
-    return Prepared(preparation.out, manifests, left_out, reused=False, answers=answers)
+    return Prepared(preparation.out, manifests, left_out, reused=False, answers=answers, chats=chats)
 
 
 def _count_answers(
@@ -276,13 +282,14 @@ def _write_shards(
         writer.finish_shard()
 
 
-def _reader(preparation: Preparation, files: list[InputFile]) -> Read:
-    """The function that reads the documents of a file."""
+def _reader(preparation: Preparation, files: list[InputFile]) -> tuple[Read, ChatCounts | None]:
+    """The function that reads the documents of a file, and the counts of chats that it keeps."""
     key, chat_files = preparation.text_key, preparation.chat_files()
     if chat_files is None or preparation.chat is None or preparation.loaded is None:
-        return lambda file: read_documents(file, key)
+        return lambda file: read_documents(file, key), None
     reader = ChatReader(chat_files, preparation.chat.roles, preparation.loaded.tokenizer, newest_input_ns(files))
-    return lambda file: reader.read(file, key)
+    messages = None if key == FORM_OF_RECORDS else key
+    return lambda file: reader.read(file, messages), reader.counts
 
 
 def _check_records(files: list[InputFile]) -> None:

@@ -8,8 +8,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from meshwright.data.chat_forms import form_of
 from meshwright.data.file_formats import READ_BYTES, DamagedData
 from meshwright.data.input_stream import Contents, InputStream
 from meshwright.data.inputs import InputFile, NotRead
@@ -72,7 +74,33 @@ def read_records(file: InputFile, key: str, columns: Sequence[str] = ()) -> Iter
         yield stream.contents()
 
 
-def _lines(stream: InputStream, key: str) -> Iterator[ReadRecord]:
+def first_records(file: InputFile, most: int = 100) -> Iterator[Mapping[str, Any]]:
+    """The first records of a file that can be read, at most so many, with all their keys."""
+    if file.format.layout == "parquet":
+        yield from _first_rows(file)
+        return
+    try:
+        with InputStream(file) as stream:
+            for item in islice(LAYOUT_READERS[file.format.layout](stream, None), most):
+                if isinstance(item, Record):
+                    yield item.fields
+    except (DamagedData, OSError):
+        return
+
+
+def _first_rows(file: InputFile) -> Iterator[Mapping[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file.path).iter_batches(batch_size=1):
+            yield from batch.to_pylist()
+            return
+    except (pyarrow.ArrowException, OSError):
+        return
+
+
+def _lines(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
     name = stream.file.name
     number = stream.number
     while line := stream.readline(LONGEST_LINE + 1):
@@ -86,7 +114,7 @@ def _lines(stream: InputStream, key: str) -> Iterator[ReadRecord]:
         stream.number = number
 
 
-def _json(stream: InputStream, key: str) -> Iterator[ReadRecord]:
+def _json(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
     """The elements of an array, the objects of lines, or the only object of a file."""
     if _first_byte(stream) == b"[":
         yield from _array(stream, key)
@@ -109,7 +137,7 @@ def _json(stream: InputStream, key: str) -> Iterator[ReadRecord]:
         yield NotRead(name, "damaged", f"not JSON; {expected}", stream.file.size)
 
 
-def _array(stream: InputStream, key: str) -> Iterator[ReadRecord]:
+def _array(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
     name = stream.file.name
     try:
         for number, element in enumerate(_elements(stream), 1):
@@ -171,15 +199,15 @@ def _first_byte(stream: InputStream) -> bytes:
     return b""
 
 
-def _csv(stream: InputStream, key: str) -> Iterator[ReadRecord]:
+def _csv(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
     yield from _table(stream, key, ",")
 
 
-def _tsv(stream: InputStream, key: str) -> Iterator[ReadRecord]:
+def _tsv(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
     yield from _table(stream, key, "\t")
 
 
-def _table(stream: InputStream, key: str, delimiter: str) -> Iterator[ReadRecord]:
+def _table(stream: InputStream, key: str | None, delimiter: str) -> Iterator[ReadRecord]:
     """The lines of a table below its first line, which names the columns."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     if stream.peek(3).startswith(codecs.BOM_UTF8):
@@ -202,7 +230,7 @@ def _table(stream: InputStream, key: str, delimiter: str) -> Iterator[ReadRecord
             continue
         if columns is None:
             columns = values
-            if key not in columns:
+            if key is not None and key not in columns:
                 yield NotRead(name, "no column", _no_key("column", key, columns), stream.file.size)
                 return
         elif len(values) != len(columns):
@@ -211,7 +239,7 @@ def _table(stream: InputStream, key: str, delimiter: str) -> Iterator[ReadRecord
             yield _record(where, first_line, dict(zip(columns, values, strict=True)), key, stream.consumed)
 
 
-LAYOUT_READERS: dict[str, Callable[[InputStream, str], Iterator[ReadRecord]]] = {
+LAYOUT_READERS: dict[str, Callable[[InputStream, str | None], Iterator[ReadRecord]]] = {
     "lines": _lines,
     "json": _json,
     "csv": _csv,
@@ -219,7 +247,7 @@ LAYOUT_READERS: dict[str, Callable[[InputStream, str], Iterator[ReadRecord]]] = 
 }
 
 
-def _parsed(where: str, number: int, line: bytes, key: str, consumed: int) -> Record | BadDocument:
+def _parsed(where: str, number: int, line: bytes, key: str | None, consumed: int) -> Record | BadDocument:
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:
@@ -237,20 +265,21 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _record(where: str, number: int, record: Any, key: str, consumed: int) -> Record | BadDocument:
+def _record(where: str, number: int, record: Any, key: str | None, consumed: int) -> Record | BadDocument:
     if not isinstance(record, dict):
         return BadDocument(where, f"expected a JSON object, got {type(record).__name__}")
-    if key not in record:
+    if key is not None and key not in record:
         return BadDocument(where, _no_key("key", key, record))
     identity = record.get("id")
     shown = identity if isinstance(identity, (int, str)) and not isinstance(identity, bool) and key != "id" else number
-    return Record(where, number, shown, record[key], record, consumed)
+    return Record(where, number, shown, None if key is None else record[key], record, consumed)
 
 
 def _no_key(word: str, key: str, names: Sequence[str] | Mapping[str, Any]) -> str:
     near = nearest(key, names)
     hint = f" (nearest: {near!r})" if near else ""
-    chats = "chats need --chat; " if key != "messages" and "messages" in names else ""
+    form = form_of(list(names))
+    chats = f"chats of the form {form} need --chat; " if form is not None and key not in form.keys else ""
     return f"no {word} {key!r}; {word}s: {', '.join(map(repr, names))}{hint}; {chats}--text-key names another {word}"
 
 

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import xxhash
 
-from meshwright.data.chat import ASSISTANT, ChatFiles, read_chat_files
+from meshwright.data.chat import ChatFiles, read_chat_files
 from meshwright.data.chat_template import TEXT_FILES, TOOL_TEMPLATE
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import HELD_OUT, INPUTS, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
+from meshwright.data.message_ranges import ASSISTANT
 from meshwright.data.shards import JOURNAL
 from meshwright.data.text_format import tokenizer_identity
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_train_request, tokenizer_folder

@@ -40,6 +40,11 @@ class SpelledTokens:
         self._tokenizer = tokenizer
         self._tokens = {id: token for id, token in added if token.content and (token.special or token.content in names)}
 
+    @property
+    def special(self) -> list[str]:
+        """The texts of the special tokens."""
+        return [token.content for token in self._tokens.values()]
+
     @cached_property
     def _search(self) -> re.Pattern[str] | None:
         """Finds special tokens as the tokenizer does: the longest of those that begin at the first place."""

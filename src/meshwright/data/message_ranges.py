@@ -1,0 +1,409 @@
+"""The range of each message in the text of a chat, for templates that do not mark answers by `{% generation %}`.
+
+A template may write an earlier answer otherwise than the last one, drop its reasoning, move a system message or join messages. So the text
+of the first messages need not be a beginning of the whole text. Instead, contents are marked:
+
+    marked    The chat with a mark before and behind each content. Without the marks it must be the text of the chat.
+    outline   A chat with the same roles and kinds of messages, but short contents, marked too. What the template writes between two
+              contents is the same as in the chat. It is compared with what the template writes of the first messages only, with and
+              without the prompt of an answer. That divides what is between two contents:
+
+    question | <|im_end|>⏎<|im_start|>assistant⏎ | answer <|im_end|> | ⏎<|im_start|>user⏎ | question
+                   end, and prompt of the answer     range              begin of the next message
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshwright.data.chat_template import TemplateRefusal
+
+ASSISTANT = "assistant"
+Span = tuple[int, int]
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
+FIRST_MARK, MOST_MESSAGES = 0x100000, 0x7FF0
+"""Marks are code points for private use, two for each message."""
+MARKS = re.compile("[\U00100000-\U0010ffdf]")
+REASONING = re.compile(r"<think>|<\|channel>thought")
+"""What begins reasoning. Prompts of some templates end with it; it belongs to the answer, as the model writes what follows."""
+END_OF_REASONING = "</think>"
+OPENING_TAG, CLOSING_TAG = re.compile(r"<\w{1,32}>\s*"), re.compile(r"\s*</\w{1,32}>\Z")
+"""Tags around a content, which a template may look for, as for <tool_response>."""
+SHORT = "x"
+MOST_OUTLINES = 4096
+
+
+class InexactTemplate(Exception):
+    """The range of a message in the text of a chat is not certain."""
+
+
+class Parts(NamedTuple):
+    """A message cut into the content that is marked, `core`, and what is around it.
+
+    Without a content the name of the last tool call is marked. `core` is empty without either.
+    """
+
+    kind: tuple[Any, ...]
+    """Equal for messages that have the same place in an outline."""
+    before: str = ""
+    core: str = ""
+    after: str = ""
+    short_before: str = ""
+    """`before` with a short reasoning."""
+    is_call: bool = False
+    """Whether `core` is the name of a tool call."""
+
+
+class Mark(NamedTuple):
+    """A mark in a text: it begins or ends the content of a message."""
+
+    message: int
+    ends: bool
+    at: int
+
+
+class Marked(NamedTuple):
+    """A text and the marks in it, ascending."""
+
+    text: str
+    marks: list[Mark]
+
+    def between(self, first: int | None, second: int | None) -> str:
+        """The text from a mark to another, each by its number; None is the beginning or the end of the text."""
+        return self.text[self.at(first, 0) : self.at(second, len(self.text))]
+
+    def at(self, number: int | None, otherwise: int) -> int:
+        return otherwise if number is None else self.marks[number].at
+
+    def behind(self, mark: Mark | None) -> str:
+        """The text behind the last mark, which must be of the same message as `mark`. Raises InexactTemplate."""
+        last = self.marks[-1] if self.marks else None
+        if (last is None) != (mark is None) or (last and mark and last[:2] != mark[:2]):
+            raise InexactTemplate("it changes the order of the messages before it")
+        return self.text[0 if last is None else last.at :]
+
+
+class Place(NamedTuple):
+    """Where the range of a message is: behind `lead`, which follows one mark, and before `behind`, which another mark follows.
+
+    Marks are numbers; None stands for the beginning and the end of the text.
+    """
+
+    before: int | None
+    lead: str
+    after: int | None
+    behind: str
+    end: str
+    """What the range ends with."""
+    missing: str = ""
+    """What begins another message and thereby ends an answer, which the text of the chat lacks behind its last answer."""
+
+    def range_in(self, chat: Marked) -> Span:
+        """The range in a text with the marks of the outline. Raises InexactTemplate."""
+        begin, after = chat.at(self.before, 0), chat.at(self.after, len(chat.text))
+        start, stop = begin + len(self.lead), after - len(self.behind)
+        whole = chat.text.startswith(self.lead, begin) and chat.text.endswith(self.behind, start, after)
+        if stop < start or not whole or not chat.text.endswith(self.end, start, stop):
+            raise InexactTemplate("what is written around it depends on the contents")
+        return start, stop
+
+
+class MessageRanges:
+    """Finds the ranges of messages in the texts of a template."""
+
+    def __init__(self, render: Callable[..., str], added: Iterable[str], special: Iterable[str]) -> None:
+        """`render` is that of a ChatTemplate; `added` are the added tokens of the tokenizer, and `special` those that are special."""
+        self._render, self._added, self._special = render, _any_of(added), _any_of(special)
+        self._outlines: dict[Any, _Outline] = {}
+
+    def find(
+        self, text: str, messages: Sequence[Message], tools: Tools, wanted: Sequence[int]
+    ) -> tuple[str, list[Span]]:
+        """The ranges of the `wanted` messages in the text of a chat, in their order, and the text itself.
+
+        A range begins behind the header of its message and ends with its end token. If the template ends an answer only by what
+        begins the next message, the text gets that behind its last answer. Raises InexactTemplate, and TemplateRefusal for a
+        message that contains a mark.
+        """
+        if not wanted:
+            return text, []
+        if (found := MARKS.search(text)) is not None:
+            raise TemplateRefusal(f"a message contains U+{ord(found[0]):X}, a code point for private use")
+        if len(messages) > MOST_MESSAGES:
+            raise InexactTemplate(f"it has {len(messages):,} messages, expected at most {MOST_MESSAGES:,}")
+        parts = [_parts(message) for message in messages]
+        contents = [f"{part.before}{_marked(number, part.core)}{part.after}" for number, part in enumerate(parts)]
+        chat = self.marked(map(_with, messages, parts, contents), tools)
+        if chat.text != text:
+            raise InexactTemplate(f"{_place_of_difference(chat, text)} is written otherwise if its content is another")
+        key = (*(part.kind for part in parts), tools is not None)
+        if (known := self._outlines.get(key)) is not None:
+            try:
+                return known.ranges(chat, wanted)
+            except InexactTemplate:
+                pass  # it may be for a value that is not part of the key
+        outline = _Outline(self, messages, parts, tools)
+        if len(self._outlines) < MOST_OUTLINES:
+            self._outlines[key] = outline
+        return outline.ranges(chat, wanted)
+
+    def marked(self, messages: Iterable[Message], tools: Tools, *, prompt: bool = False) -> Marked:
+        """The text of marked messages. Raises InexactTemplate if the template refuses them."""
+        try:
+            text = self._render(list(messages), tools, add_generation_prompt=prompt)
+        except TemplateRefusal as error:
+            raise InexactTemplate(f"the template refuses a part of the chat: {error}") from None
+        marks, pieces, end = [], [], 0
+        for count, found in enumerate(MARKS.finditer(text)):
+            message, ends = divmod(ord(found[0]) - FIRST_MARK, 2)
+            marks.append(Mark(message, bool(ends), found.start() - count))
+            pieces.append(text[end : found.start()])
+            end = found.end()
+        return Marked("".join([*pieces, text[end:]]), marks)
+
+    def added_in(self, text: str) -> list[re.Match[str]]:
+        """The added tokens in a text."""
+        return [] if self._added is None else list(self._added.finditer(text))
+
+    def common(self, *texts: str) -> str:
+        """What texts begin with together, in whole tokens."""
+        common = _common_beginning(texts)
+        for text in texts:
+            cut = (found.start() for found in self.added_in(text) if found.start() < len(common) < found.end())
+            common = common[: next(cut, len(common))]
+        return common
+
+    def special_in(self, text: str) -> list[re.Match[str]]:
+        """The special tokens in a text."""
+        return [] if self._special is None else list(self._special.finditer(text))
+
+    def next_special(self, text: str) -> str:
+        """The special token that a text begins with, and the blanks before it; empty without one."""
+        found = self.special_in(text)
+        return text[: found[0].end()] if found and not text[: found[0].start()].strip() else ""
+
+
+class _Outline:
+    """A chat with short contents, and the places of its messages."""
+
+    def __init__(
+        self, ranges: MessageRanges, messages: Sequence[Message], parts: Sequence[Parts], tools: Tools
+    ) -> None:
+        self._of, self._parts, self._tools = ranges, parts, tools
+        short = [
+            f"{part.short_before}{_marked(number, SHORT if part.core else '')}{part.after}"
+            for number, part in enumerate(parts)
+        ]
+        self._messages = list(map(_with, messages, parts, short))
+        self._whole = ranges.marked(self._messages, tools)
+        self._sequence = [mark[:2] for mark in self._whole.marks]
+        self._places: dict[int, Place] = {}
+        first = ranges.added_in(self._whole.text)
+        self._openers, end = set[str](), 0
+        """Tokens that the text begins with: the beginning of the text, and that of a turn."""
+        for found in first:
+            if self._whole.text[end : found.start()].strip():
+                break
+            self._openers.add(found[0])
+            end = found.end()
+
+    def ranges(self, chat: Marked, wanted: Sequence[int]) -> tuple[str, list[Span]]:
+        """The text of a chat and the ranges of messages in it."""
+        sequence = [mark[:2] for mark in chat.marks]
+        if sequence != self._sequence:
+            differing = next((a for a, b in zip(sequence, self._sequence, strict=False) if a != b), (0, False))
+            raise InexactTemplate(f"messages[{differing[0]}] is written otherwise if its content is another")
+        text, spans = chat.text, []
+        for message in wanted:
+            try:
+                if message not in self._places:
+                    self._places[message] = self._place(message)
+                place = self._places[message]
+                start, stop = place.range_in(chat)
+            except InexactTemplate as error:
+                raise InexactTemplate(f"messages[{message}]: {error}") from None
+            if place.missing:
+                text += place.missing
+                stop = len(text)
+            spans.append((start, stop))
+        return text, spans
+
+    def _place(self, message: int) -> Place:
+        marks = self._whole.marks
+        own = [number for number, mark in enumerate(marks) if mark.message == message]
+        if self._parts[message].core:
+            own = self._own_marks(message, own)
+            before = own[0] - 1 if own[0] else None
+            last, after = own[-1], own[-1] + 1
+        else:
+            before = max((number for number, mark in enumerate(marks) if mark.message < message), default=None)
+            last, after = before, 0 if before is None else before + 1
+        after = None if after >= len(marks) else after
+        is_answer = self._role(message) == ASSISTANT
+        if is_answer:
+            lead = self._lead(message, before, own[0] if own else after)
+        elif own:
+            before, lead = own[0], ""
+        else:
+            raise InexactTemplate("it has no content")
+        end, behind, missing = self._end(message, last, after, lead)
+        return Place(before, lead, after, behind, end, missing)
+
+    def _own_marks(self, message: int, numbers: list[int]) -> list[int]:
+        """Those of the marks of a message, by their numbers, that are in its own text; the name of a tool may be in its result too."""
+        first = numbers
+        if self._parts[message].is_call:
+            alone = self._of.marked(self._messages[: message + 1], self._tools)
+            first = numbers[: sum(mark.message == message for mark in alone.marks)]
+        consecutive = first == list(range(first[0], first[0] + len(first))) if first else False
+        if not consecutive or (len(first) != 2 and not self._parts[message].is_call):
+            what = "tool call" if self._parts[message].is_call else "content once and as it is"
+            raise InexactTemplate(f"the template does not write its {what}")
+        return first
+
+    def _role(self, message: int) -> str:
+        return self._messages[message]["role"]
+
+    def _lead(self, message: int, before: int | None, own: int | None) -> str:
+        """What the template writes before an answer and behind mark `before`: the end of the last message, and the prompt of the answer.
+
+        It is what the prompt and the text before the answer have in common, wherever the answer is: `own` is the mark of its content.
+        """
+        mark = None if before is None else self._whole.marks[before]
+        earlier = self._messages[:message]
+        prompt = self._of.marked(earlier, self._tools, prompt=True).behind(mark)
+        plain = {"role": self._role(message), "content": _marked(message, SHORT)}
+        alone = self._of.marked([*earlier, plain], self._tools)
+        numbers = [number for number, each in enumerate(alone.marks) if each.message == message]
+        if len(numbers) != 2:
+            raise InexactTemplate("the template does not write its content once and as it is")
+        Marked(alone.text, alone.marks[: numbers[0]]).behind(mark)
+        written = alone.between(numbers[0] - 1 if numbers[0] else None, numbers[0])
+        lead = self._of.common(prompt, written, self._whole.between(before, own))
+        reasoning = REASONING.search(lead)
+        lead = lead if reasoning is None else lead[: reasoning.start()]
+        rest = prompt[len(lead) :].strip()
+        if rest and not REASONING.match(rest):
+            raise InexactTemplate("add_generation_prompt does not write what precedes the answer")
+        unwritten = not rest and written[len(lead) :].strip() != ""
+        if unwritten and prompt == self._of.marked(earlier, self._tools).behind(mark):
+            raise InexactTemplate("add_generation_prompt does not add the header of the assistant")
+        return lead
+
+    def _end(self, message: int, last: int | None, after: int | None, lead: str) -> tuple[str, str, str]:
+        """What ends the range of a message, what is between its end and mark `after`, and what the text lacks of the end.
+
+        `last` is the last mark of the message. If no special token ends an answer, the one that begins the next message does, unless it
+        begins answers too.
+        """
+        of, written = self._of, self._whole.between(last, after)
+        mark = None if last is None else self._whole.marks[last]
+        if after is None:
+            end = self._without_next(written)
+        else:
+            alone = of.marked(self._messages[: message + 1], self._tools).behind(mark)
+            end = of.common(written, alone)
+            while (tokens := of.added_in(end)) and self._ends_with_opener(end, tokens):
+                end = end[: tokens[-1].start()]
+        missing = ""
+        if self._role(message) == ASSISTANT and not self._is_ended(end):
+            following = self._followed(message, mark) if after is None else written
+            token = of.next_special(following.removeprefix(end))
+            if token.strip() in self._openers and token.strip() in lead:
+                token = ""
+            missing, end = (token, end) if after is None else ("", end + token)
+        tokens = of.added_in(end)
+        if tokens and not end[tokens[-1].end() :].strip():
+            end = end[: tokens[-1].end()]
+        return (tokens[-1][0] if tokens and end.endswith(tokens[-1][0]) else ""), written[len(end) :], missing
+
+    def _is_ended(self, end: str) -> bool:
+        tokens = self._of.special_in(end)
+        return bool(tokens) and not end[tokens[-1].end() :].strip()
+
+    def _ends_with_opener(self, end: str, tokens: list[re.Match[str]]) -> bool:
+        """Whether a text with these tokens ends with one that begins a turn, and has another token before it."""
+        return len(tokens) > 1 and tokens[-1][0] in self._openers and not end[tokens[-1].end() :].strip()
+
+    def _without_next(self, end: str) -> str:
+        """The end of a text without the header of another message, which some templates add."""
+        tokens = self._of.added_in(end)
+        openers = [token for token in tokens[1:] if token[0] in self._openers]
+        return end[: openers[0].start()] if openers else end
+
+    def _followed(self, message: int, mark: Mark | None) -> str:
+        """What the template writes behind an answer and before the next message; empty if it refuses one."""
+        role = "tool" if self._messages[message].get("tool_calls") else "user"
+        number = len(self._messages)
+        following = {"role": role, "content": _marked(number, SHORT)}
+        try:
+            longer = self._of.marked([*self._messages[: message + 1], following], self._tools)
+        except InexactTemplate:
+            return ""
+        at = next((n for n, each in enumerate(longer.marks) if each.message == number), 0)
+        before = longer.marks[at - 1] if at else None
+        return longer.between(at - 1, at) if before and mark and before[:2] == mark[:2] else ""
+
+
+def _parts(message: Message) -> Parts:
+    """A message, cut around what is marked."""
+    content, calls = message.get("content"), message.get("tool_calls") or ()
+    text = content if isinstance(content, str) else ""
+    cut = text.rfind(END_OF_REASONING) + len(END_OF_REASONING) if END_OF_REASONING in text else 0
+    core = text[cut:].strip()
+    kind = (message["role"], content is None, len(calls), *sorted(message))
+    if not core:
+        name = _name(calls[-1]) if calls else ""
+        return Parts((*kind, text.strip() == "" and text, bool(name)), core=name, is_call=bool(name))
+    at = text.index(core, cut)
+    before, after = text[cut:at], text[at + len(core) :]
+    if core[0] == "<" and (tag := OPENING_TAG.match(core)) and tag.end() < len(core):
+        before, core = before + tag[0], core[tag.end() :]
+    if core[-1] == ">" and (tag := CLOSING_TAG.search(core, max(0, len(core) - 64))) and tag.start():
+        core, after = core[: tag.start()], tag[0] + after
+    reasoning = text[:cut]
+    short = f"{'<think>' if '<think>' in reasoning else ''}\n{SHORT}\n{END_OF_REASONING}" if reasoning else ""
+    return Parts((*kind, before, after, short), reasoning + before, core, after, short + before)
+
+
+def _name(call: Any) -> str:
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def _with(message: Message, parts: Parts, text: str) -> Message:
+    """The message with another text in place of what `parts` has of it."""
+    if not parts.is_call:
+        return {**message, "content": text} if parts.core else message
+    *calls, last = message["tool_calls"]
+    function = last.get("function")
+    named = {**last, "name": text} if function is None else {**last, "function": {**function, "name": text}}
+    return {**message, "tool_calls": [*calls, named]}
+
+
+def _marked(number: int, text: str) -> str:
+    mark = FIRST_MARK + 2 * number
+    return f"{chr(mark)}{text}{chr(mark + 1)}" if text else ""
+
+
+def _place_of_difference(chat: Marked, text: str) -> str:
+    """The message in whose text a difference begins."""
+    same = len(_common_beginning((chat.text, text)))
+    message = next((mark.message for mark in reversed(chat.marks) if mark.at <= same), 0)
+    return f"messages[{message}]"
+
+
+def _common_beginning(texts: Sequence[str]) -> str:
+    """The characters that all texts begin with."""
+    first, last = min(texts), max(texts)  # every other text is between these two
+    different = (at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1])
+    return first[: next(different, len(first))]
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(filter(None, words), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
