@@ -79,7 +79,7 @@ def read_run(folder: Path) -> RunFolder:
         goodput=_goodput(folder, notes),
         config=config if isinstance(config, dict) else {},
         config_text=_text(folder / "config.yaml", []) or "",
-        plan=_plan(folder / "plan.yaml", notes),
+        plan=read_plan(folder / "plan.yaml", notes),
         environment=_json(folder / "environment.json", notes, dict) or {},
         summary=_json(folder / "summary.json", notes, dict) or {},
         samples=tuple(sample for sample in samples if isinstance(sample, dict)),
@@ -166,7 +166,8 @@ def _yaml(path: Path, notes: list[str]) -> Any:
         return None
 
 
-def _plan(path: Path, notes: list[str]) -> Plan | None:
+def read_plan(path: Path, notes: list[str]) -> Plan | None:
+    """The plan in a file; None with a line in `notes` if there is none, or it cannot be read."""
     data = _yaml(path, notes)
     if data is None:
         return None
