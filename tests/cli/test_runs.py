@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.cli.command import meshwright
 
 from meshwright.durable.lease import LEASE, take_lease
 from meshwright.launch.run_list import delete_run, list_run, runs_in
+from tests.cli.command import meshwright
 
 OWNER = """\
 import signal, sys, time
@@ -37,7 +37,9 @@ def make_run(folder: Path, *, step: int = 3, steps: int = 10, code: int | None =
     """A folder with the files of a run whose last job ended with `code`; None for one that was killed."""
     folder.mkdir(parents=True)
     line = {"step": step, "loss": 2.5, "tokens": 96, "step_seconds": 0.1}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"kind": "step", **line, "step": n + 1}) + "\n" for n in range(step)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"kind": "step", **line, "step": n + 1}) + "\n" for n in range(step))
+    )
     (folder / "config.yaml").write_text(f"train: {{steps: {steps}}}\n{config}")
     records = [{"job": "a", "status": "running", "attempt": 1}]
     records += [] if code is None else [{"job": "a", "status": "finished", "attempt": 1, "stop": {"code": code}}]
@@ -144,7 +146,11 @@ def test_delete_refuses_a_running_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    ["model: {init: 'checkpoint:base'}", "model: {init: 'hf:FOLDER/base/hf'}", "data: {mix: {FOLDER/base/corpus: 1.0}}"],
+    [
+        "model: {init: 'checkpoint:base'}",
+        "model: {init: 'hf:FOLDER/base/hf'}",
+        "data: {mix: {FOLDER/base/corpus: 1.0}}",
+    ],
 )
 def test_delete_refuses_a_run_that_another_one_needs(tmp_path: Path, config: str) -> None:
     base = make_run(tmp_path / "base", code=0)
@@ -155,7 +161,9 @@ def test_delete_refuses_a_run_that_another_one_needs(tmp_path: Path, config: str
     assert not list(tmp_path.iterdir())
 
 
-def test_a_deletion_that_is_interrupted_leaves_no_half_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_that_is_interrupted_leaves_no_half_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(folder: Path) -> None:
         raise KeyboardInterrupt
 

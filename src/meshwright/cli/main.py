@@ -22,7 +22,7 @@ from meshwright.spec.failures import as_meshwright_error
 
 GROUPS = {
     "Runs": (
-        "quickstart", "train", "coordinate", "launch", "check", "chaos", "runs", "report", "trace", "monitor", "incidents",
+        "quickstart", "train", "coordinate", "launch", "check", "chaos", "runs", "compare", "report", "trace", "monitor", "incidents",
         "stragglers",
     ),
     "Plans": ("plan", "simulate", "profile", "predict"),

@@ -38,13 +38,16 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 RunArguments = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Runs' folders, or their names under `runs/`.", show_default=False)
+    list[Path],
+    typer.Argument(metavar="RUN...", help="Runs' folders, or their names under `runs/`.", show_default=False),
 ]
 
 
 @app.command("list")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Folder that contains a folder for each run, or folders of them.")] = Path("runs"),
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that contains a folder for each run, or folders of them.")
+    ] = Path("runs"),
     as_json: Json = False,
 ) -> None:
     """List the runs in a folder: name, state, step, loss, tokens, age, size, plan.
@@ -98,7 +101,9 @@ def _print(runs: Sequence[ListedRun]) -> None:
 @app.command()
 def stop(
     runs: RunArguments,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return at once, while the runs still write their checkpoints.")] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Return at once, while the runs still write their checkpoints.")
+    ] = False,
 ) -> None:
     """Ask running jobs of this host to end after the running step, with a checkpoint, and wait for them.
 

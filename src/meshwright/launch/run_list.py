@@ -113,7 +113,9 @@ def request_stop(folder: Path) -> Lease:
     lease, figures = read_lease(folder), FigureReader(folder).read()
     state = run_state(folder, figures)
     if state not in ("running", "waiting") or lease is None:
-        raise BadInput(f"{folder} is not running: it is {state}{_at(figures)}; `meshwright runs` lists the running ones")
+        raise BadInput(
+            f"{folder} is not running: it is {state}{_at(figures)}; `meshwright runs` lists the running ones"
+        )
     if not owner_is_alive(lease):
         host = socket.gethostname()
         where = f"process {lease.pid} on {lease.host}" if lease.host != host else "a process that is not visible here"
@@ -146,8 +148,12 @@ def check_deletable(folder: Path, others: Collection[Path]) -> None:
     real = folder.resolve()
     if Path.cwd().is_relative_to(real):
         raise BadInput(f"{folder} is the current folder or contains it; nothing is deleted")
-    if foreign := [child.name for child in folder.iterdir() if child.name == ".git" or (child.is_dir() and is_run(child))]:
-        raise BadInput(f"{folder} holds {', '.join(sorted(foreign))} besides a run; nothing is deleted, move it away first")
+    if foreign := [
+        child.name for child in folder.iterdir() if child.name == ".git" or (child.is_dir() and is_run(child))
+    ]:
+        raise BadInput(
+            f"{folder} holds {', '.join(sorted(foreign))} besides a run; nothing is deleted, move it away first"
+        )
     figures = FigureReader(folder).read()
     if (state := run_state(folder, figures)) in ("running", "waiting"):
         raise BadInput(f"{folder} is {state}{_at(figures)}; stop it first: meshwright runs stop {folder}")
