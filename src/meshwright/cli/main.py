@@ -26,7 +26,7 @@ GROUPS = {
         "stragglers",
     ),
     "Plans": ("plan", "simulate", "profile", "predict"),
-    "Models": ("eval", "generate", "serve", "route", "cache", "bench-serve"),
+    "Models": ("eval", "generate", "chat", "serve", "route", "cache", "bench-serve"),
     "Data and checkpoints": ("data", "tokenizer", "checkpoint"),
     "Schemas": ("schema",),
 }  # fmt: skip

@@ -64,7 +64,7 @@ def list_runs(
     from meshwright.launch.run_list import list_run, runs_in
 
     if not folder.is_dir():
-        near = nearest(folder.name, [name for name in ("list", "stop", "delete")])
+        near = nearest(folder.name, ("list", "stop", "delete"))
         near = near or nearest(folder.name, [path.name for path in folder.parent.glob("*/")])
         raise BadInput(f"{folder}: no such folder" + (f"; nearest: {near}" if near else ""))
     runs = [list_run(path, folder) for path in runs_in(folder)]

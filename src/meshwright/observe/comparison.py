@@ -62,11 +62,10 @@ class ComparedRun:
 def names_of(folders: Sequence[Path]) -> list[str]:
     """A name for each folder: its own or, where two are equal, with as many of the folders above as tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return names
+    count = 1
+    while len({part[-count:] for part in parts}) < len(set(parts)):
+        count += 1
+    return ["/".join(part[-count:]) for part in parts]
 
 
 def differing_keys(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
@@ -86,8 +85,8 @@ def table_rows(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
         if has_numbers(values):
             rows.append((label, ["–" if value is None else text(value) for value in values]))
     results = [dict(_benchmarks(run.folder)) for run in runs]
-    for label in dict.fromkeys(label for result in results for label in result):
-        rows.append((label, [result.get(label, "–") for result in results]))
+    labels = dict.fromkeys(label for result in results for label in result)
+    rows += [(label, [result.get(label, "–") for result in results]) for label in labels]
     if any(plans):
         rows.append(("plan", ["–" if plan is None else plan_name(plan) for plan in plans]))
     return rows
