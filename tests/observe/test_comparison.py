@@ -100,7 +100,7 @@ def test_runs_that_are_written_meanwhile_or_have_no_steps_are_compared(tmp_path:
 def test_curves_of_many_runs_are_limited(tmp_path: Path) -> None:
     compared = compared_runs([make(tmp_path / f"run-{number}", 3) for number in range(MOST_CURVES + 2)])
     page = Page(comparison_page("many", compared))
-    assert "first 8 of 10 runs" in page.text and "run-9" in page.text and "k8" not in page.classes()
+    assert "10 runs · curves of the first 8" in page.text and "run-9" in page.text and "k8" not in page.classes()
 
 
 def test_names_of_folders_with_equal_names(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from meshwright.spec.failures import as_meshwright_error
 
 GROUPS = {
     "Runs": (
-        "quickstart", "train", "coordinate", "launch", "check", "chaos", "runs", "compare", "report", "trace", "monitor", "incidents",
-        "stragglers",
+        "quickstart", "train", "coordinate", "launch", "check", "chaos", "runs", "compare", "sweep", "report", "trace", "monitor",
+        "incidents", "stragglers",
     ),
     "Plans": ("plan", "simulate", "profile", "predict"),
     "Models": ("eval", "generate", "chat", "serve", "route", "cache", "bench-serve"),

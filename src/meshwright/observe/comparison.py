@@ -97,10 +97,10 @@ def comparison_page(title: str, runs: Sequence[ComparedRun], *, above: Sequence[
     drawn = runs[:MOST_CURVES]
     charts = comparison_sheet(drawn)
     if len(runs) > len(drawn):
-        note = " ".join(filter(None, (note, f"The curves are those of the first {len(drawn)} of {len(runs)} runs.")))
+        note = f"{len(runs)} runs · curves of the first {len(drawn)}"
     names = [run.name for run in runs]
     header = f"""<header><p class="product">meshwright <span>comparison of runs</span></p><h1>{escape(title)}</h1>
-<p class="facts-line">{len(runs)} runs{f" · {escape(note)}" if note else ""}</p></header>"""
+<p class="facts-line">{escape(note or f"{len(runs)} runs")}</p></header>"""
     parts = [
         header,
         *above,
@@ -120,14 +120,29 @@ def beside(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
     """A table with a column for each run, under the colour of its curve; empty without rows."""
     if not rows:
         return ""
-    dots = [f'<span class="k{index} dot"></span>' if index < MOST_CURVES else "" for index in range(len(names))]
-    heads = "".join(f"<th>{dot}{escape(name)}</th>" for dot, name in zip(dots, names, strict=True))
+    heads = "".join(f"<th>{_dot(index)}{escape(name)}</th>" for index, name in enumerate(names))
     lines = "".join(
         f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
         for label, texts in rows
     )
     return f"""<section class="card runs"><h2>{escape(title)}</h2><div class="scroll"><table class="runs">
 <thead><tr><th></th>{heads}</tr></thead><tbody>{lines}</tbody></table></div></section>"""
+
+
+def _dot(index: int) -> str:
+    """The colour of a run's curve; empty if none is drawn."""
+    return f'<span class="k{index} dot"></span>' if index < MOST_CURVES else ""
+
+
+def ranking_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a row for each run, the best first, beside the colour of its curve."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    lines = "".join(
+        f"<tr><th>{_dot(index)}{escape(row[0])}</th>{''.join(f'<td>{escape(text)}</td>' for text in row[1:])}</tr>"
+        for index, row in enumerate(rows)
+    )
+    return f"""<section class="card runs"><h2>Ranking</h2><div class="scroll"><table class="runs">
+<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></section>"""
 
 
 def comparison_sheet(runs: Sequence[ComparedRun]) -> Sheet:
