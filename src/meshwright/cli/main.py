@@ -26,7 +26,7 @@ GROUPS = {
         "incidents", "stragglers",
     ),
     "Plans": ("plan", "simulate", "profile", "predict"),
-    "Models": ("eval", "generate", "chat", "serve", "route", "cache", "bench-serve"),
+    "Models": ("eval", "bench", "generate", "chat", "serve", "route", "cache", "bench-serve"),
     "Data and checkpoints": ("data", "tokenizer", "checkpoint"),
     "Schemas": ("schema",),
 }  # fmt: skip

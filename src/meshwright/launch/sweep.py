@@ -20,6 +20,7 @@ from meshwright.config.sweep_file import SweptRun, swept_runs
 from meshwright.durable.writes import write_durable
 from meshwright.launch.folder import continues
 from meshwright.launch.machine import found_cluster, visible_gpus
+from meshwright.launch.prepare import with_vocabulary
 from meshwright.launch.run_figures import FigureReader
 from meshwright.launch.run_list import is_run, run_state
 from meshwright.models.families import folder_spec
@@ -108,7 +109,7 @@ class Sweep:
 
     def _take_up(self, run: SweepRun) -> None:
         """The outcome of a run that an earlier start of the sweep has begun."""
-        continues(run.spec, run.folder)
+        continues(with_vocabulary(run.spec), run.folder)
         figures = FigureReader(run.folder).read()
         state = run_state(run.folder, figures)
         if state in ("running", "waiting"):

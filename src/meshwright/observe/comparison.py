@@ -224,7 +224,7 @@ def _validation_chart(
     runs: Sequence[ComparedRun], key: str, title: str, values_of: Callable[[Sequence[Any]], list[float | None]]
 ) -> Chart | None:
     series = [
-        Series(run.name, f"k{index}", f"validation{index}", values)
+        Series(run.name, f"k{index}", f"validation{index}", values, "line" if len(values) > 1 else "points")
         for index, run in enumerate(runs)
         if has_numbers(values := values_of(_validations(run)))
     ]
