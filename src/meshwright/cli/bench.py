@@ -37,7 +37,7 @@ def bench(
     ] = None,
     include: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with task files of your own.")] = None,
     shots: Annotated[
-        int | None, typer.Option(min=0, help="Examples before each question [default: the task's].", show_default=False)
+        int | None, typer.Option(min=0, help="Examples before each question [default: the task's]", show_default=False)
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Questions of each task at most, to try something.", show_default=False)

@@ -42,14 +42,14 @@ def chat(
         float | None,
         typer.Option(
             min=0.0,
-            help=f"Scale of randomness; 0 takes the likeliest token [default: the model's generation_config.json, else {TEMPERATURE}].",
+            help=f"Scale of randomness; 0 takes the likeliest token [default: the model's generation_config.json, else {TEMPERATURE}]",
             show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Another seed draws other answers.")] = 0,
     chat_template: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Jinja template of chats [default: the folder's].", show_default=False),
+        typer.Option(metavar="FILE", help="Jinja template of chats [default: the folder's]", show_default=False),
     ] = None,
 ) -> None:
     """Talk to a model in the terminal, with its own chat template, on one device.

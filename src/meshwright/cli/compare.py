@@ -30,7 +30,7 @@ def compare(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help=f"The page [default: {PAGE} beside the first run].", show_default=False),
+        typer.Option(metavar="FILE", help=f"The page [default: {PAGE} beside the first run]", show_default=False),
     ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Show the page in the web browser.")] = False,
     as_json: Json = False,

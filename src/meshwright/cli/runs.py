@@ -59,7 +59,7 @@ def list_runs(
 
         meshwright runs
 
-        meshwright runs runs/my-sweep --json
+        meshwright runs list runs/my-sweep --json
     """
     from meshwright.launch.run_list import list_run, runs_in
 
