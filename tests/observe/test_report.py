@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from meshwright.config.presets import MODEL_PRESETS
+from meshwright.observe.chart_page import figures_json
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
 from meshwright.observe.prediction_account import compare_with_prediction, typical_step
-from meshwright.observe.report import _figures, render, write_report
+from meshwright.observe.report import render, write_report
 from meshwright.observe.report_charts import Sheet
 from meshwright.observe.report_parts import plan_section
 from meshwright.observe.runfolder import read_run
@@ -296,7 +297,7 @@ def test_the_numbers_behind_the_charts_are_the_run_s(folder):
 
 def test_text_among_the_numbers_cannot_close_their_element():
     axis = Axis("step", "Steps", 0.0, 1.0, ((0.0, "</script><b>"),))
-    assert "<" not in _figures(Sheet((), {}, (axis,)))
+    assert "<" not in figures_json(Sheet((), {}, (axis,)))
 
 
 def test_hostile_text_is_shown_and_never_acts(folder):

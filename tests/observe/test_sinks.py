@@ -5,7 +5,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from meshwright.observe.sinks import SinkThread, open_sinks, scalars
+from meshwright.observe.sinks import SinkThread, hyperparameters, open_sinks, scalars
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import ObserveSpec, WandbSpec
 
@@ -194,6 +194,31 @@ def test_wandb_is_told_team_name_tags_and_notes(tmp_path, monkeypatch):
         "tags": ["a", "b"],
         "notes": "why",
     }
+
+
+def test_wandb_is_told_group_and_job_type(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    spec = WandbSpec(project="project", group="a-sweep", job_type="tune")
+    open_sinks(ObserveSpec(wandb=spec), tmp_path / "quick", {}, print).close()
+    assert (wandb.options["group"], wandb.options["job_type"]) == ("a-sweep", "tune")
+
+
+def test_tensorboard_files_hold_the_hyperparameters(tmp_path):
+    config = {
+        "name": "quick",
+        "seed": 1,
+        "model": {"layers": 2, "init": None},
+        "data": {"mix": {"a/b": 1.0}},
+        "observe": {"spans": True},
+    }
+    assert dict(hyperparameters(config)) == {"seed": 1, "model.layers": 2, "data.mix.a/b": 1.0}
+    thread = open_sinks(ObserveSpec(tensorboard=True), tmp_path, config, print)
+    thread.put({"kind": "step", "step": 1, "loss": 2.0})
+    thread.close()
+    (file,) = (tmp_path / "tensorboard").glob("events*")
+    content = file.read_bytes()
+    assert b"_hparams_/session_start_info" in content and b"model.layers" in content and b"spans" not in content
 
 
 def test_wandb_without_a_login_is_bad_input(tmp_path, monkeypatch):

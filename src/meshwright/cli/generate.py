@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from meshwright.cli.chat_prompts import ChatPrompts, messages_of
 from meshwright.cli.evaluate import Model
 from meshwright.cli.options import Json, model_folder, say
 from meshwright.cli.spread import (
@@ -132,13 +133,22 @@ def generate(
             min=1, metavar="N", help="Parts of a step's decodes; the tokens of one travel while another is computed."
         ),
     ] = 1,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Each prompt is a message: it is answered, written by the model's chat template."),
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System prompt, with --chat.")] = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with a trained model, on one or several devices. The same seed gives the same text.
 
+    With --chat the model answers the prompt as a message; `meshwright chat` talks with it.
+
     Examples:
 
         meshwright generate runs/quickstart -p "def read_lines(path):" --tokens 80
+
+        meshwright generate my-chat-model --chat -p "Hi" --system "Answer in one sentence."
 
         meshwright generate runs/big --tensor 2 -p "def read_lines(path):"
 
@@ -146,6 +156,8 @@ def generate(
     """
     if plan is not None and tensor > 1:
         raise BadInput("--plan and --tensor exclude each other: a plan has its own ranks")
+    if system is not None and not chat:
+        raise BadInput("--system needs --chat: a text to continue has no system prompt")
     if expert > 1 and (tensor > 1 or plan is not None):
         raise BadInput("--expert excludes --tensor and --plan, which name other ranks")
     dispatch = None if expert_dispatch is None else expert_dispatch.value
@@ -169,6 +181,8 @@ def generate(
         plan=plan,
         tensor=tensor,
         experts=experts,
+        chat=chat,
+        system=system,
         show=show,
     )
     if as_json:
@@ -192,9 +206,13 @@ def sample(
     plan: Path | None = None,
     tensor: int = 1,
     experts: ExpertRanks = ONE_RANK,
+    chat: bool = False,
+    system: str | None = None,
     show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
     """`[{prompt, text}]`: each prompt with its continuation, by `tensor` ranks, `experts` or the ranks of `plan`.
+
+    With `chat` each prompt is a message, behind the `system` prompt if there is one, and its continuation the answer.
 
     `formats` are those of the engine, for one device; a plan raises BadInput for them, and tensor ranks for `invariant`.
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
@@ -217,9 +235,13 @@ def sample(
     for sentence in files.text.sentences():
         say(f"meshwright: {sentence}")
     how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stops=files.stop_ids)
-    ids = [files.text.prompt(tokenizer.encode(prompt, add_special_tokens=False).ids) for prompt in prompts]
+    if chat:
+        chats = ChatPrompts(folder, files)
+        ids = [chats.ids(messages_of(system, prompt)) for prompt in prompts]
+    else:
+        ids = [files.text.prompt(tokenizer.encode(prompt, add_special_tokens=False).ids) for prompt in prompts]
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
-    texts = _TextsInOrder(prompts, show)
+    texts = _TextsInOrder([f"{prompt}\n" if chat else prompt for prompt in prompts], show)
     if plan is None and ranks == 1:
         _continue_here(folder, tokenizer, ids, how, texts, formats, drafting)
     else:

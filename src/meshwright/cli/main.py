@@ -22,9 +22,12 @@ from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, M
 from meshwright.spec.failures import as_meshwright_error
 
 GROUPS = {
-    "Runs": ("quickstart", "train", "coordinate", "launch", "check", "chaos", "report", "trace", "monitor", "incidents", "stragglers"),
+    "Runs": (
+        "quickstart", "train", "coordinate", "launch", "check", "chaos", "runs", "compare", "sweep", "report", "trace", "monitor",
+        "incidents", "stragglers",
+    ),
     "Plans": ("plan", "simulate", "profile", "predict"),
-    "Models": ("eval", "generate", "serve", "route", "cache", "bench-serve"),
+    "Models": ("eval", "bench", "generate", "chat", "serve", "route", "cache", "bench-serve"),
     "Data and checkpoints": ("data", "tokenizer", "checkpoint"),
     "Schemas": ("schema",),
 }  # fmt: skip

@@ -45,7 +45,7 @@ def monitor(
     """
     from meshwright.launch.run_snapshot import SnapshotReader, snapshot_as_plain
 
-    reader = SnapshotReader(_folder(run))
+    reader = SnapshotReader(started_run(run))
     if as_json:
         print(json.dumps(snapshot_as_plain(reader.read(complete=True), JSON_ROWS, JSON_COLUMNS)))
     elif once or not sys.stdout.isatty():
@@ -54,7 +54,7 @@ def monitor(
         _watch(reader)
 
 
-def _folder(run: Path) -> Path:
+def started_run(run: Path) -> Path:
     """The folder that `run` names, also of a run that has written no metrics yet."""
     for folder in (run, Path("runs") / run):
         if any((folder / name).is_file() for name in MARKS):

@@ -27,6 +27,7 @@ def schema(
     deployment: Annotated[
         bool, typer.Option("--deployment", help="Print the schema of the file that asks `plan` for a deployment.")
     ] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Print the schema of the file of `sweep`.")] = False,
 ) -> None:
     """Print the JSON schema of the run file, for completion and checks in an editor.
 
@@ -58,5 +59,7 @@ def schema(
         from meshwright.config.schema import json_schema
         from meshwright.spec.deployment import DeploymentSpec
         from meshwright.spec.run import RunSpec
+        from meshwright.spec.sweep import SweepSpec
 
-        print(json.dumps(json_schema(DeploymentSpec if deployment else RunSpec), indent=1))
+        described = DeploymentSpec if deployment else SweepSpec if sweep else RunSpec
+        print(json.dumps(json_schema(described), indent=1))

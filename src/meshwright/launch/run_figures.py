@@ -53,6 +53,8 @@ class RunFigures:
     attempt: int
     restarts: int
     incidents: int
+    exit_code: int | None
+    """Exit code of the newest supervised job; None while it runs, if it was killed, and without supervision."""
 
 
 class FigureReader:
@@ -94,6 +96,7 @@ class FigureReader:
             attempt=job.attempt if job else 0,
             restarts=sum(max(0, len(job.attempts) - 1) for job in self._jobs.values()),
             incidents=_newest_incident(self._folder / INCIDENTS),
+            exit_code=job.code if job else None,
         )  # fmt: skip
 
     @property

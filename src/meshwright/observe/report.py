@@ -1,35 +1,26 @@
-"""report.html: a self-contained page about a run, to open from disk, print and send.
-
-Everything is inlined; the page's content policy forbids loading, and scripts other than its own, so text of the run
-(data, samples, names) cannot execute. The charts are complete without the script, which shows the values under the
-cursor and offers other x axes.
-"""
+"""report.html: a self-contained page about a run, to open from disk, print and send."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from meshwright import __version__
 from meshwright.durable.writes import write_durable
 from meshwright.observe import number_text, report_parts
+from meshwright.observe.chart_page import chart_document, charts_head
 from meshwright.observe.report_account import predicted_and_measured
 from meshwright.observe.report_balance import balance_card
+from meshwright.observe.report_benchmarks import benchmarks_card
 from meshwright.observe.report_charts import Sheet, sheet
 from meshwright.observe.report_expert_loads import expert_loads_card
 from meshwright.observe.report_goodput import goodput_card
 from meshwright.observe.report_heat_map import HeatMapFigures, heat_map_card
 from meshwright.observe.report_stragglers import stragglers_card
 from meshwright.observe.runfolder import RunFolder, read_run
-from meshwright.observe.svg import draw, numbers
+from meshwright.observe.svg import draw
 
 
 @dataclass(frozen=True)
@@ -56,43 +47,25 @@ def write_report(run_folder: Path, findings: SpanFindings = SpanFindings()) -> P
 def render(run: RunFolder, findings: SpanFindings = SpanFindings()) -> str:
     """The HTML of the page."""
     charts = sheet(run)
-    script = _template("report.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(run.name)} · meshwright</title>
-<style>{_template("report.css")}</style>
-</head>
-<body>
-<main>
-{_header(run)}
-{report_parts.tiles(run)}
-{_charts(run, charts)}
-{predicted_and_measured(run)}
-{goodput_card(run.goodput)}
-{expert_loads_card(run.steps)}
-{balance_card(run.plan, run.steps, run.setting("model", "kv_heads"))}
-{heat_map_card(findings.heat_map)}
-{stragglers_card(findings.stragglers, findings.stragglers_sentence)}
-{findings.timeline}
-{report_parts.plan_picture(run)}
-{report_parts.samples(run)}
-<div class="grid">{report_parts.history(run)}</div>
-<div class="grid">{report_parts.environment(run)}{report_parts.config(run)}</div>
-{report_parts.notes((*run.notes, *findings.notes))}
-</main>
-<footer>meshwright {__version__} · written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>
-<script type="application/json" id="figures">{_figures(charts)}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+    parts = (
+        _header(run),
+        report_parts.tiles(run),
+        _charts(run, charts),
+        predicted_and_measured(run),
+        goodput_card(run.goodput),
+        benchmarks_card(run.benchmarks),
+        expert_loads_card(run.steps),
+        balance_card(run.plan, run.steps, run.setting("model", "kv_heads")),
+        heat_map_card(findings.heat_map),
+        stragglers_card(findings.stragglers, findings.stragglers_sentence),
+        findings.timeline,
+        report_parts.plan_picture(run),
+        report_parts.samples(run),
+        f'<div class="grid">{report_parts.history(run)}</div>',
+        f'<div class="grid">{report_parts.environment(run)}{report_parts.config(run)}</div>',
+        report_parts.notes((*run.notes, *findings.notes)),
+    )
+    return chart_document(run.name, parts, charts)
 
 
 def _header(run: RunFolder) -> str:
@@ -130,39 +103,5 @@ def _charts(run: RunFolder, charts: Sheet) -> str:
         (index for index, chart in enumerate(charts.charts[1:]) if chart.key in ("lr", "grad_norm")), len(later)
     )
     cards = [*later[:after_speed], memory, *later[after_speed:]]
-    return f"""<div class="charts-head"><h2>Training</h2>{_axis_selector(charts)}</div>
+    return f"""{charts_head(charts)}
 <div class="grid"><div class="wide">{first}</div>{"".join(cards)}</div>"""
-
-
-def _axis_selector(charts: Sheet) -> str:
-    """The selector of the x axis; the script shows it."""
-    first = charts.axes[0].key
-    choices = "".join(
-        f'<label><input type="radio" name="x" value="{axis.key}"{" checked" if axis.key == first else ""}>{axis.label}</label>'
-        for axis in charts.axes
-    )
-    return f'<output id="at"></output><fieldset class="switch" hidden><legend>x axis</legend>{choices}</fieldset>'
-
-
-def _figures(charts: Sheet) -> str:
-    """The numbers of the charts as JSON, escaped so that it cannot close its script element."""
-    data = {
-        "axes": {
-            axis.key: {
-                "low": axis.low,
-                "high": axis.high,
-                "ticks": [[100 * axis.position(value), text] for value, text in axis.ticks],
-            }
-            for axis in charts.axes
-        },
-        "tables": {
-            name: {key: [float(f"{value:.6g}") for value in values] for key, values in table.items()}
-            for name, table in charts.tables.items()
-        },
-        "charts": {chart.key: numbers(chart) for chart in charts.charts},
-    }
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _template(name: str) -> str:
-    return (files("meshwright.observe") / "template" / name).read_text(encoding="utf-8").strip()

@@ -26,6 +26,8 @@ from meshwright.spec.cluster import ClusterSpec
 
 MOST_POINTS, MOST_COLUMNS, MOST_VALIDATIONS = 1500, 160, 500
 """Most points of a curve, columns of a stacked chart, and validation points: more cannot be told apart on a page."""
+RECENT_VALUES = 10
+"""Values of `recent_mean`."""
 SOURCE_COLOURS = ("c-second", "c-optim", "c-checkpoint", "c-backward")
 """Colours of the validation losses of a mixture's first sources; metrics.jsonl has all of them."""
 
@@ -43,15 +45,15 @@ def sheet(run: RunFolder) -> Sheet:
     """Every chart for which the run has figures; empty if no step was recorded."""
     if not run.steps:
         return Sheet((), {}, ())
-    positions = _positions(run.steps)
+    positions = positions_of(run.steps)
     indices = indices_of_extremes(
         len(run.steps), [column(run.steps, key) for key in ("loss", "grad_norm", "tokens_per_second")], MOST_POINTS
     )
-    validations = _evenly_spaced(run.validations, MOST_VALIDATIONS)
+    validations = evenly_spaced(run.validations, MOST_VALIDATIONS)
     tables = {
-        "steps": _select_from_table(positions, indices),
-        "validation": _at_steps(positions, validations),
-        "events": _at_steps(positions, run.events),
+        "steps": select_from_table(positions, indices),
+        "validation": at_steps(positions, validations),
+        "events": at_steps(positions, run.events),
         "windows": _window_edges(positions, min(MOST_COLUMNS, len(run.steps))),
     }
     charts = [
@@ -70,10 +72,16 @@ def steady_median(values: Values) -> float | None:
     return median(numbers) if numbers else None
 
 
+def recent_mean(values: Values) -> float | None:
+    """The mean of the last ten numbers: the loss of a run as one figure."""
+    last = [value for value in values if value is not None][-RECENT_VALUES:]
+    return sum(last) / len(last) if last else None
+
+
 def _loss(run: RunFolder, indices: Sequence[int], validations: Sequence[Record]) -> Chart | None:
     losses = column(run.steps, "loss")
     series = [
-        Series("each step", "c-loss faint", "steps", _selected(losses, indices)),
+        Series("each step", "c-loss faint", "steps", selected(losses, indices)),
         Series("trend", "c-loss", "steps", trend(losses, indices)),
     ]
     if validations:
@@ -86,7 +94,7 @@ def _loss(run: RunFolder, indices: Sequence[int], validations: Sequence[Record])
     chart = Chart(
         "loss", "Loss", "nat per token", "loss", tuple(series), from_zero=False, height=300, reference=reference
     )
-    return chart if _has_numbers(losses) else None
+    return chart if has_numbers(losses) else None
 
 
 def _by_source(validations: Sequence[Record]) -> list[Series]:
@@ -105,7 +113,7 @@ def _throughput(run: RunFolder, indices: Sequence[int]) -> list[Chart | None]:
     series = [
         _steady_line(values, label, colour, indices, number_text.percent)
         for key, label, colour in variants
-        if _has_numbers(values := column(run.steps, key))
+        if has_numbers(values := column(run.steps, key))
     ]
     mfu = Chart("mfu", "Model FLOPs utilisation", peak_text(run), "percent", tuple(series)) if series else None
     return [speed, mfu]
@@ -124,7 +132,7 @@ def _phases(run: RunFolder) -> Chart | None:
     series = []
     for phase in PHASES:
         seconds = column(run.steps, "phases", phase)
-        if not _has_numbers(seconds):
+        if not has_numbers(seconds):
             continue
         legend_text = number_text.duration(steady_median([value or 0.0 for value in seconds]) or 0.0)
         series.append(
@@ -137,9 +145,9 @@ def _curve(
     run: RunFolder, indices: Sequence[int], key: str, title: str, unit: str, form: Format, *, noisy: bool = False
 ) -> Chart | None:
     values = column(run.steps, key)
-    if not _has_numbers(values):
+    if not has_numbers(values):
         return None
-    series = [Series("each step", "c-loss faint" if noisy else "c-loss", "steps", _selected(values, indices))]
+    series = [Series("each step", "c-loss faint" if noisy else "c-loss", "steps", selected(values, indices))]
     if noisy:
         series.append(Series("trend", "c-loss", "steps", trend(values, indices)))
     return Chart(key, title, unit, form, tuple(series))
@@ -153,12 +161,12 @@ def _steady_line(
         label,
         colour,
         "steps",
-        _selected(values, indices),
+        selected(values, indices),
         shown=text(steady_value) if steady_value is not None else None,
     )
 
 
-def _positions(steps: Sequence[Record]) -> Table:
+def positions_of(steps: Sequence[Record]) -> Table:
     """The position of each step on every x axis: its number, tokens so far, and training seconds at its end."""
     elapsed, seconds = 0.0, []
     for value in column(steps, "step_seconds"):
@@ -175,23 +183,26 @@ def _axes(positions: Table) -> tuple[Axis, ...]:
     """The x axes: steps always, tokens and time if they grow in this run."""
     labels = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
     return tuple(
-        _axis(key, label, positions[key]) for key, label in labels.items() if key == "step" or positions[key][-1] > 0
+        axis_between(key, label, positions[key][0], positions[key][-1])
+        for key, label in labels.items()
+        if key == "step" or positions[key][-1] > 0
     )
 
 
-def _axis(key: str, label: str, values: Sequence[float]) -> Axis:
-    high = values[-1]
-    low = 0.0 if values[0] <= 0.2 * high or high <= 1 else values[0]
+def axis_between(key: str, label: str, first: float, high: float) -> Axis:
+    """An x axis for values from `first` to `high`; it begins at 0 unless the first value is far from it."""
+    low = 0.0 if first <= 0.2 * high or high <= 1 else first
     if not high > low:
         low, high = 0.0, max(1.0, high)
     if key == "time":
         positions = [position for position in time_ticks(high) if position >= low]
         return Axis(key, label, low, high, tuple(zip(positions, time_labels(positions), strict=True)))
     positions = [position for position in ticks(low, high, 6) if key != "step" or position == math.floor(position)]
-    return Axis(key, label, low, high, tuple(zip(positions, tick_labels(positions), strict=True)))
+    labels = [f"{value:.1e}".replace("e+", "e") for value in positions] if key == "flops" else tick_labels(positions)
+    return Axis(key, label, low, high, tuple(zip(positions, labels, strict=True)))
 
 
-def _at_steps(positions: Table, records: Sequence[Record]) -> Table:
+def at_steps(positions: Table, records: Sequence[Record]) -> Table:
     """Positions of lines with a step on every axis: those of the newest step line at or before it."""
     indices = [bisect_right(positions["step"], record["step"]) - 1 for record in records]
     table = {key: [values[index] if index >= 0 else 0.0 for index in indices] for key, values in positions.items()}
@@ -206,19 +217,22 @@ def _window_edges(positions: Table, windows: int) -> Table:
     return {key: [first_edges[key], *(values[end] for end in last_indices)] for key, values in positions.items()}
 
 
-def _select_from_table(table: Table, indices: Sequence[int]) -> Table:
+def select_from_table(table: Table, indices: Sequence[int]) -> Table:
+    """The rows of a table with these indices."""
     return {key: [values[index] for index in indices] for key, values in table.items()}
 
 
-def _selected(values: Values, indices: Sequence[int]) -> list[float | None]:
+def selected(values: Values, indices: Sequence[int]) -> list[float | None]:
+    """The values at these indices."""
     return [values[index] for index in indices]
 
 
-def _evenly_spaced(records: Sequence[Record], limit: int) -> Sequence[Record]:
-    """At most `most` of the records, evenly spaced, including the last one."""
+def evenly_spaced(records: Sequence[Record], limit: int) -> Sequence[Record]:
+    """At most `limit` of the records, evenly spaced, including the last one."""
     stride = max(1, math.ceil(len(records) / limit))
     return records[::-1][::stride][::-1]
 
 
-def _has_numbers(values: Values) -> bool:
+def has_numbers(values: Values) -> bool:
+    """Whether one of the values is a number."""
     return any(value is not None for value in values)

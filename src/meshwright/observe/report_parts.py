@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.events.start import start_line
 from meshwright.observe import number_text
-from meshwright.observe.report_charts import steady_median
+from meshwright.observe.report_charts import RECENT_VALUES, recent_mean, steady_median
 from meshwright.observe.runfolder import RunFolder, column, number
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
@@ -57,11 +57,11 @@ Tile = tuple[str, str, str] | None
 
 def _loss_tile(run: RunFolder) -> Tile:
     losses = [value for value in column(run.steps, "loss") if value is not None]
-    last = losses[-10:]
-    if not last:
+    if (loss := recent_mean(losses)) is None:
         return None
-    context = f"mean of the last {len(last)} steps, from {losses[0]:.2f}" if len(last) > 1 else "one step"
-    return "Training loss", f"{sum(last) / len(last):.3f}", context
+    count = min(len(losses), RECENT_VALUES)
+    context = f"mean of the last {count} steps, from {losses[0]:.2f}" if count > 1 else "one step"
+    return "Training loss", f"{loss:.3f}", context
 
 
 def _validation_tile(run: RunFolder) -> Tile:

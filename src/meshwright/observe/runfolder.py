@@ -20,6 +20,8 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import ModelSection
 
 Record = Mapping[str, Any]
+BENCHMARKS = "benchmarks.json"
+"""File of the results of `meshwright bench`; most runs have none."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class RunFolder:
     environment: Record
     summary: Record
     samples: tuple[Record, ...]
+    benchmarks: tuple[Record, ...]
+    """Results of `meshwright bench`, oldest first (`observe.report_benchmarks`)."""
     checkpoints: tuple[tuple[str, bool], ...]
     notes: tuple[str, ...]
 
@@ -79,10 +83,11 @@ def read_run(folder: Path) -> RunFolder:
         goodput=_goodput(folder, notes),
         config=config if isinstance(config, dict) else {},
         config_text=_text(folder / "config.yaml", []) or "",
-        plan=_plan(folder / "plan.yaml", notes),
+        plan=read_plan(folder / "plan.yaml", notes),
         environment=_json(folder / "environment.json", notes, dict) or {},
         summary=_json(folder / "summary.json", notes, dict) or {},
         samples=tuple(sample for sample in samples if isinstance(sample, dict)),
+        benchmarks=_benchmarks(folder / BENCHMARKS, notes),
         checkpoints=_checkpoints(folder / "checkpoints"),
         notes=tuple(notes),
     )
@@ -157,6 +162,12 @@ def _json(path: Path, notes: list[str], expected_type: type) -> Any:
     return value
 
 
+def _benchmarks(path: Path, notes: list[str]) -> tuple[Record, ...]:
+    """The results in the file; each has a task, a step and metrics."""
+    results = (_json(path, notes, list) or []) if path.exists() else []
+    return tuple(result for result in results if isinstance(result, dict) and isinstance(result.get("metrics"), dict))
+
+
 def _yaml(path: Path, notes: list[str]) -> Any:
     text = _text(path, notes)
     try:
@@ -166,7 +177,8 @@ def _yaml(path: Path, notes: list[str]) -> Any:
         return None
 
 
-def _plan(path: Path, notes: list[str]) -> Plan | None:
+def read_plan(path: Path, notes: list[str]) -> Plan | None:
+    """The plan in a file; None with a line in `notes` if there is none, or it cannot be read."""
     data = _yaml(path, notes)
     if data is None:
         return None

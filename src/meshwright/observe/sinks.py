@@ -20,6 +20,12 @@ from meshwright.spec.job import ObserveSpec, WandbSpec
 Record = Mapping[str, Any]
 
 
+HPARAM_METRICS = ("train/loss", "validation/loss", "train/tokens_per_second")
+"""Scalars that TensorBoard shows beside hyperparameters."""
+HPARAM_SECTIONS = ("seed", "model", "data", "train", "plan", "cluster")
+"""Sections of the configuration with hyperparameters."""
+
+
 class Sink(Protocol):
     """A receiver of metrics lines (observe.metrics), called from the sink thread only."""
 
@@ -96,7 +102,7 @@ def open_sinks(
     check_sinks(spec)
     sinks: list[Sink] = []
     if spec.tensorboard:
-        sinks.append(TensorBoardSink(folder / "tensorboard", resume_from))
+        sinks.append(TensorBoardSink(folder / "tensorboard", resume_from, config))
     if spec.wandb:
         sinks.append(WandbSink(spec.wandb, folder, config))
     return SinkThread(sinks, warn)
@@ -112,14 +118,22 @@ def check_sinks(spec: ObserveSpec) -> None:
 
 
 class TensorBoardSink:
-    """Event files in `folder`; on resume TensorBoard hides records of earlier attempts after step `resume_from`."""
+    """Event files in `folder`; on resume TensorBoard hides records of earlier attempts after step `resume_from`.
+
+    The keys of `config` are the run's hyperparameters on TensorBoard's page HPARAMS, beside `HPARAM_METRICS`.
+    """
 
     name = "TensorBoard"
 
-    def __init__(self, folder: Path, resume_from: int = 0) -> None:
+    def __init__(self, folder: Path, resume_from: int = 0, config: Mapping[str, Any] | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         self._writer = SummaryWriter(str(folder), purge_step=resume_from + 1 if resume_from else None)
+        if values := dict(hyperparameters(config or {})):
+            # Into the same files: `add_hparams` would make a second run of them.
+            for summary in hparams(values, dict.fromkeys(HPARAM_METRICS, 0.0)):
+                self._writer._get_file_writer().add_summary(summary)
 
     def write(self, record: Record) -> None:
         for name, value in scalars(record):
@@ -144,7 +158,8 @@ class WandbSink:
                 name=spec.name or folder.name,
                 tags=list(spec.tags),
                 notes=spec.notes,
-                group=folder.name,
+                group=spec.group or folder.name,
+                job_type=spec.job_type,
                 dir=str(folder),
                 config=dict(config),
                 resume="never",
@@ -171,3 +186,15 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
             if key not in ("step", "kind") and isinstance(number, (int, float)) and not isinstance(number, bool):
                 name = "val" if key == "by_source" else f"{section}/{key}"
                 yield f"{name}/{sub_key}" if sub_key else name, float(number)
+
+
+def hyperparameters(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | str | bool]]:
+    """The keys of a configuration with a number, text or truth value, by dotted name; lists and keys without a value are left out."""
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if not prefix and key not in HPARAM_SECTIONS:
+            continue
+        if isinstance(value, Mapping):
+            yield from hyperparameters(value, f"{name}.")
+        elif isinstance(value, (bool, int, float, str)):
+            yield name, value

@@ -176,6 +176,10 @@ class WandbSpec:
     """Tags to filter runs by."""
     notes: str | None = None
     """Description shown beside the run."""
+    group: str | None = None
+    """Group of runs that belong together; none takes the name of the sweep or, without one, of the run's folder."""
+    job_type: str | None = None
+    """Kind of the run inside its group, e.g. pretrain or tune."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ const formats = {
   seconds: duration,
   scientific: (v) => v.toExponential(2).replace("e+", "e"),
 };
-const spoken = { step: (v) => `step ${v.toLocaleString("en")}`, tokens: (v) => `${short(v)} tokens`, time: duration };
+const spoken = { step: (v) => `step ${v.toLocaleString("en")}`, tokens: (v) => `${short(v)} tokens`, time: duration, flops: (v) => `${formats.scientific(v)} FLOP` };
 
 // The row of a table nearest to x; of columns, the one x falls into.
 function rowAt(table, x, columns) {
@@ -89,16 +89,30 @@ function rowAt(table, x, columns) {
   return low > 0 && x - xs[low - 1] < xs[low] - x ? low - 1 : low;
 }
 
+// The pointer's place: a step of the run or, on a page of several runs, which have tables of their own, the place itself.
+function pointed(x) {
+  const steps = figures.tables.steps;
+  if (!steps) return { x, text: spoken[axis](axis === "step" ? Math.round(x) : x) };
+  const row = rowAt("steps", x, false);
+  const text = ["step", "tokens", "time"].filter((key) => figures.axes[key]).map((key) => spoken[key](steps[key][row])).join(" · ");
+  return { x: steps[axis][row], text };
+}
+
+function valueAt(series, x) {
+  const xs = figures.tables[series.table][axis];
+  if (!figures.tables.steps && (x < xs[0] || x > xs[xs.length - 1])) return null;
+  return series.values[rowAt(series.table, x, series.kind === "column")];
+}
+
 function point(fraction) {
   const { low, high } = figures.axes[axis];
-  const row = rowAt("steps", low + fraction * (high - low), false);
-  const x = figures.tables.steps[axis][row];
-  output.textContent = ["step", "tokens", "time"].filter((key) => figures.axes[key]).map((key) => spoken[key](figures.tables.steps[key][row])).join(" · ");
+  const { x, text } = pointed(low + fraction * (high - low));
+  output.textContent = text;
   for (const { data, cursor, values } of charts) {
     cursor.setAttribute("d", `M${(1000 * place(x)).toFixed(1)},0V${data.height}`);
     for (const { element, index } of values) {
       const series = data.series[index];
-      const value = series.values[rowAt(series.table, x, series.kind === "column")];
+      const value = valueAt(series, x);
       element.textContent = value === null || value === undefined ? "–" : formats[data.format](value);
     }
   }

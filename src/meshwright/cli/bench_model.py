@@ -1,0 +1,100 @@
+"""A model of this project as lm-eval takes it: scores by the decoder, texts by the inference engine, both in this process.
+
+The module imports lm-eval, an extra.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from meshwright.checkpoint.single_device import device_and_dtype, load_model
+from meshwright.models.decoder import Decoder
+from meshwright.serve.engine import Engine
+from meshwright.serve.sampling_options import SamplingOptions
+from meshwright.serve.scoring import score
+from meshwright.server.model_files import ModelFiles
+from meshwright.spec.engine import EngineOptions
+
+NEW_TOKENS = 256
+"""New tokens of an answer at most, where the task does not say."""
+TEXTS_AT_ONCE = 64
+
+
+class BenchModel(TemplateLM):
+    """The model in a folder."""
+
+    def __init__(self, folder: Path, files: ModelFiles) -> None:
+        super().__init__()
+        self._folder, self._files = folder, files
+        self._loaded: Decoder | Engine | None = None
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token before a text without context."""
+        return self._files.text.prompt(())[0]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of a text, behind those that begin every text unless the caller leaves them out."""
+        ids = self._files.tokenizer.encode(string, add_special_tokens=False).ids
+        return ids if add_special_tokens is False else self._files.text.begun(ids)
+
+    def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        scores = score(self._decoder(), [(context, continuation) for _, context, continuation in requests])
+        return [(found.loglikelihood, found.greedy) for found in scores]
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each whole text, in windows of the model's context."""
+        longest = self._decoder().spec.max_seq_len
+        sums = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0], add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=longest,
+                context_len=1,
+            )
+            found = score(self._decoder(), [make_disjoint_window(window) for window in windows])
+            sums.append(sum(window.loglikelihood for window in found))
+        return sums
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """The answer to each prompt, up to the strings of the task or an end token of the model."""
+        engine = self._engine()
+        texts: dict[int, list[str]] = {}
+        for request in requests:
+            prompt, how = request.args
+            ids = self._files.text.prompt(self.tok_encode(prompt))
+            new = int(how.get("max_gen_toks", NEW_TOKENS))
+            until = how.get("until") or []
+            number = engine.submit(
+                ids[-max(1, engine.context - new) :],
+                new_tokens=new,
+                sampling=SamplingOptions(
+                    temperature=float(how.get("temperature", 0.0)) if how.get("do_sample") else 0.0
+                ),
+                stop_ids=self._files.stop_ids,
+                stop_strings=[until] if isinstance(until, str) else list(until),
+            )
+            texts[number] = []
+        for update in engine.run():
+            if update.error is not None:
+                raise RuntimeError(update.error)
+            texts[update.number].append(update.text)
+        return ["".join(pieces) for pieces in texts.values()]
+
+    def _decoder(self) -> Decoder:
+        """The model as it was trained; an engine, which has changed its attention, is dropped first."""
+        if not isinstance(self._loaded, Decoder):
+            self._loaded = None
+            self._loaded = load_model(self._folder, *device_and_dtype())
+        return self._loaded
+
+    def _engine(self) -> Engine:
+        if not isinstance(self._loaded, Engine):
+            decoder = self._decoder()
+            self._loaded = Engine(decoder, self._files.tokenizer, EngineOptions(sequences=TEXTS_AT_ONCE))
+        return self._loaded

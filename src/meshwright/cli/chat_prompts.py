@@ -1,0 +1,52 @@
+"""Chats as prompts for the engine in this process, written as the server writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from meshwright.server.model_files import ModelFiles
+
+Message = Mapping[str, str]
+
+
+class ChatPrompts:
+    """Renders chats with the template of one model."""
+
+    def __init__(self, folder: Path, files: ModelFiles) -> None:
+        """Raises BadInput if the folder has no template, or one that cannot be used."""
+        if files.chat_template is None:
+            raise BadInput(
+                f"{folder} has no chat template (chat_template.jinja, or `chat_template` in tokenizer_config.json); write one to "
+                "the first (`chat` and `serve` also take --chat-template FILE), or let the model continue a text: meshwright generate"
+            )
+        if find_spec("jinja2") is None:
+            raise BadInput("chat templates need jinja2: pip install 'meshwright[serve]'")
+        from meshwright.data.spelled_tokens import SpelledTokens
+        from meshwright.server.chat_template import ChatTemplate
+
+        self._template = ChatTemplate(files.chat_template, files.special_tokens, files.tool_template)
+        self._spelled = SpelledTokens(files.tokenizer, files.special_tokens.values())
+
+    def ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The token ids of a chat up to the beginning of the next answer. Raises BadInput if the template refuses it.
+
+        A special token that a message spells stays text.
+        """
+        from meshwright.server.errors import RequestError
+
+        try:
+            return tuple(self._spelled.encode(self._spelled.write(self._template.render, list(messages))))
+        except RequestError as error:
+            raise BadInput(error.message) from None
+
+
+def messages_of(system: str | None, *texts: str) -> list[Message]:
+    """A chat with these texts of the user, behind a system prompt if there is one."""
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return [*head, *({"role": "user", "content": text} for text in texts)]

@@ -1,0 +1,238 @@
+"""The runs in a folder: their states, their figures, how to stop one, and when one may be deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from meshwright.durable.lease import LEASE, owner_is_alive, read_lease
+from meshwright.durable.writes import rename, sync_folder
+from meshwright.launch.coordinator import STATE_FILE
+from meshwright.launch.folder import folder_lock
+from meshwright.launch.run_figures import FigureReader, RunFigures
+from meshwright.observe.runfolder import read_plan
+from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, BadInput
+from meshwright.spec.plan_name import plan_name
+from meshwright.spec.run import Lease
+
+State = Literal["running", "waiting", "finished", "stopped", "failed"]
+RUN_FILES = (LEASE, "metrics.jsonl", STATE_FILE)
+"""Files of which every run's folder has at least one; nothing else has files of these names."""
+POLL_SECONDS = 0.2
+DELETED = ".deleted-"
+"""Beginning of the name of a folder that is being deleted."""
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run of a list."""
+
+    name: str
+    folder: str
+    state: State
+    """running, waiting (for hosts, or not begun), finished (all steps done), stopped (it can continue), failed (see `exit_code`)."""
+    exit_code: int | None
+    """Exit code of the newest job, where it is known."""
+    step: int
+    steps: int | None
+    loss: float | None
+    """Loss of the last step."""
+    validation_loss: float | None
+    """The last one."""
+    tokens: float | None
+    plan: str | None
+    """The plan in one line."""
+    changed_seconds: float
+    """Seconds since the run last wrote metrics, or since its folder changed."""
+    bytes: int
+    """Bytes of all files in the folder."""
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folders of runs in `folder` and one level below, as of a sweep, by name."""
+
+    def below(parent: Path) -> Iterator[Path]:
+        for child in sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".")):
+            if is_run(child):
+                yield child
+            elif parent == folder:
+                yield from below(child)
+
+    return list(below(folder))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run was started in this folder."""
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
+def list_run(folder: Path, base: Path | None = None) -> ListedRun:
+    """The state and figures of one run, with its name below `base`."""
+    figures = FigureReader(folder).read()
+    plan = read_plan(folder / "plan.yaml", [])
+    return ListedRun(
+        name=figures.name if base is None else folder.relative_to(base).as_posix(),
+        folder=str(folder),
+        state=run_state(folder, figures),
+        exit_code=figures.exit_code,
+        step=figures.step,
+        steps=figures.steps,
+        loss=figures.loss,
+        validation_loss=figures.validation_loss,
+        tokens=figures.tokens,
+        plan=None if plan is None else plan_name(plan),
+        changed_seconds=max(0.0, time.time() - _changed(folder)),
+        bytes=_bytes(folder),
+    )
+
+
+def run_state(folder: Path, figures: RunFigures) -> State:
+    """The state of a run by its supervision, and by the process that has its lease."""
+    if figures.exit_code is None and _runs(folder, figures):
+        return "waiting" if figures.state in ("gathering", "preparing") or not figures.step else "running"
+    if figures.exit_code == EXIT_DONE or _all_steps(figures):
+        return "finished"
+    return "stopped" if figures.exit_code in (None, EXIT_PREEMPTED, EXIT_INTERRUPTED) else "failed"
+
+
+def request_stop(folder: Path) -> Lease:
+    """Ask the job that writes to a run's folder to end after its running step, with a checkpoint; returns its lease.
+
+    It works as SIGTERM does, for a job that supervises its ranks, a coordinator, or rank 0 of another launcher. Raises BadInput if
+    nothing runs, or if it runs on another host.
+    """
+    lease, figures = read_lease(folder), FigureReader(folder).read()
+    state = run_state(folder, figures)
+    if state not in ("running", "waiting") or lease is None:
+        raise BadInput(
+            f"{folder} is not running: it is {state}{_at(figures)}; `meshwright runs` lists the running ones"
+        )
+    if not owner_is_alive(lease):
+        host = socket.gethostname()
+        where = f"process {lease.pid} on {lease.host}" if lease.host != host else "a process that is not visible here"
+        raise BadInput(f"{folder} is written by {where}, and this host is {host}; run `meshwright runs stop` there")
+    os.kill(lease.pid, signal.SIGTERM)
+    return lease
+
+
+def await_end(folder: Path, lease: Lease) -> RunFigures:
+    """Wait until the job with this lease has ended, or another start has taken over; returns the last figures."""
+    reader = FigureReader(folder)
+    while True:
+        alive = owner_is_alive(lease) and read_lease(folder) == lease
+        figures = reader.read()
+        if figures.exit_code is not None or not alive:
+            return figures
+        time.sleep(POLL_SECONDS)
+
+
+def check_deletable(folder: Path, others: Collection[Path]) -> None:
+    """Raise BadInput unless `folder` is a run's and may be deleted.
+
+    It is refused if it runs, if it is no run's folder or holds more than one, and if a configuration of `others` names it or a
+    part of it: as the initial weights of another run, its data or its plan.
+    """
+    if folder.is_symlink():
+        raise BadInput(f"{folder} is a link to {folder.resolve()}; name that folder")
+    if not folder.is_dir() or not is_run(folder):
+        raise BadInput(f"{folder} is not a run's folder (it has none of {', '.join(RUN_FILES)}); nothing is deleted")
+    real = folder.resolve()
+    if Path.cwd().is_relative_to(real):
+        raise BadInput(f"{folder} is the current folder or contains it; nothing is deleted")
+    if foreign := [
+        child.name for child in folder.iterdir() if child.name == ".git" or (child.is_dir() and is_run(child))
+    ]:
+        raise BadInput(
+            f"{folder} holds {', '.join(sorted(foreign))} besides a run; nothing is deleted, move it away first"
+        )
+    figures = FigureReader(folder).read()
+    if (state := run_state(folder, figures)) in ("running", "waiting"):
+        raise BadInput(f"{folder} is {state}{_at(figures)}; stop it first: meshwright runs stop {folder}")
+    for other in others:
+        if other.resolve() != real and (key := _key_that_names(other, real)):
+            raise BadInput(
+                f"{folder} is needed by {other}, whose {key} names it; delete both in one command, or that one first"
+            )
+
+
+def delete_run(folder: Path) -> None:
+    """Delete the folder of a run that `check_deletable` accepts; an interruption leaves none of it under its name.
+
+    Raises BadInput if a job has begun there.
+    """
+    gone = folder.with_name(f"{DELETED}{folder.name}-{os.getpid()}")
+    with folder_lock(folder):
+        rename(folder, gone)
+    sync_folder(gone.parent)
+    shutil.rmtree(gone)
+
+
+def _all_steps(figures: RunFigures) -> bool:
+    return bool(figures.step) and figures.steps is not None and figures.step >= figures.steps
+
+
+def _runs(folder: Path, figures: RunFigures) -> bool:
+    """Whether a job without an exit code runs: by its process if that is on this host, else by the age of its files."""
+    lease, supervised = read_lease(folder), figures.attempt > 0
+    if lease is None or lease.host != socket.gethostname():
+        return figures.running
+    # A process that trained without supervision, as a rank of torchrun, may live on after its last step.
+    return owner_is_alive(lease) and (supervised or not _all_steps(figures))
+
+
+def _at(figures: RunFigures) -> str:
+    return f" at step {figures.step:,}" if figures.step else ""
+
+
+def _key_that_names(run: Path, folder: Path) -> str | None:
+    """The key of a run's configuration whose value is a path in `folder`; None without one."""
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    for key, value in _texts(config, ""):
+        path = value.partition(":")[2] if value.startswith(("checkpoint:", "hf:")) else value
+        if path and any(place.resolve().is_relative_to(folder) for place in (Path(path), run.parent / path)):
+            return key
+    return None
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every text of a configuration with its key; keys of `data.mix` are paths too."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if key == "data.mix":
+                yield key, str(name)
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, key)
+    elif isinstance(value, str) and key != "name":
+        yield key, value
+
+
+def _changed(folder: Path) -> float:
+    """Unix time of the last line of metrics, or of the folder's last change."""
+    file = folder / "metrics.jsonl"
+    return (file if file.exists() else folder).stat().st_mtime
+
+
+def _bytes(folder: Path) -> int:
+    """Bytes of all files below a folder; those that vanish meanwhile do not count."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total

@@ -1,0 +1,62 @@
+"""Log-likelihoods of given continuations by a whole model on one device, as benchmarks with fixed answers need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from meshwright.models.decoder import Decoder
+
+MOST_LOGITS = 1 << 26
+"""Logits of a batch at most, unless a single text has more."""
+
+
+class Score(NamedTuple):
+    """Log-likelihood of a continuation in nats, and whether each of its tokens is the model's likeliest."""
+
+    loglikelihood: float
+    greedy: bool
+
+
+@torch.inference_mode()
+def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+    """The score of each (context, continuation) of token ids; a context has at least one token.
+
+    Of a text that is longer than the model's context the beginning is left out. Texts of similar lengths are computed together,
+    padded at their ends, which no earlier token attends to. Raises ValueError for an empty context, or a continuation that alone
+    exceeds the model's context.
+    """
+    texts = []
+    for context, continuation in pairs:
+        if not context or len(continuation) > model.spec.max_seq_len:
+            raise ValueError("expected a context, and a continuation within the model's context")
+        texts.append([*context, *continuation][-(model.spec.max_seq_len + 1) :])
+    scores: list[Score | None] = [None] * len(texts)
+    for batch in _batches([len(text) - 1 for text in texts], model.spec.vocab_size):
+        rows = [texts[index] for index in batch]
+        length = max(map(len, rows)) - 1
+        inputs = torch.tensor(
+            [[*row[:-1], *[0] * (length - len(row) + 1)] for row in rows], device=model.embed.weight.device
+        )
+        logits = model(inputs)
+        for index, row, of_row in zip(batch, rows, logits, strict=True):
+            count = len(pairs[index][1])
+            wanted = torch.tensor(row[len(row) - count :], device=logits.device, dtype=torch.long)
+            logprobs = of_row[len(row) - 1 - count : len(row) - 1].float().log_softmax(-1)
+            chosen = logprobs.gather(1, wanted[:, None]).double().sum()
+            scores[index] = Score(float(chosen), bool((logprobs.argmax(-1) == wanted).all()))
+    return [found for found in scores if found is not None]
+
+
+def _batches(lengths: Sequence[int], vocabulary: int) -> Iterator[list[int]]:
+    """Indices of texts that are computed together, the longest first."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batch and (len(batch) + 1) * max(1, lengths[batch[0]]) * vocabulary > MOST_LOGITS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
