@@ -126,3 +126,18 @@ def test_a_fresh_run_is_not_held_against_an_earlier_one_of_its_name(finished: Pa
     for fresh, keys in ((False, ["name", "model.init"]), (True, ["model.init"])):
         mistakes, code = find_mistakes(arguments, finished.parent, fresh=fresh)
         assert code == 2 and sorted(mistake.key for mistake in mistakes) == sorted(keys)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), ImportError("libtorch_cpu.so: failed to map segment from shared object")]
+)
+def test_a_command_without_memory_says_so_in_one_message(
+    nano: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("meshwright.cli.check.find_mistakes", fail)
+    answer = meshwright("check", nano)
+    assert answer.code == 3 and answer.err.startswith("meshwright: out of memory: ")
+    assert answer.err.count("\n") == 1 and "give the command more memory" in answer.err
