@@ -219,7 +219,7 @@ def read_incidents(run: Path) -> list[dict[str, Any]]:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if not isinstance(record, dict) or not _SHOWN <= record.keys() or not isinstance(record["time"], float):
+        if not isinstance(record, dict) or not record.keys() >= _SHOWN or not isinstance(record["time"], float):
             continue
         stacks = sorted((path.parent / "stacks").glob("rank-*.txt"))
         found.append({**record, "evidence": str(path.parent), "stacks": [stack.name for stack in stacks]})
