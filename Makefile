@@ -12,10 +12,9 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
 # Three workers on two cores, since tests wait for processes and sockets; one begins with the tests that share a pool of ranks, and two of
-# those took longer, for ranks that wait for each other keep a core busy. Then, by themselves, those that count what the host sends.
+# those took longer, for ranks that wait for each other keep a core busy.
 TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
-ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
 .PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-fuzz test-attack test-families test-models test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
@@ -24,12 +23,10 @@ quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
 
 test: $(VENV)/.installed-test lint
-	$(PYTEST) -m 'not slow' $(TOGETHER) $(addprefix --ignore=,$(ALONE))
-	$(PYTEST) -m 'not slow' $(ALONE)
+	$(PYTEST) -m 'not slow' $(TOGETHER)
 
 test-all: $(VENV)/.installed-test lint
-	$(PYTEST) $(TOGETHER) $(addprefix --ignore=,$(ALONE))
-	$(PYTEST) $(ALONE)
+	$(PYTEST) $(TOGETHER)
 
 test-crash: $(VENV)/.installed-test
 	$(PYTEST) -m crash tests/checkpoint

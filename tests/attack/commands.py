@@ -22,9 +22,14 @@ class Command:
     """A running `meshwright` command whose output goes to a file."""
 
     def __init__(
-        self, *words: object, output: Path, environment: Mapping[str, str] | None = None, files: int | None = None
+        self,
+        *words: object,
+        output: Path,
+        environment: Mapping[str, str] | None = None,
+        files: int | None = None,
+        module: str = "meshwright",
     ) -> None:
-        """`files`: the hard limit of open files of the command and its children."""
+        """`files`: the hard limit of open files of the command and its children; `module` runs with the words."""
         self.file = output
 
         def limit() -> None:
@@ -33,7 +38,7 @@ class Command:
 
         with output.open("ab") as opened:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright", *map(str, words)],
+                [sys.executable, "-m", module, *map(str, words)],
                 stdout=opened, stderr=opened, env={**os.environ, **(environment or {})}, preexec_fn=limit,
             )  # fmt: skip
 
@@ -129,6 +134,22 @@ def descendants(pid: int) -> list[int]:
             with contextlib.suppress(OSError):
                 found += map(int, task.read_text().split())
     return found
+
+
+def listening_ports(pid: int, module: str) -> list[int]:
+    """The ports at which those of a process's descendants listen that run `module`."""
+    listening = {}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        columns = line.split()
+        if columns[3] == "0A":  # the state of sockets that listen
+            listening[f"socket:[{columns[9]}]"] = int(columns[1].partition(":")[2], 16)
+    ports: list[int] = []
+    for each in descendants(pid):
+        with contextlib.suppress(OSError):
+            if module in Path(f"/proc/{each}/cmdline").read_text().split("\0"):
+                links = [os.readlink(path) for path in Path(f"/proc/{each}/fd").iterdir()]
+                ports += [listening[link] for link in links if link in listening]
+    return ports
 
 
 def free_port() -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.connections.proof import Challenge
 from meshwright.observe.metrics import read_metrics
-from tests.attack.commands import HARD_LIMIT, Command, ask, flood, free_port, running
+from tests.attack.commands import HARD_LIMIT, Command, ask, flood, free_port, listening_ports, running
 from tests.server.helpers import SIZES, write_folder
 from tests.training.tiny import make_tiny
 
@@ -95,6 +95,61 @@ def test_a_server_and_its_router(folder: Path, tmp_path: Path, sent: bytes) -> N
             assert "Traceback" not in server.output + router.output
 
 
+def test_the_ports_beside_the_api(folder: Path, tmp_path: Path) -> None:
+    """Floods of a server's admin port and of the port for other engines: the API answers, and so do both ports."""
+    admin, transfer, key = free_port(), free_port(), "a transfer key of a test"
+    words = ["serve", folder, "--port", "0", "--admin-port", admin, "--transfer-address", f"127.0.0.1:{transfer}"]
+    environment, output = {"MESHWRIGHT_TRANSFER_KEY": key}, tmp_path / "serve.txt"
+    with running(*words, *OPTIONS, output=output, environment=environment, files=HARD_LIMIT) as server:
+        port = server.port_after("serving ")
+        for sent in SENT:
+            with flood(admin, sent), flood(transfer, sent):
+                time.sleep(1)
+                assert ask(port, completion(), b'"usage"').startswith(b"HTTP/1.1 200 "), server.output
+                assert ask(admin, HEALTH).startswith(b"HTTP/1.1 "), server.output
+                prove(transfer, key)
+        assert large_head(admin) < 30 << 20
+        assert server.process.poll() is None and "Traceback" not in server.output
+
+
+def prove(port: int, key: str) -> None:
+    """Prove a key to an engine or a cache, as another engine does, and check its own proof."""
+    challenge = Challenge(key)
+    message = json.dumps({"nonce": challenge.nonce}).encode()
+    answer = ask(port, len(message).to_bytes(4, "big") + bytes(4) + message)
+    challenge.session(**json.loads(answer[8:]))
+
+
+def test_the_snapshot_servers_of_two_hosts(tiny: Path, tmp_path: Path) -> None:
+    """Snapshots go to the other host meanwhile, and the run ends as in peace."""
+    token, runs = tmp_path / "token", tmp_path / "runs"
+    token.touch(mode=0o600)
+    token.write_text("a-token-of-this-test\n")
+    environment = {"MESHWRIGHT_COORDINATOR": f"127.0.0.1:{free_port()}", "MESHWRIGHT_TOKEN_FILE": str(token)}
+    words = ["train", tiny, "cluster.nodes=2", "cluster.gpus_per_node=1", "train.steps=200", "checkpoint.every=20"]
+    words += ["checkpoint.partner=host", "--runs", runs, "--agent"]
+    agents = [
+        Command(*words, output=tmp_path / f"{n}.txt", environment=environment, files=HARD_LIMIT) for n in range(2)
+    ]
+    try:
+        ports = [wait_for_port(agent, "meshwright.checkpoint.snapshot_server") for agent in agents]
+        with flood(ports[0]), flood(ports[1], SENT[1]), flood(ports[0], SENT[2], 100):
+            codes = [agent.process.wait(300) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.end()
+    output = "\n".join(agent.output for agent in agents)
+    assert codes == [0, 0] and "Traceback" not in output and "restart" not in output, output
+    assert [step for step, _ in steps(runs / "tiny")] == list(range(1, 201))
+
+
+def wait_for_port(command: Command, module: str) -> int:
+    """The port at which a process of a command that runs `module` listens."""
+    ports: list[int] = []
+    command.wait_for(lambda: ports.extend(listening_ports(command.process.pid, module)) or ports)
+    return ports[0]
+
+
 def completion() -> bytes:
     body = json.dumps({"prompt": "def", "max_tokens": 4, "ignore_eos": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -122,8 +177,5 @@ def test_the_cache(tmp_path: Path) -> None:
         cache.wait_for(lambda: "keeping" in cache.output)
         with flood(port), flood(port, b"\0\0\xff\xff\0\0\0\0"):
             time.sleep(1)
-            challenge = Challenge("a transfer key")
-            message = json.dumps({"nonce": challenge.nonce}).encode()
-            answer = ask(port, len(message).to_bytes(4, "big") + bytes(4) + message)
-            challenge.session(**json.loads(answer[8:]))
+            prove(port, "a transfer key")
         assert cache.process.poll() is None and "Traceback" not in cache.output

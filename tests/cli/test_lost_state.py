@@ -15,6 +15,7 @@ import pytest
 import meshwright as api
 from meshwright.checkpoint.manifest import COMMITTED, FORMAT
 from meshwright.config.load import load_run
+from meshwright.durable.writes import publish_folder
 from tests.cli.command import meshwright, train_here
 from tests.launch.test_lost_state import cut, flip, path_of, to_newer_format
 
@@ -94,6 +95,25 @@ def test_evaluation_and_generation_say_that_an_older_checkpoint_is_used(run: Pat
         answer = meshwright(command[0], run, *command[1:], "--json").json
         assert answer["checkpoint"] == str(path_of(run, 3))
         assert [entry["path"] for entry in answer["damaged_checkpoints"]] == [str(path_of(run, 6))]
+
+
+def test_lines_of_the_metrics_are_durable_before_the_checkpoint_of_their_steps(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume does not repeat the steps of a checkpoint, so a power cut must not take their lines."""
+    durable, committed = [0], dict[int, int]()
+
+    def sync(descriptor: int, path: Path) -> None:
+        durable.append(max(json.loads(line)["step"] for line in path.read_bytes().splitlines()))
+
+    def publish(partial: Path, path: Path, displaced: Path) -> None:
+        committed[int(path.name.rpartition("-")[2])] = durable[-1]
+        publish_folder(partial, path, displaced)
+
+    monkeypatch.setattr("meshwright.observe.metrics.sync_open_file", sync)
+    monkeypatch.setattr("meshwright.checkpoint.attempt.publish_folder", publish)
+    answer = train_here(tiny, ONE_RANK, "checkpoint.every=3", "checkpoint.mode=sync", "--runs", tmp_path)
+    assert answer.code == 0 and committed == {3: 3, 6: 6}, answer.err
 
 
 def test_a_good_run_says_nothing_about_damage(finished: Path) -> None:

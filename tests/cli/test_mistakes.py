@@ -211,3 +211,18 @@ def test_a_corpus_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "train" / "manifest.json").write_text("{}")
     answer = meshwright("eval", tmp_path)
     assert answer.code == 2 and f"{tmp_path} is no model: " in answer.err and f"--data {tmp_path}" in answer.err
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), ImportError("libtorch_cpu.so: failed to map segment from shared object")]
+)
+def test_a_command_without_memory_says_so_in_one_message(
+    nano: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("meshwright.cli.check.find_mistakes", fail)
+    answer = meshwright("check", nano)
+    assert answer.code == 3 and answer.err.startswith("meshwright: out of memory: ")
+    assert answer.err.count("\n") == 1 and "give the command more memory" in answer.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,9 @@ from meshwright.data.vocabulary import read_vocabulary
 from meshwright.durable.lease import read_lease, take_lease
 from meshwright.models.families import folder_fields
 from meshwright.server.model_files import read_model_files
-from meshwright.spec.errors import EXIT_INTERNAL
-from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.job import DataSpec
 from tests.data.chats import CHATML, CHATS, marked, write_chats, write_tokenizer
+from tests.flips import PLACES, Case, assert_no_internal_error
 
 CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64,
@@ -34,8 +32,6 @@ CONFIG = {
     "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32}, "num_nextn_predict_layers": 1,
 }  # fmt: skip
-Case = tuple[Path, Callable[[], object]]
-"""A file, and what reads it."""
 
 
 def read_samples(out: Path, packing: str = "stream") -> None:
@@ -111,28 +107,7 @@ MAKERS = {"hugging_face": hugging_face, "corpus": corpus, "run_folder": run_fold
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize(
-    "share", [pytest.param(60, id="some"), pytest.param(None, id="all", marks=[pytest.mark.slow, pytest.mark.attack])]
-)
+@pytest.mark.parametrize("places", PLACES)
 @pytest.mark.timeout(900)
-def test_a_changed_byte_is_no_internal_error(tmp_path: Path, make: str, share: int | None) -> None:
-    wrong, tried = [], 0
-    for file, read in MAKERS[make](tmp_path / "made"):
-        content = file.read_bytes()
-        read()
-        places = range(0, len(content), 1 if share is None else max(1, len(content) // share))
-        limit = 4096 if share is None else len(content)
-        for place in [*places][:limit]:
-            for change in (0x01, 0x04, 0x80) if share is None else (0x04 if place % 3 else 0x81,):
-                changed = bytearray(content)
-                changed[place] ^= change
-                file.write_bytes(changed)
-                tried += 1
-                try:
-                    read()
-                except Exception as error:
-                    if as_meshwright_error(error).exit_code == EXIT_INTERNAL:
-                        wrong.append(f"{file.name}: byte {place} ^ {change}: {error!r:.200}")
-        file.write_bytes(content)
-    assert not wrong, f"{len(wrong)} of {tried}:\n" + "\n".join(wrong[:20])
-    assert tried > 100
+def test_a_changed_byte_is_no_internal_error(tmp_path: Path, make: str, places: int) -> None:
+    assert_no_internal_error(MAKERS[make](tmp_path / "made"), places)

@@ -47,7 +47,8 @@ def delete_checkpoints(world: World, session: Session) -> None:
     if world.leads:
         shutil.rmtree(session.folder / "checkpoints")
         (session.folder / "checkpoints").mkdir()
-        (session.folder / FIRST_COMMIT).unlink(missing_ok=True)  # as of a run that never saved
+        for name in (FIRST_COMMIT, "metrics.jsonl"):  # as of a run that never saved
+            (session.folder / name).unlink(missing_ok=True)
 
 
 def corrupt_byte(world: World, session: Session) -> None:

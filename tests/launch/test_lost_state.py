@@ -15,12 +15,13 @@ from tests.checkpoint.made import blank, holds, save
 
 from meshwright.checkpoint.inventory import FIRST_COMMIT, choose_newest, describe_continuation, present_steps
 from meshwright.checkpoint.manifest import COMMITTED, FORMAT, MANIFEST, NewerFormat, commit_line
-from meshwright.checkpoint.mirror import INDEX, fetch_newest, has_copies, upload_checkpoint
+from meshwright.checkpoint.mirror import COPIED, INDEX, fetch_newest, has_copies, upload_checkpoint
 from meshwright.checkpoint.object_store import ObjectStore
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.launch.attempts import opening_state
 from meshwright.launch.folder import check_state, renamed, take_over
+from meshwright.observe.metrics import to_line
 from meshwright.policies.job_events import Failed, Present
 from meshwright.policies.restart import Incident, Restart, RestartPolicy, after_failure
 from meshwright.policies.supervision import Rules, State, decide
@@ -110,10 +111,21 @@ CASES: dict[str, tuple[Callable[[Path], Any], Outcome, Outcome, Outcome, Outcome
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of STEPS, for copies."""
+    run = tmp_path_factory.mktemp("saved") / "run"
+    run_with_steps(run, *STEPS)
+    return run
+
+
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, tuple[Outcome, ...]]:
+def case(request: pytest.FixtureRequest, saved: Path, tmp_path: Path) -> tuple[Path, tuple[Outcome, ...]]:
     run, (change, *outcomes) = tmp_path / "run", CASES[request.param]
-    run_with_steps(run, *(() if request.param == "never saved" else STEPS))
+    if request.param == "never saved":
+        run_with_steps(run)
+    else:
+        shutil.copytree(saved, run)
     change(run)
     return run, tuple(outcomes)
 
@@ -200,6 +212,29 @@ def test_a_start_writes_again_that_the_run_had_a_checkpoint(tmp_path: Path, reco
         check_state(description(), run)
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "had_checkpoint"),
+    [
+        ("metrics.jsonl", to_line({"kind": "event", "step": 1, "text": "checkpoint step-00000001: 1 MB in 0.1 s"}), True),
+        ("metrics.jsonl", to_line({"kind": "event", "step": 1, "text": "no checkpoint of step 1: the disk is full"}), False),
+        ("supervision.jsonl", json.dumps({"status": "running", "checkpoints": [1]}), True),
+        ("supervision.jsonl", json.dumps({"status": "running", "checkpoints": []}), False),
+        ("supervision.jsonl", "\udcff{[", False),
+    ],
+)  # fmt: skip
+def test_a_run_of_an_earlier_release_tells_of_its_lost_checkpoints(
+    tmp_path: Path, file: str, line: str, had_checkpoint: bool
+) -> None:
+    """It has no FIRST_COMMIT; its metrics and its journal say that it saved."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / file).write_bytes(f"{line}\n{line[:20]}".encode(errors="surrogateescape"))
+    if not had_checkpoint:
+        check_state(description(), tmp_path / "run")
+        return
+    with pytest.raises(Damaged, match=rf"had a checkpoint \({file}\) and none is left"):
+        check_state(description(), tmp_path / "run")
+
+
 def test_a_run_whose_saves_all_failed_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with_steps(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / ".step-00000001.1-abcd.partial").mkdir()
@@ -244,10 +279,10 @@ def test_checkpoints_that_are_gone_are_no_choice_of_the_state_machine(tmp_path: 
 
 
 @pytest.fixture
-def mirrored(tmp_path: Path) -> str:
+def mirrored(saved: Path, tmp_path: Path) -> str:
     """A mirror of a run with checkpoints of STEPS, whose folder is lost."""
     mirror = f"file://{tmp_path / 'mirror'}"
-    run_with_steps(tmp_path / "lost" / "run", *STEPS)
+    shutil.copytree(saved, tmp_path / "lost" / "run")
     for step in STEPS:
         upload_checkpoint(ObjectStore(f"{mirror}/run", patience=1.0), path_of(tmp_path / "lost" / "run", step), keep=2)
     return mirror
@@ -285,6 +320,7 @@ def test_a_lost_folder_starts_from_a_good_copy_or_not_at_all(
         (lambda store: (store / INDEX).unlink(), Damaged, "its index checkpoints.json is missing"),
         (lambda store: ((store / INDEX).unlink(), (store / INDEX).mkdir()), CommunicationFailure, "reading checkpoints.json"),
         (lambda store: (store / INDEX).write_text("{"), Damaged, "not JSON"),
+        (lambda store: edit_index(store, []), Damaged, "lists no checkpoints"),
         (lambda store: (store / INDEX).write_text('{"format": 2}'), BadInput, "format 2"),
     ],
 )  # fmt: skip
@@ -294,6 +330,58 @@ def test_a_mirror_that_cannot_be_read_is_not_empty(
     change(tmp_path / "mirror" / "run")
     with pytest.raises(error, match=text):
         start(mirrored, tmp_path / "new" / "run")
+
+
+def edit_index(store: Path, steps: list[int]) -> None:
+    """Rewrite a store's index so that it lists the checkpoints of these steps only."""
+    table = json.loads((store / INDEX).read_text())
+    table["checkpoints"] = [entry for entry in table["checkpoints"] if entry["step"] in steps]
+    (store / INDEX).write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize("local", [(1,), (1, 2)])
+@pytest.mark.parametrize("change", ["missing", "without index", "empty index", "older index"])
+def test_a_run_does_not_take_its_lost_copies_for_copies_that_never_were(
+    tmp_path: Path, mirrored: str, local: tuple[int, ...], change: str
+) -> None:
+    """A store whose disk is not mounted has nothing: an older local checkpoint does not stand in for the copy in silence."""
+    run, store = tmp_path / "lost" / "run", tmp_path / "mirror" / "run"
+    for step in set(STEPS) - set(local):
+        shutil.rmtree(path_of(run, step))
+    match change:
+        case "missing":
+            shutil.rmtree(tmp_path / "mirror")
+        case "without index":
+            (store / INDEX).unlink()
+        case "empty index":
+            edit_index(store, [])
+        case "older index":
+            edit_index(store, [1])
+    if 2 in local:
+        assert start(mirrored, run) == 2
+        return
+    with pytest.raises(
+        Damaged, match=rf"had a checkpoint of step 2 .*{COPIED}.* the newest in .* is of step 1.*mounted"
+    ):
+        start(mirrored, run)
+    assert start(f"file://{tmp_path / 'elsewhere'}", run) == 1
+
+
+def test_a_store_out_of_reach_is_no_reason_to_lose_steps(tmp_path: Path, mirrored: str) -> None:
+    run, index = tmp_path / "lost" / "run", tmp_path / "mirror" / "run" / INDEX
+    index.unlink()
+    index.mkdir()
+    assert start(mirrored, run) == 2
+    shutil.rmtree(path_of(run, 2))
+    with pytest.raises(CommunicationFailure, match="it has the checkpoint of step 2, and the newest in"):
+        start(mirrored, run)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"url": 1, "step": 2}', '{"url": "file://x", "step": "2"}', "\udcff"])
+def test_a_damaged_record_of_copies_is_named(tmp_path: Path, mirrored: str, text: str) -> None:
+    (tmp_path / "lost" / "run" / COPIED).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(Damaged, match=COPIED):
+        start(mirrored, tmp_path / "lost" / "run")
 
 
 def test_a_copy_of_a_newer_format_is_not_passed_over(tmp_path: Path, mirrored: str) -> None:

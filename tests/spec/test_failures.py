@@ -15,7 +15,7 @@ from meshwright.spec.errors import (
     MeshwrightError,
     OutOfResources,
 )
-from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.failures import COMMAND_MEMORY_HINT, as_meshwright_error
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,27 @@ def test_our_own_errors_keep_class_and_text() -> None:
     assert str(as_meshwright_error(ValueError("shapes differ"))) == "internal error: ValueError: shapes differ"
 
 
+@pytest.mark.parametrize("error_class", [RuntimeError, ImportError])
 @pytest.mark.parametrize(
     "text",
     [
+        "std::bad_alloc",
+        "libtorch_cpu.so: failed to map segment from shared object",
+        "libgomp.so.1: cannot allocate memory in static TLS block",
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
         "allocate 8 bytes.",
         "CUDA error: out of memory",
         "can't start new thread",
     ],
 )
-def test_plain_runtime_errors_about_host_memory_are_known_by_their_words(text: str) -> None:
-    assert type(as_meshwright_error(RuntimeError(text))) is OutOfResources
+def test_plain_errors_about_host_memory_are_known_by_their_words(text: str, error_class: type[Exception]) -> None:
+    assert type(as_meshwright_error(error_class(text))) is OutOfResources
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), ImportError("std::bad_alloc")]
+)
+def test_out_of_memory_says_what_helps_where_it_happened(error: Exception) -> None:
+    assert "plan.micro_batch" in str(as_meshwright_error(error))
+    answer = str(as_meshwright_error(error, memory_hint=COMMAND_MEMORY_HINT))
+    assert "out of memory" in answer and answer.endswith(COMMAND_MEMORY_HINT) and "--runs" not in answer

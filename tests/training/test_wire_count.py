@@ -6,19 +6,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from meshwright.observe import interface_counters as traffic
 from meshwright.observe.metrics import read_metrics
 from meshwright.parallel.world import World
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.run import Assignment
+from meshwright.training import wire_count
 from meshwright.training.wire_count import WireCount, interface_between_nodes
 from tests.distributed import cases_training as cases
 from tests.distributed.pool import Pool
+from tests.network import PRIVATE_NETWORK, OwnSockets, private_network_problem
 from tests.training.tiny import make_tiny, prepared
 
 PLANS = {"pipeline": ["plan.pipeline=2", "plan.schedule=zbv"], "replicas": ["plan.replicate=2"]}
@@ -46,10 +48,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_on_two_nodes(world: World, assignment: Assignment) -> cases.Seen:
-    return cases.run(replace(world, node_ranks=1), assignment)
+    """A rank counts by its own sockets: they alone carry what goes to the other, and other programs are left out."""
+    with mock.patch.object(wire_count, "Traffic", OwnSockets):
+        return cases.run(replace(world, node_ranks=1), assignment)
 
 
-@pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
+@pytest.mark.skipif(OwnSockets.start() is None, reason="the kernel does not count the bytes of a socket")
 def test_ranks_on_two_emulated_nodes_count_what_was_predicted(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     assignment = prepared(tiny, tmp_path, *OVERRIDES, *PLANS["pipeline"]).assignment
     assert [result.error for result in pool.run(run_on_two_nodes, 2, assignment)] == [None] * 2
@@ -57,11 +61,14 @@ def test_ranks_on_two_emulated_nodes_count_what_was_predicted(pool: Pool, tiny: 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(tiny: Path, tmp_path: Path, plan: str) -> None:
-    command = [sys.executable, "-m", "meshwright", "train", str(tiny), "--runs", str(tmp_path), *OVERRIDES]
-    answer = subprocess.run([*command, *PLANS[plan]], text=True, capture_output=True, timeout=120, check=False)
+    if (problem := private_network_problem()) is not None:
+        pytest.skip(f"a run cannot have a network of its own: {problem}")
+    command = [*PRIVATE_NETWORK, sys.executable, "-m", "meshwright", "train", str(tiny), "--runs", str(tmp_path)]
+    answer = subprocess.run(
+        [*command, *OVERRIDES, *PLANS[plan]], text=True, capture_output=True, timeout=120, check=False
+    )
     assert answer.returncode == 0, answer.stderr
     assert assert_counted(tmp_path / "tiny") in answer.stdout
     if plan == "pipeline":
@@ -76,12 +83,9 @@ def assert_counted(run: Path) -> str:
     predicted = {record["predicted_wire_bytes"] for record in steps}
     assert len(steps) == 6
     assert len(predicted) == 1
-    # The quietest step: others use loopback too.
-    assert (
-        predicted.pop()
-        <= min(record["counted_wire_bytes"] for record in steps)
-        <= 1.1 * steps[0]["predicted_wire_bytes"]
-    )
+    # The other bytes of a step, such as its sums of losses, are few; the start's fall into the first step.
+    for record in steps[1:]:
+        assert record["predicted_wire_bytes"] <= record["counted_wire_bytes"] <= 1.1 * record["predicted_wire_bytes"]
     output = [
         record["text"] for record in records if record["kind"] == "event" and "bytes between nodes" in record["text"]
     ]

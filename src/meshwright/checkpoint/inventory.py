@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +21,11 @@ from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 
 FIRST_COMMIT = "first_commit.json"
 """File in a run's folder, written after its first commit: the folder had a checkpoint, whatever is left of it."""
+_LINES_OF_A_COMMIT = {
+    "metrics.jsonl": re.compile(r'"kind": "event", .*"text": "checkpoint step-\d+'),
+    "supervision.jsonl": re.compile(r'"checkpoints": ?\[\d'),
+}
+"""Files of a run's folder with lines that tell of a checkpoint: runs of releases without FIRST_COMMIT have them."""
 SHOWN = 5
 """Checkpoints that a message names."""
 
@@ -48,20 +55,21 @@ class Found:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The checkpoints of a run's folder, newest first; with `had_commit` it had one at some time, whatever is left."""
+    """The checkpoints of a run's folder, newest first, and the file that tells that it had one, whatever is left."""
 
     folder: Path
     checkpoints: tuple[Found, ...]
-    had_commit: bool
+    record: str | None
+    """Name of a file in the run's folder; None if the run never had a checkpoint. Only looked for as far as needed."""
 
     @property
     def had_checkpoint(self) -> bool:
-        return self.had_commit or bool(self.checkpoints)
+        return self.record is not None or bool(self.checkpoints)
 
     def up_to(self, step: int) -> Inventory:
         """What it has of steps up to `step`."""
         early = tuple(found for found in self.checkpoints if (found.step or 0) <= step)
-        return replace(self, checkpoints=early, had_commit=False)
+        return replace(self, checkpoints=early, record=None)
 
     def usable(self) -> Found | None:
         """The newest checkpoint that is not damaged; None without one.
@@ -87,7 +95,7 @@ class Inventory:
             more = f"; {len(self.checkpoints) - SHOWN} more" if len(self.checkpoints) > SHOWN else ""
             what = f"every checkpoint of {self.folder} is damaged: {shown}{more}"
         else:
-            what = f"{self.folder} had a checkpoint ({FIRST_COMMIT}) and none is left in {self.folder / 'checkpoints'}"
+            what = f"{self.folder} had a checkpoint ({self.record}) and none is left in {self.folder / 'checkpoints'}"
         there = f"; {text}" if (text := copies()) else ""
         return Damaged(
             f"{what}{there}. The run does not start from scratch: put a good copy back, or start a "
@@ -110,7 +118,7 @@ def take_inventory(folder: Path, *, contents: bool = False) -> Inventory:
     run_id = run_id_of(folder)
     checkpoints = tuple(_found(path, contents, run_id) for path in reversed(paths))
     run = folder.parent if folder.name == "checkpoints" else folder
-    return Inventory(folder, checkpoints, had_commit=(run / FIRST_COMMIT).exists())
+    return Inventory(folder, checkpoints, None if checkpoints else _record_of_commit(run))
 
 
 def record_commit(run: Path, step: int) -> None:
@@ -199,6 +207,17 @@ def describe_continuation(folder: Path) -> str:
     except MeshwrightError as error:
         return str(error)
     return f"there is no checkpoint in {folder} yet; the same command begins at step 1"
+
+
+def _record_of_commit(run: Path) -> str | None:
+    """The file of a run's folder that tells that the run had a checkpoint; None if none does."""
+    if (run / FIRST_COMMIT).exists():
+        return FIRST_COMMIT
+    for name, line_of_commit in _LINES_OF_A_COMMIT.items():
+        with suppress(OSError), (run / name).open(encoding="utf-8", errors="replace") as lines:
+            if any(line_of_commit.search(line) for line in lines):
+                return name
+    return None
 
 
 def _found(path: Path, contents: bool, run_id: str | None) -> Found:

@@ -32,13 +32,15 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.object_store import ObjectStore
 from meshwright.checkpoint.verify import verify
 from meshwright.durable.lease import read_lease
-from meshwright.durable.writes import publish_folder, sync_file, sync_folder
+from meshwright.durable.writes import publish_folder, sync_file, sync_folder, write_durable
 from meshwright.spec.errors import BadInput, CommunicationFailure, Damaged, MeshwrightError, OutOfResources
 from meshwright.spec.folder_files import parse_json
 
 log = logging.getLogger(__name__)
 
 INDEX, INDEX_FORMAT = "checkpoints.json", 1
+COPIED = "mirror.json"
+"""File in a run's folder that names the newest checkpoint that was copied, and where to."""
 FILES_AT_ONCE = 4
 START_PATIENCE, DESCRIBE_PATIENCE = 60.0, 5.0
 """Seconds that a start tries to reach the store, and a message that only describes it."""
@@ -99,6 +101,7 @@ def upload_checkpoint(store: ObjectStore, path: Path, keep: int) -> int:
     entry = MirrorEntry(manifest.step, f"{step_name(manifest.step)}.{manifest.attempt}")
     before = _owned_index(store, manifest)
     if entry in before.checkpoints:
+        _record_copy(path, store.url, entry.step)
         return 0
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         list(pool.map(lambda name: store.put(path / name, f"{entry.folder}/{name}"), manifest.files))
@@ -109,6 +112,7 @@ def upload_checkpoint(store: ObjectStore, path: Path, keep: int) -> int:
     entries = sorted([*others, entry], key=lambda each: each.step)
     after = MirrorIndex(manifest.run_id, manifest.epoch, tuple(entries[-keep:]))
     store.put_bytes((json.dumps({"format": INDEX_FORMAT, **asdict(after)}) + "\n").encode(), INDEX)
+    _record_copy(path, store.url, entry.step)
     for old in set(before.checkpoints) - set(after.checkpoints):
         _delete(store, old)
     return manifest.total_bytes
@@ -157,28 +161,49 @@ def fetch_newest(
 ) -> Path | None:
     """Copy the newest complete checkpoint of the mirror to the run's folder if it is newer than all that are complete there.
 
-    `note` hears which of both a start resumes from. A store that cannot be reached is noted if the run has a checkpoint of its own;
-    without one CommunicationFailure is raised, since the run would start from scratch. For the same reason Damaged is raised without one
-    if every copy is damaged, or there are copies without an index. Raises BadInput when the store holds another run.
+    `note` hears which of both a start resumes from. What the mirror has, or had by the record in the run's folder, is never taken for
+    nothing: Damaged is raised if a newer checkpoint than the local ones was copied and is no longer listed, and without a local one if
+    there are copies without an index, an index without checkpoints, or every copy is damaged. A store that cannot be reached is noted
+    if no newer checkpoint was copied; otherwise CommunicationFailure is raised. Raises BadInput when the store holds another run.
     """
     url, checkpoints = mirror_url(mirror, run_folder), run_folder / "checkpoints"
     local = newest_step(run_folder) if run_folder.is_dir() else 0
+    copied = _copied_step(run_folder, url)
     try:
         store = ObjectStore(url, patience=patience)
         index = read_index(store)
     except CommunicationFailure as error:
         if not local:
             raise
+        if copied > local:
+            raise CommunicationFailure(
+                f"{error}; it has the checkpoint of step {copied}, and the newest in {checkpoints} is of step {local}"
+            ) from error
         note(f"the mirror cannot be reached ({error}); the newest local checkpoint is of step {local}")
         return None
     lease = read_lease(run_folder)
+    listed = index.checkpoints[-1].step if index is not None and index.checkpoints else 0
+    if copied > max(listed, local):
+        raise Damaged(
+            f"{url} had a checkpoint of step {copied} ({run_folder / COPIED}) and "
+            + (f"lists none after step {listed}" if listed else f"its index {INDEX} is missing or empty")
+            + f"; the newest in {checkpoints} is of step {local}. Bring the store's contents back (is it mounted?); "
+            "or go on from what is there with another checkpoint.mirror; or start a new run with --fresh"
+        )
     if index is None:
         if not local and (copies := _copies_without_index(store)):
             raise Damaged(
                 f"{url} has copies of checkpoints ({', '.join(copies)}) and its index {INDEX} is missing: put the index back, copy a "
                 f"checkpoint to {checkpoints}, or start a new run with --fresh"
             )
+        if local:
+            note(f"resuming from the local checkpoint of step {local}; {url} has no copy of this run yet")
         return None
+    if not listed and not local:
+        raise Damaged(
+            f"{url}/{INDEX} lists no checkpoints, which no run writes: put the index back, copy a checkpoint to {checkpoints}, or "
+            "start a new run with --fresh"
+        )
     if lease is not None and index.run_id not in (None, lease.run_id):
         raise BadInput(
             f"{url} holds run {index.run_id}, {run_folder} is run {lease.run_id}; choose another name or checkpoint.mirror"
@@ -230,6 +255,30 @@ def describe_copies(mirror: str | None, run_folder: Path) -> str:
         return f"its mirror {url} has no {INDEX}"
     steps = ", ".join(str(entry.step) for entry in reversed(index.checkpoints)) or "none"
     return f"its mirror {url} lists checkpoints of steps {steps}, which a start takes if no local folder is as new"
+
+
+def _record_copy(path: Path, url: str, step: int) -> None:
+    """Write to the folder of a run that its checkpoint at `path` is in the store. A failure is logged: the next copy repeats it."""
+    try:
+        write_durable(path.parent.parent / COPIED, json.dumps({"url": url, "step": step}) + "\n")
+    except OSError as error:
+        log.warning("%s is not written: %s", path.parent.parent / COPIED, error)
+
+
+def _copied_step(run_folder: Path, url: str) -> int:
+    """The step of the newest checkpoint that was copied from this folder to `url`; 0 without any. Raises Damaged for a damaged record."""
+    try:
+        data = (run_folder / COPIED).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    record = parse_json(data, run_folder / COPIED, own=True)
+    if (
+        not isinstance(record, dict)
+        or not isinstance(record.get("url"), str)
+        or not isinstance(record.get("step"), int)
+    ):
+        raise Damaged(f"{run_folder / COPIED}: expected a URL and a step; remove the file if {url} is in order")
+    return record["step"] if record["url"] == url else 0
 
 
 def _copies_without_index(store: ObjectStore) -> list[str]:

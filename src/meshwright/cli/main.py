@@ -19,7 +19,7 @@ from meshwright import __version__
 from meshwright.cli.command import Command
 from meshwright.cli.streams import complete_streams
 from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
-from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.failures import COMMAND_MEMORY_HINT, as_meshwright_error
 
 GROUPS = {
     "Runs": (
@@ -82,6 +82,7 @@ def main() -> None:
     """Run the command line; ends the process with the exit codes of docs/reference/exit-codes.md."""
     _collect_rarely()
     complete_streams()
+    failure: MeshwrightError | None = None
     try:
         app_for(_words_to_complete() or sys.argv[1:])(prog_name="meshwright")
     except BadConfig as error:
@@ -95,9 +96,11 @@ def main() -> None:
         print("meshwright: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        failure = as_meshwright_error(error)
+        failure = as_meshwright_error(error, memory_hint=COMMAND_MEMORY_HINT)
         if failure.exit_code == EXIT_INTERNAL:
             traceback.print_exc()
+    # Behind the clause, where the error's frames, and what they hold, are freed: memory may have run out.
+    if failure is not None:
         _say(str(failure), failure)
 
 

@@ -207,13 +207,19 @@ def _rank_record(state: RankState, hosts: Mapping[int, str], job: JobSchedule | 
     }
 
 
+_SHOWN = {"time", "step", "attempt", "cause", "rank", "host", "action", "reason", "confidence", "answer"}
+"""Keys of a record that its readers show."""
+
+
 def read_incidents(run: Path) -> list[dict[str, Any]]:
-    """The incidents of a run, oldest first, each with the folder of its evidence."""
+    """The incidents of a run, oldest first, each with the folder of its evidence; damaged records are left out."""
     found = []
     for path in sorted((run / FOLDER).glob(f"*/{FILE}")):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
+            continue
+        if not isinstance(record, dict) or not record.keys() >= _SHOWN or not isinstance(record["time"], float):
             continue
         stacks = sorted((path.parent / "stacks").glob("rank-*.txt"))
         found.append({**record, "evidence": str(path.parent), "stacks": [stack.name for stack in stacks]})

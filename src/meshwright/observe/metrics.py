@@ -102,9 +102,12 @@ class MetricsWriter:
         """Write measured and predicted figures (observe.prediction_account) after `step`."""
         self._append({"kind": "account", "step": step, **figures})
 
-    def sync(self) -> None:
-        """Have the lines until now flushed to the disk, in a thread: after each checkpoint, whose steps a resume does not repeat."""
+    def sync(self, *, waits: bool = False) -> None:
+        """Flush the lines until now to the disk, in a thread unless it `waits`: a resume does not repeat a checkpoint's steps."""
         descriptor = os.dup(self._file.fileno())
+        if waits:
+            _sync(descriptor, self._path)
+            return
         threading.Thread(target=_sync, args=(descriptor, self._path), name="metrics", daemon=True).start()
 
     def rewind(self, step: int) -> None:

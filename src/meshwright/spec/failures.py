@@ -20,17 +20,22 @@ from meshwright.spec.errors import (
 )
 
 MEMORY_HINT = "lower plan.micro_batch, set plan.recompute=selective or full, or add ranks"
+"""What to do about memory that ranks do not get."""
+COMMAND_MEMORY_HINT = (
+    "give the command more memory (ulimit -v, the container's or the job's limit), or end what else uses it"
+)
 _OUT_OF_MEMORY = {"OutOfMemoryError", "MemoryError"}
 _COMMUNICATION = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _HOST_MEMORY = re.compile(
-    r"DefaultCPUAllocator: can't allocate memory|CUDA error: out of memory|can't start new thread"
+    r"DefaultCPUAllocator: can't allocate memory|CUDA error: out of memory|can't start new thread|std::bad_alloc|"
+    r"failed to map segment from shared object|cannot allocate memory|Cannot allocate memory"
 )
-"""Texts of RuntimeErrors of torch and Python about host memory: pageable memory, pinned memory, a thread's stack."""
+"""Texts of RuntimeErrors and ImportErrors about host memory: pageable and pinned memory, a thread's stack, a library's code."""
 _GLOO = re.compile(r"^\[[^\]]*gloo/[^\]]*:\d+\] ")
 """Prefix of the RuntimeErrors that Gloo raises: the position in its own sources."""
 _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
     OutOfResources: (
-        {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM},
+        {errno.ENOSPC, errno.EDQUOT, errno.EFBIG},
         "free some space or choose another folder",
     ),
     BadInput: (
@@ -63,11 +68,11 @@ def missing_path_error(path: object) -> OutOfResources:
     return OutOfResources(f"{path} no longer exists: it was deleted or moved during the run, or its disk was unmounted")
 
 
-def as_meshwright_error(error: BaseException, doing: str = "") -> MeshwrightError:
+def as_meshwright_error(error: BaseException, doing: str = "", *, memory_hint: str = MEMORY_HINT) -> MeshwrightError:
     """The error to report for `error`: its class gives the exit code, its text is the message.
 
-    `doing` is the operation, such as "saving step 100"; it begins the message. An exception that the table does not
-    know is an internal error.
+    `doing` is the operation, such as "saving step 100"; it begins the message. `memory_hint` ends it when memory is
+    short. An exception that the table does not know is an internal error.
     """
     prefix = f"{doing}: " if doing else ""
     if isinstance(error, MeshwrightError):
@@ -78,13 +83,20 @@ def as_meshwright_error(error: BaseException, doing: str = "") -> MeshwrightErro
         return Interrupted(f"{prefix}interrupted")
     names = {cls.__name__ for cls in type(error).__mro__}
     first = next(iter(str(error).splitlines()), "")
-    if names & _OUT_OF_MEMORY or (isinstance(error, RuntimeError) and _HOST_MEMORY.search(str(error))):
-        return OutOfResources(f"{prefix}out of memory: {first or 'host'}; {MEMORY_HINT}")
+    if names & _OUT_OF_MEMORY or _is_host_memory(error):
+        return OutOfResources(f"{prefix}out of memory: {first or 'host'}; {memory_hint}")
     if names & _COMMUNICATION or (isinstance(error, RuntimeError) and _GLOO.match(str(error))):
         return CommunicationFailure(f"{prefix}communication failed: {_GLOO.sub('', first)}")
     if isinstance(error, OSError):
         return _of_system(error, prefix)
     return MeshwrightError(f"{prefix}internal error: {type(error).__name__}: {error}")
+
+
+def _is_host_memory(error: BaseException) -> bool:
+    """Whether an error without a class of its own is about memory of the host."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, (RuntimeError, ImportError)) and _HOST_MEMORY.search(str(error)) is not None
 
 
 def _of_system(error: OSError, prefix: str) -> MeshwrightError:

@@ -161,10 +161,14 @@ class Reporter:
     def checkpoint(self, step: int, path: Path, text: str) -> None:
         """Report that the checkpoint of `step` is durable."""
         self.event(step, text)
-        if self._metrics:
-            self._metrics.sync()
+        self.sync()
         if self._leads:
             self._channel.send(Checkpoint(step, str(path)))
+
+    def sync(self, *, waits: bool = False) -> None:
+        """Have the lines of the metrics flushed to the disk; on return they are, if it `waits`."""
+        if self._metrics:
+            self._metrics.sync(waits=waits)
 
     def skip_samples(self, first: int, end: int) -> None:
         """Report that the run leaves out these samples from now on, so that a restart leaves them out too."""

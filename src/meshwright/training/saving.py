@@ -324,8 +324,9 @@ class Saver:
         return StepTimes.of_step(seconds, background.layout.bytes, number(machine.hbm), number(host_rate(machine)))
 
     def _describe(self) -> None:
-        """Give the background save that began its plain files, once the step's tokens are known."""
+        """Give the background save that began its plain files, without which it does not commit, once the step's tokens are known."""
         if self._background is not None and self._began == self._read:
+            self._reporter.sync()
             self._background.describe(self._began, self._plain(self._began, self._tokens))
 
     def _plain(self, step: int, tokens: int) -> Callable[[], dict[str, bytes]]:
@@ -383,7 +384,9 @@ class Saver:
         self._began = step
         state = session.plain_state(step, session.tokens)
         with session.recorder.span("checkpoint"):
-            # Every step was read before: its loss and gradient norm are finite, or the state was checked.
+            # Every step was read before: its loss and gradient norm are finite, or the state was checked. The lines of these
+            # steps are durable before the checkpoint is, as a resume does not repeat them.
+            self._reporter.sync(waits=True)
             saved = session.store.save(step, session.state(), state, _texts(session), parent=self._parent, finite=True)
             session.store.retain(session.run.checkpoint.keep)
         self._reported = step
