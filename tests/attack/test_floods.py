@@ -99,7 +99,8 @@ def test_the_ports_beside_the_api(folder: Path, tmp_path: Path) -> None:
     """Floods of a server's admin port and of the port for other engines: the API answers, and so do both ports."""
     admin, transfer, key = free_port(), free_port(), "a transfer key of a test"
     words = ["serve", folder, "--port", "0", "--admin-port", admin, "--transfer-address", f"127.0.0.1:{transfer}"]
-    environment, output = {"MESHWRIGHT_TRANSFER_KEY": key}, tmp_path / "serve.txt"
+    environment = {"MESHWRIGHT_TRANSFER_KEY": key, "MESHWRIGHT_ADMIN_KEY": "an admin key"}
+    output = tmp_path / "serve.txt"
     with running(*words, *OPTIONS, output=output, environment=environment, files=HARD_LIMIT) as server:
         port = server.port_after("serving ")
         for sent in SENT:
