@@ -132,7 +132,7 @@ def _unknown_key_mistake(cls: type, document: Document, path: KeyPath, meant: Ke
     if refused or (foreign.advice and (meant is None or dotted(meant) == foreign.key)):
         sentence = refused or f"no such key; {foreign.advice}"
         near = None if refused else foreign.key
-        return Refusal(position.file, position.line, position.column, dotted(path), expected, sentence, near)
+        return Refusal(position.file, position.line, position.column, dotted(path), sentence, sentence, near)
     if meant is None or meant == path:  # `path` itself is a key of another optimizer
         section = section_at(cls, parent, document.get(parent))
         return _mistake(position, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
