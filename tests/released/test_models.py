@@ -72,7 +72,7 @@ def test_a_released_chat_model(smollm2: Path, tmp_path: Path) -> None:
     written = [
         f"{number} times {number} is {number * number}. The capital of France is Paris.\n" * 3 for number in range(30)
     ]
-    corpus = prepared(tmp_path, written, smollm2, eos="<|endoftext|>")
+    corpus = prepared(tmp_path, written, smollm2)
     assert stored_tokens(corpus)[: len(tokenizer(written[0])["input_ids"])] == tokenizer(written[0])["input_ids"]
     loss, tokens = evaluated(smollm2, corpus, 128)
     model, losses = their_model(smollm2), []
@@ -99,7 +99,7 @@ def test_chat_tuning_of_a_released_model(smollm2: Path, tmp_path: Path) -> None:
     meshwright(tmp_path, "data", "prepare", "chats.json", "--chat", "--tokenizer", str(smollm2), "--out", "chats")
     (tmp_path / "tune.yaml").write_text(
         f"model: {{init: 'hf:{smollm2}'}}\ndata: {{mix: chats}}\n"
-        "train: {steps: 12, global_batch: 8, seq_len: 128, learning_rate: 1e-4, warmup_steps: 2}\n"
+        "train: {steps: 9, global_batch: 8, seq_len: 128, learning_rate: 1e-4, warmup_steps: 2}\n"
         "checkpoint: {keep: 1}\ncluster: {gpu: cpu, gpus_per_node: 2}\n"
     )
     meshwright(tmp_path, "train", "tune.yaml")
@@ -122,10 +122,10 @@ def test_chat_tuning_of_a_released_model(smollm2: Path, tmp_path: Path) -> None:
     assert whole[0].tolist() == [*prompt, *new]
 
 
-def prepared(folder: Path, texts: Sequence[str], model: Path | None = None, eos: str | None = None) -> Path:
+def prepared(folder: Path, texts: Sequence[str], model: Path | None = None) -> Path:
     """A corpus of texts by the tokenizer of a model, by default `folder`/model."""
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prepare([str(folder / "texts.jsonl")], str(model or folder / "model"), folder / "corpus", eos=eos)
+    prepare([str(folder / "texts.jsonl")], str(model or folder / "model"), folder / "corpus")
     return folder / "corpus"
 
 
