@@ -457,7 +457,7 @@ def test_differences_are_those_of_training_only() -> None:
         "train.gc_every=0",
         "train.loss_chunk=64",
         "train.validate_every=3",
-        "train.validate_batches=1",
+        "data.validation_tokens=128",
         "data.validation=v",
         "name=n",
     ]

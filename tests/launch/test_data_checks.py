@@ -48,8 +48,8 @@ def test_epochs_are_those_of_the_samples_drawn(prepared: Path, tokenizer_file: P
     prepare([str(tmp_path / "a.txt")], str(tokenizer_file), tmp_path / "small")
     source = open_data(DataSpec(mix={str(prepared): 3, str(tmp_path / "small"): 1}), seq_len=16, seed=5)
     for samples in (0, 1, 70, 70_000):
-        drawn = source.mixture.draws(np.arange(samples)).source
-        for number, name in enumerate(source.mixture.names):
+        drawn = source.order.draws(np.arange(samples)).source
+        for number, name in enumerate(source.order.names):
             expected = (drawn == number).sum() / source.sources[name].windows
             assert source.epochs(samples)[name] == pytest.approx(expected)
 

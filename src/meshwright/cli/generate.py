@@ -201,7 +201,7 @@ def sample(
     All prompts are continued at the same time.
     """
     from meshwright.serve.text import continuation
-    from meshwright.serve.token_bytes import TokenBytes
+    from meshwright.data.token_bytes import TokenBytes
     from meshwright.server.model_files import read_model_files
 
     ranks = max(tensor, experts.count)

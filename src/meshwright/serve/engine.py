@@ -38,7 +38,7 @@ from meshwright.serve.request_rows import RequestRows
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions, mark_not_finite
 from meshwright.serve.text import text_stream
 from meshwright.serve.text_request import TextRequest
-from meshwright.serve.token_bytes import TokenBytes
+from meshwright.data.token_bytes import TokenBytes
 from meshwright.serve.warm_up import warm_up
 from meshwright.serve.weights import check_same_model, open_newer
 from meshwright.spec.engine import EngineOptions, Speculation

@@ -23,6 +23,9 @@ class DataSpec:
     standard library, prepared on first use."""
     validation: str | None = None
     """Prepared data directory for validation; none takes `held_out` beside each source that has one."""
+    validation_tokens: Positive | None = None
+    """Tokens that a validation reads, the same for any batch, layout and number of ranks: as many of each source, spread evenly over its
+    held-out documents. none: all, at most 1,048,576."""
     packing: Packing = "stream"
     """stream: documents end to end, cut into sequences of `train.seq_len` tokens; chats are packed whole.
     none: a document is a sample, cut where it is longer than `train.seq_len`; `train.global_batch_tokens` is the batch."""
@@ -102,8 +105,6 @@ class TrainSpec:
     """Factor of the median above which a value is a spike."""
     validate_every: NotNegative = 0
     """Steps between validations; 0 validates only at the end."""
-    validate_batches: Positive = 8
-    """Global batches read by one validation."""
     gc_every: NotNegative = 100
     """Steps between Python garbage collections, on all ranks at once; 0 leaves Python's own timing."""
     deterministic: bool = False

@@ -111,7 +111,7 @@ def _write_summary(session: Session, trained: Trained, wall_seconds: float) -> N
             "held_out_tokens": last.tokens,
             "perplexity": last.perplexity,
             "bits_per_byte": last.bits_per_byte,
-            "unigram_entropy_nats": session.held_out.source.unigram_entropy(session.held_out.samples),
+            "unigram_entropy_nats": session.held_out.unigram_entropy(),
         }
     if trained.account is not None:
         summary["account"] = to_plain(trained.account)
