@@ -79,7 +79,7 @@ def test_the_loss_is_the_same_for_layouts_batches_and_orders_of_files(
     pool: Pool, corpora: tuple[Path, Path], truth: Evaluation, case: Any
 ) -> None:
     (source,) = held_out(corpora[0]).source.sources.values()
-    assert TOKENS < source.layout.inputs and truth.tokens == TOKENS // 24 * 24
+    assert source.layout.inputs > TOKENS and truth.tokens == TOKENS // 24 * 24
     results = [result for rank in pool.run(on_ranks, 2, case.plan, corpora) for result in rank]
     assert len(results) == 2 * len(corpora) * len(MICRO_BATCHES)
     for result in results:

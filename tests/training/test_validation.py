@@ -13,7 +13,6 @@ from meshwright.events.span import NullRecorder
 from meshwright.training import evaluate, loop
 from meshwright.training.evaluate import Evaluation
 
-
 WEIGHTS = {"0": 3.0, "1": 5.0, "2": 1.0}
 
 
