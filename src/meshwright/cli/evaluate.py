@@ -48,7 +48,7 @@ def evaluate(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens read, spread evenly over sources and documents; default: data.validation_tokens of the run, as in its validations.",
+            help="Tokens read, spread evenly over sources and documents; default: data.validation_tokens of the run.",
         ),
     ] = None,
     plan: PlanFile = None,

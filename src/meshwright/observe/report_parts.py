@@ -58,21 +58,25 @@ def _loss_tile(run: RunFolder) -> Tile:
     last = losses[-10:]
     if not last:
         return None
-    context = f"mean of the last {len(last)} steps, from {losses[0]:.2f}" if len(last) > 1 else "one step"
-    return "Training loss", f"{sum(last) / len(last):.3f}", context
+    step = run.steps[-1]["step"]
+    context = (
+        f"of step {step:,}; mean of the last {len(last)} {sum(last) / len(last):.3f}" if len(last) > 1 else "one step"
+    )
+    return "Training loss", f"{last[-1]:.3f}", context
 
 
 def _validation_tile(run: RunFolder) -> Tile:
-    recorded = [value for value in column(run.validations, "loss") if value is not None]
-    loss = number(run.summary.get("held_out_loss"))
-    loss = loss if loss is not None else (recorded[-1] if recorded else None)
+    known = [record for record in run.validations if number(record.get("loss")) is not None]
+    loss = number(known[-1]["loss"]) if known else number(run.summary.get("held_out_loss"))
     if loss is None:
         return None
+    bits = number(known[-1].get("bits_per_byte")) if known else None
+    words = [f"of step {known[-1]['step']:,}" if known else "nat per token"]
+    words += [f"{bits:.3f} bits per byte"] if bits is not None else []
     entropy = number(run.summary.get("unigram_entropy_nats"))
-    if entropy is None:
-        return "Validation loss", f"{loss:.3f}", "nat per token"
-    side = "below" if loss < entropy else "above"
-    return "Validation loss", f"{loss:.3f}", f"{abs(entropy - loss):.2f} {side} unigram entropy"
+    if entropy is not None:
+        words.append(f"{abs(entropy - loss):.2f} {'below' if loss < entropy else 'above'} unigram entropy")
+    return "Validation loss", f"{loss:.3f}", "; ".join(words)
 
 
 def _speed_tile(run: RunFolder) -> Tile:
@@ -105,10 +109,10 @@ def _token_tile(run: RunFolder) -> Tile:
 
 def _time_tile(run: RunFolder) -> Tile:
     in_steps = sum(value for value in column(run.steps, "step_seconds") if value is not None)
-    wall = number(run.summary.get("wall_seconds"))
-    # The wall time is the last attempt's: when steps of earlier ones exceed it, it is left out.
-    if wall and in_steps <= wall:
-        return "Wall time", number_text.duration(wall), f"{number_text.percent(in_steps / wall)} in training steps"
+    account = run.goodput
+    if account is not None and account.wall_seconds:
+        productive = f"{number_text.percent(account.goodput)} productive"
+        return "Wall time", number_text.duration(account.wall_seconds), f"of all starts; {productive}"
     return ("Training time", number_text.duration(in_steps), "sum of all steps") if in_steps else None
 
 
