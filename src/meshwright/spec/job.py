@@ -10,6 +10,8 @@ from meshwright.spec.optimizers import AdamWSpec, DecayGroup, LambSpec, MuonSpec
 
 EQUAL_LOADS = "uniform"
 """`train.expert_load` that gives all experts equal loads."""
+STEPS_OF_EPOCHS = 1
+"""`train.steps` of a run with `train.epochs` until a start has counted the steps from its data."""
 Packing = Literal["stream", "none"]
 Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
 
@@ -50,7 +52,10 @@ class TrainSpec:
     """Batch, optimizer and training schedule."""
 
     steps: Positive
-    """Optimizer steps in the whole run."""
+    """Optimizer steps in the whole run; left out with `epochs`."""
+    epochs: Annotated[float, Bound(more_than=0)] | None = None
+    """In place of `steps`: passes over the sequences of all sources together, a fraction too. A start counts the steps from the data
+    and rounds up; the run's config.yaml has them."""
     global_batch: Positive
     """Sequences in one step, over all ranks; left out with `global_batch_tokens`."""
     global_batch_tokens: Positive | None = None
