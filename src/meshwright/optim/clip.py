@@ -17,8 +17,8 @@ def gradient_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None
     """
     non_empty = [gradient for gradient in gradients if gradient.numel()]
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    if non_empty:
-        squares += norms(non_empty).square().sum()
+    for dtype in dict.fromkeys(gradient.dtype for gradient in non_empty):
+        squares += norms([gradient for gradient in non_empty if gradient.dtype == dtype]).square().sum()
     if group is not None:
         dist.all_reduce(squares, group=group)
     return squares.sqrt()
