@@ -197,7 +197,7 @@ def our_run(
     shutil.rmtree(folder, ignore_errors=True)
     overrides = [
         f"model={case.model}", "data.mix=stdlib", f"name={name}", f"train.steps={case.steps}", "train.warmup_steps=5",
-        f"train.global_batch={case.sequences}", "train.validate_batches=1", f"checkpoint.every={case.save_interval}",
+        f"train.global_batch={case.sequences}", "data.validation_tokens=131072", f"checkpoint.every={case.save_interval}",
         f"checkpoint.mode={mode}", "checkpoint.keep=1", "checkpoint.at_end=false", *case.overrides, *options.overrides,
     ]  # fmt: skip
     command = [*MESHWRIGHT, "train", *overrides, "--runs", str(options.runs)]

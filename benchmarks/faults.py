@@ -31,8 +31,8 @@ from meshwright.data.prepare import prepare
 RUN_FILE = """\
 model:
   {{family: llama, layers: 2, hidden: 16, heads: 4, kv_heads: 2, head_dim: 4, ffn_hidden: 32, max_seq_len: 16, init_std: 0.1}}
-data: {{mix: {{"{data}": 1}}}}
-train: {{steps: 60, global_batch: 8, seq_len: 16, learning_rate: 1e-2, warmup_steps: 2, validate_batches: 2, timeout_seconds: 60}}
+data: {{mix: {{"{data}": 1}}, validation_tokens: 256}}
+train: {{steps: 60, global_batch: 8, seq_len: 16, learning_rate: 1e-2, warmup_steps: 2, timeout_seconds: 60}}
 cluster: {{gpu: cpu, gpus_per_node: 2}}
 """
 

@@ -37,10 +37,10 @@ PRECISIONS = {
         "plan.layers=[{range: 0-0, linear: compute}, {range: 1-14}, {range: 15-15, linear: compute}]",
     ],
 }
-VALIDATION_BATCHES = 32
+VALIDATION_TOKENS = 1 << 20
 WORDS = [
     "model=llama3-1b", "train.seq_len=2048", "train.warmup_steps=30", "train.schedule=cosine",
-    f"train.validate_batches={VALIDATION_BATCHES}",
+    f"data.validation_tokens={VALIDATION_TOKENS}",
     "data.document_mask=false",
 ]  # fmt: skip
 HELD_OUT = 0.03
@@ -175,16 +175,7 @@ def train_once(precision: str, seed: int, device: str, corpus: Path, options: ar
 
 def evaluate(folder: Path, env: dict[str, str], options: argparse.Namespace) -> float:
     """The held-out loss of a run's last weights in the device's default dtype, on the validation sequences of the run."""
-    command = [
-        *MESHWRIGHT,
-        "eval",
-        str(folder),
-        "--batch",
-        str(options.sequences),
-        "--batches",
-        str(VALIDATION_BATCHES),
-        "--json",
-    ]
+    command = [*MESHWRIGHT, "eval", str(folder), "--batch", str(options.sequences), "--json"]
     answer = subprocess.run(command, env=os.environ | env, text=True, capture_output=True, check=True).stdout
     return float(json.loads(answer)["loss"])
 

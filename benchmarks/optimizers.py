@@ -88,7 +88,7 @@ def overrides_of(job: Job, steps: int, batch: int, seq_len: int) -> list[str]:
         f"name={job.optimizer}-{job.factor}x-{job.learning_rate:g}-{job.seed}".replace(".", "_"), f"seed={job.seed}",
         f"train.optimizer.name={job.optimizer}", f"train.learning_rate={job.learning_rate}", f"train.steps={steps}",
         f"train.warmup_steps={max(1, steps // 10)}", f"train.global_batch={size}", f"train.seq_len={seq_len}",
-        "train.validate_every=0", f"train.validate_batches={max(1, HELD_OUT // size)}", "checkpoint.every=0",
+        "train.validate_every=0", f"data.validation_tokens={HELD_OUT * seq_len}", "checkpoint.every=0",
         "checkpoint.at_end=false", "observe.spans=false", "observe.phases=false", "cluster={gpu: cpu, gpus_per_node: 1}",
         "supervision.restarts=0",
     ]  # fmt: skip

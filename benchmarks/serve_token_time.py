@@ -19,9 +19,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from meshwright.data.token_bytes import TokenBytes
 from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import text_stream
-from meshwright.serve.token_bytes import TokenBytes
 from meshwright.server.bodies import ChatBody, Piece
 from meshwright.server.engine_client import News
 from meshwright.server.text_output import TextOutput

@@ -29,8 +29,8 @@ TABLE = {
     "steps": 9,
     "skip": 2,
     "limit": 200,
-    "ours": [MODEL, "cluster.gpus_per_node=gpus", "train.seq_len=16", "plan.compile=false", "plan.compute=fp32", "train.validate_batches=1",
-             "checkpoint.every=0", "checkpoint.at_end=false", "train.warmup_steps=1"],
+    "ours": [MODEL, "cluster.gpus_per_node=gpus", "train.seq_len=16", "plan.compile=false", "plan.compute=fp32",
+             "data.validation_tokens=16", "checkpoint.every=0", "checkpoint.at_end=false", "train.warmup_steps=1"],
     "peer": "--model.name llama3",
     "rows": {
         "base": {"sequences": 2, "peer": "--model.flavor 8B", "peer_batch": [2, 1]},

@@ -19,7 +19,7 @@ def test_every_job_is_a_run_with_the_same_held_out_sequences() -> None:
             job.learning_rate,
             job.seed,
         )
-        assert run.train.global_batch * run.train.validate_batches == 128 and run.train.global_batch == 4 * job.factor
+        assert run.data.validation_tokens == 128 * 128 and run.train.global_batch == 4 * job.factor
 
 
 def test_the_best_rate_has_the_lowest_median_and_a_diverged_run_is_infinite() -> None:

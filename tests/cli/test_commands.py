@@ -88,7 +88,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "checkpoint show": (lambda tiny, run, tmp: [run, 3], {"step", "committed", "plan", "versions", "files", "seconds"}),
     "checkpoint prune": (lambda tiny, run, tmp: [run], {"deleted", "kept"}),
     "eval": (
-        lambda tiny, run, tmp: [run, "--batches", 1],
+        lambda tiny, run, tmp: [run, "--tokens", 128],
         {"loss", "perplexity", "bits_per_byte", "tokens", "checkpoint"},
     ),
     "generate": (lambda tiny, run, tmp: [run, "-p", "the quick", "--tokens", 3], {"samples", "checkpoint"}),
@@ -294,14 +294,14 @@ def test_plan_says_mesh_batch_memory_and_why(tiny: Path, tmp_path: Path) -> None
 
 
 def test_eval_is_the_runs_own_validation(finished: Path) -> None:
-    """The run read 2 batches of 8 sequences."""
+    """The run read 256 tokens, which its `config.yaml` says."""
     summary = json.loads((finished / "summary.json").read_text())
     for model in (finished, finished / "checkpoints" / "step-00000006"):
-        answer = meshwright("eval", model, "--batch", 4, "--batches", 4, "--json").json
+        answer = meshwright("eval", model, "--batch", 3, "--json").json
         assert answer["loss"] == pytest.approx(summary["held_out_loss"], rel=1e-5)
         assert answer["bits_per_byte"] == pytest.approx(summary["bits_per_byte"], rel=1e-5)
         assert answer["tokens"] == summary["held_out_tokens"]
-    assert meshwright("eval", finished, "--json").json["tokens"] > summary["held_out_tokens"]
+    assert meshwright("eval", finished, "--tokens", 4096, "--json").json["tokens"] > summary["held_out_tokens"]
 
 
 def test_an_exported_model_is_the_same_model(finished: Path, tiny: Path, tmp_path: Path) -> None:

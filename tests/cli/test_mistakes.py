@@ -132,8 +132,8 @@ def test_a_fresh_run_is_not_held_against_an_earlier_one_of_its_name(finished: Pa
 
 FOREIGN = [
     ("precision=bf16", "precision: no such key; .*plan.compute"),
-    ("num_epochs=3", "num_epochs: no such key; .*train.steps"),
-    ("train.num_train_epochs=3", "no such key; .*train.steps"),
+    ("num_epochs=3", "num_epochs: no such key; .*train.epochs"),
+    ("train.num_train_epochs=3", "no such key; .*train.epochs"),
     ("gradient_accumulation_steps=4", "no such key; .*plan.micro_batch"),
     ("output_dir=out", "no such key; .*--runs"),
     ("wandb_project=p", "nearest: observe.wandb.project"),
@@ -176,7 +176,7 @@ def test_overrides_may_have_dashes(nano: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["train", "--num_train_epochs", "3"], "steps = epochs ×"),
+        (["train", "--num_train_epochs", "3"], "write train.epochs=VALUE"),
         (["train", "--lr=1e-3"], "write train.learning_rate=VALUE"),
         (["plan", "--train.steps", "3"], "write train.steps=VALUE"),
         (["check", "--seed", "3"], "write seed=VALUE"),

@@ -57,7 +57,7 @@ def test_exchanged_tokens_are_found_in_the_background(copy: Path) -> None:
 
 def test_only_shards_in_use_are_verified(copy: Path) -> None:
     source = opened(copy)
-    used = source.sources[str(copy)].stream.files_of(source.mixture.draws([0]).window, 32)
+    used = source.sources[str(copy)].stream.files_of(source.order.draws([0]).window, 32)
     unused = next(number for number in range(3) if number not in used)
     exchange_tokens(copy / f"shard-0000{unused}.bin")
     verifier = ShardVerifier(0, 1)

@@ -295,7 +295,7 @@ def test_routing_is_counted_once(
 
 SHALLOW = [
     "model.family=mixtral", "model.experts=4", "model.experts_per_token=2", "model.expert_hidden=16", "train.steps=20",
-    "train.validate_batches=1",
+    "data.validation_tokens=128",
 ]  # fmt: skip
 SMALL = [*SHALLOW, "model.layers=4"]
 

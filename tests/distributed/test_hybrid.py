@@ -362,9 +362,9 @@ def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
 RUN = """\
 model:
   {{family: llama, layers: 2, hidden: 16, heads: 4, kv_heads: 2, head_dim: 4, ffn_hidden: 32, max_seq_len: 64, init_std: 0.1}}
-data: {{mix: {{"{data}": 1}}, packing: none}}
+data: {{mix: {{"{data}": 1}}, packing: none, validation_tokens: 300}}
 train:
-  {{steps: 4, global_batch_tokens: 300, seq_len: 64, learning_rate: 1e-2, warmup_steps: 2, validate_batches: 1, loss_chunk: 24,
+  {{steps: 4, global_batch_tokens: 300, seq_len: 64, learning_rate: 1e-2, warmup_steps: 2, loss_chunk: 24,
    timeout_seconds: 60}}
 plan: {{compute: fp64}}
 """

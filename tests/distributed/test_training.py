@@ -9,6 +9,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,6 @@ from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.config.load import load_resolved
 from meshwright.data.loader import MicroBatch, open_data
 from meshwright.data.prepare import prepare
-from meshwright.data.source import Split
 from meshwright.observe.metrics import STEP_KEYS, read_metrics
 from meshwright.spec.layout import shard_rows
 from meshwright.spec.model import parameters
@@ -212,13 +212,14 @@ def test_a_step_that_is_not_a_number_is_not_applied(pool: Pool, tiny: Path, tmp_
 
 @pytest.mark.parametrize("ranks_beside", quick_first(1, [4, 2]))
 @pytest.mark.parametrize(
-    ("size", "samples"),
-    quick_first(1, [(["train.global_batch=128", "train.seq_len=15"], 103), ([], 16)], unpack=True),
+    ("size", "tokens"),
+    quick_first(1, [(["train.global_batch=128", "train.seq_len=15"], "none"), ([], 256)], unpack=True),
     ids=["less text than one batch", "two batches"],
 )
 def test_validation_is_the_same_for_any_number_of_ranks(
-    pool: Pool, tiny: Path, tmp_path: Path, size: list[str], samples: int, ranks_beside: int
+    pool: Pool, tiny: Path, tmp_path: Path, size: list[str], tokens: int | str, ranks_beside: int
 ) -> None:
+    size = [*size, f"data.validation_tokens={tokens}"]
     precise = ["plan.compute=fp64", "train.steps=2", "train.warmup_steps=0", "train.validate_every=1", *size]
     validations = {}
     for count in (1, ranks_beside):
@@ -226,7 +227,7 @@ def test_validation_is_the_same_for_any_number_of_ranks(
         assert all(result.validations == results[0].validations for result in results)
         validations[count] = results[0].validations
     assert [step for step, _ in validations[1]] == [1, 2]
-    assert validations[1][0][1].tokens == valid_tokens(tiny_run(tiny, *size), samples, "validation")
+    assert validations[1][0][1].tokens == validated_tokens(tiny_run(tiny, *size))
     for (_, actual), (_, truth) in zip(validations[ranks_beside], validations[1], strict=True):
         assert actual.loss == pytest.approx(truth.loss, rel=1e-12) and actual.tokens == truth.tokens
 
@@ -238,7 +239,7 @@ def test_a_mixture_s_validation_names_each_source_s_loss(
     pool: Pool, tiny: Path, tmp_path: Path, layout: list[str]
 ) -> None:
     mix = {str(tiny.parent / "data"): 2, str(other_data(tiny, tmp_path)): 1}
-    overrides = [f"data.mix={json.dumps(mix)}", "data.document_mask=true", "train.validate_batches=3"]
+    overrides = [f"data.mix={json.dumps(mix)}", "data.document_mask=true", "data.validation_tokens=384"]
     overrides += ["plan.compute=fp64", "train.steps=1", "train.warmup_steps=0", *layout]
     results = trained(pool, tiny, tmp_path, *overrides)
     ((_, actual),) = results[0].validations
@@ -248,8 +249,9 @@ def test_a_mixture_s_validation_names_each_source_s_loss(
     assert actual.by_source == pytest.approx(
         {name: loss / tokens for name, (loss, tokens) in expected.items()}, rel=1e-9
     )
-    losses, tokens = zip(*expected.values(), strict=True)
-    assert actual.loss == pytest.approx(sum(losses) / sum(tokens), rel=1e-9) and actual.tokens == sum(tokens)
+    mean = sum(mix[name] * loss / tokens for name, (loss, tokens) in expected.items()) / sum(mix.values())
+    assert actual.loss == pytest.approx(mean, rel=1e-9)
+    assert actual.tokens == sum(tokens for _, tokens in expected.values())
     (line,) = (record for record in read_metrics(tmp_path / "tiny" / "metrics.jsonl") if record["kind"] == "validation")
     assert line["by_source"] == actual.by_source
 
@@ -269,7 +271,7 @@ def losses_by_source(folder: Path, run: RunSpec) -> dict[str, tuple[float, int]]
     model = load_model(folder, torch.device("cpu"), torch.float64)
     source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, split="validation")
     sums: dict[str, tuple[float, int]] = {}
-    for index in range(HeldOut.of(source, run.train.global_batch * run.train.validate_batches).samples):
+    for index in np.concatenate(list(HeldOut.of(source, run.data.validation_tokens).samples.values())).tolist():
         batch, name = source.samples([index]), source.describe(index)["source"]
         tensors = [torch.from_numpy(array) for array in (batch.tokens, batch.targets, batch.positions, batch.documents)]
         with torch.no_grad():
@@ -279,10 +281,17 @@ def losses_by_source(folder: Path, run: RunSpec) -> dict[str, tuple[float, int]]
     return sums
 
 
-def valid_tokens(run: RunSpec, samples: int, split: Split = "train") -> int:
+def valid_tokens(run: RunSpec, samples: int) -> int:
     """Targets to be learned in the first samples, counted from the data itself."""
-    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, split=split)
+    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed)
     return int((source.samples(range(samples)).targets >= 0).sum())
+
+
+def validated_tokens(run: RunSpec) -> int:
+    """Targets of the samples that a validation reads."""
+    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, split="validation")
+    (indices,) = HeldOut.of(source, run.data.validation_tokens).samples.values()
+    return int((source.samples(indices).targets >= 0).sum())
 
 
 def test_validation_leaves_the_model_sharded(pool: Pool, tiny: Path, tmp_path: Path) -> None:
@@ -329,7 +338,12 @@ def loss_of_first_batch(source: Path, assignment: Assignment) -> float:
     run = assignment.run
     data = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size)
     model = load_model(source, torch.device("cpu"), torch.float32)
-    return evaluate_plain(model, HeldOut(data, BATCH), micro_batch=BATCH, device=torch.device("cpu")).loss
+    return evaluate_plain(
+        model,
+        HeldOut(data, {next(iter(data.sources)): np.arange(BATCH)}),
+        micro_batch=BATCH,
+        device=torch.device("cpu"),
+    ).loss
 
 
 @pytest.mark.parametrize(

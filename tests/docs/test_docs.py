@@ -43,7 +43,7 @@ from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
 from meshwright.spec.run import RunSpec
 from meshwright.spec.sweep import SweepSpec
 
-TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1 train.validate_batches=1 checkpoint.every=3"
+TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1 data.validation_tokens=128 checkpoint.every=3"
 SHARED_COMMAND = "meshwright quickstart"
 """Runs once for all pages."""
 NOT_RUN = {

@@ -19,8 +19,8 @@ RUN = """
 model:
   {family: qwen3_moe, layers: 3, hidden: 512, heads: 8, kv_heads: 4, head_dim: 64, ffn_hidden: 1024, max_seq_len: 512, qk_norm: true,
    experts: 16, experts_per_token: 4, expert_hidden: 256, first_dense_layers: 1}
-data: {mix: stdlib}
-train: {steps: 6, global_batch: 8, seq_len: 512, learning_rate: 1e-3, warmup_steps: 1, validate_batches: 1, timeout_seconds: 100}
+data: {mix: stdlib, validation_tokens: 4096}
+train: {steps: 6, global_batch: 8, seq_len: 512, learning_rate: 1e-3, warmup_steps: 1, timeout_seconds: 100}
 cluster: {gpu: H200, gpus_per_node: 1}
 checkpoint: {at_end: false}
 """

@@ -9,12 +9,12 @@ from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, figures, needs, trai
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
-SAMPLES = LLAMA.replace("{mix: stdlib}", "{mix: stdlib, packing: none}").replace(
+SAMPLES = LLAMA.replace("mix: stdlib", "mix: stdlib, packing: none").replace(
     "global_batch: 8", "global_batch_tokens: 4096"
 )
 MIXTURE = SAMPLES.replace(
     "family: llama", "family: mixtral, experts: 4, experts_per_token: 2, expert_hidden: 256"
-).replace("validate_batches", "balance_loss: 0.05, validate_batches")
+).replace("warmup_steps", "balance_loss: 0.05, warmup_steps")
 """The loss of a rank with other placements of samples has the balance loss's gradients."""
 HYBRID = ["plan.hybrid=2", "plan.capacity=256"]
 

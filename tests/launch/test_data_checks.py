@@ -16,7 +16,7 @@ from meshwright.config.load import load_run
 from meshwright.data.prepare import prepare
 from meshwright.data.request import ChatRequest
 from meshwright.data.source import open_data
-from meshwright.launch.prepare import _data_line, check_validation, open_run_data, resolve_data
+from meshwright.launch.prepare import check_validation, data_line, open_run_data, resolve_data, steps_of_epochs
 from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.job import DataSpec
 from meshwright.spec.run import RunSpec
@@ -43,13 +43,55 @@ def test_more_passes_than_four_are_reported_and_refused_on_demand(prepared: Path
         resolve_data(replace(once, train=replace(once.train, steps=windows // 2)), notes.append)
 
 
+def test_epochs_in_place_of_steps_are_counted_from_the_data(prepared: Path, tmp_path: Path) -> None:
+    run = run_on({str(prepared): 1}, "train.steps=none", "train.epochs=2.5")
+    windows = open_run_data(run).windows
+    resolved = resolve_data(run, lambda text: None)
+    assert resolved.train.steps == -(-5 * windows // 8) and resolved.train.epochs is None
+    steps = {"train": replace(run.train, steps=resolved.train.steps, epochs=None)}
+    assert replace(resolved, **steps) == resolved, "the resolved run has the steps alone"
+    with pytest.raises(BadInput, match=r"warmup_steps 9,000: expected fewer than the \d+ steps of train.epochs 2.5"):
+        resolve_data(
+            run_on({str(prepared): 0.9}, "train.steps=none", "train.epochs=2.5", "train.warmup_steps=9000"), print
+        )
+    with pytest.raises(BadConfig, match="so many steps or so many epochs"):
+        load_run(None, ["train.epochs=2", "train.steps=5"])
+    assert load_run(None, ["train.epochs=2"]).train.epochs == 2, "the quick start's own steps give way"
+
+
+def test_an_epoch_of_documents_ends_with_the_step_that_reads_the_last_one(prepared: Path) -> None:
+    tokens = ("train.global_batch=none", "train.global_batch_tokens=64", "data.packing=none")
+    run = run_on({str(prepared): 1}, *tokens)
+    source = open_run_data(run)
+    steps = steps_of_epochs(run, source, 1.0)
+    from meshwright.data.step_samples import samples_of_token_step
+
+    assert (
+        samples_of_token_step(source, steps, 64)[1] >= source.windows > samples_of_token_step(source, steps - 1, 64)[1]
+    )
+
+
+def test_a_check_says_how_often_each_source_is_read(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from meshwright.cli.check import find_mistakes
+
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: llama-nano\ndata: {{mix: {prepared}}}\ntrain: {{epochs: 2, global_batch: 4, seq_len: 16}}\n"
+    )
+    notes: list[str] = []
+    assert find_mistakes([str(file), "cluster.gpus_per_node=1"], tmp_path, note=notes.append) == ([], 0)
+    assert any(note.startswith(f"data: {prepared} 2 epochs in ") and "read all once)" in note for note in notes)
+
+
 def test_epochs_are_those_of_the_samples_drawn(prepared: Path, tokenizer_file: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(story(1) * 9)
     prepare([str(tmp_path / "a.txt")], str(tokenizer_file), tmp_path / "small")
     source = open_data(DataSpec(mix={str(prepared): 3, str(tmp_path / "small"): 1}), seq_len=16, seed=5)
     for samples in (0, 1, 70, 70_000):
-        drawn = source.mixture.draws(np.arange(samples)).source
-        for number, name in enumerate(source.mixture.names):
+        drawn = source.order.draws(np.arange(samples)).source
+        for number, name in enumerate(source.order.names):
             expected = (drawn == number).sum() / source.sources[name].windows
             assert source.epochs(samples)[name] == pytest.approx(expected)
 
@@ -84,8 +126,8 @@ def test_chats_do_not_see_each_other_and_texts_keep_their_default(prepared: Path
         source = open_run_data(run)
         assert (run.data.document_mask, source.document_mask) == (masked, masked)
         assert bool(source.samples(range(source.windows)).documents.any()) == masked
-        line = _data_line(run, source)
-        assert line.startswith(f"data: {mix} ") and " epochs; tokens see " in line
+        line = data_line(run, source)
+        assert line.startswith(f"data: {mix} ") and " epochs in 100 steps (" in line and "; tokens see " in line
         assert ("their own document" in line) == masked and ("data.document_mask: false" in line) != masked
 
 

@@ -6,7 +6,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshwright.observe.curves import (
-    Smoother,
     bucket_means,
     indices_of_extremes,
     median,
@@ -118,14 +117,6 @@ def test_trend_of_a_straight_line_is_itself_and_ignores_a_spike():
     flat[300], flat[301] = 1e6, None
     assert trend(flat, range(600)) == [2.0] * 600
     assert trend([None, None], [0, 1]) == [None, None]
-
-
-def test_smoother_starts_at_its_first_value_and_holds_over_gaps():
-    smoother = Smoother(0.9)
-    assert smoother.add(None) is None
-    assert smoother.add(4.0) == pytest.approx(4.0)
-    assert smoother.add(float("nan")) == pytest.approx(4.0)
-    assert smoother.add(2.0) == pytest.approx((0.9 * 4.0 + 2.0) / 1.9)
 
 
 def test_median_is_a_value_of_the_list():

@@ -296,8 +296,8 @@ def test_steps_outside_the_run_are_refused_before_the_start(
 
 RUN = """
 model: {family: llama, layers: 4, hidden: 1024, heads: 8, kv_heads: 8, ffn_hidden: 4096, max_seq_len: 1024}
-data: {mix: stdlib}
-train: {steps: 6, global_batch: 8, seq_len: 1024, learning_rate: 1e-3, warmup_steps: 1, validate_batches: 1}
+data: {mix: stdlib, validation_tokens: 8192}
+train: {steps: 6, global_batch: 8, seq_len: 1024, learning_rate: 1e-3, warmup_steps: 1}
 cluster: {gpu: H200, gpus_per_node: 2}
 checkpoint: {at_end: false}
 """

@@ -39,7 +39,7 @@ def plain(steps, seconds_each, **options):
 
 
 def steps_of(lines):
-    return [int(line.split("/")[0].removeprefix("step")) for line in lines]
+    return [int(line.split("/")[0].removeprefix("step")) for line in lines if line.startswith("step")]
 
 
 def test_plain_lines_hold_every_known_figure():
@@ -52,6 +52,25 @@ def test_plain_lines_hold_every_known_figure():
 
 def test_fast_steps_print_the_first_five_then_every_two_seconds_and_the_last():
     assert steps_of(plain(100, 0.125)) == [1, 2, 3, 4, 5, 21, 37, 53, 69, 85, 100]
+
+
+def test_steps_without_a_line_are_counted():
+    lines = plain(100, 0.125)
+    assert lines[5].startswith("from here on not every step has a line: (+N)"), "said once, before the first gap"
+    assert [line[:16] for line in (lines[4], lines[6], lines[7])] == [
+        "step   5/100 | l",
+        "step  21/100 (+1",
+        "step  37/100 (+1",
+    ]
+    assert "(+16) | loss" in lines[6] and lines[-1].startswith("step 100/100 (+15) |")
+    assert sum("(+N)" in line for line in lines) == 1 and "(+" not in "".join(plain(12, 3.0))
+
+
+def test_a_loss_is_that_of_its_step_in_line_and_display():
+    progress = Progress(9, stream=io.StringIO())
+    for step, loss in enumerate((8.0, 6.0, 7.0), 1):
+        progress.update(record(step, loss=loss))
+    assert "loss 7.0000" in progress._figure_lines()[0].plain
 
 
 def test_slow_steps_print_each():
@@ -97,7 +116,9 @@ def test_validation_prints_a_line_and_joins_the_next():
     lines = stream.getvalue().splitlines()
     progress.update({"kind": "validation", "step": 2, "loss": 2.5, "by_source": {"code": 2.0, "web": None}})
     assert stream.getvalue().endswith("step 2 | validation loss 2.5000 (code 2.0000, web not finite)\n")
-    assert lines[0] == "step 1 | validation loss 2.5000" and "| val 2.5000 |" in lines[1]
+    assert lines[0] == "step 1 | validation loss 2.5000" and "| val@1 2.5000 |" in lines[1]
+    progress.update({"kind": "validation", "step": 2, "loss": 2.5, "bits_per_byte": 1.25, "tokens": 32_768})
+    assert stream.getvalue().endswith("step 2 | validation loss 2.5000 | 1.2500 bits per byte | 32.8k tokens\n")
 
 
 def test_notes_are_plain_text():
@@ -125,12 +146,12 @@ def test_a_broken_pipe_ends_the_display_and_not_the_run():
     progress.close()
 
 
-def on_terminal(monkeypatch, scene, **options):
-    """Run `scene(progress)` on a pseudo-terminal of 80 columns and return what it showed."""
+def on_terminal(monkeypatch, scene, columns=80, **options):
+    """Run `scene(progress)` on a pseudo-terminal of so many columns and return what it showed."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(columns))
     ours, theirs = pty.openpty()
     stream = os.fdopen(theirs, "w")
     with Progress(100, stream=stream, title="quick", ranks=2, **options) as progress:
@@ -159,6 +180,24 @@ def test_a_terminal_shows_the_bar_figures_and_notes(monkeypatch):
     text = on_terminal(monkeypatch, scene)
     assert "quick" in text and "50/100" in text and "━" in text and "checkpoint written" in text
     assert "3.2500" in text and "41.3%" in text and "elapsed" in text
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 160])
+def test_a_step_line_fits_a_terminal(monkeypatch, columns):
+    time = Time()
+    full = {"tokens_per_second": 1_234_567.0, "memory_peak_bytes": 628_000_000}
+
+    def scene(progress):
+        progress.update({"kind": "validation", "step": 12, "loss": 6.0929})
+        for step in range(20, 60):
+            time.now += 1.5
+            progress.update(record(step, **full))
+
+    text = on_terminal(monkeypatch, scene, clock=time, columns=columns)
+    lines = re.findall(r"step +\d+/100[^\r\n\x1b]*", text)
+    assert len(lines) > 10 and all(len(line) <= columns and "loss 3.2500" in line for line in lines)
+    assert all("left" in line for line in lines[1:])
+    assert ("val@12 6.0929" in lines[-1]) == (columns > 60) and ("tok/s/rank" in lines[-1]) == (columns == 160)
 
 
 def test_a_terminal_keeps_a_step_line_every_few_seconds_above_the_display(monkeypatch):

@@ -209,3 +209,16 @@ def test_training_waits_if_memory_holds_the_snapshots_but_not_the_copies_of_a_pa
     cost = cost_of(tmp_path, *hosts, "checkpoint.partner=host")
     assert not cost.beside_training
     assert "snapshots and copies for checkpoint.partner need 22.2 GB of host memory" in cost.reason
+
+
+def test_the_memory_of_cpu_ranks_has_the_snapshot_that_is_written_during_training(tmp_path: Path) -> None:
+    cpu = "cluster={gpu: cpu, gpus_per_node: 2}"
+    run, plan = planned(tmp_path, cpu, "train.seq_len=512")
+    assert plan.predicted is not None
+    assert plan.predicted.memory_bytes["snapshot"] == 12 * parameter_count(run.model) // 2
+    assert plan.predicted.memory_peak_bytes == sum(plan.predicted.memory_bytes.values())
+    for waits in ("checkpoint.mode=sync", "checkpoint.every=0"):
+        _, waiting = planned(tmp_path, cpu, "train.seq_len=512", waits)
+        assert waiting.predicted is not None and "snapshot" not in waiting.predicted.memory_bytes
+    _, on_gpus = planned(tmp_path)
+    assert on_gpus.predicted is not None and "snapshot" not in on_gpus.predicted.memory_bytes

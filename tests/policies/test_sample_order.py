@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.policies.sample_order import BLOCK, Mixture, permute, quantise, rank_samples
+from meshwright.policies.sample_order import BLOCK, InTurn, Mixture, permute, quantise, rank_samples
 from meshwright.spec.errors import BadInput
 from tests.slow import examples
 
@@ -86,12 +86,12 @@ def test_order_is_the_same_in_every_release() -> None:
 GOLDEN: tuple[list[int], list[int]] = ([0, 0, 0, 0, 0, 1, 1], [911, 871, 551, 576, 559, 11, 33])
 
 
-def test_the_fixed_order_reads_each_source_from_its_start() -> None:
-    mixture = Mixture({"a": 1, "b": 1}, {"a": 100, "b": 200}, seed=0, shuffle=False)
-    draws = mixture.draws(np.arange(80))
-    for number in (0, 1):
-        mine = draws.window[draws.source == number]
-        assert mine.tolist() == list(range(len(mine)))
+def test_sources_in_turn_are_read_from_first_to_last_window() -> None:
+    order = InTurn({"b": 3, "a": 2})
+    draws = order.draws(np.arange(5))
+    assert order.names == ["a", "b"] and draws.source.tolist() == [0, 0, 1, 1, 1]
+    assert draws.window.tolist() == [0, 1, 0, 1, 2] and not draws.epoch.any()
+    assert [order.drawn(samples).tolist() for samples in (1, 4)] == [[1, 0], [2, 2]]
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from meshwright.data.token_bytes import TokenBytes
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import TextStream, continuation, text_stream
-from meshwright.serve.token_bytes import TokenBytes
 
 SAMPLES = ["the quick brown fox, naïve café 日本語 🙂🙃", "seven wizards\n\tjump  over"] * 3
 FORMS = ("gpt2", "llama2", "mistral", "gemma", "metaspace")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.data.token_bytes import TokenBytes
 from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import text_stream
-from meshwright.serve.token_bytes import TokenBytes
 from meshwright.server.bodies import ChatBody, CompletionBody, Piece
 from meshwright.server.engine_client import News, Reason
 from meshwright.server.text_output import TextOutput

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.serve.token_bytes import TokenBytes
+from meshwright.data.token_bytes import TokenBytes
 from meshwright.server import text_process, text_workers
 from meshwright.server.errors import RequestError
 from meshwright.server.model_files import ModelFiles, read_model_files

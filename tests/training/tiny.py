@@ -16,9 +16,9 @@ from meshwright.spec.run import RunSpec
 RUN_FILE = """\
 model:
   {{family: llama, layers: 2, hidden: 16, heads: 4, kv_heads: 2, head_dim: 4, ffn_hidden: 32, max_seq_len: 16, init_std: 0.1}}
-data: {{mix: {{"{data}": 1}}, document_mask: true}}
+data: {{mix: {{"{data}": 1}}, document_mask: true, validation_tokens: 256}}
 train:
-  {{steps: 6, global_batch: 8, seq_len: 16, learning_rate: 1e-2, warmup_steps: 2, validate_batches: 2, loss_chunk: 24,
+  {{steps: 6, global_batch: 8, seq_len: 16, learning_rate: 1e-2, warmup_steps: 2, loss_chunk: 24,
    gc_every: 4, timeout_seconds: 60}}
 cluster: {{gpu: cpu, gpus_per_node: 2}}
 checkpoint: {{keep: 10}}

@@ -48,7 +48,13 @@ def evaluate(
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences read at a time.")] = 8,
-    batches: Annotated[int, typer.Option(min=1, help="Batches read at most.")] = 1_000_000,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens read, spread evenly over sources and documents; default: data.validation_tokens of the run.",
+        ),
+    ] = None,
     plan: PlanFile = None,
     as_json: Json = False,
 ) -> None:
@@ -69,15 +75,16 @@ def evaluate(
         hint = f"; prepared data are --data {folder}" if prepared else ""
         raise BadInput(f"{folder} is no model: {expected}{hint}")
     weights, facts = found_weights(folder)
-    result = _evaluate(folder, weights, data, seq_len, batch, batches, plan)
+    result = _evaluate(folder, weights, data, seq_len, batch, tokens, plan)
     if not result.tokens:
-        raise BadInput("the samples have no token that is trained on; raise --batches or --seq-len")
+        raise BadInput("the samples have no token that is trained on; raise --tokens or --seq-len")
     answer = {
         "loss": result.loss,
         "perplexity": result.perplexity,
         "bits_per_byte": result.bits_per_byte,
         "tokens": result.tokens,
         **({"by_source": result.by_source} if result.by_source else {}),
+        **({"bits_per_byte_by_source": result.bits_by_source} if result.bits_by_source else {}),
         **facts,
     }
     if as_json:
@@ -86,11 +93,12 @@ def evaluate(
     bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte else ""
     print(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}{bits} ({result.tokens:,} tokens)")
     for name, loss in result.by_source.items():
-        print(f"  {name}: loss {loss:.4f}")
+        bits = f", {result.bits_by_source[name]:.4f} bits per byte" if result.bits_by_source else ""
+        print(f"  {name}: loss {loss:.4f}{bits}")
 
 
 def _evaluate(
-    model: Path, weights: Path, data: str | None, seq_len: int | None, batch: int, batches: int, plan: Path | None
+    model: Path, weights: Path, data: str | None, seq_len: int | None, batch: int, tokens: int | None, plan: Path | None
 ) -> Evaluation:
     """The evaluation of `weights`, a checkpoint of the run `model`, or `model` itself."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
@@ -107,6 +115,8 @@ def _evaluate(
     spec = run.data if run else DataSpec()
     if data is not None:
         spec = replace(spec, validation=data)
+    if tokens is not None:
+        spec = replace(spec, validation_tokens=tokens)
     longest = model_in(weights)[0].max_seq_len
     length = seq_len or (run.train.seq_len if run else min(TrainSpec.seq_len, longest))
     if length > longest:
@@ -116,7 +126,7 @@ def _evaluate(
     if plan is not None:
         from meshwright.training.spread import Measurement
 
-        measurement = Measurement(data=spec, seq_len=length, samples=batch * batches, micro_batch=batch)
+        measurement = Measurement(data=spec, seq_len=length, micro_batch=batch)
         measured = ask_ranks(weights, plan, measurement=measurement).evaluation
         assert measured is not None
         return measured
@@ -126,9 +136,7 @@ def _evaluate(
     print(f"evaluating on {device}", file=sys.stderr)
     long = length > text_losses.CHUNK_TOKENS and not source.document_mask and spec.packing != "none"
     loss = _loss_in_chunks(decoder, length) if long else None
-    held_out = HeldOut.of(source, batch * batches)
-    if spec.packing == "none":
-        held_out = HeldOut.of_documents(source, batch * length, batches)
+    held_out = HeldOut.of(source, spec.validation_tokens, batch * length if spec.packing == "none" else None)
     return evaluate_plain(decoder, held_out, micro_batch=batch, device=device, loss=loss)
 
 

@@ -218,8 +218,8 @@ def sample(
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
     All prompts are continued at the same time.
     """
+    from meshwright.data.token_bytes import TokenBytes
     from meshwright.serve.text import continuation
-    from meshwright.serve.token_bytes import TokenBytes
     from meshwright.server.model_files import read_model_files
 
     ranks = max(tensor, experts.count)

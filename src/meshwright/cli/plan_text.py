@@ -51,7 +51,7 @@ SMALLEST_GAIN = 0.005
 """Gain below which a change counts as no gain."""
 MEMORY_LETTERS = {
     "weights": "W", "gradients": "G", "optimizer": "O", "gathered": "U", "activations": "A", "logits": "L", "transfers": "T",
-    "experts": "E", "framework": "F", "ema": "M", "predictions": "P",
+    "experts": "E", "framework": "F", "ema": "M", "predictions": "P", "snapshot": "S",
 }  # fmt: skip
 """Letters of the parts of a memory bar."""
 

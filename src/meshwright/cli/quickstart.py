@@ -42,11 +42,10 @@ def quickstart(
     run = load(words, runs, otherwise=QUICKSTART)
     run = renamed(run, runs) if fresh else run
     folder = runs / run.name
-    before = len(_steps(folder))
     if code := start_ranks(run, runs, None):
         sys.exit(code)
     _finish(folder)
-    _closing(folder, time.perf_counter() - started, _steps(folder)[before:])
+    _closing(folder, time.perf_counter() - started)
 
 
 def _finish(folder: Path) -> None:
@@ -65,27 +64,20 @@ def _finish(folder: Path) -> None:
         print(f"\n{'─' * 60}\n{result['prompt']}{result['text']}")
 
 
-def _steps(folder: Path) -> list[float]:
-    """Seconds of each training step so far; empty for a run that has not started."""
-    from meshwright.observe.metrics import scan_metrics
-
-    file = folder / "metrics.jsonl"
-    records = scan_metrics(file)[0] if file.exists() else []
-    return [record["step_seconds"] for record in records if record["kind"] == "step"]
-
-
-def _closing(folder: Path, total: float, steps: list[float]) -> None:
+def _closing(folder: Path, seconds: float) -> None:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    trained = sum(steps)
     print()
     if "held_out_loss" in summary:
         loss, entropy = summary["held_out_loss"], summary["unigram_entropy_nats"]
         side = "below" if loss < entropy else "above"
+        bits = summary["bits_per_byte"]
         print(
-            f"held-out loss {loss:.3f} nats per token, {abs(entropy - loss):.2f} {side} the text's unigram entropy "
-            f"({entropy:.3f}); {summary['bits_per_byte']:.3f} bits per byte"
+            f"validation loss {loss:.4f} nats per token, {abs(entropy - loss):.2f} {side} the text's unigram entropy "
+            f"({entropy:.3f}){f'; {bits:.4f} bits per byte' if bits else ''} ({summary['held_out_tokens']:,} tokens)"
         )
-    print(f"{total:.0f} s in all, {trained:.0f} s of it in {len(steps)} training steps ({trained / total:.0%})")
+    if wall := summary.get("wall_seconds"):
+        productive = f"{summary['goodput']:.0%} of it productive"
+        print(f"the run took {wall:.0f} s of wall time, {productive}; the whole command {seconds:.0f} s")
     print(
         f"report {folder / 'report.html'} · Hugging Face folder {folder / 'hf'} · checkpoints {folder / 'checkpoints'}"
     )

@@ -92,7 +92,7 @@ def train(
         steps = parse_steps("--profile-steps", profile_steps)
         drawn = parse_steps("--timeline", timeline)
         for option, span in (("--profile-steps", steps), ("--timeline", drawn)):
-            if span and span[1] > run.train.steps:
+            if span and run.train.epochs is None and span[1] > run.train.steps:
                 raise BadInput(f"{option} {span[0]}:{span[1]}: the run ends with step {run.train.steps}")
         if replay_routing is not None:
             from meshwright.config.recorded_loads import read_loads

@@ -18,7 +18,7 @@ from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import MeshwrightError, nearest
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.foreign_words import no_folder_hint
-from meshwright.spec.job import EQUAL_LOADS, TrainSpec, planned_sequences
+from meshwright.spec.job import EQUAL_LOADS, STEPS_OF_EPOCHS, TrainSpec, planned_sequences
 from meshwright.spec.model import ModelSpec
 
 ModelReader = Callable[[Path], dict[str, Any]]
@@ -44,6 +44,7 @@ def complete(document: Document, stem: str, runs: Path, detect: Detect, model_re
     notes += _complete_model(document)
     _limit_sequence(document)
     complete_batch(document)
+    _complete_epochs(document)
     _limit_warmup(document)
     _resolve_expert_load(document, runs)
     _resolve_lengths(document)
@@ -299,6 +300,20 @@ def complete_batch(document: Document) -> None:
     data = document.data.setdefault("data", {})
     if isinstance(data, dict) and "document_mask" not in data:
         document.put(("data", "document_mask"), True, position)
+
+
+def _complete_epochs(document: Document) -> None:
+    """Sets `train.steps` beside `train.epochs` to `STEPS_OF_EPOCHS`, until the data are opened."""
+    path: KeyPath = ("train", "epochs")
+    epochs = document.get(path)
+    if epochs in (None, "none"):
+        return
+    steps, file = document.get(("train", "steps")), document.value_position(("train", "steps")).file
+    if steps not in (None, "none") and file != EMBEDDED:
+        expected = "no train.steps beside it (none drops an inherited one): a run has so many steps or so many epochs"
+        document.reject(path, expected, f"{epochs} beside train.steps {steps}")
+        return
+    document.put(("train", "steps"), STEPS_OF_EPOCHS, document.value_position(path))
 
 
 def _limit_warmup(document: Document) -> None:

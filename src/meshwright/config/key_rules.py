@@ -273,7 +273,7 @@ def _context_error(run: RunValues, sizes: dict[str, int]) -> tuple[str, str] | N
 
 def _warmup(run: RunValues) -> Iterator[Mistake]:
     steps, warmup = run("train.steps"), run("train.warmup_steps")
-    if steps and warmup and warmup >= steps:
+    if steps and warmup and warmup >= steps and not run("train.epochs"):
         near = str(min(steps - 1, -(-steps // 10)))
         yield run.mistake("train.warmup_steps", f"fewer than train.steps = {steps}", near)
 

@@ -32,6 +32,9 @@ _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed 
 _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
 _NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses, hybrid and expert"
 _REDUCE_ENGINE = "no such key; it was removed because exchange gained nothing, and the reduce-scatter is always used: delete the line"
+_VALIDATE_BATCHES = (
+    "no such key; a validation reads data.validation_tokens, whatever the batch: delete the line, or set that key"
+)
 _OTHER_PARALLELISM = ("sequence", "context", "experts", "sequence_parallel")
 KEYS_OF_OTHER_FILES = {
     "serve": "`meshwright plan` and `bench-serve` read a file with it",
@@ -155,6 +158,8 @@ def _refusal(path: KeyPath) -> str | None:
         return _EXPERTS
     if path == ("plan", "reduce_engine"):
         return _REDUCE_ENGINE
+    if path == ("train", "validate_batches"):
+        return _VALIDATE_BATCHES
     return _NOT_YET if section == "plan" and name in _OTHER_PARALLELISM else None
 
 

@@ -24,7 +24,8 @@ _INTRODUCTION = """\
 
 `meshwright schema --reference` writes this page from the classes in `src/meshwright/spec`; do not edit it.
 
-A run file is YAML. Only `model` (a preset or its dimensions), `train.steps` and `train.global_batch` are required.
+A run file is YAML. Only `model` (a preset or its dimensions), `train.steps` or `train.epochs`, and `train.global_batch`
+are required.
 
 ```yaml
 model: llama3-8b

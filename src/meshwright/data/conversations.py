@@ -74,6 +74,11 @@ class ConversationWindows:
         """Number of windows."""
         return self.counts.sequences
 
+    @property
+    def inputs(self) -> int:
+        """Inputs of all windows together, those that fill them included."""
+        return self.count * self._seq_len
+
     def read(self, window: int, with_documents: bool) -> WindowTokens:
         """The tokens of a window, those after the last conversation included, which count as one more document."""
         starts, lengths = self._conversations(window)

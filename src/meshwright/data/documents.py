@@ -28,6 +28,11 @@ class DocumentSamples:
         """Number of samples."""
         return int(self._first_samples[-1])
 
+    @property
+    def inputs(self) -> int:
+        """Inputs of all samples together."""
+        return int(self._inputs.sum())
+
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         """Inputs of each sample, int64."""
         document, begin = self._origins(samples)

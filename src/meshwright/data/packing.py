@@ -103,8 +103,8 @@ class TokenStream:
         for shard, first, last in self._ranges(start, stop):
             for span in self.files[shard].document_spans(first, last):
                 begin, end = max(span.start, first), min(span.stop, last)
-                offset = self._starts[shard] + begin
-                parts.append(DocumentPart(shard, span.document, begin - span.start, end - span.start, offset))
+                parts.append(DocumentPart(shard, span.document, begin - span.start, end - span.start, start))
+                start += end - begin
         return parts
 
     def files_of(self, windows: np.ndarray, seq_len: int) -> set[int]:
@@ -126,8 +126,8 @@ class TokenStream:
 
     def locate(self, offset: int) -> tuple[IndexedFile, int]:
         """The file that holds a token of the stream, and the token's number there."""
-        shard = bisect_right(self._starts, offset) - 1
-        return self.files[shard], offset - self._starts[shard]
+        ((shard, first, _),) = self._ranges(offset, offset + 1)
+        return self.files[shard], first
 
     def _ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(shard, first, last+1) for each shard that holds a part of [start, stop)."""
@@ -147,6 +147,11 @@ class StreamWindows:
     def __init__(self, stream: TokenStream, seq_len: int) -> None:
         self._stream, self._seq_len = stream, seq_len
         self.count = stream.windows(seq_len)
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of all windows together."""
+        return self.count * self._seq_len
 
     def read(self, window: int, with_documents: bool) -> WindowTokens:
         """The tokens of a window; without `with_documents` as one document."""

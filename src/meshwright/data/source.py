@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from meshwright.data.chat_template import TEMPLATE
+from meshwright.data.content_order import ContentOrder
 from meshwright.data.conversations import ConversationWindows, PackingCounts
 from meshwright.data.documents import DocumentSamples
 from meshwright.data.inputs import STDLIB
@@ -29,8 +30,10 @@ from meshwright.data.manifest import (
 from meshwright.data.packing import Packed, StreamWindows, TokenStream, pack
 from meshwright.data.slots import TokenReader
 from meshwright.data.text_format import TextFormat
+from meshwright.data.token_bytes import TokenBytes
+from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.data.verification import ShardVerifier
-from meshwright.policies.sample_order import Mixture
+from meshwright.policies.sample_order import InTurn, Mixture
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.folder_files import parse_json
 from meshwright.spec.job import DataSpec, Packing
@@ -62,8 +65,8 @@ def open_data(
     stdlib: Path | None = None,
     verifier: ShardVerifier | None = None,
 ) -> DataSource:
-    """Open what `spec` names: the mixture to train on, or with `split="validation"` the text kept apart, in a fixed order.
-    Its samples are documents with `data.packing: none`, else windows of `seq_len` tokens.
+    """Open what `spec` names: the mixture to train on, or with `split="validation"` the text kept apart, source after source, the documents
+    of each in the order of `ContentOrder`. Its samples are documents with `data.packing: none`, else windows of `seq_len` tokens.
 
     `vocab_size` is the model's: a tokenizer with more tokens is refused here, a larger token id when it is read.
     `stdlib` is the folder for the source `stdlib` (the user's cache when None). `verifier` gets each shard when its first
@@ -76,7 +79,11 @@ def open_data(
         missing = f"no {HELD_OUT} of more than {_fewest_tokens(spec, seq_len)} tokens beside {beside}"
         raise BadInput(f"no validation data: {missing}; {hint}")
     packing = spec.packing if split == "train" or spec.packing == "none" else "stream"
-    sources = [Source(name, open_directory(path, spec.damaged), seq_len, packing) for name, path in paths.items()]
+    by_content = split == "validation"
+    sources = [
+        Source(name, open_directory(path, spec.damaged), seq_len, packing, by_content=by_content)
+        for name, path in paths.items()
+    ]
     _check_tokenizers(sources, vocab_size)
     if split == "train":
         _check_different(sources)
@@ -84,10 +91,12 @@ def open_data(
     document_mask = chats or packing == "none" if spec.document_mask is None else spec.document_mask
     weights = {name: spec.mix.get(name, 1.0) for name in paths}
     windows = {source.name: source.windows for source in sources}
-    by_path = Mixture(weights, windows, seed, shuffle=split == "train")
-    digests = {source.name: source.directory.order_digest for source in sources}
-    mixture = Mixture(weights, windows, seed, shuffle=split == "train", identities=digests)
-    return DataSource(sources, mixture, by_path, seq_len, document_mask, vocab_size, verifier)
+    order: Mixture | InTurn = InTurn(windows)
+    by_path = None
+    if split == "train":
+        digests = {source.name: source.directory.order_digest for source in sources}
+        by_path, order = Mixture(weights, windows, seed), Mixture(weights, windows, seed, identities=digests)
+    return DataSource(sources, weights, order, by_path, seq_len, document_mask, vocab_size, verifier)
 
 
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
@@ -98,14 +107,22 @@ def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> 
 class Source:
     """A prepared directory as windows: of chats whole conversations, of text a stream, or documents with `packing` none.
 
-    Raises BadInput if there is no window, and for chats with `packing` none.
+    Documents have the order of the shards or, with `by_content`, that of `ContentOrder`. Raises BadInput if there is no window, and for
+    chats with `packing` none.
     """
 
-    def __init__(self, name: str, directory: PreparedDirectory, seq_len: int, packing: Packing = "stream") -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: PreparedDirectory,
+        seq_len: int,
+        packing: Packing = "stream",
+        *,
+        by_content: bool = False,
+    ) -> None:
         self.name, self.directory, self.seq_len = name, directory, seq_len
-        self.stream = TokenStream(
-            [shard.file for shard in directory.shards], [shard.mask for shard in directory.shards]
-        )
+        files, masks = [shard.file for shard in directory.shards], [shard.mask for shard in directory.shards]
+        self.stream = (ContentOrder if by_content else TokenStream)(files, masks)
         self.layout = self._layout(packing)
         self.windows = self.layout.count
         if self.windows == 0:
@@ -144,14 +161,6 @@ class Source:
             if shard.mask is not None:
                 shard.mask.check_size()
 
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Bytes of text per token (end-of-document tokens counted); None for chats, and for data that was prepared elsewhere."""
-        if self.stream.masked:
-            return None
-        records = [shard.record for shard in self.directory.shards if shard.record]
-        return sum(r.text_bytes for r in records) / sum(r.tokens for r in records) if records else None
-
     def describe(self, window: int) -> list[dict[str, Any]]:
         """The documents of a window's inputs: file, id, and the tokens [start, end) of the document that are in it."""
         parts = self.layout.parts(window)
@@ -167,21 +176,23 @@ class Source:
 class DataSource:
     """All samples of a run, addressed by global sample index.
 
-    The order of samples, `mixture`, follows from the contents of the sources. `by_path` is the order of earlier releases, which followed
-    from their paths: a run that began in it keeps it (`restore_order`).
+    The order of samples, `order`, follows from the contents of the sources. `by_path` is the order of earlier releases, which followed
+    from their paths: a run that began in it keeps it (`restore_order`); None for validation. `weights` are those of `data.mix` by source.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
-        mixture: Mixture,
-        by_path: Mixture,
+        weights: Mapping[str, float],
+        order: Mixture | InTurn,
+        by_path: Mixture | None,
         seq_len: int,
         document_mask: bool,
         vocab_size: int | None,
         verifier: ShardVerifier | None = None,
     ) -> None:
         self.sources = {source.name: source for source in sources}
+        self.weights = weights
         self.seq_len, self.document_mask = seq_len, document_mask
         self._by_path = by_path
         self._limit = vocab_size
@@ -190,17 +201,17 @@ class DataSource:
         self._verifier = verifier
         self._used: set[int] = set()
         """Numbers of the shards given to the verifier, over all sources."""
-        self._set_order(mixture)
+        self._set_order(order)
 
-    def _set_order(self, mixture: Mixture) -> None:
-        self.mixture = mixture
-        self._ordered = [self.sources[name] for name in mixture.names]
+    def _set_order(self, order: Mixture | InTurn) -> None:
+        self.order = order
+        self._ordered = [self.sources[name] for name in order.names]
         self._epochs = [-1] * len(self._ordered)
         self._first_numbers = list(accumulate((len(source.stream.files) for source in self._ordered), initial=0))
 
     def restore_order(self, record: Mapping[str, Any] | None) -> None:
         """Take the order of the run whose checkpoint has this `record`: that of earlier releases if the record names no order."""
-        if not record or not all("order" in source for source in record.values()):
+        if self._by_path and not (record and all("order" in source for source in record.values())):
             self._set_order(self._by_path)
 
     @property
@@ -242,31 +253,37 @@ class DataSource:
         with_template = [source for source in known if (source.directory.path / TEMPLATE).is_file()]
         return next(iter([source for source in known if source.stream.masked] or with_template or known), None)
 
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Bytes of text for each token drawn, or None when a source does not know: loss / (bytes_per_token * ln 2) is
-        bits per byte.
+    @cached_property
+    def token_bytes(self) -> np.ndarray | None:
+        """Bytes that each token id adds to a text, 0 for special tokens and the end of a document, `(vocabulary,)` int64.
+
+        None where a source has no tokenizer, or where the bytes of a token depend on those beside it.
         """
-        ratios = [source.bytes_per_token for source in self._ordered]
-        shares = self.mixture.counts / self.mixture.counts.sum()
-        if any(value is None for value in ratios):
+        file = self.tokenizer_file
+        if file is None or any(source.directory.manifest is None for source in self._ordered):
             return None
-        return float(sum(share * value for share, value in zip(shares, ratios, strict=True) if value is not None))
+        tokens = TokenBytes(open_tokenizer(file))
+        if tokens.form is None:
+            return None
+        size = 1 + max(tokens.tokenizer.get_vocab(with_added_tokens=True).values())
+        counts = np.array([len(tokens.plain[token]) for token in range(max(size, self._limit or 0))], dtype=np.int64)
+        counts[self.eos] = 0
+        return counts
 
     def record(self) -> dict[str, dict[str, str | None]]:
         """The record of each source in a checkpoint: the digests of its content and tokenizer, and the one its order follows from."""
         return {
             source.name: {"content": source.directory.content_digest, "tokenizer": source.directory.tokenizer_digest}
             | _identity(source.directory)
-            | ({} if self.mixture is self._by_path else {"order": source.directory.order_digest})
+            | ({} if self.order is self._by_path else {"order": source.directory.order_digest})
             | ({} if source.packing is None else {"packing": "whole conversations"})
             for source in self._ordered
         }
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Passes over each source that the first `samples` samples make."""
-        drawn = self.mixture.drawn(samples).tolist()
-        pairs = zip(self.mixture.names, drawn, self.mixture.windows, strict=True)
+        drawn = self.order.drawn(samples).tolist()
+        pairs = zip(self.order.names, drawn, self.order.windows, strict=True)
         return {name: count / windows for name, count, windows in pairs}
 
     @property
@@ -280,7 +297,7 @@ class DataSource:
         When a source begins an epoch, the sizes of its files are compared with those at opening. A shard is given to
         the verifier when a step first uses it. Raises Damaged, also for errors that the verifier has detected.
         """
-        draws = self.mixture.draws(np.asarray(indices, dtype=np.int64))
+        draws = self.order.draws(np.asarray(indices, dtype=np.int64))
         for number, source in enumerate(self._ordered):
             of_source = draws.source == number
             epoch = int(draws.epoch[of_source].max(initial=-1))
@@ -320,7 +337,7 @@ class DataSource:
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Inputs of the samples with these global indices, int64; no tokens are read."""
-        draws = self.mixture.draws(np.asarray(indices, dtype=np.int64))
+        draws = self.order.draws(np.asarray(indices, dtype=np.int64))
         lengths = np.full(len(draws.source), self.seq_len, dtype=np.int64)
         for number, source in enumerate(self._ordered):
             if isinstance(source.layout, DocumentSamples):
@@ -358,21 +375,18 @@ class DataSource:
         trained = source.layout.trained(window)
         return described | {"tokens": len(trained), "trained": _ranges(trained)}
 
-    def unigram_entropy(self, samples: int) -> float:
-        """Entropy in nats per token of the target tokens of the first `samples` samples, each token by its own
-        frequency: the loss of a model that knows how often tokens occur and nothing else.
-        """
+    def target_counts(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """How often each token id is a target of the samples with these global indices, int64."""
         counts = np.zeros(0, dtype=np.int64)
-        for source, window in self._locate_samples(range(samples)):
+        for source, window in self._locate_samples(indices):
             targets = self._sample(source, window).targets
             more = np.bincount(targets[targets >= 0], minlength=len(counts))
             more[: len(counts)] += counts
             counts = more
-        shares = counts[counts > 0] / counts.sum()
-        return float(-(shares * np.log(shares)).sum())
+        return counts
 
     def _locate_samples(self, indices: Sequence[int] | np.ndarray) -> list[tuple[Source, int]]:
-        draws = self.mixture.draws(np.asarray(indices, dtype=np.int64))
+        draws = self.order.draws(np.asarray(indices, dtype=np.int64))
         return [(self._ordered[s], int(w)) for s, w in zip(draws.source, draws.window, strict=True)]
 
     def _sample(self, source: Source, window: int) -> Packed:

@@ -7,8 +7,10 @@ checkpoints/, logs/ and report.html.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -20,6 +22,7 @@ from meshwright.data.inputs import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data, same_text
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
+from meshwright.data.step_samples import lengths_of_step
 from meshwright.durable.writes import remove_partials, write_durable
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.disk import check_disk
@@ -90,6 +93,7 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
     for name, each in source.sources.items():
         if each.packing is not None and each.packing.truncated:
             note(f"{name}: {each.packing}")
+    run = with_steps(run, source)
     _check_epochs(run, source, note)
     run = replace(run, data=replace(run.data, document_mask=source.document_mask))
     if run.model.vocab_size:
@@ -116,6 +120,30 @@ def _check_epochs(run: RunSpec, source: DataSource, note: Note) -> None:
         note(f"{passes}; a model learns little from more than {MANY_EPOCHS} passes (data.max_epochs refuses them)")
 
 
+def with_steps(run: RunSpec, source: DataSource) -> RunSpec:
+    """The run with the steps that its `train.epochs` are; the run itself if it has none. Raises BadInput for a warm-up as long as that."""
+    if run.train.epochs is None:
+        return run
+    steps = steps_of_epochs(run, source, run.train.epochs)
+    if 0 < steps <= run.train.warmup_steps:
+        raise BadInput(
+            f"train.warmup_steps {run.train.warmup_steps:,}: expected fewer than the {steps:,} steps of train.epochs {run.train.epochs:g}",
+            key="train.warmup_steps",
+        )
+    return replace(run, train=replace(run.train, steps=steps, epochs=None))
+
+
+def steps_of_epochs(run: RunSpec, source: DataSource, epochs: float) -> int:
+    """The fewest steps that read `epochs` times as many samples as all sources together have."""
+    samples, tokens = max(math.ceil(epochs * source.windows), 1), run.train.global_batch_tokens
+    if tokens is None:
+        return -(-samples // run.train.global_batch)
+    steps = first = 0
+    while first < samples:
+        steps, first = steps + 1, first + len(lengths_of_step(source, first, tokens))
+    return steps
+
+
 def planned_epochs(run: RunSpec, source: DataSource) -> dict[str, float]:
     """Passes over each source in all steps of the run; with samples of any length, from the mean length of some samples."""
     samples, tokens = run.train.steps * run.train.global_batch, run.train.global_batch_tokens
@@ -124,8 +152,8 @@ def planned_epochs(run: RunSpec, source: DataSource) -> dict[str, float]:
     return source.epochs(samples)
 
 
-def _data_line(run: RunSpec, source: DataSource) -> str:
-    """The sources of a run with their passes, and which tokens see each other."""
+def data_line(run: RunSpec, source: DataSource) -> str:
+    """The sources of a run with their passes in all its steps, how many steps a pass over all is, and which tokens see each other."""
     epochs = planned_epochs(run, source)
     shown = [f"{name} {passes:.3g} epochs" for name, passes in list(epochs.items())[:MOST_SOURCES]]
     shown += [f"{len(epochs) - MOST_SOURCES} more sources"] if len(epochs) > MOST_SOURCES else []
@@ -134,7 +162,10 @@ def _data_line(run: RunSpec, source: DataSource) -> str:
         if source.document_mask
         else "their sequence, with the documents before (data.document_mask: false)"
     )
-    return f"data: {', '.join(shown)}; tokens see {own}"
+    whole = ""
+    if run.train.global_batch_tokens is None:
+        whole = f" in {run.train.steps:,} steps ({steps_of_epochs(run, source, 1.0):,} read all once)"
+    return f"data: {', '.join(shown)}{whole}; tokens see {own}"
 
 
 def open_run_data(run: RunSpec) -> DataSource:
@@ -178,7 +209,13 @@ def lacks_stdlib(run: RunSpec) -> bool:
 
 
 def with_vocabulary(run: RunSpec) -> RunSpec:
-    """The run with a vocabulary size for planning: its data's, or the built-in tokenizer's if the data is not prepared."""
+    """The run with a vocabulary size for planning: its data's, or the built-in tokenizer's if the data is not prepared.
+
+    It also has the steps of `train.epochs`, where the data is prepared.
+    """
+    if run.train.epochs is not None and not lacks_stdlib(run):
+        with suppress(BadInput, Damaged):  # whoever reads the data reports its errors
+            run = with_steps(run, open_run_data(run))
     return run if run.model.vocab_size else _with_vocabulary_of(run, _vocabulary_of_data(run) or VOCABULARY)
 
 
@@ -341,7 +378,7 @@ def check_start(
     """
     folder = runs / run.name
     run = _check_data(run, attempt, note, build_stdlib=build_stdlib)
-    known = bool(run.model.vocab_size)
+    known = bool(run.model.vocab_size) and run.train.epochs is None
     run = with_vocabulary(run)
     resumes = None
     if known and not fresh:  # without its vocabulary a run would differ from every earlier run
@@ -468,7 +505,7 @@ def prepare_run(
         replay_routing=None if replay is None else str(replay.resolve()),
     )
     write_durable(folder / "assignment.json", json.dumps(to_plain(assignment)))
-    return Prepared(assignment, folder, resumes, _data_line(run, source))
+    return Prepared(assignment, folder, resumes, data_line(run, source))
 
 
 def check_init(run: RunSpec, note: Note) -> None:

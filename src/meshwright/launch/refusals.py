@@ -43,7 +43,9 @@ class Refusals:
             run = replace(run, model=replace(run.model, vocab_size=0))
         if reading.is_sound("cluster") and reading.is_sound("plan", "model", "train"):
             run = prepare.on_used_devices(run, note)
-        prepare.check_start(run, runs, self._attempt, note, build_stdlib=False, fresh=fresh)
+        ready = prepare.check_start(run, runs, self._attempt, note, build_stdlib=False, fresh=fresh).run
+        if not self.refusals and not reading.mistakes and not prepare.lacks_stdlib(ready):
+            note(prepare.data_line(ready, prepare.open_run_data(ready)))
         if reading.is_sound("cluster"):
             try:
                 check_devices(run.cluster)

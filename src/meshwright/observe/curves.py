@@ -16,21 +16,6 @@ _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10
 """Distances of ticks on a time axis in seconds, from a second to a day."""
 
 
-class Smoother:
-    """Exponential moving average with bias correction, so that the first value is unchanged; None does not change it."""
-
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
-        self._sum = 0.0
-        self._weight = 0.0
-
-    def add(self, value: float | None) -> float | None:
-        if value is not None and math.isfinite(value):
-            self._sum = self._decay * self._sum + (1 - self._decay) * value
-            self._weight = self._decay * self._weight + (1 - self._decay)
-        return self._sum / self._weight if self._weight else None
-
-
 def trend(values: Values, indices: Sequence[int]) -> list[float | None]:
     """The curve without noise and spikes, at `indices`: means of the middle half of the neighbouring values.
 

@@ -57,24 +57,25 @@ Tile = tuple[str, str, str] | None
 
 def _loss_tile(run: RunFolder) -> Tile:
     losses = [value for value in column(run.steps, "loss") if value is not None]
-    if (loss := recent_mean(losses)) is None:
+    if (mean := recent_mean(losses)) is None:
         return None
     count = min(len(losses), RECENT_VALUES)
-    context = f"mean of the last {count} steps, from {losses[0]:.2f}" if count > 1 else "one step"
-    return "Training loss", f"{loss:.3f}", context
+    context = f"of step {run.steps[-1]['step']:,}; mean of the last {count} {mean:.3f}" if count > 1 else "one step"
+    return "Training loss", f"{losses[-1]:.3f}", context
 
 
 def _validation_tile(run: RunFolder) -> Tile:
-    recorded = [value for value in column(run.validations, "loss") if value is not None]
-    loss = number(run.summary.get("held_out_loss"))
-    loss = loss if loss is not None else (recorded[-1] if recorded else None)
+    known = [record for record in run.validations if number(record.get("loss")) is not None]
+    loss = number(known[-1]["loss"]) if known else number(run.summary.get("held_out_loss"))
     if loss is None:
         return None
+    bits = number(known[-1].get("bits_per_byte")) if known else None
+    words = [f"of step {known[-1]['step']:,}" if known else "nat per token"]
+    words += [f"{bits:.3f} bits per byte"] if bits is not None else []
     entropy = number(run.summary.get("unigram_entropy_nats"))
-    if entropy is None:
-        return "Validation loss", f"{loss:.3f}", "nat per token"
-    side = "below" if loss < entropy else "above"
-    return "Validation loss", f"{loss:.3f}", f"{abs(entropy - loss):.2f} {side} unigram entropy"
+    if entropy is not None:
+        words.append(f"{abs(entropy - loss):.2f} {'below' if loss < entropy else 'above'} unigram entropy")
+    return "Validation loss", f"{loss:.3f}", "; ".join(words)
 
 
 def _speed_tile(run: RunFolder) -> Tile:
@@ -107,10 +108,10 @@ def _token_tile(run: RunFolder) -> Tile:
 
 def _time_tile(run: RunFolder) -> Tile:
     in_steps = sum(value for value in column(run.steps, "step_seconds") if value is not None)
-    wall = number(run.summary.get("wall_seconds"))
-    # The wall time is the last attempt's: when steps of earlier ones exceed it, it is left out.
-    if wall and in_steps <= wall:
-        return "Wall time", number_text.duration(wall), f"{number_text.percent(in_steps / wall)} in training steps"
+    account = run.goodput
+    if account is not None and account.wall_seconds:
+        productive = f"{number_text.percent(account.goodput)} productive"
+        return "Wall time", number_text.duration(account.wall_seconds), f"of all starts; {productive}"
     return ("Training time", number_text.duration(in_steps), "sum of all steps") if in_steps else None
 
 

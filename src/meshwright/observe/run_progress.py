@@ -19,12 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.observe import number_text
-from meshwright.observe.curves import Smoother
 
 FIRST_LINES = 5
 """Steps at the start of a run that print a line each."""
 REMEMBERED_STEPS = 50
 """Newest steps whose mean duration predicts the remaining time."""
+DROPPED_FIRST = ("tok/s/rank", "mem", "lr", "MFU", "grad", "val", "tok/s")
+"""Figures that a step line leaves out, in this order, where it is longer than the terminal is wide; the display below has them."""
+RARER_LINES = (
+    "from here on not every step has a line: (+N) counts the steps since the line before; metrics.jsonl has them all"
+)
 
 
 class Progress:
@@ -51,9 +55,9 @@ class Progress:
         self._began = clock()
         self._printed_at, self._lines_printed = self._began, 0
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=REMEMBERED_STEPS)
-        self._smooth = Smoother(0.9)
-        self._loss: float | None = None
-        self._validation: float | None = None
+        self._step_printed = start_step
+        self._validation: tuple[int, float | None] | None = None
+        """Step and loss of the last validation."""
         self._record: Mapping[str, Any] = {}
         self._console = Console(file=cast(TextIO, _Terminal(stream or sys.stdout)), highlight=False)
         self._live = self._open_live()
@@ -61,10 +65,13 @@ class Progress:
     def update(self, record: Mapping[str, Any]) -> None:
         """Show one metrics line: a step, or a validation."""
         if record.get("kind") == "validation":
-            self._validation = record.get("loss")
+            self._validation = record["step"], record.get("loss")
             by_source = [f"{name} {_number(loss, '.4f')}" for name, loss in record.get("by_source", {}).items()]
             sources = f" ({', '.join(by_source)})" if by_source else ""
-            self.note(f"step {record['step']:,} | validation loss {_number(self._validation, '.4f')}{sources}")
+            bits, tokens = record.get("bits_per_byte"), record.get("tokens")
+            more = f" | {bits:.4f} bits per byte" if bits else ""
+            more += f" | {number_text.short(tokens)} tokens" if tokens else ""
+            self.note(f"step {record['step']:,} | validation loss {_number(record.get('loss'), '.4f')}{sources}{more}")
         else:
             self._show_step(record)
 
@@ -100,13 +107,14 @@ class Progress:
 
     def _show_step(self, record: Mapping[str, Any]) -> None:
         self._record, self._step = record, record["step"]
-        loss = record.get("loss")
-        self._loss = self._smooth.add(loss) if loss is not None else self._loss
         self._arrivals.append((self._clock(), self._step))
         if self._line_is_due():
             self._lines_printed += 1
             self._printed_at = self._clock()
             self.note(self._plain_line())
+            self._step_printed = self._step
+        elif self._lines_printed == FIRST_LINES and self._step == self._step_printed + 1:
+            self.note(RARER_LINES)
 
     def _line_is_due(self) -> bool:
         """Whether to print a plain line: for the first and last steps, then every 2 to 30 s, growing with the run's time."""
@@ -116,10 +124,21 @@ class Progress:
         return now - self._printed_at >= min(30.0, max(2.0, (now - self._began) / 100))
 
     def _plain_line(self) -> str:
-        parts = [f"step {self._step:>{len(str(self._total))}}/{self._total}"]
-        parts += [f"{name} {value}" for name, value in self._figures(self._record.get("loss"))]
-        seconds_left = self._seconds_left()
-        return " | ".join(parts + ([f"left {number_text.clock(seconds_left)}"] if seconds_left is not None else []))
+        """The step and its figures; on a terminal those that fit into its width."""
+        since = self._step - self._step_printed
+        step = f"step {self._step:>{len(str(self._total))}}/{self._total}{f' (+{since})' if since > 1 else ''}"
+        figures, seconds_left = self._figures(), self._seconds_left()
+        if seconds_left is not None:
+            figures.append(("left", number_text.clock(seconds_left)))
+
+        def line() -> str:
+            return " | ".join([step, *(f"{name} {value}" for name, value in figures)])
+
+        for dropped in DROPPED_FIRST if self._console.is_terminal else ():
+            if len(line()) <= self._console.width:
+                break
+            figures = [(name, value) for name, value in figures if name.partition("@")[0] != dropped]
+        return line()
 
     def _display(self) -> Group:
         return Group(self._bar_line(), *self._figure_lines())
@@ -143,22 +162,22 @@ class Progress:
     def _figure_lines(self) -> list[Text]:
         """Every figure, on as many lines as the terminal's width needs."""
         lines = [Text()]
-        for name, value in self._figures(self._loss):
+        for name, value in self._figures():
             cell = Text.assemble((f"{name} ", "dim"), (value, "bold" if name == "loss" else ""))
             if len(lines[-1]) + len(cell) + 3 > self._console.width:
                 lines.append(Text())
             lines[-1].append("   " if len(lines[-1]) else "").append_text(cell)
         return lines
 
-    def _figures(self, loss: float | None) -> list[tuple[str, str]]:
-        """Label and text of every known figure, most important first."""
+    def _figures(self) -> list[tuple[str, str]]:
+        """Label and text of every known figure of the newest step, most important first; the last validation's label has its step."""
         record = self._record
         if not record:
             return []
         speed = record.get("tokens_per_second")
         figures: list[tuple[str, str | None]] = [
-            ("loss", _number(loss, ".4f")),
-            ("val", _number(self._validation, ".4f") if self._validation is not None else None),
+            ("loss", _number(record.get("loss"), ".4f")),
+            *([(f"val@{self._validation[0]}", _number(self._validation[1], ".4f"))] if self._validation else []),
             ("tok/s", number_text.short(speed) if speed else None),
             ("tok/s/rank", number_text.short(speed / self._ranks) if speed and self._ranks > 1 else None),
             ("MFU", _text_or_none(record.get("mfu") if self._show_mfu else None, number_text.percent)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from meshwright.kernels.norm import accumulate_dtype
+from meshwright.optim.norms import norms
 
 
 @torch.no_grad()
@@ -18,9 +18,7 @@ def gradient_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None
     non_empty = [gradient for gradient in gradients if gradient.numel()]
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in non_empty):
-        same_dtype = [gradient for gradient in non_empty if gradient.dtype == dtype]
-        norms = torch._foreach_norm(same_dtype, dtype=accumulate_dtype(dtype))
-        squares += torch.stack(norms).double().square().sum()
+        squares += norms([gradient for gradient in non_empty if gradient.dtype == dtype]).square().sum()
     if group is not None:
         dist.all_reduce(squares, group=group)
     return squares.sqrt()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright.optim.fused import Coefficients, StepInputs, count_updates
 from meshwright.optim.matrices import Piece, matrices_of, pieces_of
+from meshwright.optim.norms import norms
 from meshwright.optim.rule import RuleTensors, unless_skipped, usable_gradients
 from meshwright.spec.optimizers import MOMENTS
 from meshwright.state.shared_ranks import SharedRanks
@@ -88,8 +89,8 @@ class LambRule:
         if counted:
             index = self._on_device(tuple(offsets[name] + piece.matrix for name, piece in counted), squares.device)
             for row, tensors in enumerate((self._tensors.weights, updates)):
-                norms = torch._foreach_norm([piece.of(tensors[name]) for name, piece in counted])
-                squares[row].index_add_(0, index, torch.stack(norms).double().square())
+                of_pieces = norms([piece.of(tensors[name]) for name, piece in counted])
+                squares[row].index_add_(0, index, of_pieces.square())
         if self._ranks.group is not None and total:
             dist.all_reduce(squares, group=self._ranks.group)
         weight_norm, update_norm = squares.sqrt()

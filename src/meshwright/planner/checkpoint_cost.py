@@ -150,6 +150,18 @@ def checkpoint_cost(
     )
 
 
+def snapshot_bytes(run: RunSpec, plan: Plan) -> int:
+    """Bytes of a CPU rank's own memory that snapshots of its state fill while training continues; 0 on GPUs, whose snapshots are in host
+    memory, and where training waits for saves.
+    """
+    if not run.cluster.is_cpu or not run.checkpoint.every:
+        return 0
+    rank_bytes, in_memory = parameter_count(run.model) * STATE_BYTES / plan.ranks, _InMemory.of(run, plan)
+    snapshots = (in_memory.parts + in_memory.received) * rank_bytes
+    reserved = snapshots * as_nodes(run.cluster).gpus_per_node
+    return 0 if _reason_to_wait(run, plan, rank_bytes, reserved, in_memory) else int(snapshots)
+
+
 @dataclass(frozen=True)
 class _InMemory:
     """Snapshots in a host's memory, counted per rank of the host.

@@ -10,6 +10,7 @@ from dataclasses import replace
 from meshwright.costs.machine_rates import is_guessed
 from meshwright.costs.plan_costs import band, pricing
 from meshwright.planner.candidate import slot_run
+from meshwright.planner.checkpoint_cost import snapshot_bytes
 from meshwright.planner.step_estimate import simulated_by_stages, simulated_by_units
 from meshwright.simulator.step_simulation import memory_of, timing_of
 from meshwright.simulator.timing import Timing
@@ -30,6 +31,8 @@ def reprice(run: RunSpec, plan: Plan, *, by_units: bool = True, timing: Timing |
     """
     run = slot_run(run, plan)
     by_category = fullest(memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu))
+    if snapshot := snapshot_bytes(run, plan):
+        by_category = {**by_category, "snapshot": snapshot}
     predicted = Predicted(memory_peak_bytes=sum(by_category.values()), memory_bytes=by_category)
     if timing is None and pricing(run.model, run.train, plan, run.cluster) is None:
         return replace(plan, predicted=predicted)

@@ -44,8 +44,7 @@ class Mixture:
 
     `weights` maps names to relative numbers of samples, `windows` names to how many windows a source has. Sources are
     numbered in the order of their sorted names, so the order of keys in a file does not matter. `identities` takes the place of the names
-    in that order and in the shuffling: with digests of the contents, the order of samples does not depend on paths. With `shuffle` false,
-    blocks still mix the sources but each source is read from its first window on: the fixed order of validation. Raises
+    in that order and in the shuffling: with digests of the contents, the order of samples does not depend on paths. Raises
     BadInput when a weight is too small to give one sample in 65,536.
     """
 
@@ -54,13 +53,12 @@ class Mixture:
         weights: Mapping[str, float],
         windows: Mapping[str, int],
         seed: int,
-        shuffle: bool = True,
         identities: Mapping[str, str] | None = None,
     ) -> None:
         self._identities = identities or {name: name for name in weights}
         self.names = sorted(weights, key=lambda name: (self._identities[name], weights[name], name))
         self.windows = [windows[name] for name in self.names]
-        self.seed, self.shuffle = seed, shuffle
+        self.seed = seed
         self.counts = quantise([weights[name] for name in self.names], self.names)
         self._block = lru_cache(maxsize=4)(self._make_block)
 
@@ -109,8 +107,6 @@ class Mixture:
         return sources, rank
 
     def _windows_of(self, name: str, windows: int, epochs: np.ndarray, within: np.ndarray) -> np.ndarray:
-        if not self.shuffle:
-            return within
         windows_read = np.empty_like(within)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
@@ -118,6 +114,29 @@ class Mixture:
                 within[in_epoch], windows, f"{self.seed}/{self._identities[name]}/{int(epoch)}"
             )
         return windows_read
+
+
+class InTurn:
+    """Every window of every source once, in order, one source after another; `windows` maps names to their numbers of windows."""
+
+    def __init__(self, windows: Mapping[str, int]) -> None:
+        self.names = sorted(windows)
+        self.windows = [windows[name] for name in self.names]
+        self._ends = np.cumsum(self.windows)
+
+    def draws(self, indices: np.ndarray) -> Draws:
+        """Source and window of each global sample index; `indices` is `(samples,)`, below the number of all windows."""
+        indices = np.asarray(indices, dtype=np.int64)
+        source = np.searchsorted(self._ends, indices, side="right")
+        return Draws(source, indices - self.first(source), np.zeros_like(indices))
+
+    def drawn(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples are of each source, `(sources,)` int64."""
+        return np.clip(samples - self.first(np.arange(len(self.names))), 0, self.windows)
+
+    def first(self, source: np.ndarray) -> np.ndarray:
+        """Global index of the first window of each source."""
+        return self._ends[source] - np.array(self.windows)[source]
 
 
 def quantise(weights: Sequence[float], names: Sequence[str]) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from meshwright.data.token_bytes import TokenBytes
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
@@ -38,7 +39,6 @@ from meshwright.serve.request_rows import RequestRows
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions, mark_not_finite
 from meshwright.serve.text import text_stream
 from meshwright.serve.text_request import TextRequest
-from meshwright.serve.token_bytes import TokenBytes
 from meshwright.serve.warm_up import warm_up
 from meshwright.serve.weights import check_same_model, open_newer
 from meshwright.spec.engine import EngineOptions, Speculation

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from meshwright.serve.token_bytes import TokenBytes
+from meshwright.data.token_bytes import TokenBytes
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Character for bytes that are no complete character."""

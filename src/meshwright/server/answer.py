@@ -7,9 +7,9 @@ import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.token_bytes import TokenBytes
 from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import text_stream
-from meshwright.serve.token_bytes import TokenBytes
 from meshwright.server.bodies import DONE, CompletionBody, Piece, usage
 from meshwright.server.engine_client import EngineClient, EngineRequest, News, Subscription
 from meshwright.server.errors import RequestError

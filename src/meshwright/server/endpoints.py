@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright import __version__
+from meshwright.data.token_bytes import TokenBytes
 from meshwright.events.exposition import CONTENT_TYPE
-from meshwright.serve.token_bytes import TokenBytes
 from meshwright.server.answer import TextAnswer
 from meshwright.server.bodies import ChatBody, CompletionBody
 from meshwright.server.engine_client import EngineClient

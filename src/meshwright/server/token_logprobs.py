@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Protocol
 
-from meshwright.serve.token_bytes import TokenBytes
+from meshwright.data.token_bytes import TokenBytes
 
 text_as_json: Callable[[str], str] = encode_basestring_ascii
 LOWEST = "-9999.0"

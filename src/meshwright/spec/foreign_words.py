@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-_EPOCHS = "there are no epochs; steps = epochs × tokens of the corpus (manifest.json has them) / (train.global_batch × train.seq_len)"
 _FOLDER = "a run is written to RUNS/NAME: set name, and RUNS by --runs"
 _ACCUMULATION = (
     "the planner divides train.global_batch into micro-batches; plan.micro_batch pins the sequences of one on a rank"
@@ -47,7 +46,7 @@ TRAINING = {
     "output_dir": Meaning("name", _FOLDER),
     "run_name": Meaning("name"),
     "max_steps": Meaning("train.steps"),
-    "num_train_epochs": Meaning("train.steps", _EPOCHS),
+    "num_train_epochs": Meaning("train.epochs"),
     "lr_scheduler_type": Meaning("train.schedule"),
     "lr": Meaning("train.learning_rate"),
     "min_lr": Meaning("train.min_learning_rate", "train.min_learning_rate is a fraction of the peak"),
@@ -106,8 +105,8 @@ TRAINING = {
     "sequence_len": Meaning("train.seq_len"),
     "sequence_length": Meaning("train.seq_len"),
     "sample_packing": Meaning("data.packing"),
-    "num_epochs": Meaning("train.steps", _EPOCHS),
-    "epochs": Meaning("train.steps", _EPOCHS),
+    "num_epochs": Meaning("train.epochs"),
+    "epochs": Meaning("train.epochs"),
     "micro_batch_size": Meaning("plan.micro_batch", _BATCH_OF_RANK),
     "lr_scheduler": Meaning("train.schedule"),
     "wandb_project": Meaning("observe.wandb.project"),

@@ -10,6 +10,8 @@ from meshwright.spec.optimizers import AdamWSpec, DecayGroup, LambSpec, MuonSpec
 
 EQUAL_LOADS = "uniform"
 """`train.expert_load` that gives all experts equal loads."""
+STEPS_OF_EPOCHS = 1
+"""`train.steps` of a run with `train.epochs` until a start has counted the steps from its data."""
 Packing = Literal["stream", "none"]
 Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
 
@@ -23,6 +25,9 @@ class DataSpec:
     standard library, prepared on first use."""
     validation: str | None = None
     """Prepared data directory for validation; none takes `held_out` beside each source that has one."""
+    validation_tokens: Positive | None = None
+    """Tokens that a validation reads, the same for any batch, layout and number of ranks: as many of each source, spread evenly over its
+    held-out documents. none: all, at most 1,048,576."""
     packing: Packing = "stream"
     """stream: documents end to end, cut into sequences of `train.seq_len` tokens; chats are packed whole.
     none: a document is a sample, cut where it is longer than `train.seq_len`; `train.global_batch_tokens` is the batch."""
@@ -47,7 +52,10 @@ class TrainSpec:
     """Batch, optimizer and training schedule."""
 
     steps: Positive
-    """Optimizer steps in the whole run."""
+    """Optimizer steps in the whole run; left out with `epochs`."""
+    epochs: Annotated[float, Bound(more_than=0)] | None = None
+    """In place of `steps`: passes over the sequences of all sources together, a fraction too. A start counts the steps from the data
+    and rounds up; the run's config.yaml has them."""
     global_batch: Positive
     """Sequences in one step, over all ranks; left out with `global_batch_tokens`."""
     global_batch_tokens: Positive | None = None
@@ -102,8 +110,6 @@ class TrainSpec:
     """Factor of the median above which a value is a spike."""
     validate_every: NotNegative = 0
     """Steps between validations; 0 validates only at the end."""
-    validate_batches: Positive = 8
-    """Global batches read by one validation."""
     gc_every: NotNegative = 100
     """Steps between Python garbage collections, on all ranks at once; 0 leaves Python's own timing."""
     deterministic: bool = False

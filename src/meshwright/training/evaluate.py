@@ -1,9 +1,9 @@
-"""Loss on held-out text, over the same tokens for any number of ranks."""
+"""Loss on held-out text, over the same tokens for any batch, number of ranks and layout."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,7 +13,7 @@ import torch
 from meshwright.data.loader import Batch, DataSource, Loader, MicroBatch, Windows, scheduled_micro_batches
 from meshwright.data.sample_steps import SampleSteps
 from meshwright.data.slots import TokenReader
-from meshwright.data.step_samples import lengths_of_step
+from meshwright.data.validation import validation_samples
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import Engine
@@ -28,13 +28,17 @@ Passes = Callable[["HeldOut", np.ndarray, torch.device], Iterator[list[MicroBatc
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per token over `tokens` trained tokens, and figures derived from it; NaN if there is no such token."""
+    """Mean loss in nats per token over `tokens` trained tokens, and figures derived from it; NaN if there is no such token.
+
+    `bits_per_byte` is the loss of the tokens in bits over the bytes of text that they add; None where bytes are not known. A mixture also
+    has the figures of each source, whose means by the weights of `data.mix` are those of the whole: of nats and bytes per token.
+    """
 
     loss: float
     tokens: int
     bits_per_byte: float | None
     by_source: dict[str, float] = field(default_factory=dict)
-    """For a mixture, mean loss in nats per token of each source; `loss` is their mean weighted by tokens."""
+    bits_by_source: dict[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -43,31 +47,30 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The data of an evaluation: the first `samples` samples of a source."""
+    """The data of an evaluation: the samples of each source with these global indices."""
 
     source: DataSource
-    samples: int
+    samples: dict[str, np.ndarray]
     pass_tokens: int | None = None
     """Tokens that all ranks read at a time, of samples of any length; None for samples of equal length."""
 
     @classmethod
-    def of(cls, source: DataSource, max_samples: int) -> HeldOut:
-        """`wanted` samples, or all if the source has fewer."""
-        return cls(source, min(max_samples, source.windows))
+    def of(cls, source: DataSource, tokens: int | None, pass_tokens: int | None = None) -> HeldOut:
+        """The samples that every validation of about `tokens` tokens reads (`data.validation_tokens`)."""
+        return cls(source, validation_samples(source, tokens), pass_tokens)
 
-    @classmethod
-    def of_documents(cls, source: DataSource, pass_tokens: int, passes: int) -> HeldOut:
-        """The first samples that have at most `passes` · `pass_tokens` tokens together, or all if the source has fewer."""
-        end = source.windows
-        samples = len(lengths_of_step(source, 0, passes * pass_tokens, ((end, end + 1),)))
-        return cls(source, samples, pass_tokens)
-
-    def indices_by_source(self) -> dict[str, np.ndarray]:
-        """Global indices of the samples, by the name of their source."""
-        indices = np.arange(self.samples)
-        numbers = self.source.mixture.draws(indices).source
-        parts = {name: indices[numbers == number] for number, name in enumerate(self.source.mixture.names)}
-        return {name: part for name, part in parts.items() if len(part)}
+    def unigram_entropy(self) -> float:
+        """Entropy in nats per token of the targets, sources weighted as in the loss: the loss of a model that knows how often tokens occur
+        and nothing else.
+        """
+        counts = [self.source.target_counts(indices) for indices in self.samples.values()]
+        weights = [self.source.weights[name] for name in self.samples]
+        parts = [(weight, count) for weight, count in zip(weights, counts, strict=True) if count.any()]
+        shares = np.zeros(max(len(count) for _, count in parts))
+        for weight, count in parts:
+            shares[: len(count)] += weight * count / count.sum()
+        shares = shares[shares > 0] / shares.sum()
+        return float(-(shares * np.log(shares)).sum())
 
 
 def evaluate(
@@ -104,7 +107,7 @@ def evaluate(
     if not engine.holds_loss:
         sums.zero_()
     if any(mesh.coordinate(axis) for axis in ("tensor", *CONTEXT_AXES)):
-        sums[:, 1] = 0  # these ranks divide a sequence's loss, and each counted all its tokens
+        sums[:, 1:] = 0  # these ranks divide a sequence's loss, and each counted all its tokens
     return _evaluation(held_out, mesh.sum_over_all(sums))
 
 
@@ -149,16 +152,18 @@ def _sums(
     passes: Passes,
     device: torch.device,
 ) -> torch.Tensor:
-    """[summed loss, valid tokens] of one data rank's part of each source's samples, float64 `(sources, 2)`.
+    """[summed loss, valid tokens, bytes they add] of one data rank's part of each source's samples, float64 `(sources, 3)`.
 
     All ranks run every pass, as it is collective. Sources share no pass, so a mixture needs at most one additional pass
     per source.
     """
-    by_source = []
-    for indices in held_out.indices_by_source().values():
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
+    by_source, table = [], held_out.source.token_bytes
+    token_bytes = None if table is None else torch.from_numpy(table).to(device)
+    for indices in held_out.samples.values():
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
         for batches in passes(held_out, indices, device):
-            sums += torch.stack([measure(batches), torch.stack([_valid(batch) for batch in batches]).sum()])
+            counts = torch.stack([_counts(batch, token_bytes) for batch in batches]).sum(0)
+            sums += torch.cat([measure(batches)[None], counts])
         by_source.append(sums)
     return torch.stack(by_source)
 
@@ -228,17 +233,35 @@ class _SourceSamples:
         return self._indices[np.asarray(indices) % len(self._indices)]
 
 
-def _valid(batch: MicroBatch) -> torch.Tensor:
-    """Number of valid tokens of the batch, float64."""
+def _counts(batch: MicroBatch, token_bytes: torch.Tensor | None) -> torch.Tensor:
+    """[valid tokens of the batch, bytes that they add to the text], float64 `(2,)`; 0 bytes without `token_bytes` `(vocabulary,)`."""
     assert batch.targets is not None, "a loader's batches have targets"
-    return (batch.targets >= 0).sum().double()
+    valid = batch.targets >= 0
+    tokens = valid.sum()
+    text = torch.zeros_like(tokens) if token_bytes is None else (token_bytes[batch.targets.clamp(min=0)] * valid).sum()
+    return torch.stack([tokens, text]).double()
 
 
 def _evaluation(held_out: HeldOut, sums: torch.Tensor) -> Evaluation:
-    """The Evaluation for [summed loss, valid tokens] by source."""
-    sums_by_source = dict(zip(held_out.indices_by_source(), sums.tolist(), strict=True))
-    by_source = {name: loss / tokens for name, (loss, tokens) in sums_by_source.items() if tokens}
-    loss, tokens = (sum(column) for column in zip(*sums_by_source.values(), strict=True))
-    mean, per_byte = loss / tokens if tokens else math.nan, held_out.source.bytes_per_token
-    bits = mean / math.log(2) / per_byte if per_byte else None
-    return Evaluation(mean, int(tokens), bits, by_source if len(by_source) > 1 else {})
+    """The Evaluation for [summed loss, valid tokens, bytes] by source."""
+    rows = {name: row for name, row in zip(held_out.samples, sums.tolist(), strict=True) if row[1]}
+    weights = {name: held_out.source.weights[name] for name in rows}
+    by_source = {name: loss / tokens for name, (loss, tokens, _) in rows.items()}
+    bytes_by_source = {name: text / tokens for name, (_, tokens, text) in rows.items()}
+
+    def mean(values: Mapping[str, float]) -> float:
+        return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())
+
+    tokens = int(sum(row[1] for row in rows.values()))
+    if not tokens:
+        return Evaluation(math.nan, 0, None)
+    known = all(bytes_by_source.values())
+    return Evaluation(
+        mean(by_source),
+        tokens,
+        mean(by_source) / math.log(2) / mean(bytes_by_source) if known else None,
+        by_source if len(rows) > 1 else {},
+        {name: loss / math.log(2) / bytes_by_source[name] for name, loss in by_source.items()}
+        if known and len(rows) > 1
+        else {},
+    )

@@ -143,6 +143,7 @@ class Reporter:
             "tokens": result.tokens,
         }
         more |= {"by_source": result.by_source} if result.by_source else {}
+        more |= {"bits_per_byte_by_source": result.bits_by_source} if result.bits_by_source else {}
         if self._metrics:
             with self.writing():
                 self._metrics.write_validation(step, result.loss, **more)

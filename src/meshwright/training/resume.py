@@ -96,8 +96,6 @@ def _continue_from(session: Session, state: dict[str, Any]) -> None:
         session.decisions.restore(state)
     session.optimizer.set_steps(session.numerics.updates(session.step))
     session.data.restore_order(state.get("data"))
-    if session.held_out is not None:
-        session.held_out.source.restore_order(state.get("data"))
 
 
 def first_sample(state: Mapping[str, Any], global_batch: int, skipped: Sequence[SampleRange]) -> int:

@@ -283,9 +283,7 @@ def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldO
     if not has_validation(run.data, train.seq_len):
         return data, None
     validation = opened(seq_len=train.seq_len, split="validation")
-    if train.global_batch_tokens is None:
-        return data, HeldOut.of(validation, train.global_batch * train.validate_batches)
-    return data, HeldOut.of_documents(validation, train.global_batch_tokens, train.validate_batches)
+    return data, HeldOut.of(validation, run.data.validation_tokens, train.global_batch_tokens)
 
 
 def _write_environment(folder: Path) -> None:

@@ -7,7 +7,6 @@ and `meshwright eval` call `join_and_answer` themselves.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import dataclass, replace
 
@@ -40,11 +39,10 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Held-out text to evaluate: at most `samples` sequences of `seq_len` tokens, `micro_batch` at a time."""
+    """Held-out text to evaluate: sequences of `seq_len` tokens, `micro_batch` at a time; `data` says how many tokens."""
 
     data: DataSpec
     seq_len: int
-    samples: int
     micro_batch: int
 
 
@@ -93,11 +91,11 @@ def compute_answer(job: SpreadJob, world: World) -> Answer:
     if job.measurement:
         text = job.measurement
         source = open_data(text.data, seq_len=text.seq_len, seed=0, vocab_size=job.model.vocab_size, split="validation")
-        held_out = HeldOut.of(source, text.samples)
+        pass_tokens = None
         if text.data.packing == "none":
             plan = replace(plan, samples=plan.samples or undivided_samples(text.seq_len))
             pass_tokens = text.micro_batch * text.seq_len * mesh.data_ranks
-            held_out = HeldOut.of_documents(source, pass_tokens, math.ceil(text.samples * text.seq_len / pass_tokens))
+        held_out = HeldOut.of(source, text.data.validation_tokens, pass_tokens)
         measured = evaluate(engine, held_out, mesh=mesh, micro_batch=text.micro_batch, device=world.device, plan=plan)
     return Answer(tokens=tokens, evaluation=measured)
 

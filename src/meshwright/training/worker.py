@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 
 from meshwright.durable.writes import write_durable
 from meshwright.events.start import StartClock
+from meshwright.observe.goodput import Goodput, run_goodput
 from meshwright.parallel.world import World, join
 from meshwright.spec.errors import Interrupted
 from meshwright.spec.fields import to_plain
@@ -73,7 +73,6 @@ def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartC
     """Train on this rank of a joined job; rank 0 writes metrics, summary and report.
     `clock` has counted the start so far."""
     folder = life.stop.folder = Path(assignment.folder)
-    started = time.perf_counter()
     if assignment.run.train.keep_cores:
         keep_to_own_cores(world)
     if assignment.run.train.deterministic:
@@ -92,8 +91,9 @@ def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartC
     if session.step:
         reporter.event(session.step, f"resumed after step {session.step} from {session.resumed_from}")
     trained = train(session, reporter, life.stop)
+    reporter.close()  # the wall time of the run ends here, in the summary as in the report
     if world.leads:
-        _write_summary(session, trained, time.perf_counter() - started)
+        _write_summary(session, trained, run_goodput(folder))
 
 
 def _write_report(folder: Path) -> None:
@@ -102,16 +102,18 @@ def _write_report(folder: Path) -> None:
     write_report(folder)
 
 
-def _write_summary(session: Session, trained: Trained, wall_seconds: float) -> None:
+def _write_summary(session: Session, trained: Trained, time: Goodput | None) -> None:
     last = trained.validation
-    summary: dict[str, Any] = {"steps": session.step, "tokens": session.tokens, "wall_seconds": wall_seconds}
+    summary: dict[str, Any] = {"steps": session.step, "tokens": session.tokens}
+    if time is not None:
+        summary |= {"wall_seconds": time.wall_seconds, "goodput": time.goodput}
     if last is not None and session.held_out is not None:
         summary |= {
             "held_out_loss": last.loss,
             "held_out_tokens": last.tokens,
             "perplexity": last.perplexity,
             "bits_per_byte": last.bits_per_byte,
-            "unigram_entropy_nats": session.held_out.source.unigram_entropy(session.held_out.samples),
+            "unigram_entropy_nats": session.held_out.unigram_entropy(),
         }
     if trained.account is not None:
         summary["account"] = to_plain(trained.account)
