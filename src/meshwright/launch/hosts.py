@@ -45,7 +45,8 @@ from meshwright.launch.reports import Directive, Report
 from meshwright.launch.snapshot_server import snapshot_server
 from meshwright.policies.restart import Stop
 from meshwright.policies.supervision import State
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, MeshwrightError
+from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
@@ -91,17 +92,26 @@ def run_coordinator(
     handlers: dict[str, Handler] = {}
     server = ControlServer(listener, token, handlers, run.name)
     with closing(server), folder_lock(folder):
-        finished = finished_state(folder)
-        if finished is not None and dismiss_agents(server, handlers, finished, until_another=True):
-            return exit_directive(finished).code
-        state = job_state(folder)
-        prepared = prepared_before(run, folder) if state.attempt else prepare_run(run, runs, profile=None, note=note)
-        if prepared is None:
-            dismiss_agents(server, handlers, State("finished", stop=Stop(EXIT_DONE)))
-            return EXIT_DONE
-        announce(prepared)
+        try:
+            finished = finished_state(folder)
+            if finished is not None and dismiss_agents(server, handlers, finished, until_another=True):
+                return exit_directive(finished).code
+            state = job_state(folder)
+            prepared = prepared_before(run, folder, note) if state.attempt else None
+            if prepared is None and not state.attempt:
+                prepared = prepare_run(run, runs, profile=None, note=note)
+                if prepared is None:
+                    dismiss_agents(server, handlers, State("finished", stop=Stop(EXIT_DONE)))
+                    return EXIT_DONE
+        except (MeshwrightError, OSError) as error:  # another coordinator would meet it too
+            failure = as_meshwright_error(error)
+            dismiss_agents(server, handlers, State("finished", stop=Stop(failure.exit_code, str(failure))))
+            raise
+        if prepared is not None:
+            announce(prepared)
         coordinator = Coordinator(
-            folder, rules_of(run), run.cluster.gpus_per_node, partial(write_attempt, prepared),
+            folder, rules_of(run), run.cluster.gpus_per_node,
+            partial(write_attempt, prepared or partial(prepare_run, run, runs, profile=None, note=note)),
             state=state, finished=finished, hang_seconds=hang_seconds(run),
         )  # fmt: skip
         handlers["POST /report"] = lambda value: to_plain(coordinator.receive(checked_report(value)))
@@ -251,6 +261,8 @@ class _Link:
                 continue
             self._agent.obey(directive)
             if directive.order == "exit":
+                if directive.cause:
+                    write_line(f"meshwright: {directive.cause}")
                 self._agent.close_attempt()
                 return directive.code
 
