@@ -141,8 +141,8 @@ def test_agents_end_with_the_error_of_a_coordinator_that_cannot_begin(
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
     listening = threading.Event()
-    listen = hosts.listen
-    monkeypatch.setattr(hosts, "listen", lambda address: (listen(address), listening.set())[0])
+    listen_at = hosts.listen_at
+    monkeypatch.setattr(hosts, "listen_at", lambda *values: (listen_at(*values), listening.set())[0])
 
     def coordinate() -> None:
         try:
