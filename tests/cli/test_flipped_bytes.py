@@ -16,11 +16,11 @@ from meshwright.checkpoint.object_store import ObjectStore
 from meshwright.cli.incidents import incident_lines
 from meshwright.config.load import load_cluster, load_plan, load_resolved
 from meshwright.data.text_format import recorded_text_format
-from meshwright.launch.coordinator import STATE_FILE, read_state
 from meshwright.launch.incidents import FILE, FOLDER, read_incidents
 from meshwright.launch.progress_file import FILE as PROGRESS
 from meshwright.launch.progress_file import JobProgress, RankSnapshot, _to_columns, read_progress
 from meshwright.launch.run_figures import FigureReader
+from meshwright.launch.state_file import STATE_FILE, read_state
 from meshwright.observe.metrics import MetricsWriter, read_metrics
 from meshwright.observe.runfolder import read_run
 from meshwright.policies.restart import Incident

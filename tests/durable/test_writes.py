@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -108,3 +109,22 @@ def test_rename_and_publish_give_files_their_new_names(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("replaced")
     publish(tmp_path / "b", tmp_path / "c")
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"c": "content"}
+
+
+def test_a_failed_append_leaves_the_file_as_it_was_and_a_torn_line_is_ended_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+    append_durable(path, b"first\n")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError) as caught:
+            append_durable(path, b"second\n")
+    assert caught.value.filename == str(path) and path.read_bytes() == b"first\n"
+    path.write_bytes(b"first\nsec")
+    append_durable(path, b"third\n")
+    assert path.read_bytes() == b"first\nsec\nthird\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.chaos.code_faults import with_code
-from meshwright.launch.coordinator import STATE_FILE, read_state
+from meshwright.launch.state_file import STATE_FILE, read_state
 from meshwright.policies.supervision import State
 from meshwright.spec.errors import EXIT_REPEATED
 from meshwright.spec.fields import to_plain

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.connections.accept import listen_at
 from meshwright.connections.limits import COORDINATOR
 from meshwright.connections.proof import Challenge, Session, WrongProof, answer_challenge
 from meshwright.events.messages import Failure, Progress
 from meshwright.launch import control, http_listener
-from meshwright.launch.control import ControlClient, ControlServer, coordinator_address, listen
+from meshwright.launch.control import ControlClient, ControlServer, coordinator_address
 from meshwright.launch.hosts import checked_report
 from meshwright.launch.outcome import RankState
 from meshwright.launch.reports import Directive, Report
@@ -41,7 +42,7 @@ REPORT = Report(
 @contextmanager
 def server() -> Iterator[tuple[str, int]]:
     """A server that answers reports, in a thread."""
-    listener = listen(("127.0.0.1", 0))
+    listener = listen_at(("127.0.0.1", 0))
     address = listener.getsockname()
     server_ended = threading.Event()
     handlers = {"POST /report": lambda value: to_plain(Directive("wait", checked_report(value).attempt))}

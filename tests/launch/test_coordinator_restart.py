@@ -20,11 +20,12 @@ from meshwright.launch import hosts as hosts_module
 from meshwright.launch.agent import Agent
 from meshwright.launch.attempts import finished_state, job_state
 from meshwright.launch.control import ControlClient, ControlServer
-from meshwright.launch.coordinator import STATE_FILE, Coordinator
+from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.hosts import dismiss_agents
 from meshwright.launch.local import Ranks
 from meshwright.launch.outcome import RankState
 from meshwright.launch.reports import Directive, Report
+from meshwright.launch.state_file import STATE_FILE
 from meshwright.policies.restart import RestartPolicy, Stop
 from meshwright.policies.supervision import Rules, State
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_PREEMPTED

@@ -42,7 +42,7 @@ def test_a_coordinator_writes_where_its_ranks_are(tmp_path: Path) -> None:
     assert found is not None and (found.attempt, found.status) == (1, "running")
     assert found.ranks == (
         RankSnapshot(0, "a", "train", 7, 3, 2.5),
-        RankSnapshot(1, "b", "start", 0, -1, 0.0, True, None, PendingWait("recv", 1, 2, -1, 0, 0)),
+        RankSnapshot(1, "b", "start", 0, -1, 2.5, True, None, PendingWait("recv", 1, 2, -1, 0, 0)),
     )
     assert abs(found.time - time.time()) < 60
 

@@ -147,18 +147,51 @@ def test_a_file_whose_server_went_away_is_gone(tmp_path, monkeypatch, number):
             writer.write_event(1, "x")
 
 
-@pytest.mark.parametrize("room", [0, 10])
-def test_a_full_disk_is_out_of_resources_and_loses_no_line(tmp_path, room):
+@pytest.mark.parametrize("room", [0, 10, 100])
+def test_lines_that_a_full_disk_does_not_take_are_kept_and_written_once_there_is_space(tmp_path, room, caplog):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         writer.write_event(1, "before")
         file = writer._file
         writer._file = Full(file, room)
-        with pytest.raises(OutOfResources, match=r"adding a line: .+metrics.jsonl: No space left"):
-            writer.write_event(2, "while it is full")
+        for step in range(2, 100):
+            writer.write_event(step, "while it is full")
+        assert all(line.endswith(b"}\n") for line in path.read_bytes().splitlines(keepends=True))
+        assert [record.message for record in caplog.records] == [
+            f"{path}: No space left on device; lines are kept in memory until it can be written"
+        ]
         writer._file = file
-        writer.write_event(3, "after")
-    assert [line["text"] for line in read_metrics(path)] == ["before", "while it is full", "after"]
+        writer.write_event(100, "after")
+        assert len(caplog.records) == 2 and "lines that were kept" in caplog.records[1].message
+    assert [line["step"] for line in read_metrics(path)] == list(range(1, 101))
+
+
+def test_kept_lines_have_a_bound_and_an_end_without_space_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(metrics, "KEPT_BYTES", 1000)
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer._file = Full(writer._file, 0)
+    with pytest.raises(OutOfResources, match=r"metrics.jsonl: No space left"):
+        for step in range(1, 100):
+            writer.write_event(step, "x" * 50)
+    assert 10 < step < 20
+    writer._file.close = lambda: None
+    writer.close()
+    assert caplog.records[-1].message == f"{path}: the last {step} lines could not be written"
+
+
+def test_a_rollback_drops_kept_lines_too(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write_event(1, "x")
+        file = writer._file
+        writer._file = Full(file, 0)
+        for step in range(2, 9):
+            writer.write_event(step, "x")
+        writer._file = file
+        writer.rewind(4)
+        writer.write_event(5, "again")
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("replaced", [False, True])

@@ -134,3 +134,19 @@ def test_a_stopped_rank_hangs_though_it_came_further_and_stopped_later() -> None
     watch.update(1, "train", 9, 4, 99, 1.5, stopped=True)
     hung = watch.hung(6.4)  # rank 0 is over the limit, rank 1 is not yet
     assert hung is not None and hung[0] == 1
+
+
+@pytest.mark.parametrize("phase", ["start", "save", "compile", "train"])
+def test_ranks_that_a_signal_has_stopped_are_noticed_in_every_phase(phase: str) -> None:
+    watch = HangWatch(5.0)
+    for now in range(21):
+        for rank in range(2):
+            watch.update(rank, phase, 3, 0, min(now, 4), float(now), stopped=now > 4)
+        hung = watch.hung(float(now))
+        if now <= 10:
+            assert hung is None
+    assert hung is not None and hung[0] == 0
+    for now in range(21, 26):
+        for rank in range(2):
+            watch.update(rank, phase, 3, 0, now, float(now))
+        assert watch.hung(float(now)) is None

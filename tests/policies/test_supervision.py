@@ -28,6 +28,7 @@ from meshwright.policies.job_events import (
     Tick,
     Trained,
     Unplannable,
+    Unrecordable,
 )
 from meshwright.policies.restart import Incident, RestartPolicy
 from meshwright.policies.supervision import Rules, State, decide
@@ -54,6 +55,7 @@ EVENTS: st.SearchStrategy[list[Event]] = st.lists(
         st.builds(Failed, attempt, incident),
         st.builds(Ended, attempt, host),
         st.builds(StopRequested, st.sampled_from([75, 130])),
+        st.builds(Unrecordable, st.just(3), st.just("the disk is full")),
         st.builds(Tick),
     ),
     max_size=80,

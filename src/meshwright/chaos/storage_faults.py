@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,12 +29,19 @@ def mount_obstacle() -> str | None:
     return f"there is no command {missing[0]}" if missing else None
 
 
-def mount(stage: Stage, *arguments: str) -> Path:
-    """Mount a file system at the folder of the run's checkpoints until the stage closes."""
-    folder = stage.run / "checkpoints"
+def mount(stage: Stage, *arguments: str, within: str = "checkpoints") -> Path:
+    """Mount a file system at a folder of the run, or at the run's own (`""`), until the stage closes; its files stay."""
+    folder = stage.run / within
     folder.mkdir(parents=True)
+
+    def unmount() -> None:
+        with tempfile.TemporaryDirectory() as copy:
+            shutil.copytree(folder, copy, dirs_exist_ok=True)
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+            shutil.copytree(copy, folder, dirs_exist_ok=True)
+
     subprocess.run(["mount", *arguments, str(folder)], check=True)
-    stage.on_close(lambda: subprocess.run(["umount", "--lazy", str(folder)], check=True))
+    stage.on_close(unmount)
     return folder
 
 
@@ -47,11 +55,11 @@ def remount(folder: Path, options: str) -> None:
     process.check_returncode()
 
 
-def fail_one_save(broken: str, repaired: str) -> Callable[[Stage], None]:
-    """Play: remount the checkpoints' file system with `broken` options until a save fails, then with `repaired` ones."""
+def fail_one_save(broken: str, repaired: str, within: str = "checkpoints") -> Callable[[Stage], None]:
+    """Play: remount the file system of a folder of the run with `broken` options until a save fails, then with `repaired` ones."""
 
     def play(stage: Stage) -> None:
-        folder = mount(stage, "-t", "tmpfs", "-o", "size=50%", "none")
+        folder = mount(stage, "-t", "tmpfs", "-o", "size=50%", "none", within=within)
         job = stage.start()
         job.until_step(stage.template.every + 1)  # early: the last save has to find the repaired file system
         status = os.statvfs(folder)
@@ -127,6 +135,16 @@ STORAGE_FAULTS = (
         name="disk-full",
         promise="A save that finds the disk full is reported, training goes on with the same losses, and later saves succeed.",
         play=fail_one_save("size={used}", "size=50%"),
+        overrides=BESIDE_TRAINING,
+        detected_by=FAILED_SAVE,
+        restarts=False,
+        unavailable=mount_obstacle,
+    ),
+    Scenario(
+        name="disk-full-run",
+        promise="When the disk of the whole run folder is full, training goes on with the same losses, and metrics and later saves "
+        "are written once there is space.",
+        play=fail_one_save("size={used}", "size=50%", within=""),
         overrides=BESIDE_TRAINING,
         detected_by=FAILED_SAVE,
         restarts=False,

@@ -8,11 +8,20 @@ import socket
 import time
 from contextlib import suppress
 
+BACKLOG = 128
+"""Connections that may wait to be accepted."""
 AT_ONCE = 64
 """Most connections that one call accepts."""
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 PAUSE_SECONDS = 0.05
 """Pause while the table is full and no descriptor is in reserve; the caller would try again at once."""
+
+
+def listen_at(address: tuple[str, int], backlog: int = BACKLOG) -> socket.socket:
+    """A listening socket at a host and port, of IPv4 or IPv6. Raises OSError, e.g. if it is another host's or in use."""
+    host, port = address
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    return socket.create_server(address, family=family, backlog=backlog)
 
 
 class Acceptor:

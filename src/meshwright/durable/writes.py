@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -56,14 +57,27 @@ def write_replacing(path: Path, content: bytes) -> None:
 
 
 def append_durable(path: Path, content: bytes) -> None:
-    """Append `content` to a file, which is created if missing, and flush it; a crash may leave a part of `content` at the end."""
+    """Append the lines `content` to a file, which is created if missing, and flush it.
+
+    After an OSError, which names `path`, the file ends as before where the file system permits that. A crash may leave a
+    part of `content` at the end; the next call ends that line first.
+    """
     is_new = not path.exists()
-    with path.open("ab") as file:
-        file.write(content)
-        file.flush()
-        sync_open_file(file.fileno(), path)
-    if is_new:
-        sync_folder(path.parent)
+    with path.open("a+b", buffering=0) as file:
+        end = os.fstat(file.fileno()).st_size
+        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            content = b"\n" + content
+        try:
+            while content:
+                content = content[file.write(content) :]
+            sync_open_file(file.fileno(), path)
+            if is_new:
+                sync_folder(path.parent)
+        except OSError as error:
+            error.filename = str(path)
+            with suppress(OSError):
+                os.ftruncate(file.fileno(), end)
+            raise
 
 
 def publish(partial: Path, path: Path) -> None:

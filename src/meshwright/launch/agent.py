@@ -18,6 +18,7 @@ from meshwright.launch.local import Listener, Ranks
 from meshwright.launch.reports import Directive, Evidence, HostTest, Report
 from meshwright.policies.job_end import STOP_EXIT_CODES
 from meshwright.policies.skipped_samples import SampleRange
+from meshwright.policies.supervision import LISTED_CHECKPOINTS
 from meshwright.spec.errors import EXIT_INTERRUPTED, BadInput
 from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
 from meshwright.spec.run import RunSpec
@@ -283,7 +284,7 @@ class Agent:
 
     def _listen(self, rank: int, message: Message) -> None:
         if isinstance(message, Checkpoint):
-            self._checkpoints.append(message.step)
+            self._checkpoints = [*self._checkpoints, message.step][-LISTED_CHECKPOINTS:]
         if isinstance(message, SkippedSamples):
             self._skipped.append((message.first, message.end))
         if isinstance(message, Corruption):

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from meshwright.checkpoint.inventory import present_steps
 from meshwright.durable.writes import write_durable
-from meshwright.launch.coordinator import NoPlanForHosts, read_state
+from meshwright.launch.coordinator import NoPlanForHosts
 from meshwright.launch.corpus import recorded_skips
 from meshwright.launch.folder import take_over
-from meshwright.launch.prepare import Prepared, training_plan
+from meshwright.launch.prepare import Note, Prepared, training_plan
+from meshwright.launch.state_file import read_state
 from meshwright.policies.hang import CPU_SECONDS, GPU_SECONDS
 from meshwright.policies.host_tests import Suspect
 from meshwright.policies.restart import RestartPolicy
 from meshwright.policies.skipped_samples import merge_skips
 from meshwright.policies.supervision import Rules, State
-from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.fields import to_plain
+from meshwright.spec.errors import EXIT_DONE, BadInput, Damaged, MeshwrightError, OutOfResources
+from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.fields import to_sealed_json
 from meshwright.spec.run import Assignment, RunSpec
+
+
+class RunFinished(MeshwrightError):
+    """The run's last step is in a checkpoint, so that its job has nothing left to do."""
+
+    exit_code = EXIT_DONE
 
 
 def rules_of(run: RunSpec, *, others_may_join: bool = True) -> Rules:
@@ -71,9 +79,16 @@ def job_state(folder: Path) -> State:
     return replace(earlier, checkpoints=steps, present=steps, ready=(), not_before=0.0, short_since=None)
 
 
-def prepared_before(run: RunSpec, folder: Path) -> Prepared:
-    """The run of a job that goes on, on all its hosts, as its last attempt was prepared."""
-    last = Assignment.read(folder / "assignment.json")
+def prepared_before(run: RunSpec, folder: Path, note: Note) -> Prepared | None:
+    """The run of a job that goes on, on all its hosts, as its last attempt was prepared; None if its file is damaged.
+
+    Ranks that train need it no more: it is prepared anew for the next attempt.
+    """
+    try:
+        last = Assignment.read(folder / "assignment.json")
+    except (Damaged, OSError) as error:
+        note(f"{as_meshwright_error(error)}; the next attempt is prepared anew")
+        return None
     first = replace(
         last, run=replace(last.run, cluster=replace(last.run.cluster, nodes=run.cluster.nodes), plan=run.plan)
     )
@@ -82,12 +97,15 @@ def prepared_before(run: RunSpec, folder: Path) -> Prepared:
     return Prepared(first, folder, resumes=True)
 
 
-def write_attempt(prepared: Prepared, state: State) -> Path:
-    """Write the assignment of the state's attempt and return its file.
+def write_attempt(source: Prepared | Callable[[], Prepared | None], state: State) -> Path:
+    """Write the assignment of the state's attempt and return its file. `source` is the prepared run, or prepares it.
 
     Each attempt takes the lease anew, so that a rank of an earlier one that still runs commits nothing. Raises
-    NoPlanForHosts.
+    NoPlanForHosts, and RunFinished if `source` returns None.
     """
+    prepared = source if isinstance(source, Prepared) else source()
+    if prepared is None:
+        raise RunFinished("the run is finished")
     first = prepared.assignment
     on_hosts = _on_hosts(first, len(state.members))
     lease = first.lease if state.attempt == 1 else take_over(prepared.folder)
@@ -99,7 +117,7 @@ def write_attempt(prepared: Prepared, state: State) -> Path:
         skip_samples=state.skipped,
     )
     file = prepared.folder.absolute() / "assignment.json"
-    write_durable(file, json.dumps(to_plain(assignment)))
+    write_durable(file, to_sealed_json(assignment))
     return file
 
 

@@ -20,6 +20,7 @@ from meshwright.launch.http_listener import HttpConnection, HttpListener, HttpRe
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.listen_address import address_text
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
 BODY_BYTES = 1 << 20
@@ -34,18 +35,18 @@ Handler = Callable[[Any], Any]
 
 
 def coordinator_address(text: str | None) -> tuple[str, int]:
-    """HOST:PORT as a pair. Raises BadInput for another form."""
+    """HOST:PORT, or [IPV6]:PORT, as a pair. Raises BadInput for another form."""
     host, _, port = (text or "").rpartition(":")
-    if not host or not port.isdigit() or not 0 <= int(port) < 1 << 16:
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not host.strip("[]") or (":" in host and not bracketed) or not port.isdigit() or not 0 <= int(port) < 1 << 16:
         raise BadInput(
-            f"{COORDINATOR_VARIABLE} is {text!r}; expected HOST:PORT of the coordinator, e.g. 10.0.0.1:29400"
+            f"{COORDINATOR_VARIABLE} is {text!r}; expected HOST:PORT or [IPV6]:PORT of the coordinator, e.g. 10.0.0.1:29400"
         )
-    return host.strip("[]"), int(port)
+    return host[1:-1] if bracketed else host, int(port)
 
 
-def listen(address: tuple[str, int]) -> socket.socket:
-    """A listening socket at the address. Raises OSError, e.g. if it is another host's or in use."""
-    return socket.create_server(address, backlog=1024)
+class NoCoordinator(ConnectionError):
+    """Something else than a coordinator listens at its address."""
 
 
 class ControlServer(HttpListener):
@@ -113,8 +114,8 @@ class ControlClient:
     def report(self, report: Report) -> Directive:
         """Send a report and return the answer.
 
-        Raises OSError if the coordinator cannot be reached, WrongProof (an OSError too) if what answers does not know
-        the token, and BadInput if the coordinator refuses the report.
+        Raises OSError if the coordinator cannot be reached, NoCoordinator or WrongProof (OSErrors too) if what answers is
+        something else or does not know the token, and BadInput if the coordinator refuses the report.
         """
         return from_plain(Directive, self.request("POST", "/report", to_plain(report)))
 
@@ -136,7 +137,7 @@ class ControlClient:
 
     @property
     def _name(self) -> str:
-        return f"{self._address[0]}:{self._address[1]}"
+        return address_text(*self._address)
 
     def _connect(self) -> tuple[http.client.HTTPConnection, Session]:
         """A connection whose other end has proved that it knows the token."""
@@ -151,11 +152,16 @@ class ControlClient:
             response = connection.getresponse()
             content = response.read(BODY_BYTES)
             if response.status != 200:
-                raise ConnectionError(f"what listens at {self._name} is no coordinator: it answers {response.status}")
+                raise NoCoordinator(f"what listens at {self._name} is no coordinator: it answers {response.status}")
             answer = json.loads(content)
             if not isinstance(answer, dict):
                 raise ValueError("expected a proof")
             return connection, challenge.session(answer.get("nonce"), answer.get("proof"))
+        except (http.client.BadStatusLine, http.client.LineTooLong, ValueError) as error:
+            connection.close()
+            if isinstance(error, http.client.RemoteDisconnected):
+                raise
+            raise NoCoordinator(f"what listens at {self._name} is no coordinator: {str(error)[:100]!r}") from None
         except WrongProof as error:
             connection.close()
             raise WrongProof(f"what listens at {self._name} is not this run's coordinator: {error}") from None

@@ -2,11 +2,13 @@
 
 It never calls an agent: each report is answered with what the agent does now. Its state (`policies.supervision`) is
 appended to `RUN/supervision.jsonl` at each change, and read from there when the coordinator is started again.
+
+A state is written, then adopted, then acted on. One that cannot be written is not adopted, and its event is applied
+again: events follow from reports and times, not from their changes.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,13 +17,13 @@ from pathlib import Path
 
 from meshwright.checkpoint.inventory import present_steps
 from meshwright.diagnosis.culprit import Culprit
-from meshwright.durable.writes import append_durable
-from meshwright.events.messages import Corruption
+from meshwright.events.messages import Corruption, Progress
 from meshwright.events.terminal import write_line
 from meshwright.launch.incidents import IncidentWriter, JobSchedule, culprit_of_hang, is_recorded, statuses
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
 from meshwright.launch.progress_file import JobProgress, rank_snapshot
 from meshwright.launch.reports import Directive, Evidence, Report
+from meshwright.launch.state_file import StateFile
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
 from meshwright.policies.host_tests import seconds_of_test
 from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
@@ -49,20 +51,21 @@ from meshwright.policies.job_events import (
     Tick,
     Trained,
     Unplannable,
+    Unrecordable,
 )
 from meshwright.policies.restart import Incident, Stop
-from meshwright.policies.supervision import Rules, State, decide, is_excluded
+from meshwright.policies.supervision import Rules, State, decide, is_excluded, is_unlisted
 from meshwright.spec.errors import EXIT_COMMUNICATION, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
-from meshwright.spec.fields import from_plain, to_plain
 
-STATE_FILE = "supervision.jsonl"
 SILENT_SECONDS = 8.0
 """Seconds without a report after which an agent counts as lost."""
 UNHEARD_SECONDS = 4.0
 """Seconds without a report, more than the longest heartbeat, in which no rank counts as hung: it may wait for that host."""
 STOPPED_SECONDS = 2.0
 """A longer time between two calls of `tick` means that this process was stopped."""
+IMPORTS = Progress("start", 0)
+"""Progress of a rank that has not said any yet."""
 RESTART_GRACE_SECONDS = 2.0
 """Seconds that ranks may take to end before a restart; their reports are not needed then."""
 
@@ -128,6 +131,7 @@ class Coordinator:
         self._evidence = Evidence()
         self._reports: dict[str, Report] = {}
         self._seen: dict[str, float] = dict.fromkeys(self.state.members, clock()) if state is not None else {}
+        self._file = StateFile(folder)
         self._preparation: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, "prepare")
         self._incidents = IncidentWriter(folder)
@@ -176,13 +180,15 @@ class Coordinator:
             self._seen = dict.fromkeys(self._seen, now)
         self._ticked = now
         for host in [host for host, seen in self._seen.items() if now - seen > SILENT_SECONDS]:
+            text = f"host {host} has not answered for {SILENT_SECONDS:g} s"
+            peers_failed_first = self.state.status == "ending" and host in self.state.members
+            if not self._apply(Lost(host, text), now):
+                continue
             del self._seen[host]
             self._reports.pop(host, None)
-            text = f"host {host} has not answered for {SILENT_SECONDS:g} s"
-            if self.state.status == "ending" and host in self.state.members:  # its peers failed first
+            if peers_failed_first:
                 write_line(f"meshwright: {text}; it is lost")
                 self._incidents.blame_host(host, text)
-            self._apply(Lost(host, text), now)
         if now - min(self._seen.values(), default=now) > UNHEARD_SECONDS:
             self._watch.resume(now)  # if the host does not come back it is lost, which takes no longer
         if self._stop:
@@ -192,6 +198,8 @@ class Coordinator:
         for event in self._events_of_ranks(now):
             self._apply(event, now)
         self._apply(Tick(), now)
+        if (failure := self._file.failure(now)) is not None:
+            self._apply(Unrecordable(failure.exit_code, str(failure)), now)
 
     def close(self) -> None:
         """Wait for the preparation of an attempt that still runs."""
@@ -234,7 +242,7 @@ class Coordinator:
         if not state.trained and any(rank.last_step for rank in report.ranks):
             yield Trained()  # the first finished step of the job
         for step in report.checkpoints:
-            if step not in state.checkpoints:
+            if is_unlisted(self.state, step):
                 yield Committed(step)
         if not set(report.skipped) <= set(state.skipped):
             yield SkippedSamples(report.skipped)
@@ -260,17 +268,18 @@ class Coordinator:
                 yield Failed(state.attempt, self._incident(ranks[first]))
         elif state.status == "running" and (hung := self._watch.hung(now)) is not None:
             yield Failed(state.attempt, self._hang(*hung, now))
-        if state.status in ("running", "ending"):
+        status = self.state.status  # a failure that was not applied is no end without a failure
+        if status == "ending" or (status == "running" and not attempt.failed):
             for host in ended:
                 if host not in state.ended:
                     yield Ended(state.attempt, host)
 
     def _follow(self, rank: RankState, now: float) -> None:
         """Watch the progress of a rank while it runs."""
-        if rank.code is not None or rank.progress is None:
+        if rank.code is not None:
             self._watch.forget(rank.rank)
         else:
-            progress = rank.progress
+            progress = rank.progress or IMPORTS
             phase, step, action = progress.phase, progress.step, progress.action
             self._watch.update(rank.rank, phase, step, action, rank.progress_count, now, stopped=rank.stopped)
 
@@ -283,8 +292,7 @@ class Coordinator:
         if culprit is not None:
             rank, seconds = culprit.rank, unchanged.get(culprit.rank, seconds)
         self._attempt.culprit = culprit
-        progress = self._attempt.ranks[rank].progress
-        assert progress is not None, "the watch has its progress"
+        progress = self._attempt.ranks[rank].progress or IMPORTS
         action = culprit.action if culprit else f"action {progress.action}"
         text = (
             f"rank {rank} has made no progress for {seconds:.0f} s in step {progress.step} ({progress.phase}, {action})"
@@ -317,34 +325,43 @@ class Coordinator:
         return Incident(EXIT_COMMUNICATION, report.cause, report.rank, host, report.step, corrupt=True)
 
     def _take_preparation(self, preparation: Future[Path], now: float) -> None:
-        self._preparation = None
+        attempt = self.state.attempt
         try:
             self._attempt.assignment = str(preparation.result())
+            event: Event = Prepared(attempt)
         except NoPlanForHosts as error:
-            self._apply(Unplannable(self.state.attempt, str(error)), now)
-            return
+            event = Unplannable(attempt, str(error))
         except Exception as error:
             failure = as_meshwright_error(error)
-            self._apply(Failed(self.state.attempt, Incident(failure.exit_code, str(failure))), now)
-            return
-        self._apply(Prepared(self.state.attempt), now)
+            event = Failed(attempt, Incident(failure.exit_code, str(failure)))
+        if self._apply(event, now) and self._preparation is preparation:
+            self._preparation = None
 
-    def _apply(self, event: Event, now: float) -> None:
-        """Apply an event to the state, store the new state, and carry out the actions."""
-        if isinstance(event, Failed | Lost | Corrupted):
-            self.state = decide(self.state, Present(self._present_steps()), now, self._rules)[0]
+    def _apply(self, event: Event, now: float) -> bool:
+        """Apply an event: write the state that follows, then adopt it, then carry out the actions; returns whether it was applied.
+
+        A state that cannot be written is not adopted. The event comes again with the next report or `tick`. Only a job that
+        begins nothing more goes on without the record: what it has left to do is to end.
+        """
         before = self.state
-        self.state, actions = decide(before, event, now, self._rules)
-        state = self.state
-        # Reports say again which hosts are ready, so a change of these alone is not kept.
-        if state is not before and state != replace(before, ready=state.ready):
-            self._keep()
+        if isinstance(event, Failed | Lost | Corrupted):
+            before = decide(before, Present(self._present_steps()), now, self._rules)[0]
+        state, actions = decide(before, event, now, self._rules)
+        # Reports say again which hosts are ready and which have ended, so a change of these alone is not kept.
+        changed = state is not before and state != replace(before, ready=state.ready, ended=state.ended)
+        if changed and not self._file.append(state, now) and state.stop is None and not state.stopping:
+            waits = before.status != "running" or state.status != "running"
+            if waits and not isinstance(event, Committed):  # after a commit the ranks train on
+                self._file.hold(now)
+            return False
+        self.state = state
         for action in actions:
             match action:
                 case Prepare() | Test():
                     first, hosts = self._reports[state.members[0]], [group[0] for group in state.tests]
                     stores = {host: (self._reports[host].address, self._reports[host].port) for host in hosts}
                     self._attempt = Attempt(state.attempt, address=first.address, port=first.port, test_stores=stores)
+                    self._preparation = None  # that of an earlier attempt
                     if isinstance(action, Test):
                         continue
                     self._watch = HangWatch(self._hang_seconds)
@@ -362,6 +379,7 @@ class Coordinator:
                     write_line(f"meshwright: {text}")
                 case Begin() | Finish():
                     pass  # directives follow from the state
+        return True
 
     def _present_steps(self) -> tuple[int, ...]:
         """The steps of the checkpoints in the run's folder; those known before if it cannot be read."""
@@ -369,10 +387,6 @@ class Coordinator:
             return present_steps(self._folder)
         except (OSError, MeshwrightError):
             return self.state.present
-
-    def _keep(self) -> None:
-        record = {"time": time.time(), **to_plain(self.state)}
-        append_durable(self._folder / STATE_FILE, json.dumps(record).encode() + b"\n")
 
     def _directive(self, host: str) -> Directive:
         """Return the directive to the agent of `host` in the current state."""
@@ -393,6 +407,8 @@ class Coordinator:
         if state.status == "ending":
             grace = GRACE_SECONDS if state.stop else RESTART_GRACE_SECONDS
             return Directive("end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.2)
+        if not attempt.address and self._reports[host].attempt != state.attempt:  # it is lost once that is written
+            return Directive("wait", state.attempt, heartbeat=0.2)
         return Directive(
             "run",
             state.attempt,
@@ -471,20 +487,4 @@ class Coordinator:
 def exit_directive(state: State) -> Directive:
     """The answer to agents of a job that is over."""
     assert state.stop is not None, "a finished job has a code"
-    return Directive("exit", state.attempt, code=state.stop.code, job=state.job)
-
-
-def read_state(folder: Path) -> State | None:
-    """The last state in a run's folder; None without one. A last line that a crash cut off is ignored."""
-    try:
-        lines = (folder / STATE_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return None
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-            record.pop("time", None)
-            return from_plain(State, record)
-        except (ValueError, TypeError, AttributeError):
-            continue
-    return None
+    return Directive("exit", state.attempt, cause=state.stop.diagnosis, code=state.stop.code, job=state.job)

@@ -204,7 +204,7 @@ def _write(folder: Path, files: Mapping[str, str], recorded: Mapping[int, str]) 
             contents[f"stacks/rank-{rank}.txt"] += f"\n== unfinished collectives\n{listed}\n"
     try:
         for name, text in contents.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).parent.mkdir(parents=folder.parents[1].is_dir(), exist_ok=True)
             write_durable(folder / name, text)
     except OSError as error:
         write_line(f"meshwright: evidence of the failure is not kept: {error.filename}: {error.strerror}")

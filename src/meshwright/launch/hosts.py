@@ -7,21 +7,26 @@ share the folder of the run.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
+from meshwright.connections.accept import listen_at
 from meshwright.connections.limits import raise_file_limit
 from meshwright.connections.proof import WrongProof
 from meshwright.events.terminal import write_line
@@ -30,8 +35,8 @@ from meshwright.launch.control import (
     ControlClient,
     ControlServer,
     Handler,
+    NoCoordinator,
     coordinator_address,
-    listen,
 )
 from meshwright.launch.coordinator import Coordinator, exit_directive
 from meshwright.launch.folder import folder_lock
@@ -45,9 +50,11 @@ from meshwright.launch.reports import Directive, Report
 from meshwright.launch.snapshot_server import snapshot_server
 from meshwright.policies.restart import Stop
 from meshwright.policies.supervision import State
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, MeshwrightError
+from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
+from meshwright.spec.listen_address import address_text
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_own_keys
@@ -55,13 +62,23 @@ from meshwright.spec.secrets import without_own_keys
 if TYPE_CHECKING:
     from meshwright.launch.prepare import Note, Prepared
 
+T = TypeVar("T")
 LISTEN_DESCRIPTOR = "MESHWRIGHT_LISTEN_FD"
 """Environment variable with the listening socket that an agent passes to the coordinator that it starts."""
 FAREWELL_SECONDS = 8.0
 """How long a coordinator answers after the end of the job, so that all agents learn of it."""
 ABANDONED_SECONDS, GIVE_UP_SECONDS = 300.0, 300.0
 """Seconds without any agent after which a coordinator ends, and without a coordinator after which an agent does."""
-LONGEST_BACK_OFF = 3.0
+UNANSWERED_SECONDS, STILL_SECONDS = 25.0, 10.0
+"""Seconds since the last answer, and since the last progress of its ranks, after which an agent ends: the coordinator's
+host is lost. A network that is cut for 20 s is not enough for that."""
+LONGEST_LOOK = 15.0
+"""Most of these seconds that count between two looks: then this process was stopped."""
+SAID_SECONDS = 5.0
+"""Seconds without a coordinator after which an agent that starts says so."""
+COORDINATOR_BACKLOG = 1024
+"""Connections that may wait for the coordinator: agents start at the same time."""
+LONGEST_BACK_OFF = 2.0
 """Most seconds between two attempts to reach the coordinator, before a random factor of 0.5 to 1."""
 
 
@@ -86,22 +103,32 @@ def run_coordinator(
     raise_file_limit()
     token = job_token()
     descriptor = os.environ.pop(LISTEN_DESCRIPTOR, None)
-    listener = listen(address) if descriptor is None else socket.socket(fileno=int(descriptor))
+    listener = listen_at(address, COORDINATOR_BACKLOG) if descriptor is None else socket.socket(fileno=int(descriptor))
     folder = runs / run.name
     handlers: dict[str, Handler] = {}
     server = ControlServer(listener, token, handlers, run.name)
     with closing(server), folder_lock(folder):
-        finished = finished_state(folder)
-        if finished is not None and dismiss_agents(server, handlers, finished, until_another=True):
-            return exit_directive(finished).code
-        state = job_state(folder)
-        prepared = prepared_before(run, folder) if state.attempt else prepare_run(run, runs, profile=None, note=note)
-        if prepared is None:
-            dismiss_agents(server, handlers, State("finished", stop=Stop(EXIT_DONE)))
-            return EXIT_DONE
-        announce(prepared)
+        try:
+            finished = finished_state(folder)
+            if finished is not None and dismiss_agents(server, handlers, finished, until_another=True):
+                return exit_directive(finished).code
+            state = job_state(folder)
+            prepared = prepared_before(run, folder, note) if state.attempt else None
+            if prepared is None and not state.attempt:
+                prepare = partial(prepare_run, run, runs, profile=None, note=note)
+                prepared = _while_agents_wait(server, handlers, prepare)
+                if prepared is None:
+                    dismiss_agents(server, handlers, State("finished", stop=Stop(EXIT_DONE)))
+                    return EXIT_DONE
+        except (MeshwrightError, OSError) as error:  # another coordinator would meet it too
+            failure = as_meshwright_error(error)
+            dismiss_agents(server, handlers, State("finished", stop=Stop(failure.exit_code, str(failure))))
+            raise
+        if prepared is not None:
+            announce(prepared)
         coordinator = Coordinator(
-            folder, rules_of(run), run.cluster.gpus_per_node, partial(write_attempt, prepared),
+            folder, rules_of(run), run.cluster.gpus_per_node,
+            partial(write_attempt, prepared or partial(prepare_run, run, runs, profile=None, note=note)),
             state=state, finished=finished, hang_seconds=hang_seconds(run),
         )  # fmt: skip
         handlers["POST /report"] = lambda value: to_plain(coordinator.receive(checked_report(value)))
@@ -112,6 +139,27 @@ def run_coordinator(
     for line in coordinator.outcome(folder / "logs"):
         write_line(line if line.startswith("  ") else f"meshwright: {line}")
     return EXIT_COMMUNICATION if coordinator.code is None else coordinator.code
+
+
+def _while_agents_wait(server: ControlServer, handlers: dict[str, Handler], work: Callable[[], T]) -> T:
+    """The result of `work`, which runs in a thread; agents that report meanwhile learn that they wait."""
+
+    def answer(value: object) -> object:
+        checked_report(value)
+        return to_plain(Directive("wait", heartbeat=0.5))
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    handlers["POST /report"] = answer
+    done: Future[T] = Future()
+    threading.Thread(target=run, name="prepare", daemon=True).start()
+    while not done.done():
+        server.serve(POLL_SECONDS)
+    return done.result()
 
 
 def dismiss_agents(
@@ -195,7 +243,8 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     raise_file_limit()
     check_devices(run.cluster)
     end_orphans(runs / run.name)
-    coordinator = partial(_start_coordinator, address, [*words, "--runs", str(runs)])
+    words = [*words, "--runs", str(runs)]
+    coordinator = partial(_start_coordinator, address, words)
     own_address = _reach(address, coordinator)
     arenas = empty_arenas(run.cluster.gpus_per_node)
     endpoint_of_host = metrics_endpoint(run.observe.prometheus, runs / run.name)
@@ -208,7 +257,8 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
         client = ControlClient(address, token, run.name)
         with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
             revive = server.revive if server else lambda: None
-            return _Link(agent, client, coordinator, revive=revive, observe=endpoint.update).follow()
+            command = shlex.join(["meshwright", "train", *words, "--agent"])
+            return _Link(agent, client, coordinator, address, command, revive, endpoint.update).follow()
 
 
 class _Link:
@@ -218,20 +268,27 @@ class _Link:
         self,
         agent: Agent,
         client: ControlClient,
-        start_coordinator: Callable[[], object],
+        start_coordinator: Callable[[], OSError | None],
+        address: tuple[str, int],
+        command: str,
         revive: Callable[[], object],
         observe: Callable[[Sequence[RankState]], object] = lambda ranks: None,
     ) -> None:
-        """`revive` is called regularly: it starts processes beside the agent again that have died.
+        """`start_coordinator` returns None if it started one. `command` starts an agent, for people.
 
-        `observe` receives the states of this host's ranks as often.
+        `revive` is called regularly: it starts processes beside the agent again that have died. `observe` receives the
+        states of this host's ranks as often.
         """
         self._agent, self._client, self._start_coordinator, self._revive = agent, client, start_coordinator, revive
-        self._observe = observe
+        self._address, self._command, self._observe = address, command, observe
         self._sent: Report | None = None
         self._due = 0.0
         self._failures = 0
-        self._answered = time.monotonic()
+        self._error: OSError | None = None
+        self._looked = self._answered = time.monotonic()
+        self._silent = self._still = 0.0
+        """Seconds since the last answer, and since the last progress of this host's ranks."""
+        self._progress: list[tuple[int, int]] = []
 
     def follow(self) -> int:
         """Report until the coordinator says that the job is over; returns its exit code."""
@@ -240,65 +297,110 @@ class _Link:
             self._revive()
             report, now = self._agent.report(), time.monotonic()
             self._observe(report.ranks)
+            self._look(report, now)
+            if (reason := self._reason_to_end(now)) is not None:
+                write_line(f"meshwright: {reason}")
+                return EXIT_COMMUNICATION
             urgent = self._sent is None or report.urgency != self._sent.urgency
             if now < self._due and not (urgent and not self._failures):
                 continue
             directive = self._exchange(report, now)
             if directive is None:
-                if now - self._answered > GIVE_UP_SECONDS:
-                    write_line(f"meshwright: no coordinator has answered for {GIVE_UP_SECONDS:g} s; this agent ends")
-                    return EXIT_COMMUNICATION
                 continue
             self._agent.obey(directive)
             if directive.order == "exit":
+                if directive.cause:
+                    write_line(f"meshwright: {directive.cause}")
                 self._agent.close_attempt()
                 return directive.code
+
+    def _look(self, report: Report, now: float) -> None:
+        """Count the seconds without an answer and without progress of the ranks."""
+        seconds, self._looked = min(now - self._looked, LONGEST_LOOK), now
+        progress = [(rank.rank, rank.progress_count) for rank in report.ranks]
+        self._silent += seconds
+        self._still = self._still + seconds if progress == self._progress else 0.0
+        self._progress = progress
+
+    def _reason_to_end(self, now: float) -> str | None:
+        """Why this agent ends without an answer of a coordinator; None while it goes on."""
+        if not self._failures:
+            return None
+        patience = GIVE_UP_SECONDS if self._sent is None else UNANSWERED_SECONDS
+        if self._silent <= patience or self._still <= STILL_SECONDS:
+            return None
+        still = "" if self._sent is None else ", and no rank of this host makes progress"
+        return (
+            f"the coordinator at {address_text(*self._address)} has not answered for {now - self._answered:.0f} s "
+            f"({self._error}){still}; this agent ends. To continue from the newest checkpoint, start `{self._command}` "
+            f"on all hosts, {self._address[0]} too; if it is lost, with {COORDINATOR_VARIABLE} naming another of them"
+        )
 
     def _exchange(self, report: Report, now: float) -> Directive | None:
         """The answer to a report; None if there is none, and the next try has to wait."""
         try:
             directive = self._client.report(report)
         except OSError as error:
-            if isinstance(error, WrongProof) and self._sent is None:  # later it may be somebody who took its place
-                raise BadInput(
-                    f"{COORDINATOR_VARIABLE}: {error}; {TOKEN_VARIABLE} needs the same token on all hosts"
-                ) from None
-            self._failures += 1
+            if (
+                isinstance(error, WrongProof | NoCoordinator) and self._sent is None
+            ):  # later it may have taken its place
+                hint = f"{TOKEN_VARIABLE} needs the same token on all hosts" if isinstance(error, WrongProof) else ""
+                raise BadInput(f"{COORDINATOR_VARIABLE}: {error}; {hint or 'choose another port'}") from None
+            self._failures, self._error = self._failures + 1, error
             if self._failures == 1:
-                write_line(f"meshwright: the coordinator does not answer ({error}); its ranks train on")
-            if isinstance(error, ConnectionRefusedError):
-                self._start_coordinator()
-            self._due = now + min(LONGEST_BACK_OFF, 0.1 * 2**self._failures) * random.uniform(0.5, 1.0)
+                then = "this agent waits" if self._sent is None else "its ranks train on"
+                write_line(
+                    f"meshwright: the coordinator at {address_text(*self._address)} does not answer ({error}); {then}"
+                )
+            if isinstance(error, ConnectionRefusedError) and self._start_coordinator() is None:
+                self._silent = 0.0
+            self._due = now + min(LONGEST_BACK_OFF, 0.1 * 2 ** min(self._failures, 5)) * random.uniform(0.5, 1.0)
             return None
         if self._failures:
             write_line("meshwright: the coordinator answers again")
-        self._sent, self._failures, self._answered = report, 0, now
+        self._sent, self._failures, self._answered, self._silent = report, 0, now, 0.0
         self._due = now + directive.heartbeat
         return directive
 
 
-def _reach(address: tuple[str, int], start_coordinator: Callable[[], object]) -> str:
+def _reach(address: tuple[str, int], start_coordinator: Callable[[], OSError | None]) -> str:
     """This host's address as the coordinator's host sees it.
 
     Waits until a coordinator listens, and starts it if its address is this host's.
     """
-    deadline = time.monotonic() + GIVE_UP_SECONDS
+    began, said = time.monotonic(), False
     while True:
         try:
-            with socket.create_connection(address, timeout=5) as connection:
+            with socket.create_connection(address, timeout=SAID_SECONDS) as connection:
                 return connection.getsockname()[0]
         except OSError as error:
-            if time.monotonic() > deadline:
-                raise BadInput(
-                    f"{COORDINATOR_VARIABLE}: {address[0]}:{address[1]} cannot be reached: {error}"
-                ) from None
-            if not start_coordinator():
-                time.sleep(random.uniform(0.2, 0.5))
+            obstacle = start_coordinator()
+            if obstacle is None:
+                continue
+            seconds = time.monotonic() - began
+            text = f"{COORDINATOR_VARIABLE}: {address_text(*address)} cannot be reached: {error}"
+            if not _is_elsewhere(obstacle):
+                text = f"{text}; no coordinator can be started here: {obstacle}"
+            if seconds > GIVE_UP_SECONDS:
+                raise BadInput(text) from None
+            if seconds > SAID_SECONDS and not said:
+                said = True
+                write_line(f"meshwright: {text}; this agent tries for {GIVE_UP_SECONDS:g} s")
+            time.sleep(random.uniform(0.2, 0.5))
 
 
-def _start_coordinator(address: tuple[str, int], words: Sequence[str]) -> bool:
-    """Start a coordinator if the address is this host's and free; whether one was started."""
-    with suppress(OSError), listen(address) as listener:
+def _is_elsewhere(error: OSError) -> bool:
+    """Whether an error of `listen` says that the address is no address of this host."""
+    return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+
+
+def _start_coordinator(address: tuple[str, int], words: Sequence[str]) -> OSError | None:
+    """Start a coordinator if the address is this host's and free; returns None, or why none was started."""
+    try:
+        listener = listen_at(address, COORDINATOR_BACKLOG)
+    except OSError as error:
+        return error
+    with listener:
         descriptor = listener.fileno()
         subprocess.Popen(
             [sys.executable, "-m", "meshwright", "coordinate", *words],
@@ -308,5 +410,4 @@ def _start_coordinator(address: tuple[str, int], words: Sequence[str]) -> bool:
             start_new_session=True,
             preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, ()),
         )
-        return True
-    return False
+    return None

@@ -23,7 +23,7 @@ from meshwright.policies.job_end import PEER_LOSS_CODES
 from meshwright.policies.restart import Incident
 from meshwright.schedules.plan_schedule import training_schedule
 from meshwright.schedules.schedule import Schedule
-from meshwright.spec.errors import EXIT_BAD_INPUT
+from meshwright.spec.errors import EXIT_BAD_INPUT, Damaged
 from meshwright.spec.fields import to_plain
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import Assignment
@@ -50,7 +50,7 @@ class JobSchedule:
             job = Assignment.read(assignment)
             cluster = job.run.cluster
             schedule = training_schedule(job.plan, job.run.model.layers)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, Damaged, ValueError, TypeError, KeyError, AttributeError):
             return None
         return cls(schedule, Layout.of(job.plan, cluster.gpus_per_node), cluster.is_cpu)
 
@@ -144,13 +144,16 @@ class IncidentWriter:
 
 def new_folder(run: Path, step: int | None) -> Path:
     """Create the folder of the next incident, numbered after the newest, and return it; the oldest ones are removed."""
-    existing = sorted(path for path in (run / FOLDER).glob("[0-9]*-*") if path.is_dir())
+    existing: list[Path] = []
+    with suppress(OSError):  # the writer of the incident reports it
+        existing = sorted(path for path in (run / FOLDER).glob("[0-9]*-*") if path.is_dir())
     for path in existing[: max(0, len(existing) + 1 - KEPT)]:
         shutil.rmtree(path, ignore_errors=True)
     number = int(existing[-1].name.partition("-")[0]) + 1 if existing else 1
     folder = run / FOLDER / f"{number:04d}-{step or 0}"
-    with suppress(OSError):  # the writer of the incident reports it
-        folder.mkdir(parents=True)  # now, so that an incident at the same time gets the next number
+    with suppress(OSError):
+        folder.parent.mkdir(exist_ok=True)  # without its parents: a run's folder that was deleted stays so
+        folder.mkdir()  # now, so that an incident at the same time gets the next number
     return folder
 
 
@@ -188,7 +191,8 @@ def write_incident(
         "waiting": [to_plain(wait) for wait in culprit.waiting[:LISTED_RANKS]] if culprit else [],
         "ranks": [_rank_record(rank, hosts, job) for rank in ranks[:LISTED_RANKS]],
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     write_durable(folder / FILE, json.dumps(record, indent=1) + "\n")
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from meshwright.checkpoint.arena import ARENA, empty_memory
+from meshwright.connections.accept import listen_at
 from meshwright.events.messages import (
     CHANNEL,
     Begin,
@@ -397,7 +398,11 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
     interface by default if their store does.
     """
     address = listener.getsockname()[0]
-    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if address.startswith("127.") else {}
+    local = (
+        {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        if address == "::1" or address.startswith("127.")
+        else {}
+    )
     network = local | network_environment(cluster, rank)
     rank_variables = {"RANK": rank, "WORLD_SIZE": cluster.gpus_per_node, "LOCAL_RANK": rank}
     rank_variables |= {"LOCAL_WORLD_SIZE": cluster.gpus_per_node}
@@ -455,16 +460,14 @@ def _output(rank: int, logs: Path | None) -> Iterator[int | None]:
 
 @contextmanager
 def listening_socket(address: str = LOOPBACK) -> Iterator[socket.socket]:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    with listener:
-        listener.bind((address, 0))
-        listener.listen(128)
+    """A socket at a free port of an address of this host, in a `with` block. Raises CommunicationFailure if it cannot be reached."""
+    with listen_at((address, 0)) as listener:
         try:
-            with socket.create_connection(listener.getsockname(), timeout=5):
+            with socket.create_connection(listener.getsockname()[:2], timeout=5):
                 listener.accept()[0].close()
         except OSError as error:
             raise CommunicationFailure(
-                f"ranks of this host meet at 127.0.0.1, which cannot be reached: {error.strerror or error}; bring the loopback interface "
+                f"ranks of this host meet at {address}, which cannot be reached: {error.strerror or error}; bring its interface "
                 "up (ip link set lo up)"
             ) from error
         yield listener

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
 
+from meshwright.connections.accept import listen_at
 from meshwright.connections.limits import METRICS
 from meshwright.events.exposition import CONTENT_TYPE
 from meshwright.events.terminal import write_line
 from meshwright.launch.http_listener import HttpConnection, HttpListener, HttpReply, HttpRequest
+from meshwright.spec.listen_address import address_text
 
 POLL_SECONDS, END_SECONDS = 0.1, 1.0
 """Time between two looks at whether the job has ended; longest time that its end waits for an answer being made."""
@@ -25,13 +26,12 @@ class MetricsServer(HttpListener):
 
     def __init__(self, address: tuple[str, int], text: Callable[[], str]) -> None:
         """Listen at `address`; `text` returns the answer. Raises OSError if the address cannot be used."""
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        listener = socket.create_server(address, family=family, backlog=METRICS.connections)
+        listener = listen_at(address, METRICS.connections)
         super().__init__(listener, METRICS)
         self._text, self._stop = text, threading.Event()
         self._content, self._made = b"", float("-inf")
         host, port = listener.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if family == socket.AF_INET6 else host}:{port}/metrics"
+        self.url = f"http://{address_text(host, port)}/metrics"
         """URL of the metrics."""
         self._thread = threading.Thread(target=self._run, name="metrics endpoint", daemon=True)
         self._thread.start()

@@ -6,7 +6,6 @@ checkpoints/, logs/ and report.html.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +48,7 @@ from meshwright.schedules.plan_schedule import stage_schedule
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, attach_key
-from meshwright.spec.fields import to_plain
+from meshwright.spec.fields import to_sealed_json
 from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.plan import Plan
 from meshwright.spec.rank_environment import started_by_launcher
@@ -504,7 +503,7 @@ def prepare_run(
         timeline=timeline,
         replay_routing=None if replay is None else str(replay.resolve()),
     )
-    write_durable(folder / "assignment.json", json.dumps(to_plain(assignment)))
+    write_durable(folder / "assignment.json", to_sealed_json(assignment))
     return Prepared(assignment, folder, resumes, data_line(run, source))
 
 

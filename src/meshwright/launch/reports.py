@@ -53,7 +53,7 @@ class Report:
     """Whether all ranks of the attempt have ended."""
     ranks: tuple[RankState, ...] = ()
     checkpoints: tuple[int, ...] = ()
-    """Steps of the checkpoints that ranks of this host committed in the attempt."""
+    """Steps of the newest checkpoints that ranks of this host committed in the attempt."""
     skipped: tuple[SampleRange, ...] = ()
     """Samples that ranks of this host began to leave out in the attempt."""
     corruptions: tuple[Corruption, ...] = ()

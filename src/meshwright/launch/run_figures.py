@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from meshwright.checkpoint.manifest import has_commit, step_of, steps_in
-from meshwright.launch.coordinator import STATE_FILE
 from meshwright.launch.incidents import FOLDER as INCIDENTS
 from meshwright.launch.progress_file import FILE as PROGRESS_FILE
 from meshwright.launch.progress_file import JobProgress, read_progress
+from meshwright.launch.state_file import STATE_FILE
 from meshwright.observe.expert_load_table import ExpertLoadTable, expert_load_table
 from meshwright.observe.goodput import Goodput, run_goodput
 from meshwright.observe.metrics_tail import LineTail, MetricsTail

@@ -16,9 +16,9 @@ import yaml
 
 from meshwright.durable.lease import LEASE, owner_is_alive, read_lease
 from meshwright.durable.writes import rename, sync_folder
-from meshwright.launch.coordinator import STATE_FILE
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.run_figures import FigureReader, RunFigures
+from meshwright.launch.state_file import STATE_FILE
 from meshwright.observe.runfolder import read_plan
 from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, BadInput
 from meshwright.spec.plan_name import plan_name

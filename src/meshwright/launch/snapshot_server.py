@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from meshwright.checkpoint.snapshot_memory import SLOTS
+from meshwright.connections.accept import listen_at
 from meshwright.events.terminal import write_line
-from meshwright.launch.control import listen
 from meshwright.launch.local import empty_arenas
+from meshwright.spec.listen_address import address_text
 from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_secrets
 
@@ -33,9 +34,9 @@ class SnapshotServerProcess:
     """The server of a host at a free port of `address`, for the `arenas` of its ranks."""
 
     def __init__(self, address: str, arenas: Sequence[str]) -> None:
-        self._listener = listen((address, 0))
+        self._listener = listen_at((address, 0))
         self._paths = json.dumps({"arenas": list(arenas), "slots": empty_arenas(SLOTS * len(arenas))})
-        self.address = f"{address}:{self._listener.getsockname()[1]}"
+        self.address = address_text(address, self._listener.getsockname()[1])
         """HOST:PORT for `snapshot_transport.SERVER_VARIABLE`."""
         self._process = self._start()
 

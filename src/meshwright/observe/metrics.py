@@ -11,7 +11,9 @@ import logging
 import math
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from meshwright.spec.failures import MISSING_PATH_ERRNOS, as_meshwright_error, m
 from meshwright.spec.run import Lease
 
 log = logging.getLogger("meshwright")
+
+KEPT_BYTES = 64 << 20
+"""Most bytes of lines that are kept in memory while the disk does not take them: 100,000 steps or more."""
 
 STEP_KEYS: dict[str, str] = {
     "step": "optimizer steps done, this one included",
@@ -66,9 +71,10 @@ class MetricsWriter:
 
     A power cut loses the lines since the last `sync`, and may leave bytes of 0 in their place, which readers leave out.
 
-    Every `write_` method raises the error of `as_meshwright_error` when the disk is full or the file was deleted. It
-    then keeps the line and the next call writes it first, so that no line is torn or lost when there is space again.
-    With the `lease` of the run's folder it raises BadInput when another start has taken over and replaced the file.
+    Lines that the disk does not take are kept in memory, up to `KEPT_BYTES`, and written before the next one once that is
+    possible; the log says so once. Beyond that, and if the file was deleted, every `write_` method raises the error of
+    `as_meshwright_error`. With the `lease` of the run's folder it raises BadInput when another start has taken over and
+    replaced the file.
     """
 
     def __init__(self, path: Path, resume_from: int = 0, lease: Lease | None = None) -> None:
@@ -76,7 +82,8 @@ class MetricsWriter:
         if path.exists():
             _truncate(path, resume_from)
         self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
+        self._unwritten: deque[bytes] = deque()
+        self._unwritten_bytes = 0
 
     def write_step(self, record: Mapping[str, Any]) -> None:
         """Write a training step; raises ValueError if a key of `STEP_KEYS` is missing."""
@@ -115,8 +122,17 @@ class MetricsWriter:
         self._file.close()
         _truncate(self._path, step)
         self._file = self._path.open("ab", buffering=0)
+        kept, self._unwritten, self._unwritten_bytes = self._unwritten, deque(), 0
+        for line in kept:
+            if json.loads(line)["step"] <= step:
+                self._keep(line)
 
     def close(self) -> None:
+        """Close the file; lines that the disk does not take now either are lost, which the log says."""
+        with suppress(OSError):
+            self._write_kept()
+        if self._unwritten:
+            log.warning("%s: the last %d lines could not be written", self._path, len(self._unwritten))
         self._file.close()
 
     def __enter__(self) -> MetricsWriter:
@@ -126,21 +142,42 @@ class MetricsWriter:
         self.close()
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        self._unwritten += to_line(record).encode()
+        kept = len(self._unwritten)
+        self._keep(to_line(record).encode())
         try:
             if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
                 if self._lease is not None:
                     check_lease(self._path.parent, self._lease)
                 raise missing_path_error(self._path)
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._write_kept()
         except OSError as error:
             error.filename = str(self._path)
-            raise (
-                missing_path_error(self._path)
-                if error.errno in MISSING_PATH_ERRNOS
-                else as_meshwright_error(error, "adding a line")
-            ) from error
+            if error.errno in MISSING_PATH_ERRNOS:
+                raise missing_path_error(self._path) from error
+            if self._unwritten_bytes > KEPT_BYTES:
+                raise as_meshwright_error(error, f"adding a line after {KEPT_BYTES >> 20} MiB of others") from error
+            if not kept:
+                log.warning("%s: %s; lines are kept in memory until it can be written", self._path, error.strerror)
+            return
+        if kept:
+            log.warning("%s can be written again, with the %d lines that were kept", self._path, kept)
+
+    def _write_kept(self) -> None:
+        """Write the lines that are kept, the oldest first. After an OSError the file ends with the last whole one of them."""
+        while self._unwritten:
+            end, content = os.fstat(self._file.fileno()).st_size, self._unwritten[0]
+            try:
+                while content:
+                    content = content[self._file.write(content) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._file.fileno(), end)
+                raise
+            self._unwritten_bytes -= len(self._unwritten.popleft())
+
+    def _keep(self, line: bytes) -> None:
+        self._unwritten.append(line)
+        self._unwritten_bytes += len(line)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

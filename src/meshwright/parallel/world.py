@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.connections.accept import listen_at
 from meshwright.parallel.rendezvous import raise_file_limit, reach
 from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, CommunicationFailure
+from meshwright.spec.listen_address import address_text
 from meshwright.spec.network import network_environment
 from meshwright.spec.rank_environment import STORE_SOCKET, RankEnvironment
 
@@ -244,9 +245,9 @@ def _store_socket(environment: RankEnvironment) -> int | None:
         return None
     address = (os.environ[STORE_BIND], environment.port)
     try:
-        return socket.create_server(address, backlog=128, reuse_port=False).detach()
+        return listen_at(address).detach()
     except OSError as error:
-        at = f"{address[0]}:{address[1]}"
+        at = address_text(*address)
         raise CommunicationFailure(f"rank 0 cannot listen at {at}: {error.strerror or error}") from error
 
 

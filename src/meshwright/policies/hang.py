@@ -32,8 +32,8 @@ class RankProgress:
     """Time of the last change."""
     step_began: float | None = None
     """Time at which the rank was first seen in its step; None in the first step that was seen."""
-    stopped: bool = False
-    """Whether a signal has stopped the process."""
+    stopped: float | None = None
+    """Time since which a signal has stopped the process; None if it runs."""
 
 
 class HangWatch:
@@ -62,7 +62,8 @@ class HangWatch:
                     self._learn(last.phase, (now - began) / (step - last.step))
                 began = now
             self._ranks[rank] = RankProgress(phase, step, action, count, now, began)
-        self._ranks[rank].stopped = stopped
+        since = last.stopped if last is not None else None
+        self._ranks[rank].stopped = (now if since is None else since) if stopped else None
 
     def _learn(self, phase: str, seconds: float) -> None:
         """Record the duration of a step; that of a step with compilation is an upper limit until others are known."""
@@ -79,6 +80,7 @@ class HangWatch:
         """Restart all ranks' times at `now`: the process of the watch was stopped, and did not see their progress meanwhile."""
         for progress in self._ranks.values():
             progress.changed, progress.step_began = now, None
+            progress.stopped = None if progress.stopped is None else now
 
     def seconds(self, now: float) -> dict[int, float]:
         """Seconds without progress of each rank."""
@@ -98,13 +100,19 @@ class HangWatch:
 
         Ranks that wait for a peer make none either. They wait for a rank that a signal has stopped, if there is one: it may
         have come further, or have made progress later, as collectives are asynchronous. Else they wait for the first of
-        them in the order of step and action.
+        them in the order of step and action. A rank that a signal has stopped does not go on by itself, so that the limit of
+        its phase does not count.
         """
         limits = {phase: self.limit(phase) for phase in self._phases}
-        stalled = [rank for rank, last in self._ranks.items() if now - last.changed > limits[last.phase]]
+        stalled = [
+            rank
+            for rank, last in self._ranks.items()
+            if now - last.changed > limits[last.phase]
+            or (last.stopped is not None and now - last.stopped > self._least + EXTRA_SECONDS)
+        ]
         if not stalled:
             return None
         ranks = self._ranks
-        stopped = [rank for rank, last in ranks.items() if last.stopped]
+        stopped = [rank for rank, last in ranks.items() if last.stopped is not None]
         rank = min(stopped or stalled, key=lambda rank: (ranks[rank].step, ranks[rank].action, rank))
         return rank, now - ranks[rank].changed

@@ -111,9 +111,17 @@ class Ended:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """A stop signal arrived, which ends the job with `code`. Running ranks stop by themselves, with a checkpoint."""
+    """A stop signal arrived, which ends the job with `code`. Running ranks stop by themselves, with a checkpoint; no others begin."""
 
     code: int
+
+
+@dataclass(frozen=True)
+class Unrecordable:
+    """The state of the job could not be written for too long, which ends it with `code`."""
+
+    code: int
+    cause: str
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,7 @@ Event = (
     | Failed
     | Ended
     | StopRequested
+    | Unrecordable
     | Tick
 )
 

@@ -50,6 +50,7 @@ from meshwright.policies.job_events import (
     Tick,
     Trained,
     Unplannable,
+    Unrecordable,
 )
 from meshwright.policies.restart import Incident, Restart, RestartPolicy, Stop, after_failure
 from meshwright.policies.skipped_samples import SampleRange, merge_skips, skip_step
@@ -63,6 +64,8 @@ REJOIN_SECONDS = 5.0
 """Seconds to wait for a member that answers before a spare host takes its place: its memory has the newest snapshot."""
 FINAL_TEST_SECONDS = 30.0
 """Seconds within which the hosts of a job that ends with non-finite values must be ready for the self-test."""
+LISTED_CHECKPOINTS = 8
+"""Checkpoints that the state lists at most: each record of it has them all, and a decision takes the newest two."""
 Status = Literal["gathering", "preparing", "running", "ending", "finished"]
 
 
@@ -89,6 +92,8 @@ class State:
     """Start of the next attempt: its delay, checkpoint and skipped step."""
     stop: Stop | None = None
     """Reason why no further attempt follows; None while one may."""
+    stopping: int = 0
+    """Exit code of a stop request that arrived while ranks ran, which end by themselves; 0 without one."""
     not_before: float = 0.0
     """Time before which no attempt begins."""
     short_since: float | None = None
@@ -96,9 +101,9 @@ class State:
     trained: bool = False
     """Whether the job has finished a step."""
     checkpoints: tuple[int, ...] = ()
-    """Steps of committed checkpoints, ascending."""
+    """Steps of the newest committed checkpoints, ascending."""
     present: tuple[int, ...] = ()
-    """Steps of the checkpoints that existed at the start or the last failure, ascending: `keep` deletes, and files get damaged."""
+    """Steps of the newest ones that existed at the start or the last failure, ascending: `keep` deletes, and files get damaged."""
     skipped: tuple[SampleRange, ...] = ()
     """Samples that are left out."""
     ready: tuple[str, ...] = ()
@@ -168,11 +173,12 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return replace(state, trained=True), ()
         case Committed(step):
             newer = not state.checkpoints or step > state.checkpoints[-1]
-            checkpoints, present = (tuple(sorted({*steps, step})) for steps in (state.checkpoints, state.present))
+            lists = (tuple(sorted({*steps, step})) for steps in (state.checkpoints, state.present))
+            checkpoints, present = (steps[-LISTED_CHECKPOINTS:] for steps in lists)
             incidents = () if newer else state.incidents
             return _grow(replace(state, checkpoints=checkpoints, present=present, incidents=incidents), rules)
         case Present(steps):
-            return replace(state, present=steps), ()
+            return replace(state, present=steps[-LISTED_CHECKPOINTS:]), ()
         case SkippedSamples(ranges):
             return replace(state, skipped=merge_skips(state.skipped, ranges)), ()
         case Corrupted(attempt, number, incident) if attempt == state.attempt and number > state.corruptions:
@@ -183,9 +189,17 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return _end(replace(state, ended=_with_host(state.ended, host)), now, rules)
         case StopRequested(code):
             return _request_stop(state, code)
+        case Unrecordable(code, cause):
+            return _give_up(state, Stop(code, cause))
         case Tick():
             return _gather(state, now, rules)
     return state, ()
+
+
+def is_unlisted(state: State, step: int) -> bool:
+    """Whether the state does not list the checkpoint of `step` yet, and would."""
+    listed = state.checkpoints
+    return step not in listed and (len(listed) < LISTED_CHECKPOINTS or step > listed[0])
 
 
 def is_excluded(state: State, host: str) -> bool:
@@ -354,7 +368,7 @@ def _gather_for_last_test(state: State, now: float) -> Answer:
 def _grow(state: State, rules: Rules) -> Answer:
     """After a checkpoint, end an attempt that has too few hosts if enough are ready now."""
     missing = len(state.members) < rules.hosts <= len({*state.members, *state.ready})
-    if state.status != "running" or not missing:
+    if state.status != "running" or not missing or state.stopping:
         return state, ()
     return replace(state, status="ending", restart=Restart()), (End(f"{rules.hosts} hosts are ready again"),)
 
@@ -374,6 +388,8 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
         suspects=(*state.suspects, *(suspect for suspect in suspects if suspect not in state.suspects)),
     )  # fmt: skip
     decision = after_failure(incidents, rules.policy, state.present, trained=state.trained)
+    if state.stopping and not isinstance(decision, Stop):
+        decision = Stop(state.stopping)
     if isinstance(decision, Stop):
         state = replace(state, stop=decision)
     else:
@@ -416,10 +432,18 @@ def _lose(state: State, host: str, cause: str, now: float, rules: Rules) -> Answ
 
 
 def _request_stop(state: State, code: int) -> Answer:
-    """Request the end of the job: prepare no attempt; ranks that run end by themselves, with a checkpoint."""
-    if state.status in ("preparing", "running"):
-        return state, ()
+    """Request the end of the job: begin no attempt; ranks that run end by themselves, with a checkpoint."""
+    if state.status == "running":
+        return replace(state, stopping=state.stopping or code), ()
     state = replace(state, stop=state.stop or Stop(code))
+    return (state, ()) if state.status == "ending" else _finish(state)
+
+
+def _give_up(state: State, stop: Stop) -> Answer:
+    """End the job and the ranks that run; a reason for its end that the state has already stays."""
+    state = replace(state, stop=state.stop or stop)
+    if state.status == "running":
+        return replace(state, status="ending"), (End(stop.diagnosis),)
     return (state, ()) if state.status == "ending" else _finish(state)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.connections.accept import listen_at
 from meshwright.connections.limits import TRANSFERS
 from meshwright.connections.proof import Challenge, Session, WrongProof, answer_challenge
 from meshwright.spec.errors import BadInput
@@ -227,7 +228,7 @@ def listen(address: str, key: str = "transfer_address") -> socket.socket:
                 os.umask(mask)
             end.listen()
         else:
-            end = socket.create_server(listen_address(address))
+            end = listen_at(listen_address(address))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadInput(f"{key}: cannot listen at {address}: {reason}; choose another", key=key) from None

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import hashlib
 import inspect
+import json
 import math
 import textwrap
 import types
@@ -144,6 +146,30 @@ def _shown(value: Any) -> str:
     if isinstance(value, (Mapping, list, tuple)):
         return "a section" if isinstance(value, Mapping) else "a list"
     return repr(value)[:60]
+
+
+def to_sealed_json(value: Any) -> str:
+    """One line of JSON of a spec object, or of a dict, with a digest of its other values."""
+    plain = to_plain(value)
+    return json.dumps({**plain, "digest": _digest(plain)})
+
+
+def from_sealed_json(text: str) -> dict[str, Any]:
+    """The values of a line that `to_sealed_json` wrote; one of an earlier release has no digest. Raises ValueError if damaged."""
+    try:
+        data = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("too many brackets") from error
+    if not isinstance(data, dict):
+        raise ValueError("expected a JSON object")
+    digest = data.pop("digest", None)
+    if digest is not None and digest != _digest(data):
+        raise ValueError("its digest does not match")
+    return data
+
+
+def _digest(plain: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(plain).encode(), digest_size=8).hexdigest()
 
 
 Build = Callable[[Any], Any]

@@ -10,6 +10,11 @@ EXPECTED = "HOST:PORT with a port of 0 to 65535, or :PORT for 127.0.0.1"
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
 
+def address_text(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def listen_address(text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`, `[IPV6]:PORT` or `:PORT`, which is loopback. Raises ValueError for another form."""
     host, colon, port = text.rpartition(":")

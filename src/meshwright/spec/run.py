@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.fields import Bound, from_plain
+from meshwright.spec.errors import Damaged
+from meshwright.spec.fields import Bound, from_plain, from_sealed_json
 from meshwright.spec.job import CheckpointSpec, DataSpec, ObserveSpec, SupervisionSpec, TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan, PlanPins
@@ -91,5 +91,10 @@ class Assignment:
 
     @classmethod
     def read(cls, path: Path) -> Assignment:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
-        return from_plain(cls, data)
+        """The assignment in a file. Raises Damaged if it is not one, and OSError."""
+        try:
+            return from_plain(cls, from_sealed_json(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Damaged(
+                f"{path}: damaged ({error}); remove it and start the same command again, which writes it anew"
+            ) from error
