@@ -143,9 +143,10 @@ def _local_data_sets(library: Any, folder: Path | None) -> Iterator[None]:
         for place in places:
             if (place / "dataset_dict.json").is_file():
                 return library.load_from_disk(str(place))
+            if place.is_dir() and name is not None and (place / name).is_dir() and not (place / "README.md").is_file():
+                return load(str(place / name), **options)  # a folder of files; with a README it has configurations
             if place.is_dir():
-                inside = name is not None and (place / name).is_dir() and not (place / "README.md").is_file()
-                return load(str(place / name) if inside else str(place), None if inside else name, **options)
+                return load(str(place), name, **options)
         try:
             return load(path, name, **options)  # from the cache of earlier downloads
         except Exception as error:  # of several kinds, by what is missing

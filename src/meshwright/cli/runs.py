@@ -34,7 +34,7 @@ class _ListsByDefault(TyperGroup):
 
 app = typer.Typer(
     cls=_ListsByDefault,
-    help="List the runs in a folder, stop them, delete them. `meshwright runs [FOLDER]` is `meshwright runs list [FOLDER]`.",
+    help="List the runs in a folder, stop them, delete them. Without a command, or with a folder in its place, it lists.",
     rich_markup_mode="markdown",
 )
 RunArguments = Annotated[

@@ -132,8 +132,9 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(folder), purge_step=resume_from + 1 if resume_from else None)
         if values := dict(hyperparameters(config or {})):
             # Into the same files: `add_hparams` would make a second run of them.
+            files: Any = self._writer._get_file_writer()
             for summary in hparams(values, dict.fromkeys(HPARAM_METRICS, 0.0)):
-                self._writer._get_file_writer().add_summary(summary)
+                files.add_summary(summary)
 
     def write(self, record: Record) -> None:
         for name, value in scalars(record):
