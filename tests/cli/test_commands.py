@@ -140,7 +140,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "goodput", "stragglers", "missing"}),
 }
 """Words that make each command with --json succeed, and the keys of its answer."""
-JSON_COMMANDS_ELSEWHERE = {"chaos", "predict", "bench-serve", "profile"}
+JSON_COMMANDS_ELSEWHERE = {"chaos", "predict", "bench-serve", "profile", "runs list", "compare", "sweep", "bench"}
 
 
 def test_every_command_with_json_is_asked() -> None:
