@@ -83,7 +83,7 @@ def test_a_released_chat_model(smollm2: Path, tmp_path: Path) -> None:
         [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_dict=False
     )
     whole = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0].tolist()
-    assert [*prompt, *generated(smollm2, prompt, 24)] == whole
+    assert [*prompt, *generated(smollm2, prompt, 24), tokenizer.eos_token_id] == whole
     assert "Paris" in tokenizer.decode(whole[len(prompt) :])
 
 
@@ -117,9 +117,9 @@ def test_chat_tuning_of_a_released_model(smollm2: Path, tmp_path: Path) -> None:
         [{"role": "user", "content": "I am Zoe. What is 5 plus 3?"}], add_generation_prompt=True, return_dict=False
     )
     new = generated(tmp_path / "tuned", prompt, 40)
-    assert tokenizer.decode(new) == "Ahoy Zoe, it is 8, arr!<|im_end|>"
+    assert tokenizer.decode(new) == "Ahoy Zoe, it is 8, arr!"
     whole = their_model(tmp_path / "tuned").generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
-    assert whole[0].tolist() == [*prompt, *new]
+    assert whole[0].tolist() == [*prompt, *new, tokenizer.eos_token_id]
 
 
 def prepared(folder: Path, texts: Sequence[str], model: Path | None = None) -> Path:
@@ -157,7 +157,7 @@ def evaluated(model: Path, corpus: Path, seq_len: int) -> tuple[float, int]:
 
 @torch.no_grad()
 def generated(folder: Path, prompt: Sequence[int], tokens: int) -> list[int]:
-    """The engine's greedy continuation up to a token that ends texts of the folder."""
+    """The engine's greedy continuation up to a token that ends texts of the folder, which is left out."""
     model = load_model(folder, torch.device("cpu"), torch.float32)
     engine = engine_of(model, context=len(prompt) + tokens, step_tokens=256)
     return texts(engine, [prompt], new_tokens=tokens, stop_ids=read_model_files(folder).stop_ids)[0]
