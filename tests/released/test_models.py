@@ -99,7 +99,7 @@ def test_chat_tuning_of_a_released_model(smollm2: Path, tmp_path: Path) -> None:
     meshwright(tmp_path, "data", "prepare", "chats.json", "--chat", "--tokenizer", str(smollm2), "--out", "chats")
     (tmp_path / "tune.yaml").write_text(
         f"model: {{init: 'hf:{smollm2}'}}\ndata: {{mix: chats}}\n"
-        "train: {steps: 9, global_batch: 8, seq_len: 128, learning_rate: 1e-4, warmup_steps: 2}\n"
+        "train: {steps: 12, global_batch: 8, seq_len: 128, learning_rate: 1e-4, warmup_steps: 2}\n"
         "checkpoint: {keep: 1}\ncluster: {gpu: cpu, gpus_per_node: 2}\n"
     )
     meshwright(tmp_path, "train", "tune.yaml")
