@@ -25,8 +25,8 @@ def test_the_page_talks_to_the_model(server: RunningServer, tmp_path: Path) -> N
         answer = page.value("document.querySelector('.model').textContent")
         assert page.value("document.querySelector('.error')") is None
         assert page.value("messages.length") == 2
-        page.value("by('tokens').value = 100000; by('prompt').value = 'again'; by('send').click()")
-        assert "max_tokens" in page.wait("(document.querySelector('.error') || {}).textContent")
+        page.value("by('prompt').value = 'again '.repeat(5000); by('send').click()")
+        assert "context" in page.wait("(document.querySelector('.error') || {}).textContent")
     request = {"messages": [{"role": "user", "content": "<b>Hello</b>"}], "max_tokens": 5, "temperature": 0}
     headers = [(b"content-type", b"application/json")]
     alone = server.run(call(server.app, "POST", "/v1/chat/completions", json.dumps(request).encode(), headers))
