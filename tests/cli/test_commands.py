@@ -261,9 +261,13 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
         "tensor_engine = copy": "tensor rank",
     }
     assert output == [f"plan.{key} has no effect: the mesh has one {axis}" for key, axis in idle.items()]
-    assert checked.code == 0 and [*checked.err.splitlines()] == [*output, "ok"]
+    assert (
+        checked.code == 0
+        and checked.out == "ok\n"
+        and [line for line in checked.err.splitlines() if "has no effect" in line] == output
+    )
     pinned = meshwright("check", tiny, "plan.shard=2", "plan.reduce_replicas=fp32", *arguments[2:])
-    assert pinned.code == 0 and pinned.err == f"{copies}ok\n", "two shards, and one copy of them"
+    assert pinned.code == 0 and copies in pinned.err, "two shards, and one copy of them"
     notes: list[str] = []
     run = load_run(tiny, ["plan.shard=2", "plan.reduce_replicas=fp32"])
     assert prepare_run(run, tmp_path / "runs", profile=None, note=notes.append) and f"{notes[-1]}\n" == copies
@@ -311,7 +315,7 @@ def test_an_exported_model_is_the_same_model(finished: Path, tiny: Path, tmp_pat
     config.write_text(config.read_text().replace("document_mask: true", "document_mask: false"))
     assert meshwright("checkpoint", "to-hf", run, exported, "--dtype", "fp32").code == 0
     assert meshwright("checkpoint", "from-hf", exported, reimported).code == 0
-    options = ["--data", tiny.parent / "data", "--seq-len", 16, "--json"]
+    options = ["--data", tiny.parent / "data", "--seq-len", 16, "--tokens", 4096, "--json"]
     answers = [meshwright("eval", model, *options) for model in (run, exported, reimported)]
     assert [answer.code for answer in answers] == [0] * 3, answers
     losses = [answer.json["loss"] for answer in answers]

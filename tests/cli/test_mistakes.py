@@ -132,8 +132,8 @@ def test_a_fresh_run_is_not_held_against_an_earlier_one_of_its_name(finished: Pa
 
 FOREIGN = [
     ("precision=bf16", "precision: no such key; .*plan.compute"),
-    ("num_epochs=3", "num_epochs: no such key; .*train.epochs"),
-    ("train.num_train_epochs=3", "no such key; .*train.epochs"),
+    ("num_epochs=3", "nearest: train.epochs"),
+    ("train.num_train_epochs=3", "nearest: epochs"),
     ("gradient_accumulation_steps=4", "no such key; .*plan.micro_batch"),
     ("output_dir=out", "no such key; .*--runs"),
     ("wandb_project=p", "nearest: observe.wandb.project"),

@@ -79,6 +79,11 @@ def last_step(run: Path) -> int:
     return max((line["step"] for line in scan_metrics(file)[0]), default=0) if file.exists() else 0
 
 
+def last_status(run: Path) -> str:
+    """Status of the newest job by its journal."""
+    return json.loads((run / "supervision.jsonl").read_text().splitlines()[-1])["status"]
+
+
 def intact(run: Path) -> list[int]:
     return [checkpoint["step"] for checkpoint in list_checkpoints(run) if checkpoint["committed"] and checkpoint["ok"]]
 
@@ -112,11 +117,6 @@ def stopped(pid: int) -> bool:
 def pending(pid: int, number: int) -> bool:
     """Whether a signal has been sent to a stopped process."""
     return bool(int(status(Path(f"/proc/{pid}"))["ShdPnd"], 16) >> (number - 1) & 1)
-
-
-def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler of its own for a signal."""
-    return bool(int(status(Path(f"/proc/{pid}"))["SigCgt"], 16) >> (number - 1) & 1)
 
 
 def status(process: Path) -> dict[str, str]:
@@ -182,7 +182,7 @@ def tell(starts: Starts) -> Story:
     job.process.send_signal(signal.SIGCONT)
     preempted = job.end(lambda pids: job.process.send_signal(signal.SIGTERM))
     job = starts.start()
-    until(lambda: catches(job.process.pid, signal.SIGTERM), job)  # the run is prepared, and signals are passed on
+    until(lambda: last_status(run) == "running", job)  # the run is prepared, and signals are passed on
     interrupted = job.end(lambda pids: job.process.send_signal(signal.SIGINT))
     newest = run / "checkpoints" / f"step-{interrupted.checkpoints[-1]:08d}"
     damage(newest / "tensors-00001.safetensors")

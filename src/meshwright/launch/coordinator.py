@@ -55,7 +55,7 @@ from meshwright.policies.job_events import (
 )
 from meshwright.policies.restart import Incident, Stop
 from meshwright.policies.supervision import Rules, State, decide, is_excluded, is_unlisted
-from meshwright.spec.errors import EXIT_COMMUNICATION, MeshwrightError
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERRUPTED, EXIT_PREEMPTED, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 
 SILENT_SECONDS = 8.0
@@ -478,6 +478,8 @@ class Coordinator:
         lines = list(outcome_lines([self._attempt.ranks[rank] for rank in sorted(self._attempt.ranks)], logs))
         if not lines and stop is not None and stop.code and self.state.incidents:
             lines = [self.state.incidents[-1].cause]
+        if not lines and stop is not None and stop.code in (EXIT_INTERRUPTED, EXIT_PREEMPTED) and not stop.diagnosis:
+            lines = ["ended on request before training began"]
         excluded = [
             f"host {each.host} was excluded, as it failed the self-test: {each.cause}" for each in self.state.excluded
         ]
