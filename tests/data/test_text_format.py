@@ -201,7 +201,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"begins": []}, r"unknown key 'begins' \(nearest: 'begin'\)"),
-        ({"version": 2}, "version 2, this release reads version 1"),
+        ({"version": 2}, "of version 2; this release reads version 1"),
         ({"stops": [[1]]}, "not a record of a text format"),
         ({"stops": [["1", "a"]]}, r"expected \[id, text\] of a token"),
         ({"tokenizer": None}, "tokenizer: expected text, got None"),

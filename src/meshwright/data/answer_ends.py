@@ -23,12 +23,12 @@ MOST_SPACES = 8
 
 @dataclass(frozen=True)
 class AnswerEnds:
-    """How many answers each special token ends, the most frequent first, and how many end with none."""
+    """How many answers each special token ends, the most frequent first, and how many end with no special token."""
 
     counts: dict[Token, int]
     unended: int
     first: str = ""
-    """File and id of the first chat with an answer that does not end."""
+    """File and id of the first chat with an answer that ends with no special token."""
 
     @property
     def answers(self) -> int:
@@ -63,23 +63,24 @@ class _Reader:
 
     def _read_range(self, file: IndexedFile, mask: MaskFile, bounds: np.ndarray, start: int, stop: int) -> None:
         """Count the answers whose last token is one of [start, stop)."""
-        first, behind = max(0, start - MOST_SPACES), min(stop + 1, file.tokens)
-        tokens, trained = file.read(first, behind).astype(np.int64), mask.read(first, behind)
+        # The window has tokens before the range, to look behind white space, and one after it, to see whether an answer goes on.
+        low, high = max(0, start - MOST_SPACES), min(stop + 1, file.tokens)
+        tokens, trained = file.read(low, high).astype(np.int64), mask.read(low, high)
         goes_on = np.append(trained[1:], False)
-        inside = bounds[np.searchsorted(bounds, first, side="right") : np.searchsorted(bounds, behind, side="left")]
-        goes_on[inside - first - 1] = False  # the next token is of another chat
+        inside = bounds[np.searchsorted(bounds, low, side="right") : np.searchsorted(bounds, high, side="left")]
+        goes_on[inside - low - 1] = False  # the next token is of another chat
         last = np.flatnonzero(trained & ~goes_on)
-        last = last[(last >= start - first) & (last < stop - first)]
+        last = last[(last >= start - low) & (last < stop - low)]
         at = self._without_spaces(tokens, trained, last)
         ends = np.isin(tokens[at], self._special)
         ids, counts = np.unique(tokens[at][ends], return_counts=True)
         self.ended.update(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
         if not ends.all():
             self.unended += int((~ends).sum())
-            self.first = self.first or _document(file.stem, bounds, first + int(last[~ends][0]))
+            self.first = self.first or _document(file.stem, bounds, low + int(last[~ends][0]))
 
     def _without_spaces(self, tokens: np.ndarray, trained: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """The last token of each answer that is not white space, if a special token is before that; else its last one."""
+        """For each answer, which ends at `last`, the position of the special token before its white space; without one, `last`."""
         at = last.copy()
         for _ in range(MOST_SPACES):
             back = (at > 0) & ~np.isin(tokens[at], self._special)

@@ -1,8 +1,9 @@
 """The record of a model's text: its tokenizer, what begins and ends a document, and what ends a generated text. No torch.
 
-`derive` decides all of it from the files of a tokenizer's folder. `data prepare` does so once; its record goes into the manifest
-of the corpus, the folder of the run (`text_format.json`), each checkpoint and the Hugging Face folder that is made of it. Every
-other command reads the record.
+`derive` decides all of it from the files of a tokenizer's folder. `data prepare` calls it once and adds the ends of trained answers.
+The record goes into the manifest of the corpus, the folder of the run (`text_format.json`, where `launch.text_files` adds what the
+initial weights say) and each checkpoint. Every other command reads the record; for a folder without one, such as one of Hugging Face,
+it calls `derive`.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from meshwright.spec.folder_files import JSON_BYTES, TOKENIZER_BYTES, read_folde
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TEXT_FORMAT, TOKENIZER, CONFIG, CORPUS = "text_format.json", "tokenizer.json", "config.json", "manifest.json"
+TEXT_FORMAT, TOKENIZER, CONFIG, MANIFEST = "text_format.json", "tokenizer.json", "config.json", "manifest.json"
+"""Names of files."""
 VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
-"""Names of tokens that end a document where no file of a folder says which one does."""
+"""Usual names of end tokens, the preferred ones first, for folders whose files do not say which token ends a document."""
 PROBE = "a"
 """A text whose tokens show what the tokenizer puts around each text."""
 TURNS = ("meshwrightquestion", "meshwrightanswer", "meshwrightagain", "meshwrightlast")
@@ -84,11 +86,14 @@ class TextFormat:
         return tuple(token.id for token in self.begin)
 
     def begun(self, ids: Sequence[int]) -> list[int]:
-        """The ids of a text behind those that begin every text, which are not put there twice."""
-        return _behind(self.begin_ids, ids)
+        """The ids with those that begin every text in front, unless they are there already."""
+        return _prepended(self.begin_ids, ids)
 
     def prompt(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids of a prompt as the model reads it; that of `document_end` where it has none. Raises BadInput without one."""
+        """The ids of a prompt as the model reads it.
+
+        An empty prompt is the id of `document_end`. Raises BadInput if that is not known either.
+        """
         if begun := self.begun(ids):
             return tuple(begun)
         if self.document_end is None:
@@ -96,7 +101,7 @@ class TextFormat:
         return (self.document_end.id,)
 
     def with_answer_ends(self, ends: Iterable[Token]) -> TextFormat:
-        """The record of chats whose answers end so."""
+        """This format with the tokens that end trained answers, which become stops too."""
         ends = tuple(ends)
         return replace(self, answer_ends=ends, stops=_distinct([*self.stops, *ends]))
 
@@ -133,7 +138,9 @@ class TextFormat:
         try:
             fields: dict[str, Any] = dict(value)
             if (version := fields.pop("version")) != VERSION:
-                raise ValueError(f"version {version}, this release reads version {VERSION}")
+                raise Damaged(
+                    f"{where}: a text format of version {version}; this release reads version {VERSION}, use the release that wrote it"
+                )
             if unknown := sorted(fields.keys() - cls.__dataclass_fields__.keys()):
                 near = nearest(unknown[0], cls.__dataclass_fields__)
                 raise ValueError(f"unknown key {unknown[0]!r}" + (f" (nearest: {near!r})" if near else ""))
@@ -149,7 +156,7 @@ class TextFormat:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(
                 f"{where}: not a record of a text format ({type(error).__name__}: {error}); "
-                "remove it to have it made from the files of the folder"
+                "without it the files of the folder decide, which may not name the token of --eos and the ends of answers"
             ) from error
 
     def to_json(self) -> str:
@@ -170,12 +177,12 @@ def derive(
     where: str | None = None,
     template: str | None = None,
 ) -> TextFormat:
-    """The text format that the files of a tokenizer's folder describe; the only place that decides it.
+    """The text format that the files of a tokenizer's folder describe; the only place that reads it from them.
 
-    A document's end is named by `eos`, the flag of `data prepare`, by `tokenizer_config.json`, `special_tokens_map.json` or
-    `config.json`, in this order of trust; without any, it is a token whose name is known for an end, but not the one for padding. If
-    the chat template ends a turn with it, another token takes its place that a file names as an end, such as `<|end_of_text|>` of
-    Llama 3. All named ends, those of `generation_config.json` too, end a generated text.
+    `eos`, the flag of `data prepare`, is the document's end. Without it the end is named by `tokenizer_config.json`,
+    `special_tokens_map.json` or `config.json`, in this order of trust; if none does, it is the first of `KNOWN_ENDS` that the tokenizer
+    has and that is not for padding. If the chat template ends a turn with that token and a file names another end, the other is taken,
+    such as `<|end_of_text|>` of Llama 3. All named ends, those of `generation_config.json` too, end a generated text.
 
     `folder` is None for a tokenizer without a folder. `content` is the tokenizer's file, by default the `tokenizer.json` in
     `folder`; `where` is its name in messages; `template` stands in for the folder's chat template. `tokenizer` must neither pad nor
@@ -203,9 +210,9 @@ def derive(
 def read_text_format(folder: Path, tokenizer: Tokenizer | None = None) -> TextFormat:
     """The text format of a run's folder, a checkpoint, a prepared corpus or a Hugging Face folder.
 
-    That is their record; without one, what their files describe. `tokenizer` is the folder's, if it is loaded. Corpora of earlier
-    releases end documents as their manifest says and begin them with nothing. Raises BadInput without a record and a tokenizer.json,
-    Damaged for a record that cannot be read.
+    It is the folder's record if there is one, otherwise what `derive` finds in its files. `tokenizer` is the folder's, if it is
+    loaded. Corpora of earlier releases end documents as their manifest says and begin them with nothing. Raises BadInput without a
+    record and a tokenizer.json, Damaged for a record that cannot be read.
     """
     for home in _homes(folder):
         if (recorded := recorded_text_format(home)) is not None:
@@ -217,7 +224,7 @@ def read_text_format(folder: Path, tokenizer: Tokenizer | None = None) -> TextFo
         )
     content = read_folder_file(file, TOKENIZER_BYTES)
     tokenizer = tokenizer or tokenizer_in(content, file)
-    corpus = _object(file.parent / CORPUS).get("tokenizer")
+    corpus = _object(file.parent / MANIFEST).get("tokenizer")
     if isinstance(corpus, dict) and isinstance(corpus.get("eos"), int):
         return _of_earlier_corpus(derive(file.parent, tokenizer, content=content), corpus["eos"], tokenizer)
     return derive(file.parent, tokenizer, content=content)
@@ -231,12 +238,13 @@ def recorded_text_format(folder: Path) -> TextFormat | None:
             value = json.loads(read_folder_file(file, JSON_BYTES))
         except ValueError as error:
             raise Damaged(
-                f"{file}: not JSON ({error}); remove it to have it made from the files of the folder"
+                f"{file}: not JSON ({error}); without it the files of the folder decide, which may not name the token of --eos "
+                "and the ends of answers"
             ) from None
         return TextFormat.from_plain(value, str(file))
-    manifest = _object(folder / CORPUS)
+    manifest = _object(folder / MANIFEST)
     text = manifest.get("text_format") if "tokenizer" in manifest else None
-    return None if text is None else TextFormat.from_plain(text, str(folder / CORPUS))
+    return None if text is None else TextFormat.from_plain(text, str(folder / MANIFEST))
 
 
 def tokenizer_file(folder: Path) -> Path | None:
@@ -271,8 +279,9 @@ def export_text_files(
 ) -> None:
     """Write the files about texts of a Hugging Face folder, those of `source` with the special tokens of the record.
 
-    `folder` has its config.json and tokenizer.json. `defaults` are values of tokenizer_config.json that `source` does not set. The
-    `eos_token` of `source` stays if readers of the folder then find the document end of the record.
+    `folder` has its config.json and tokenizer.json. `defaults` are values of tokenizer_config.json that `source` does not set.
+    generation_config.json gets all stops as `eos_token_id`. The `eos_token` of `source` stays if `derive` on the new folder gives the
+    document end of the record, so that of an instruct model remains the end of a turn.
     """
     values = {**defaults, **read_object(source / TOKENIZER_CONFIG)}
     end, named = text.document_end, folder_special_tokens(source)
@@ -285,9 +294,10 @@ def export_text_files(
     _write(folder / GENERATION_CONFIG, generation)
     _write(folder / TOKENIZER_CONFIG, values)
     copy_chat_files(source, folder)
-    known = "eos_token" not in named or tokenizer.token_to_id(named["eos_token"]) is not None
-    if end is None or (known and derive(folder, tokenizer).document_end == end):
+    usable = "eos_token" not in named or tokenizer.token_to_id(named["eos_token"]) is not None
+    if end is None or (usable and derive(folder, tokenizer).document_end == end):
         return
+    # tokenizer_config.json in any case, the other file if it names an end too.
     for file in (folder / TOKENIZER_CONFIG, folder / SPECIAL_TOKENS_MAP):
         if "eos_token" in (values := read_object(file)) or file.name == TOKENIZER_CONFIG:
             _write(file, {**values, "eos_token": end.text})
@@ -349,7 +359,7 @@ def encode_prompt(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids of a prompt for a tokenizer without folder: behind what its post-processor puts before a text, if they lack it."""
     begin = _FolderFiles(None, tokenizer, "the tokenizer", None).begin()[0]
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    return tuple(_behind(tuple(token.id for token in begin), ids))
+    return tuple(_prepended(tuple(token.id for token in begin), ids))
 
 
 class _FolderFiles:
@@ -373,6 +383,7 @@ class _FolderFiles:
         by_file = self._named("eos")
         documents = [token for file, tokens in by_file if file != GENERATION_CONFIG for token in tokens]
         if not documents:
+            # generation_config.json names ends of turns too, so it does not decide; but a pad token that it lists is an end.
             listed = set(self.ends())
             pads = set(self.pads()) - listed
             documents = [token for name in KNOWN_ENDS if (token := self._by_text(name)) and token not in pads][:1]
@@ -454,6 +465,7 @@ class _FolderFiles:
         ends = set()
         for message, following in pairwise(TURNS):
             between = text.partition(message)[2].partition(following)[0]
+            # The first token between two messages, the longest of those that begin there.
             found = [(between.index(name), -len(name), name) for name in added if name and name in between]
             if found:
                 name = min(found)[2]
@@ -499,7 +511,8 @@ def _of_earlier_corpus(derived: TextFormat, end: int, tokenizer: Tokenizer) -> T
     return replace(derived, document_end=token, begin=(), stops=_distinct([token, *derived.stops]), notes=())
 
 
-def _behind(begin: Sequence[int], ids: Sequence[int]) -> list[int]:
+def _prepended(begin: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """`ids` with `begin` in front, unless they begin so."""
     return list(ids) if list(ids[: len(begin)]) == list(begin) else [*begin, *ids]
 
 

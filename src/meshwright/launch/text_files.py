@@ -17,14 +17,15 @@ from meshwright.spec.run import RunSpec
 def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextFormat | None:
     """Write the files about the texts of a run into its folder, and return their format; None if the corpus has no tokenizer.
 
-    The corpus says what begins and ends a text. The folder of the initial weights adds the further tokens that end a generated text,
-    and its special tokens, sampling values and chat template, unless the corpus has chats with their own template.
+    The corpus says what begins and ends a text. The folder of the initial weights adds further tokens that end a generated text, its
+    special tokens and its sampling values. The chat template is that of the corpus if it has chats, else that of the weights.
     """
     corpus, text = source.tokenizer_file, source.text_format
     if corpus is None or text is None:
         return None
     write_durable(folder / TOKENIZER, read_folder_file(corpus, TOKENIZER_BYTES))
     initial = initial_folder(run.model.init)
+    # `copy_chat_files` leaves files that are there: the first folder that has one gives it.
     if source.has_chats:
         copy_chat_files(corpus.parent, folder)
     if initial is not None and (file := tokenizer_file(initial)) is not None:
@@ -44,7 +45,11 @@ def initial_folder(init: str) -> Path | None:
 
 
 def _continued(text: TextFormat, initial: TextFormat, corpus: Path, weights: Path) -> TextFormat:
-    """The format of a corpus for a model that goes on from weights with the format `initial`; differences are notes of it."""
+    """The format of a corpus for a model that goes on from weights with the format `initial`.
+
+    Stops and the pad token of the weights are added; their notes and the difference between both formats become notes. With another
+    tokenizer, which the check of the data reports, nothing of them applies.
+    """
     if text.tokenizer != initial.tokenizer:
         return text
     difference = text.difference(initial, str(corpus), str(weights))
