@@ -16,6 +16,7 @@ import lzma
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import BinaryIO, Literal, Protocol
 
 Layout = Literal["text", "lines", "json", "csv", "tsv", "parquet"]
@@ -120,9 +121,13 @@ class FileFormat:
 def format_of(name: str) -> FileFormat:
     """The format that the ending of a file's name stands for."""
     stem, ending = _split(name)
-    compression = COMPRESSIONS.get(ending)
-    if compression is not None:
-        ending = _split(stem)[1]
+    return _format_of_ending(_split(stem)[1], ending) if ending in COMPRESSIONS else _format_of_ending(ending)
+
+
+@lru_cache(maxsize=1024)
+def _format_of_ending(ending: str, compressed: str | None = None) -> FileFormat:
+    """The format of names with this ending, behind which one of a compression may stand."""
+    compression = None if compressed is None else COMPRESSIONS[compressed]
     layout = LAYOUTS.get(ending, "text")
     if layout == "parquet" and compression is not None:
         return FileFormat(layout, compression, "parquet in another compression; decompress it")

@@ -19,12 +19,14 @@ TIME_STEP_NS = 2 * 10**9
 """Coarsest step of a file system's times: two changes of a file within it may show the same time."""
 
 
-def write_input_record(directory: Path, files: Sequence[InputFile], digests: Mapping[str, str]) -> str:
-    """Write the record of `files` and return its digest; `digests` has the digest of each file that was read, by name."""
-    lines = [
-        json.dumps([file.name, file.size, file.modified_ns, file.changed_ns, digests.get(file.name)]) for file in files
-    ]
-    content = "".join(line + "\n" for line in lines).encode()
+def input_record(files: Sequence[InputFile], digests: Mapping[str, str]) -> bytes:
+    """The content of `inputs.jsonl` for `files`; `digests` has the digest of each file that was read, by name."""
+    rows = ([file.name, file.size, file.modified_ns, file.changed_ns, digests.get(file.name)] for file in files)
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write_input_record(directory: Path, content: bytes) -> str:
+    """Write the record of the inputs and return its digest."""
     write_durable(directory / INPUTS, content)
     return digest(content)
 

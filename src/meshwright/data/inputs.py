@@ -10,8 +10,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -48,9 +47,10 @@ class InputFile:
     modified_ns: int = 0
     changed_ns: int = 0
 
-    @cached_property
-    def format(self) -> FileFormat:
-        return format_of(self.name)
+    format: FileFormat = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", format_of(self.name))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from meshwright.data.chat_template import GENERATION_CONFIG, TEMPLATE, TOOL_TEMP
 from meshwright.data.corpus import Document, FromFile, read_documents
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
-from meshwright.data.input_record import changed_inputs, write_input_record
+from meshwright.data.input_record import changed_inputs, input_record, write_input_record
 from meshwright.data.input_stream import Contents
 from meshwright.data.inputs import HARMLESS, InputFile, NotRead, check_text_key, list_inputs
 from meshwright.data.left_out import LeftOut, not_read_words
@@ -175,10 +175,8 @@ def _run(
     figures = {
         reason: {"files": each["files"], "bytes": each["bytes"]} for reason, each in sorted(left_out.not_read.items())
     }
-    records = {
-        split: write_input_record(directory, files, reading.digests)
-        for split, directory in preparation.directories().items()
-    }
+    record = input_record(files, reading.digests)
+    records = {split: write_input_record(directory, record) for split, directory in preparation.directories().items()}
     manifests = {
         split: Manifest(
             tokenizer.record,
