@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.spec.errors import nearest
@@ -33,39 +33,71 @@ class BadChat(Exception):
 
 @dataclass(frozen=True)
 class ChatForm:
-    """A form of records. `keys` are those that each record has, `also` those that it may have; `meaning` is for people."""
+    """A form of records. `keys` are those that each record has, `also` those that it may have; `meaning` is for the page on chats."""
 
     name: str
     keys: tuple[str, ...]
-    also: tuple[str, ...]
     meaning: str
+    read: Callable[[Mapping[str, Any], str], list[Any]]
+    """The messages of a record whose first key is given. Raises BadChat."""
+    also: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.keys)})"
 
     def messages(self, record: Mapping[str, Any]) -> list[Any]:
         """The messages of a record, with those of a list as they are. Raises BadChat."""
-        if self.name == "Alpaca":
-            more = _text(record, "input") if record.get("input") is not None else ""
-            question = _text(record, "instruction") + (f"\n\n{more}" if more else "")
-            found = [_message("user", question), _message("assistant", _text(record, "output"))]
-        elif self.name == "prompt and completion":
-            found = [*_turn(record, "prompt", "user"), *_turn(record, "completion", "assistant")]
-        else:
-            key = self.keys[0]
-            found = _listed(record.get(key), key)
-        if record.get("system"):
-            found = [_message("system", _text(record, "system")), *found]
-        return found
+        found = self.read(record, self.keys[0])
+        return [_message("system", _text(record, "system")), *found] if record.get("system") else found
 
 
-MESSAGES = ChatForm("messages", ("messages",), (), "a list of objects with `role` and `content`, as of OpenAI's API")
+def _listed(record: Mapping[str, Any], key: str) -> list[Any]:
+    """The list of messages under a key, those with `from` and `value` as messages with role and content."""
+    value = record.get(key)
+    if not isinstance(value, list) or not value:
+        raise BadChat(f"{key}: expected a list of messages")
+    return [
+        _sent(item, f"{key}[{index}]") if isinstance(item, dict) and "from" in item and "role" not in item else item
+        for index, item in enumerate(value)
+    ]
+
+
+def _instructed(record: Mapping[str, Any], key: str) -> list[Any]:
+    """The question under a key, a blank line and `input` if there is one; and the answer under `output`."""
+    more = _text(record, "input") if record.get("input") is not None else ""
+    question = _text(record, key) + (f"\n\n{more}" if more else "")
+    return [_message("user", question), _message("assistant", _text(record, "output"))]
+
+
+def _prompted(record: Mapping[str, Any], key: str) -> list[Any]:
+    """The question under a key and the answer under `completion`, each a text or a list of messages."""
+    messages = []
+    for name, role in ((key, "user"), ("completion", "assistant")):
+        given_as_list = isinstance(record.get(name), list)
+        messages += _listed(record, name) if given_as_list else [_message(role, _text(record, name))]
+    return messages
+
+
+MESSAGES = ChatForm(
+    "messages", ("messages",), "a list of objects with `role` and `content`, as of OpenAI's API", _listed
+)
 FORMS = (
     MESSAGES,
-    ChatForm("ShareGPT", ("conversations",), (), "a list of objects with `from` (human, gpt, …) and `value`"),
-    ChatForm("Alpaca", ("instruction", "output"), ("input",), "instruction, a blank line and input: the question; output: the answer"),
-    ChatForm("prompt and completion", ("prompt", "completion"), (), "question and answer, each a text or a list of messages"),
-)  # fmt: skip
+    ChatForm("ShareGPT", ("conversations",), "a list of objects with `from` (human, gpt, …) and `value`", _listed),
+    ChatForm(
+        "Alpaca",
+        ("instruction", "output"),
+        "instruction, a blank line and input: the question; output: the answer",
+        _instructed,
+        also=("input",),
+    ),
+    ChatForm(
+        "prompt and completion",
+        ("prompt", "completion"),
+        "question and answer, each a text or a list of messages",
+        _prompted,
+    ),
+)
 """The forms that are recognised by the keys of a record."""
 COMMON_KEYS = ("tools", "system")
 """Keys that a chat of any form may have: tools, and the text of a system message before the others."""
@@ -74,7 +106,7 @@ COMMON_KEYS = ("tools", "system")
 def form_of(names: Collection[str], text_key: str | None = None) -> ChatForm | None:
     """The form of records with these keys; `text_key` names a list of messages. None if it is none of those known."""
     if text_key is not None:
-        return ChatForm(MESSAGES.name, (text_key,), (), MESSAGES.meaning) if text_key in names else None
+        return replace(MESSAGES, keys=(text_key,)) if text_key in names else None
     return next((form for form in FORMS if set(form.keys) <= set(names)), None)
 
 
@@ -91,16 +123,6 @@ def no_form(record: Mapping[str, Any], text_key: str | None) -> str:
     return (
         f"{seen}" + (f" (nearest: {near!r})" if near else "") + f", which is no known form of chats: {known}; or {hint}"
     )
-
-
-def _listed(value: Any, key: str) -> list[Any]:
-    """A list of messages, those with `from` and `value` as messages with role and content. Raises BadChat."""
-    if not isinstance(value, list) or not value:
-        raise BadChat(f"{key}: expected a list of messages")
-    return [
-        _sent(item, f"{key}[{index}]") if isinstance(item, dict) and "from" in item and "role" not in item else item
-        for index, item in enumerate(value)
-    ]
 
 
 def _sent(item: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -121,11 +143,6 @@ def _sent(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         "content": None,
         "tool_calls": [{"type": "function", "function": f} for f in functions],
     }
-
-
-def _turn(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
-    value = record.get(key)
-    return _listed(value, key) if isinstance(value, list) else [_message(role, _text(record, key))]
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.data.chat_template import TemplateRefusal
+from meshwright.data.spelled_tokens import any_of
 
 ASSISTANT = "assistant"
 Span = tuple[int, int]
@@ -116,7 +117,7 @@ class MessageRanges:
 
     def __init__(self, render: Callable[..., str], added: Iterable[str], special: Iterable[str]) -> None:
         """`render` is that of a ChatTemplate; `added` are the added tokens of the tokenizer, and `special` those that are special."""
-        self._render, self._added, self._special = render, _any_of(added), _any_of(special)
+        self._render, self._added, self._special = render, _search_for(added), _search_for(special)
         self._outlines: dict[Any, _Outline] = {}
 
     def find(
@@ -404,6 +405,7 @@ def _common_beginning(texts: Sequence[str]) -> str:
     return first[: next(different, len(first))]
 
 
-def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
-    longest_first = sorted(filter(None, words), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+def _search_for(words: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds the longest of some words at a place; None without words."""
+    pattern = any_of(filter(None, words))
+    return re.compile(pattern) if pattern else None

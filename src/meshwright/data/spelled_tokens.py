@@ -51,7 +51,7 @@ class SpelledTokens:
         tokens = self._tokens.values()
         whole = [rf"(?<!\w){re.escape(token.content)}(?!\w)" for token in tokens if token.single_word]
         others = [token.content for token in tokens if not token.single_word]
-        return re.compile("|".join([*([_any_of(others)] if others else []), *whole])) if self._tokens else None
+        return re.compile("|".join([*([any_of(others)] if others else []), *whole])) if self._tokens else None
 
     @cached_property
     def _search_normalized(self) -> re.Pattern[str] | None:
@@ -59,7 +59,7 @@ class SpelledTokens:
         if self._tokenizer.normalizer is None:
             return None
         tokens = {self._normalized(token.content) for token in self._tokens.values() if token.normalized}
-        return re.compile(_any_of(tokens)) if tokens else None
+        return re.compile(any_of(tokens)) if tokens else None
 
     def _normalized(self, text: str) -> str:
         normalizer = self._tokenizer.normalizer
@@ -187,7 +187,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return [_changed(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _any_of(words: Iterable[str]) -> str:
+def any_of(words: Iterable[str]) -> str:
     """A pattern for the longest of these words at a place, which compares each character once."""
     root: dict[str, Any] = {}
     for word in words:

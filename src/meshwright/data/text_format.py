@@ -219,9 +219,7 @@ def read_text_format(folder: Path, tokenizer: Tokenizer | None = None) -> TextFo
             return recorded
     file = tokenizer_file(folder)
     if file is None:
-        raise BadInput(
-            f"{folder} has no tokenizer.json; expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
-        )
+        raise no_tokenizer(folder)
     content = read_folder_file(file, TOKENIZER_BYTES)
     tokenizer = tokenizer or tokenizer_in(content, file)
     corpus = _object(file.parent / MANIFEST).get("tokenizer")
@@ -250,6 +248,13 @@ def recorded_text_format(folder: Path) -> TextFormat | None:
 def tokenizer_file(folder: Path) -> Path | None:
     """The tokenizer.json of a model's or corpus' folder; that of the run, for a checkpoint without its own."""
     return next((file for home in _homes(folder) if (file := home / TOKENIZER).is_file()), None)
+
+
+def no_tokenizer(folder: Path) -> BadInput:
+    """The error for a model's folder without a tokenizer."""
+    return BadInput(
+        f"{folder} has no tokenizer.json; expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
+    )
 
 
 def known_text_format(folder: Path) -> TextFormat | None:

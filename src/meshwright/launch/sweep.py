@@ -178,7 +178,7 @@ class Sweep:
         run.exit_code, run.process = code, None
         if code == EXIT_DONE:
             run.outcome = "finished"
-        elif run.why:
+        elif run.why and code == EXIT_PREEMPTED:
             run.outcome = "stopped early"
             _write_record(
                 self.folder, {other.name: other.why for other in self.runs if other.outcome == "stopped early"}

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
 FILE = "wall_time.jsonl"
+KEPT_LINES = 100_000
+"""Most lines that are kept while the disk does not take them: about 10 MB."""
 Pause = Literal["save", "validation", "rollback"]
 """Reason for a pause of the loop between two steps; its line has `seconds`."""
 
@@ -21,14 +27,16 @@ log = logging.getLogger("meshwright")
 
 
 class WallTimeWriter:
-    """Appends lines to a run's file. A disk that fails ends the recording with one warning, never the run.
+    """Appends lines to a run's file. A disk that fails never ends the run: lines that it does not take, at most `KEPT_LINES`, are
+    written later, and the log says so once.
 
     Times follow the monotonic clock from the writer's creation on, so that a wall clock that is set changes none.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
         began = time.time() - time.monotonic()
-        self._path, self._clock, self._failed = path, clock or (lambda: began + time.monotonic()), False
+        self._path, self._clock = path, clock or (lambda: began + time.monotonic())
+        self._unwritten: deque[bytes] = deque(maxlen=KEPT_LINES)
 
     def start(self, step: int, seconds: float, first_step_seconds: float) -> None:
         """Write that a start after `step` took `seconds`, its first step included."""
@@ -47,12 +55,26 @@ class WallTimeWriter:
         self._append("end", step, {})
 
     def _append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        if self._failed:
-            return
+        failed = bool(self._unwritten)
         line = json.dumps({"time": round(self._clock(), 6), "kind": event, "step": step, **values})
+        self._unwritten.append(f"{line}\n".encode())
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            with self._path.open("ab", buffering=0) as file:
+                _write_whole(file, b"".join(self._unwritten))
         except OSError as error:
-            self._failed = True
-            log.warning("%s is not written any more: %s", self._path, error.strerror or error)
+            if not failed:
+                log.warning("%s: %s; its lines are written once that is possible", self._path, error.strerror or error)
+            return
+        self._unwritten.clear()
+
+
+def _write_whole(file: FileIO, content: bytes) -> None:
+    """Append all of `content`, or nothing and raise OSError."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while content:
+            content = content[file.write(content) :]
+    except OSError:
+        with suppress(OSError):
+            file.truncate(end)
+        raise

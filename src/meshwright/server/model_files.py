@@ -19,6 +19,7 @@ from meshwright.data.text_format import (
     TextFormat,
     folder_special_tokens,
     known_text_format,
+    no_tokenizer,
     read_text_format,
     tokenizer_file,
 )
@@ -86,13 +87,6 @@ class ModelFiles:
             values["sampling"],
             values["tool_template"],
         )
-
-
-def no_tokenizer(folder: Path) -> BadInput:
-    """The error for a folder that no tokenizer belongs to."""
-    return BadInput(
-        f"{folder} has no tokenizer.json; expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
-    )
 
 
 def read_model_files(folder: Path, chat_template: Path | None = None, *, defaults: bool = True) -> ModelFiles:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.connections.limits import ADMIN, SERVE, Limits, raise_file_limit
 from meshwright.connections.table import ConnectionTable
-from meshwright.data.text_format import tokenizer_file
+from meshwright.data.text_format import no_tokenizer, tokenizer_file
 from meshwright.events.terminal import write_line
 from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
 from meshwright.server.background import guarded
@@ -25,7 +25,7 @@ from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
 from meshwright.server.follow import Follower, newest
 from meshwright.server.metrics import ServerMetrics
-from meshwright.server.model_files import no_tokenizer, read_model_files
+from meshwright.server.model_files import read_model_files
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
