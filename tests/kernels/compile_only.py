@@ -1,4 +1,4 @@
-"""A pytest plugin: Triton kernels are compiled for an H100 and not run, so no result is checked.
+"""A pytest plugin: Triton kernels are compiled for a GPU and not run, so no result is checked.
 
 The interpreter does not check types, and without a GPU nothing else does: `test_compilation.py`.
 """
@@ -16,6 +16,8 @@ import torch
 
 FILE = "COMPILED_KERNELS_FILE"
 """Environment variable: the JSON file to write, an error or null by name of a kernel."""
+CAPABILITY = "COMPILED_KERNELS_CAPABILITY"
+"""Environment variable: 90 for an H100, 100 for a B200."""
 compiled: dict[str, str | None] = {}
 
 
@@ -25,7 +27,7 @@ class NoDevice:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", int(os.environ[CAPABILITY]), 32)
 
     def get_current_device(self) -> int:
         return 0

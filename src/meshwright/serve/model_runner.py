@@ -22,7 +22,7 @@ from meshwright.models.decoder import Block, Decoder
 from meshwright.models.prediction import PredictionModule
 from meshwright.policies.drafting import most_drafting
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
-from meshwright.serve.blocks import add_and_norm, block_forward, residual_stream
+from meshwright.serve.blocks import Delta, add_and_norm, block_forward, residual_stream, selected
 from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.graphs import Graphs
 from meshwright.serve.host_decode import HostDecode
@@ -168,7 +168,7 @@ class ModelRunner:
             return self.head(normed[:, inputs.sampled])
         x, delta = self._residual(inputs)
         if inputs.sampled is not None and not self._predictions:
-            x, delta = x[:, inputs.sampled], None if delta is None else delta[:, inputs.sampled]
+            x, delta = selected(x, delta, inputs.sampled)
         normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])
         if self._predictions:
             self.normed = normed
@@ -194,7 +194,7 @@ class ModelRunner:
         """The normed output of all tokens, `(1, tokens, hidden)`."""
         return cast("Tensor", add_and_norm(*self._residual(inputs), self._model.norm)[1])
 
-    def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+    def _residual(self, inputs: StepInputs) -> tuple[Tensor, Delta | None]:
         """Return the residual stream after all layers, `(1, tokens, hidden)`, and the last output, not added to it yet."""
         self._step.inputs = inputs
         if self._host_decode is not None:

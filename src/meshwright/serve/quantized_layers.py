@@ -110,6 +110,8 @@ class QuantizedGatedMLP(nn.Module):
 class Int8Experts(nn.Module):
     """`models.moe.Experts` with int8 weights. `ranks` are the tensor ranks that have the other columns of `down`, if any."""
 
+    takes_few_rows = False
+
     def __init__(self, experts: Experts, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.gated, self.plain, self.dtype = experts.gated, experts.plain, experts.down.dtype
