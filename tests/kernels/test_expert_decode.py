@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.expert_decode import Choices, Routing, expert_outputs, route
+from meshwright.kernels.expert_decode import Choices, Routing, expert_outputs, rounded_expert_outputs, route
+from meshwright.kernels.row_quantize import quantize_rows
 from meshwright.models.moe import MixtureOfExperts
+from meshwright.spec.engine import WeightFormat
 from meshwright.spec.model import ModelSpec
 from tests.models.tiny import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL
 
-pytest.importorskip("triton")
+triton, tl = (pytest.importorskip(name) for name in ("triton", "triton.language"))
+expert_decode_triton = pytest.importorskip("meshwright.kernels.expert_decode_triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.float32 if "TRITON_INTERPRET" in os.environ else torch.bfloat16
 """Triton's interpreter multiplies in the dtype of numpy, which has no bf16."""
@@ -63,6 +66,34 @@ def test_choices_are_those_of_the_plain_router(case: str, tokens: int) -> None:
     assert torch.equal(choices.places, places.scatter(1, expected.chosen[0], copies).t())
 
 
+@triton.jit
+def _pick_each(
+    keys, values, numbers, places, WIDE: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    row, expert, copy = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :], tl.arange(0, COPIES)[None, :]
+    x = tl.load(keys + row * BLOCK + expert)
+    value, number, place = expert_decode_triton._pick(x, x, expert >= 0, WIDE, False, COPIES, COPIES, ROWS, BLOCK)
+    tl.store(values + row * COPIES + copy, value)
+    tl.store(numbers + row * COPIES + copy, number)
+    tl.store(places + row * BLOCK + expert, place)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_codes_have_the_order_of_keys(wide: bool) -> None:
+    """Also of negative, equal and infinite keys, and both zeros; of equal keys the first expert's comes first."""
+    keys = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    keys[0], keys[1, :16], keys[1, 3], keys[2] = -keys[0].abs(), 0.0, -0.0, 1.5
+    keys[3, :4] = keys[4] = float("-inf")
+    keys = keys.to(DEVICE)
+    values, numbers = torch.empty(8, 4, device=DEVICE), torch.empty(8, 4, dtype=torch.int32, device=DEVICE)
+    places = torch.empty(8, 32, dtype=torch.int32, device=DEVICE)
+    _pick_each[(1,)](keys, values, numbers, places, wide, 4, 8, 32)
+    order = (-keys).argsort(dim=1, stable=True)[:, :4]
+    assert torch.equal(numbers.long(), order) and torch.equal(values, keys.gather(1, order))
+    assert torch.equal(places.gather(1, order), torch.arange(4, device=DEVICE, dtype=torch.int32).expand(8, -1))
+    assert (places >= 0).sum() == 32
+
+
 def choices_of(chosen: Tensor, experts: int) -> Choices:
     """Choices of the experts `chosen` `(tokens, copies)` with random weights."""
     weights = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(2))
@@ -97,6 +128,34 @@ def test_outputs_are_those_of_the_chosen_experts(tokens: int, experts: int, same
     outputs = expert_outputs(x, gate_up, down, choices)
     exact = expected_outputs(x, gate_up, down, choices)
     assert outputs.shape == (tokens, copies, hidden) and outputs.dtype == DTYPE
+    assert (outputs.double() - exact).norm() <= TOLERANCE * exact.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("number_format", ["int8", "fp8"])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_experts_in_8_bits(tokens: int, number_format: WeightFormat) -> None:
+    """Against the same roundings in fp64; the interpreter cannot round to fp8, so there torch does."""
+    draw, width, hidden, copies, experts = torch.Generator().manual_seed(1), 48, 80, 2, 5
+    x = rows(tokens, hidden)
+    weights = [torch.randn(experts, *size, generator=draw) / 8 for size in ((2 * width, hidden), (hidden, width))]
+    matrices = [quantize_rows(weight.to(DEVICE), number_format, plain=True) for weight in weights]
+    chosen = torch.rand(tokens, experts, generator=draw).argsort(1)[:, :copies]
+    choices = choices_of(chosen, experts)
+    rounded = quantize_rows(x, number_format, plain=True)
+    active = expert_decode_triton.gate_up(rounded, matrices[0], choices, DTYPE)
+    rounded_active = quantize_rows(active, number_format, plain=True)
+    outputs = expert_decode_triton.down(rounded_active, matrices[1], choices, DTYPE).view(tokens, copies, hidden)
+    if DEVICE == "cuda":
+        assert torch.equal(rounded_expert_outputs(x, *matrices, choices), outputs)
+    first, second, inputs, inner = (
+        values.double() * scale.double() for values, scale in (*matrices, rounded, rounded_active)
+    )
+    gate, up = torch.einsum("th,tcwh->tcw", inputs, first[choices.chosen]).chunk(2, -1)
+    exact = torch.nn.functional.silu(gate) * up
+    assert (active.view(exact.shape).double() - exact).norm() <= TOLERANCE * exact.norm()
+    exact = torch.einsum("tcw,tchw->tch", inner.view(exact.shape), second[choices.chosen])
+    exact *= choices.weights[..., None]
     assert (outputs.double() - exact).norm() <= TOLERANCE * exact.norm()
 
 

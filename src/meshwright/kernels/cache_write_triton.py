@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.dependent_launch_triton import await_previous, options
 from meshwright.kernels.norm import HeadNorms
 from meshwright.kernels.rope import RotaryTables
 
@@ -67,6 +68,7 @@ def rotate_write(
         KEEP_KEYS=rotated_keys is not None,
         SCALED=scales is not None,
         num_warps=2 if tile * head_dim <= 1024 else 4,
+        **options(k.device),
         enable_fp_fusion=False,  # the trainer rounds both products of a rotation before it adds them
     )
 
@@ -116,8 +118,9 @@ def _rotate_write(
     q, k, v, cosines, sines, positions, cache, slots, out, rotated_keys, scales, q_norm, k_norm, eps, q_stride, k_stride, v_stride,
     block_stride, value_stride, head_stride, QUERY_PARTS: tl.constexpr, KEY_PARTS: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    ROTARY: tl.constexpr, KEEP_KEYS: tl.constexpr, SCALED: tl.constexpr,
+    ROTARY: tl.constexpr, KEEP_KEYS: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
+    await_previous(DEPENDENT)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, HALF)[None, :]

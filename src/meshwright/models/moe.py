@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import router
-from meshwright.kernels.expert_decode import Choices, Routing, expert_outputs, route, runs_kernels
+from meshwright.kernels.expert_decode import Choices, Routing, expert_outputs, most_tokens, route, runs_kernels
 from meshwright.kernels.grouped import (
     ExpertOrder,
     grouped_linear,
@@ -91,7 +91,8 @@ class MixtureOfExperts(nn.Module):
     unless each rank has a part of every sequence (`parallel.experts`); `whole_sample_loads` does so with the loads of counted samples, of
     which ranks may have parts (`parallel.hybrid`). `z_loss` says whether `RoutedOutput.squares` is computed, for the
     router z-loss of ST-MoE (Zoph et al. 2022, equation 5). `replayed` `(batch · seq, experts)`, if any, has the scores by which each
-    token's experts are chosen instead of the router's (`parallel.replayed_routing`).
+    token's experts are chosen instead of the router's (`parallel.replayed_routing`). With `invariant` the bits of a token's output
+    do not depend on the other tokens, in inference on CUDA.
     """
 
     whole_sequence_loads: Callable[[Tensor], Tensor]
@@ -112,6 +113,7 @@ class MixtureOfExperts(nn.Module):
         self.whole_sample_loads = lambda loads, counted: loads
         self.z_loss = False
         self.replayed: Tensor | None = None
+        self.invariant = False
 
     def forward(self, x: Tensor, counted: CountedTokens | None = None, *, losses: bool = True) -> RoutedOutput | Tensor:
         """Route and process x `(batch, seq, hidden)`; losses and load are those of the `counted` tokens, or of all.
@@ -140,11 +142,15 @@ class MixtureOfExperts(nn.Module):
         None where the kernels for few tokens do not run.
         """
         rows = x.flatten(0, 1)
-        takes_rows = self.experts.takes_few_rows and runs_kernels(rows, self.count, self.per_token)
+        parts = rows.split(most_tokens(self.count, self.per_token)) if self.invariant and len(rows) else (rows,)
+        takes_rows = self.experts.takes_few_rows and runs_kernels(parts[0], self.count, self.per_token)
         if self.plain or self.replayed is not None or not takes_rows:
             return None
         routing = Routing(self.per_token, self.normalised, self.scale, self.groups, self.groups_per_token)
-        return self.experts.of_choices(rows, route(rows, self.router.weight, self.choice_bias, routing))
+        outputs = [
+            self.experts.of_choices(part, route(part, self.router.weight, self.choice_bias, routing)) for part in parts
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _pick(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and indices of each token's experts `(batch, seq, copies)`, without gradients."""
