@@ -62,11 +62,16 @@ def test_fp8_halves_the_linear_layers_of_blocks_only() -> None:
     assert (rounded.head_bytes, rounded.cache_bytes) == (work.head_bytes, work.cache_bytes / 2)
 
 
-def test_int8_halves_routed_experts_too_and_takes_int8_products() -> None:
-    work, rounded = device_work(MIXTRAL), device_work(MIXTRAL, weights="int8")
-    experts = work.expert_slots * work.expert_bytes
-    assert (rounded.expert_bytes, rounded.expert_flops) == (work.expert_bytes / 2, work.expert_flops)
-    assert rounded.stored_bytes == device_work(MIXTRAL, weights="fp8").stored_bytes - experts / 2
+def test_8_bits_halve_routed_experts_but_fp8_not_those_that_devices_share() -> None:
+    for devices in (1, 2):
+        work = device_work(MIXTRAL, 1, devices)
+        int8, fp8 = (device_work(MIXTRAL, 1, devices, weights=each) for each in ("int8", "fp8"))
+        assert (int8.expert_bytes, int8.expert_flops) == (work.expert_bytes / 2, work.expert_flops)
+        kept = work.expert_slots * work.expert_bytes / 2 if devices > 1 else 0
+        assert int8.stored_bytes == fp8.stored_bytes - kept
+
+
+def test_int8_takes_int8_products() -> None:
     a100 = ClusterSpec(gpu="A100", gpus_per_node=8)
     plain, faster = (ServeCosts(LLAMA_8B, a100, Quantisation(weights=each)).constants for each in (None, "int8"))
     assert faster.flops_per_s / plain.flops_per_s == pytest.approx(624 / 312 * 0.55 / 0.63)

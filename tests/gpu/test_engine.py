@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.gpu.runs import LIMIT, needs
-from tests.models.tiny import GPT2, LLAMA, MIXTRAL, QWEN3, SLIDING, built
+from tests.models.tiny import GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, SLIDING, built
 from tests.serve.helpers import PROMPTS, continued_texts, newer, record_logits, save_run, texts, tiny
 
 from meshwright.serve.batch_inputs import StepInputs
@@ -24,7 +24,7 @@ from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.engine import EngineOptions, Speculation
 
 pytestmark = pytest.mark.gpu
-SPECS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "mixtral": MIXTRAL}
+SPECS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "mixtral": MIXTRAL, "qwen3 moe": QWEN3_MOE}
 
 
 @pytest.mark.parametrize("step_tokens", [16, 100])
@@ -82,7 +82,7 @@ def test_garbage_of_an_engine_does_not_disturb_the_captures_of_the_next() -> Non
         gc.set_threshold(*thresholds)
 
 
-@pytest.mark.parametrize("name", ["llama", "sliding"])
+@pytest.mark.parametrize("name", ["llama", "sliding", "mixtral", "qwen3 moe"])
 def test_no_kernel_is_compiled_after_the_engine_is_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compilation takes about a second, in which all requests wait."""
     from triton import knobs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.test_row_quantize import assert_same, draws
-from tests.models.tiny import GPT2, LLAMA, QWEN3, SLIDING, built
+from tests.models.tiny import GPT2, LLAMA, QWEN3, QWEN3_MOE, SLIDING, built
 from tests.serve.helpers import PROMPTS, record_logits, texts
 from torch import Tensor
 
@@ -30,8 +30,9 @@ SHAPES = [(4096, 6144), (14336, 4096), (4096, 4096), (512, 1000), (1024, 128256)
 """(inputs, outputs) of products: with and without parts, outputs that do not fill the last tile."""
 WIDE = {
     name: replace(spec, hidden=256, heads=8, kv_heads=spec.kv_heads * 2, head_dim=32, ffn_hidden=512, vocab_size=512)
-    for name, spec in {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING}.items()
+    for name, spec in {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "qwen3 moe": QWEN3_MOE}.items()
 }
+WIDE["qwen3 moe"] = replace(WIDE["qwen3 moe"], expert_hidden=96)
 """Families with widths that fp8 products take."""
 FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -180,7 +181,7 @@ def logits_of(engine: Engine) -> dict[int, Tensor]:
 
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("formats", list(FORMATS)[1:])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "sliding"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "sliding", "qwen3 moe"])
 def test_logits_are_those_of_a_cpu_with_the_same_formats(name: str, formats: str, graphs: bool) -> None:
     """Not farther from the exact model than these formats on a CPU and bf16 without them, together."""
     exact = built(WIDE[name], dtype=torch.float32)

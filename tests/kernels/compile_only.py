@@ -1,4 +1,4 @@
-"""A pytest plugin: Triton kernels are compiled for an H100 and not run, so no result is checked.
+"""A pytest plugin: Triton kernels are compiled for a GPU and not run, so no result is checked.
 
 The interpreter does not check types, and without a GPU nothing else does: `test_compilation.py`.
 """
@@ -16,6 +16,8 @@ import torch
 
 FILE = "COMPILED_KERNELS_FILE"
 """Environment variable: the JSON file to write, an error or null by name of a kernel."""
+CAPABILITY = "COMPILED_KERNELS_CAPABILITY"
+"""Environment variable: 90 for an H100, 100 for a B200."""
 compiled: dict[str, str | None] = {}
 
 
@@ -25,7 +27,7 @@ class NoDevice:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", int(os.environ[CAPABILITY]), 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -43,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     from triton.runtime import driver, jit
 
+    from meshwright.kernels import dependent_launch_triton
+
     driver.set_active(NoDevice())
     original = jit.JITFunction.run
 
@@ -57,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return kernel
 
     jit.JITFunction.run = compile_only
+    dependent_launch_triton._supports = lambda device: True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""Every Triton kernel that CI runs in the interpreter also compiles for an H100."""
+"""Every Triton kernel that CI runs in the interpreter also compiles for an H100 and a B200."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ KERNELS = {
     "test_token_exchange.py": {"_read_rows", "_route", "_signal", "_targets", "_wait", "_write_rows"},
     "test_triton.py": {
         "_adamw",
+        "_add_copies_rms_norm",
         "_add_rms_norm",
         "_add_wide",
         "_backward",
@@ -27,6 +28,7 @@ KERNELS = {
     },
     "test_paged_triton.py": {"_decode", "_prefill", "_rotate_write", "combine_splits"},
     "../optim/test_packing.py": {"_adamw", "_packed_adamw"},
+    "test_expert_decode.py": {"_copies_product", "_route"},
     "test_int8_products.py": {"_grouped_product", "_product", "_round_add_rms_norm", "_round_rows", "_round_swiglu"},
     "test_range_copies.py": {"_copy_ranges"},
     "test_router.py": {"_choose", "_choose_backward", "_count", "_order", "_scan"},
@@ -37,11 +39,13 @@ KERNELS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("file", KERNELS)
-def test_kernels_compile(file: str, tmp_path: Path) -> None:
+def test_kernels_compile(file: str, capability: int, tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "COMPILED_KERNELS_FILE": str(tmp_path / "kernels.json"),
+        "COMPILED_KERNELS_CAPABILITY": str(capability),
         "TRITON_CACHE_DIR": str(tmp_path),
     }
     arguments = ["-q", "-n", "0", "-p", "tests.kernels.compile_only", str(FOLDER / file)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.kernels.norm import HeadNorms
 from meshwright.kernels.paged_attention import (
     INVARIANT_SPLITS,
     MAX_SPLITS,
@@ -133,6 +134,25 @@ def test_rotation_and_write(heads: int, kv_heads: int, dim: int, rotary: bool) -
     rotate_write(k, k, v, None, slots, layers[0, :, 2], slots, None, None, None)
     rotate_and_write(q, k, v, None, positions, layers[1, :, 2], slots, plain=True)
     assert torch.equal(layers[0], layers[1])
+
+
+@interpreted
+@pytest.mark.parametrize("dim", [24, pytest.param(16, marks=pytest.mark.slow)])
+def test_heads_are_normed_before_rotation(dim: int) -> None:
+    from meshwright.kernels.cache_write_triton import rotate_write
+
+    (qkv,) = draws(0, (4, 7, dim), dtype=torch.float32)
+    q, k, v = qkv.split((3, 2, 2), dim=1)
+    query, key = draws(1, (dim,), (dim,), dtype=torch.float32)
+    norms = HeadNorms(query, key, 1e-3)
+    positions, slots = torch.tensor([3, 0, 1, 30]), torch.tensor([9, -1, 3, 4])
+    cos, sin = rotary_tables(torch.arange(32), dim, 1e4, None, torch.float32)
+    tables = (cos[0, :, 0], sin[0, :, 0])
+    layers, out = torch.zeros(2, 3, 2, 2, 4, dim), torch.empty(4, 3, dim)
+    rotate_write(q, k, v, tables, positions, layers[0], slots, out, None, None, norms)
+    expected = rotate_and_write(q, k, v, tables, positions, layers[1], slots, norms=norms, plain=True)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layers[0], layers[1], rtol=1e-6, atol=1e-6)
 
 
 @interpreted

@@ -77,6 +77,7 @@ def test_the_order_of_copies_is_that_of_a_stable_sort(
     monkeypatch.setattr(router_triton, "TILE", 64)
     monkeypatch.setattr(router_triton, "SCAN_BLOCK", 4)
     chosen = torch.rand(count, experts, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :copies].to(DEVICE)
-    order, positions = router_triton.sort_by_expert(chosen, experts)
+    order, positions, offsets = router_triton.sort_by_expert(chosen, experts)
     assert torch.equal(order, chosen.flatten().argsort(stable=True))
     assert torch.equal(order[positions.flatten()], torch.arange(count * copies, device=DEVICE))
+    assert torch.equal(offsets, chosen.flatten().bincount(minlength=experts).cumsum(0).int())

@@ -181,6 +181,19 @@ def test_add_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.testing.assert_close(normed.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=1e-6)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_add_copies_norm(shared: bool) -> None:
+    """The sums of copies and of the shared expert are rounded as by separate operators."""
+    from meshwright.kernels.add_norm_triton import fused_add_copies_rms_norm, fused_add_rms_norm
+
+    x, weight = torch.randn(1, 5, 48).half(), torch.randn(48).half()
+    copies, other = torch.randn(5, 3, 48).half(), torch.randn(1, 5, 48).half()
+    delta = copies.float().sum(1).half()[None]
+    expected = fused_add_rms_norm(x, delta + other if shared else delta, weight, 1e-5)
+    results = fused_add_copies_rms_norm(x, copies, other if shared else None, weight, 1e-5)
+    assert all(next_to(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+
+
 def test_matrices_of_experts_are_rounded_and_transposed() -> None:
     """In fp32, as the interpreter rounds wrongly to fp8; `kernels/test_grouped_fp8.py` compares the bytes on a GPU."""
     from meshwright.kernels.grouped_fp8_triton import round_transposed

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.checkpoint.hf import import_hf
 from meshwright.models.moe import MixtureOfExperts, RoutedOutput
@@ -71,6 +72,38 @@ def test_balance_is_1_for_even_loads_and_the_number_of_experts_for_one_loaded_ex
     assert uneven.balance == pytest.approx(3 * SHARED.experts, rel=1e-3)
     assert uneven.load.tolist() == [0, 0, 36, 0]
     assert not uneven.x.isnan().any()
+
+
+class CountedOperators(TorchDispatchMode):
+    """Counts operators that compute: views take no time on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_inference_computes_no_losses() -> None:
+    """By torch's operators on the meta device, where no kernel runs: without balance loss and sums that nobody reads."""
+    counts = {}
+    for losses in (False, True):
+        moe, x = mixture_of("mixtral").to("meta"), some_input().to("meta")
+        with CountedOperators() as operators:
+            moe(x, losses=losses)
+        counts[losses] = len(operators.names)
+    assert counts[False] <= counts[True] - 12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_name", MIXTURES)
+def test_inference_has_the_output_of_training(model_name: str) -> None:
+    moe, x = mixture_of(model_name), some_input()
+    assert torch.equal(moe(x, losses=False), moe(x).x)
 
 
 def test_experts_without_tokens_have_zero_gradients() -> None:

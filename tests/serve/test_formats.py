@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from meshwright.costs.serve_work import device_work
 from meshwright.kernels.attention import attention
+from meshwright.kernels.fp8_products import quantize
 from meshwright.kernels.grouped import ExpertOrder
 from meshwright.kernels.int8_products import MOST_INPUTS
 from meshwright.kernels.linear import Linear
@@ -22,6 +24,7 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.formats import assign_parameter
 from meshwright.serve.kv_cache import KVCache
 from meshwright.serve.quantized_layers import QuantizedLinear, QuantizedWeight
+from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import ALL, DEEPSEEK_LITE, LLAMA, MIXTRAL, SLIDING
 from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts, tiny
@@ -35,12 +38,35 @@ Both round numbers that differ by the order of additions, so a few are rounded t
 
 
 def round_weights(model: Decoder) -> Decoder:
-    """The model with the trainer's fp8 products by rows, in all layers of the blocks that are not routed."""
+    """The model with the trainer's fp8 products by rows, in the layers of the blocks and in routed experts, not in routers."""
+
+    def rounded(x: Tensor) -> Tensor:
+        values, scale = quantize(x.flatten(0, -2), "rowwise")
+        return (values.float() * scale).to(x.dtype).view(x.shape)
+
     for block in model.layers.values():
         for name, module in block.named_modules():
             if isinstance(module, Linear) and not name.endswith("router"):
                 module.scaling = "rowwise"
+            if isinstance(module, Experts):
+                module.forward = partial(rounded_experts, experts=module, rounded=rounded)
     return model
+
+
+def rounded_experts(
+    x: Tensor, order: ExpertOrder, weights: Tensor, experts: Experts, rounded: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The outputs of `experts`, whose rows, activations and weights are rounded; a token's weight multiplies its output."""
+    expert = torch.searchsorted(order.offsets, torch.arange(len(x)), right=True)
+    first = experts.gate_up if experts.gated else experts.up
+    projected = (rounded(first)[expert] @ rounded(x)[..., None])[..., 0]
+    if experts.gated:
+        gate, up = projected.chunk(2, dim=-1)
+        active = F.silu(gate) * up
+    else:
+        active = F.gelu(projected, approximate="tanh")
+    outputs = (rounded(experts.down)[expert] @ rounded(active)[..., None])[..., 0]
+    return outputs * weights[:, None].to(x.dtype)
 
 
 def integers(x: Tensor) -> Tensor:
@@ -55,24 +81,12 @@ def round_to_integers(model: Decoder) -> Decoder:
     def multiply(x: Tensor, layer: Linear) -> Tensor:
         return F.linear(integers(x), integers(layer.weight), layer.bias)
 
-    def compute(x: Tensor, order: ExpertOrder, weights: Tensor, experts: Experts) -> Tensor:
-        expert = torch.searchsorted(order.offsets, torch.arange(len(x)), right=True)
-        first = experts.gate_up if experts.gated else experts.up
-        projected = (integers(first)[expert] @ integers(x)[..., None])[..., 0]
-        if experts.gated:
-            gate, up = projected.chunk(2, dim=-1)
-            active = F.silu(gate) * up
-        else:
-            active = F.gelu(projected, approximate="tanh")
-        active = integers(active * weights[:, None].to(x.dtype))
-        return (integers(experts.down)[expert] @ active[..., None])[..., 0]
-
     for block in model.layers.values():
         for name, module in block.named_modules():
             if isinstance(module, Linear) and not name.endswith(("router", "kv_up")):
                 module.forward = partial(multiply, layer=module)
             if isinstance(module, Experts):
-                module.forward = partial(compute, experts=module)
+                module.forward = partial(rounded_experts, experts=module, rounded=integers)
     return model
 
 
@@ -141,7 +155,7 @@ def logits_of(engine: Engine) -> dict[int, list[Tensor]]:
     return seen
 
 
-def test_weights_of_linear_layers_are_in_fp8_and_others_are_not() -> None:
+def test_weights_of_linear_layers_and_experts_are_in_fp8_and_others_are_not() -> None:
     model = copy.deepcopy(tiny(MIXTRAL))
     before = dict(model.named_parameters())
     Engine(model, options=engine_of(model, weights="fp8").options)
@@ -149,17 +163,19 @@ def test_weights_of_linear_layers_are_in_fp8_and_others_are_not() -> None:
     assert isinstance(block.attention.qkv, QuantizedLinear) and isinstance(block.attention.out, QuantizedLinear)
     assert block.attention.qkv.values.dtype == torch.float8_e4m3fn
     kept = dict(model.named_parameters())
-    assert set(before) - set(kept) == {f"layers.{n}.attention.{part}.weight" for n in (0, 1) for part in ("qkv", "out")}
+    rounded = ("attention.qkv.weight", "attention.out.weight", "moe.experts.gate_up", "moe.experts.down")
+    assert set(before) - set(kept) == {f"layers.{layer}.{name}" for layer in (0, 1) for name in rounded}
     assert all(parameter is before[name] for name, parameter in kept.items())
 
 
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
 @pytest.mark.parametrize("spec", [MIXTRAL, DEEPSEEK_LITE], ids=["mixtral", "deepseek"])
-def test_bytes_of_a_model_with_int8_weights_are_those_of_the_cost_model(spec: Any) -> None:
+def test_bytes_of_a_model_with_8_bit_weights_are_those_of_the_cost_model(spec: Any, weights: WeightFormat) -> None:
     """Of the weights; scales come on top."""
-    model = engine_of(tiny(spec), weights="int8")._model
+    model = engine_of(tiny(spec), weights=weights)._model
     scales = sum(module.scale.nbytes for module in model.modules() if isinstance(module, QuantizedWeight))
     stored = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    assert stored - scales == device_work(spec, weights="int8", item=4).stored_bytes
+    assert stored - scales == device_work(spec, weights=weights, item=4).stored_bytes
     assert {name.rpartition(".")[2] for name, _ in model.named_parameters() if "experts" in name} == set()
 
 

@@ -19,7 +19,7 @@ from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.workload.cache_size import cache_bytes_per_block, layer_groups
 
 ROUNDED_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
-"""Linear layers of a block that `serve.formats` rounds to 8 bits, outside of routed experts, which it rounds to int8 only."""
+"""Linear layers of a block that `serve.formats` rounds to 8 bits, beside routed experts; to fp8 only those that devices do not share."""
 
 
 class PromptPart(Protocol):
@@ -111,7 +111,7 @@ def device_work(
             head_count = count
         else:
             dense_bytes += count * item
-    expert_item = 1 if weights == "int8" else item
+    expert_item = item if weights is None or (weights == "fp8" and expert > 1) else 1
     stored = dense_bytes + expert_item * expert_weights + item * (embedding + head_count)
     head_count = head_count or spec.vocab_size * spec.hidden / tensor
     routed = sum(spec.routed(layer) for layer in range(spec.layers))

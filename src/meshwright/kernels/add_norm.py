@@ -28,6 +28,22 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plain:
     return total, rms_norm(total, weight, eps, plain=plain)
 
 
+def add_copies_rms_norm(
+    x: Tensor, copies: Tensor, shared: Tensor | None, weight: Tensor, eps: float, *, plain: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of x `(1, tokens, width)` and the output of a mixture, whose summands are given.
+
+    `copies` `(tokens, copies, width)` are the experts' outputs of each token, `shared` `(1, tokens, width)` that of the shared expert, if
+    there is one. Each sum is rounded to the dtype of x, as with separate operators.
+    """
+    if not plain and copies.dtype == x.dtype and _runs_kernel(x, x if shared is None else shared, weight):
+        from meshwright.kernels.add_norm_triton import fused_add_copies_rms_norm
+
+        return fused_add_copies_rms_norm(x, copies, shared, weight, eps)
+    delta = copies.sum(1).view_as(x)
+    return add_rms_norm(x, delta if shared is None else delta + shared, weight, eps, plain=plain)
+
+
 def _runs_kernel(x: Tensor, delta: Tensor, weight: Tensor) -> bool:
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, delta, weight))
     equal_dtypes = x.dtype == delta.dtype == weight.dtype and x.element_size() <= 4

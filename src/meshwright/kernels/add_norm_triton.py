@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.dependent_launch_triton import await_previous, options
+
 ELEMENTS_PER_THREAD = 8
 """16 bytes of bf16: one vector load of each input, up to the widest block of 32 warps."""
 
@@ -20,21 +22,73 @@ def fused_add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> 
         block = triton.next_power_of_2(width)
         warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
         _add_rms_norm[(x.numel() // width,)](
-            x, delta, weight, total, normed, eps, WIDTH=width, BLOCK=block, num_warps=warps
+            x, delta, weight, total, normed, eps, WIDTH=width, BLOCK=block, num_warps=warps, **options(x.device)
+        )
+    return total, normed
+
+
+def fused_add_copies_rms_norm(
+    x: Tensor, copies: Tensor, shared: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum with the copies' outputs and its norm; see `add_norm.add_copies_rms_norm`. One program computes one token."""
+    x, width = x.contiguous(), x.shape[-1]
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    if x.numel():
+        block = triton.next_power_of_2(width)
+        warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
+        _add_copies_rms_norm[(x.numel() // width,)](
+            x,
+            copies,
+            None if shared is None else shared.contiguous(),
+            weight,
+            total,
+            normed,
+            eps,
+            COPIES=copies.shape[1],
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=warps,
+            **options(x.device),
         )
     return total, normed
 
 
 @triton.jit
-def _add_rms_norm(x, delta, weight, total, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _add_copies_rms_norm(
+    x, copies, shared, weight, total, normed, eps, COPIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, offset = column < WIDTH, token * WIDTH + column
+    factor = tl.load(weight + column, mask=inside, other=0.0)
+    await_previous(DEPENDENT)
+    dtype = total.dtype.element_ty
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for copy in tl.static_range(COPIES):
+        sums += tl.load(copies + (token * COPIES + copy) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    delta = sums.to(dtype).to(tl.float32)
+    if shared is not None:
+        delta = (delta + tl.load(shared + offset, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    rounded = (tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) + delta).to(dtype)
+    tl.store(total + offset, rounded, mask=inside)
+    wide = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)
+    tl.store(normed + offset, (wide * scale * factor.to(tl.float32)).to(dtype), mask=inside)
+
+
+@triton.jit
+def _add_rms_norm(
+    x, delta, weight, total, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+) -> None:
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     offset = tl.program_id(0).to(tl.int64) * WIDTH + column
     dtype = total.dtype.element_ty
+    factor = tl.load(weight + column, mask=inside, other=0.0)
+    await_previous(DEPENDENT)
     # All loads are issued before the first use of one, so that their latencies overlap.
     left = tl.load(x + offset, mask=inside, other=0.0)
     right = tl.load(delta + offset, mask=inside, other=0.0)
-    factor = tl.load(weight + column, mask=inside, other=0.0)
     rounded = (left.to(tl.float32) + right.to(tl.float32)).to(dtype)
     tl.store(total + offset, rounded, mask=inside)
     wide = rounded.to(tl.float32)

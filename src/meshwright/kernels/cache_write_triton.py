@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.dependent_launch_triton import await_previous, options
+from meshwright.kernels.norm import HeadNorms
 from meshwright.kernels.rope import RotaryTables
 
 MAX_HEADS = 16
@@ -23,6 +25,7 @@ def rotate_write(
     out: Tensor | None,
     rotated_keys: Tensor | None,
     scales: Tensor | None,
+    norms: HeadNorms | None = None,
 ) -> None:
     """Rotate q into `out`, and k into the cache and `rotated_keys`, and copy v into the cache; see `paged_attention`.
 
@@ -46,6 +49,9 @@ def rotate_write(
         q if out is None else out,
         k if rotated_keys is None else rotated_keys,
         q if scales is None else scales,
+        None if norms is None else norms.query,
+        None if norms is None else norms.key,
+        0.0 if norms is None else norms.eps,
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -62,6 +68,7 @@ def rotate_write(
         KEEP_KEYS=rotated_keys is not None,
         SCALED=scales is not None,
         num_warps=2 if tile * head_dim <= 1024 else 4,
+        **options(k.device),
         enable_fp_fusion=False,  # the trainer rounds both products of a rotation before it adds them
     )
 
@@ -74,10 +81,20 @@ def _load_halves(source, half: tl.constexpr, used) -> tuple[tl.tensor, tl.tensor
 
 @triton.jit
 def _rotate(
-    source, angle, cosines, sines, half: tl.constexpr, used, ROTARY: tl.constexpr
+    source, angle, cosines, sines, half: tl.constexpr, used, ROTARY: tl.constexpr, norm, dim, eps
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return both halves of the rotated heads at `source`, computed in fp32 and rounded once."""
+    """Return both halves of the rotated heads at `source`, computed in fp32 and rounded once.
+
+    If `norm` points to the weights of a norm, the heads are normed before and rounded.
+    """
     first, second = _load_halves(source, half, used)
+    if norm is not None:
+        wide, wide_second = first.to(tl.float32), second.to(tl.float32)
+        squares = tl.sum(wide * wide + wide_second * wide_second, 1)
+        factor = tl.rsqrt(squares * (0.5 / half) + eps)[:, None]
+        weight, weight_second = tl.load(norm + dim).to(tl.float32), tl.load(norm + half + dim).to(tl.float32)
+        first = (wide * factor * weight).to(source.dtype.element_ty)
+        second = (wide_second * factor * weight_second).to(source.dtype.element_ty)
     if ROTARY:
         cos, sin = tl.load(cosines + angle), tl.load(sines + angle)
         wide, wide_second = first.to(tl.float32), second.to(tl.float32)
@@ -98,11 +115,12 @@ def _store_halves(target, first, second, half: tl.constexpr, used, scale, SCALED
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_write(
-    q, k, v, cosines, sines, positions, cache, slots, out, rotated_keys, scales, q_stride, k_stride, v_stride,
+    q, k, v, cosines, sines, positions, cache, slots, out, rotated_keys, scales, q_norm, k_norm, eps, q_stride, k_stride, v_stride,
     block_stride, value_stride, head_stride, QUERY_PARTS: tl.constexpr, KEY_PARTS: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    ROTARY: tl.constexpr, KEEP_KEYS: tl.constexpr, SCALED: tl.constexpr,
+    ROTARY: tl.constexpr, KEEP_KEYS: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
+    await_previous(DEPENDENT)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, HALF)[None, :]
@@ -118,7 +136,9 @@ def _rotate_write(
         query_head = part * TILE + lane
         query_used = inside & (query_head < HEADS)
         offset = query_head * HEAD_DIM + dim
-        turned, turned_second = _rotate(q + token * q_stride + offset, angle, cosines, sines, half, query_used, ROTARY)
+        turned, turned_second = _rotate(
+            q + token * q_stride + offset, angle, cosines, sines, half, query_used, ROTARY, q_norm, dim, eps
+        )
         _store_halves(out + token * (HEADS * HEAD_DIM) + offset, turned, turned_second, half, query_used, 1.0, False)
     else:
         head = (part - QUERY_PARTS) % KEY_PARTS * TILE + lane
@@ -128,7 +148,16 @@ def _rotate_write(
         scale_index = head
         if part < QUERY_PARTS + KEY_PARTS:
             first, second = _rotate(
-                k + token * k_stride + head * HEAD_DIM + dim, angle, cosines, sines, half, used, ROTARY
+                k + token * k_stride + head * HEAD_DIM + dim,
+                angle,
+                cosines,
+                sines,
+                half,
+                used,
+                ROTARY,
+                k_norm,
+                dim,
+                eps,
             )
             if KEEP_KEYS:
                 copy = rotated_keys + token * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM + dim

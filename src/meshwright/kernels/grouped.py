@@ -42,16 +42,25 @@ def order_by_expert(chosen: Tensor, load: Tensor) -> ExpertOrder:
 
     A token's experts differ.
     """
-    offsets = load.cumsum(0).to(torch.int32)
     if has_kernel(chosen, load.shape[0]):
         from meshwright.kernels.router_triton import sort_by_expert
 
-        order, positions = sort_by_expert(chosen, load.shape[0])
-        return ExpertOrder(order, positions, offsets)
+        return ExpertOrder(*sort_by_expert(chosen, load.shape[0]))
+    offsets = load.cumsum(0).to(torch.int32)
     order = chosen.flatten().to(torch.int16).argsort(stable=True)  # a radix sort passes over the bytes of a key
     indices = torch.arange(order.numel(), device=order.device)
     positions = torch.empty_like(order).scatter(0, order, indices)
     return ExpertOrder(order, positions.view_as(chosen), offsets)
+
+
+def order_of(chosen: Tensor, experts: int) -> ExpertOrder:
+    """`order_by_expert` of copies that nobody has counted."""
+    if has_kernel(chosen, experts):
+        from meshwright.kernels.router_triton import sort_by_expert
+
+        return ExpertOrder(*sort_by_expert(chosen, experts))
+    flat = chosen.flatten()
+    return order_by_expert(chosen, flat.new_zeros(experts).scatter_add(0, flat, torch.ones_like(flat)))
 
 
 def to_groups(tokens: Tensor, order: ExpertOrder) -> Tensor:
@@ -65,7 +74,12 @@ def from_groups(sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def sum_copies(sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
-    """The sum of each token's copies `(tokens, width)` of sorted rows `(tokens · copies, width)`."""
+    """The sum of each token's copies `(tokens, width)` of sorted rows `(tokens · copies, width)`.
+
+    Without gradients a kernel adds them; compiled, torch's operators are one kernel too.
+    """
+    if not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and sorted_rows.requires_grad):
+        return _gather_sum(sorted_rows, order.positions)
     return _SumCopies.apply(sorted_rows, order.sorted, order.positions)
 
 
@@ -214,11 +228,16 @@ class _ToGroups(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         (grad,) = grad_outputs
-        if not _has_kernel(grad):
-            return grad[positions].sum(1), None, None
-        from meshwright.kernels.grouped_copies_triton import gather_sum
+        return _gather_sum(grad, positions), None, None
 
-        return gather_sum(grad, positions), None, None
+
+def _gather_sum(sorted_rows: Tensor, positions: Tensor) -> Tensor:
+    """The sums `(tokens, width)` of rows at `positions` `(tokens, copies)`."""
+    if not _has_kernel(sorted_rows):
+        return sorted_rows[positions].sum(1)
+    from meshwright.kernels.grouped_copies_triton import gather_sum
+
+    return gather_sum(sorted_rows, positions)
 
 
 def _spread(tokens: Tensor, order: Tensor, positions: Tensor) -> Tensor:

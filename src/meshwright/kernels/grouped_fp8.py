@@ -20,6 +20,9 @@ from meshwright.kernels.fp8_products import E4M3, Fp8Matrix
 from meshwright.kernels.grouped import grouped_weight_gradient, groups_of
 from meshwright.kernels.row_quantize import quantize_rows
 
+GROUPED_MAJOR = 9
+"""The CUDA compute capability whose grouped products torch has with scales per row: Hopper."""
+
 
 def grouped_linear_fp8(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
     """`grouped.grouped_linear` with rows and matrices rounded to e4m3; the output has the dtype of x.

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.dependent_launch_triton import options
 from meshwright.kernels.paged_decode_triton import Launch, combine_splits, fp8_queries, split_tiles, tile_blocks
 from meshwright.kernels.paged_prefill_triton import MIN_SEQUENCES, find_chunk
 
@@ -84,6 +85,7 @@ def latent_decode(
             TILE=launch.tile,
             SPLITS=8 if splits <= 8 else triton.next_power_of_2(splits),  # few variants to compile
             num_warps=8 if dims > 256 else 2,
+            **options(q.device),
         )
 
 

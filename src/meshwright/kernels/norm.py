@@ -5,9 +5,19 @@ The fast paths are torch's fused operators; with `plain` the formulas are comput
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of the heads of queries and keys: weights `(head_dim,)` and the added constant."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plain: bool = False) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.attention import AttentionMask, attention
-from meshwright.kernels.norm import accumulate_dtype
+from meshwright.kernels.norm import HeadNorms, accumulate_dtype, rms_norm
 from meshwright.kernels.rope import RotaryTables, rotate
 
 PROGRAMS_PER_PROCESSOR = 4
@@ -60,20 +60,25 @@ def rotate_and_write(
     *,
     scales: Tensor | None = None,
     rotated_keys: Tensor | None = None,
+    norms: HeadNorms | None = None,
     plain: bool = False,
 ) -> Tensor:
     """Return q rotated to `positions` `(tokens,)`, and write k, rotated, and v into the `slots` of `cache_layer`.
 
     q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. `tables` are cosines and sines, each
     `(max_positions, head_dim / 2)`; None means a model without rotary embedding. Negative slots are skipped. The rotated keys are also
-    written into `rotated_keys`, shaped like k, if given. Rotation and rounding are those of `rope.rotate`.
+    written into `rotated_keys`, shaped like k, if given. Rotation and rounding are those of `rope.rotate`. With `norms` heads
+    of q and k are normed first.
     """
     if runs_kernels(q, plain):
         from meshwright.kernels.cache_write_triton import rotate_write
 
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        rotate_write(q, k, v, tables, positions, cache_layer, slots, out, rotated_keys, scales)
+        rotate_write(q, k, v, tables, positions, cache_layer, slots, out, rotated_keys, scales, norms)
         return out
+    if norms is not None:
+        q = rms_norm(q, norms.query, norms.eps, plain=plain)
+        k = rms_norm(k, norms.key, norms.eps, plain=plain)
     if tables is not None:
         cos, sin = tables
         step_tables = cos[positions][:, None], sin[positions][:, None]

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.dependent_launch_triton import await_previous, options
+
 TILE_BYTES = 16384
 """Bytes of a tile of keys, of an fp8 cache half as many.
 
@@ -87,6 +89,7 @@ def paged_decode(
         SPLIT=splits > 1,
         num_warps=launch.warps,
         num_stages=launch.stages,
+        **options(q.device),
     )
     if splits > 1:
         combine_splits[(rows, kv_heads, sequences)](
@@ -98,6 +101,7 @@ def paged_decode(
             **shape,
             SPLITS=8 if splits <= 8 else triton.next_power_of_2(splits),  # few variants to compile
             num_warps=2,
+            **options(q.device),
         )
 
 
@@ -168,8 +172,9 @@ def _decode(
     q, cache, tables, lengths, scales, out, logarithms, scale, q_stride, table_stride, block_stride, value_stride,
     head_stride, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
+    await_previous(DEPENDENT)
     head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, splits = tl.num_programs(0), tl.num_programs(1)
     length = tl.load(lengths + sequence)
@@ -228,9 +233,10 @@ def _decode(
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths"])
 def combine_splits(
     partial, logarithms, lengths, out, splits, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     """The sum of the splits' results, weighted by the sums of their exponentials, of one query head."""
+    await_previous(DEPENDENT)
     row, head, sequence, heads = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIMS)
     begin, end = split_tiles(tl.load(lengths + sequence), split, splits, QUERIES, WINDOW, TILE)

@@ -43,6 +43,13 @@ def choose(logits: Tensor, bias: Tensor | None, *, copies: int, normalised: bool
     return Choice(*_choose_experts(logits, bias, copies, normalised, scale))
 
 
+def pick(logits: Tensor, bias: Tensor | None, *, copies: int, normalised: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """`weights` and `chosen` of `choose`, without gradients: all that inference needs."""
+    from meshwright.kernels import router_triton
+
+    return router_triton.pick(logits, bias, copies, normalised, scale)
+
+
 # Defined here, because a recompute policy recognises the operator also without Triton.
 @torch.library.custom_op("meshwright::choose_experts", mutates_args=())
 def _choose_experts(

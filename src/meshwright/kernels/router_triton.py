@@ -27,19 +27,34 @@ def choose(
     logits: Tensor, bias: Tensor | None, copies: int, normalised: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tensors of a `router.Choice`; see `router.choose`."""
-    logits, (batch, seq, experts) = logits.contiguous(), logits.shape
-    tokens, block = _tile(experts)
-    parts = triton.cdiv(seq, tokens)
-    weights = torch.empty(batch, seq, copies, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty_like(weights, dtype=torch.int64)
+    batch, seq, experts = logits.shape
+    parts = triton.cdiv(seq, _tile(experts)[0])
     sums = torch.empty(batch, parts, experts, dtype=torch.float32, device=logits.device)
     counts = torch.empty(batch, parts, experts, dtype=torch.int32, device=logits.device)
+    weights, chosen = pick(logits, bias, copies, normalised, scale, sums, counts)
+    return weights, chosen, sums.sum(1), counts.sum(1)
+
+
+def pick(
+    logits: Tensor,
+    bias: Tensor | None,
+    copies: int,
+    normalised: bool,
+    scale: float,
+    sums: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`weights` and `chosen` of a `router.Choice`; fills the sums and counts `(batch, parts, experts)` of tiles of tokens, if given."""
+    logits, (batch, seq, experts) = logits.contiguous(), logits.shape
+    tokens, block = _tile(experts)
+    weights = torch.empty(batch, seq, copies, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty_like(weights, dtype=torch.int64)
     if weights.numel():
-        _choose[(parts, batch)](
+        _choose[(triton.cdiv(seq, tokens), batch)](
             logits, bias, weights, chosen, sums, counts, seq, experts, scale, copies, triton.next_power_of_2(copies), normalised,
             tokens, block, num_warps=4,
         )  # fmt: skip
-    return weights, chosen, sums.sum(1), counts.sum(1)
+    return weights, chosen
 
 
 def choice_gradient(
@@ -64,21 +79,22 @@ def choice_gradient(
 
 
 @torch.library.custom_op("meshwright::sort_by_expert", mutates_args=())
-def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """`sorted` and `positions` of a `grouped.ExpertOrder`; the experts `chosen` `(tokens, copies)` of one token differ."""
+def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors of a `grouped.ExpertOrder`; the experts `chosen` `(tokens, copies)` of one token differ."""
     chosen, (count, copies) = chosen.contiguous(), chosen.shape
     tokens, block = _tile(experts)
     parts = triton.cdiv(count, tokens)
     counts, before = (torch.empty(parts, experts, dtype=torch.int32, device=chosen.device) for _ in range(2))
     totals = torch.empty(experts, dtype=torch.int32, device=chosen.device)
-    order, positions = _empty_order(chosen)
-    if parts:
-        _count[(parts,)](chosen, counts, count, experts, copies, tokens, block, num_warps=8)
-        _scan[(experts,)](counts, before, totals, parts, experts, SCAN_BLOCK, num_warps=4)
-        _order[(parts,)](
-            chosen, before, totals, order, positions, count, experts, copies, tokens, block, num_warps=8
-        )  # fmt: skip
-    return order, positions
+    order, positions, offsets = _empty_order(chosen, experts)
+    if not parts:
+        return order, positions, offsets.zero_()
+    _count[(parts,)](chosen, counts, count, experts, copies, tokens, block, num_warps=8)
+    _scan[(experts,)](counts, before, totals, parts, experts, SCAN_BLOCK, num_warps=4)
+    _order[(parts,)](
+        chosen, before, totals, order, positions, offsets, count, experts, copies, tokens, block, num_warps=8
+    )  # fmt: skip
+    return order, positions, offsets
 
 
 def _tile(experts: int) -> tuple[int, int]:
@@ -87,14 +103,14 @@ def _tile(experts: int) -> tuple[int, int]:
     return max(1, TILE // block), block
 
 
-def _empty_order(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    return chosen.new_empty(chosen.numel(), dtype=torch.int64), torch.empty_like(chosen, dtype=torch.int64)
+def _empty_order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    order, positions = chosen.new_empty(chosen.numel(), dtype=torch.int64), torch.empty_like(chosen, dtype=torch.int64)
+    return order, positions, chosen.new_empty(experts, dtype=torch.int32)
 
 
 @sort_by_expert.register_fake
-def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    del experts
-    return _empty_order(chosen)
+def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_order(chosen, experts)
 
 
 @triton.jit
@@ -107,32 +123,20 @@ def _choose(
     exists, is_expert = (token < seq)[:, None], (expert < experts)[None, :]
     index = sequence * seq + token
     x = tl.load(logits + index[:, None] * experts + expert[None, :], mask=exists & is_expert, other=0.0)
-    scores, probabilities, _ = _scores(x, is_expert, bias is not None)
-    # A softmax keeps the order of its logits. A logit that is not a number comes last, so that every choice is an expert.
-    keys = x.to(tl.float32)
-    if bias is not None:
-        keys = scores + tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
-    keys = tl.where(keys == keys, keys, float("-inf"))
-    free = is_expert & (index >= 0)[:, None]
-    picked = tl.zeros((tokens, slots), tl.float32)
-    numbers = tl.zeros((tokens, slots), tl.int32)
-    for copy in tl.static_range(copies):
-        best = tl.max(tl.where(free, keys, float("-inf")), 1)
-        number = tl.min(tl.where(free & (keys == best[:, None]), expert[None, :], block), 1)
-        taken = expert[None, :] == number[:, None]
-        here = slot[None, :] == copy
-        picked = tl.where(here, tl.sum(tl.where(taken, scores, 0.0), 1)[:, None], picked)
-        numbers = tl.where(here, number[:, None], numbers)
-        free = free & (taken == 0)
+    scores, probabilities, _ = scores_of(x, is_expert, bias is not None)
+    keys = keys_of(x, scores, bias, expert, experts)
+    picked, numbers, places = pick_copies(keys, scores, is_expert & (index >= 0)[:, None], copies, slots, tokens, block)
     if normalised:
         picked /= tl.sum(picked, 1)[:, None]
     target, stored = index[:, None] * copies + slot[None, :], exists & (slot < copies)[None, :]
     tl.store(weights + target, picked * scale, mask=stored)
     tl.store(chosen + target, numbers.to(tl.int64), mask=stored)
     partial = (sequence * tl.num_programs(0) + part) * experts + expert
-    tl.store(sums + partial, tl.sum(tl.where(exists, probabilities, 0.0), 0), mask=expert < experts)
-    load = tl.sum((exists & is_expert & (free == 0)).to(tl.int32), 0)
-    tl.store(counts + partial, load, mask=expert < experts)
+    if sums is not None:
+        tl.store(sums + partial, tl.sum(tl.where(exists, probabilities, 0.0), 0), mask=expert < experts)
+    if counts is not None:
+        load = tl.sum((exists & (places >= 0)).to(tl.int32), 0)
+        tl.store(counts + partial, load, mask=expert < experts)
 
 
 @triton.jit
@@ -146,7 +150,7 @@ def _choose_backward(
     inside = exists[:, None] & is_expert
     index = sequence * seq + token
     x = tl.load(logits + index[:, None] * experts + expert[None, :], mask=inside, other=0.0)
-    scores, probabilities, score_sum = _scores(x, is_expert, sigmoid)
+    scores, probabilities, score_sum = scores_of(x, is_expert, sigmoid)
     total, mean = tl.full((tokens,), 1.0, tl.float32), tl.zeros((tokens,), tl.float32)
     if normalised:
         # With weights w = s / S of scores s, the gradient of a score is (g - Σ w·g) / S.
@@ -173,7 +177,7 @@ def _choose_backward(
 
 
 @triton.jit
-def _scores(x, is_expert, sigmoid: tl.constexpr) -> tl.tuple:
+def scores_of(x, is_expert, sigmoid: tl.constexpr) -> tl.tuple:
     """Scores and probabilities of logits `x` `(tokens, experts)`, and sums of scores `(tokens, 1)`; 0 where no expert is."""
     x = x.to(tl.float32)
     if sigmoid:
@@ -187,6 +191,42 @@ def _scores(x, is_expert, sigmoid: tl.constexpr) -> tl.tuple:
         probabilities = powers / total
         scores = probabilities
     return scores, probabilities, total
+
+
+@triton.jit
+def keys_of(x, scores, bias, expert, experts) -> tl.tensor:
+    """The keys by which experts are chosen, `(tokens, experts)`, of logits `x`: scores with a `bias`, if there is one.
+
+    A softmax keeps the order of its logits. A key that is not a number comes last, so that every choice is an expert.
+    """
+    keys = x.to(tl.float32)
+    if bias is not None:
+        keys = scores + tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
+    return tl.where(keys == keys, keys, float("-inf"))
+
+
+@triton.jit
+def pick_copies(
+    keys, scores, free, copies: tl.constexpr, slots: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr
+) -> tl.tuple:
+    """Of the experts that are `free` `(tokens, block)` the `copies` with the highest keys, of equal ones the first.
+
+    Returns their scores and numbers `(tokens, slots)`, and the copy of each expert `(tokens, block)`, −1 for those not chosen.
+    """
+    expert, slot = tl.arange(0, block), tl.arange(0, slots)
+    picked = tl.zeros((tokens, slots), tl.float32)
+    numbers = tl.zeros((tokens, slots), tl.int32)
+    places = tl.full((tokens, block), -1, tl.int32)
+    for copy in tl.static_range(copies):
+        best = tl.max(tl.where(free, keys, float("-inf")), 1)
+        number = tl.min(tl.where(free & (keys == best[:, None]), expert[None, :], block), 1)
+        taken = expert[None, :] == number[:, None]
+        here = slot[None, :] == copy
+        picked = tl.where(here, tl.sum(tl.where(taken, scores, 0.0), 1)[:, None], picked)
+        numbers = tl.where(here, number[:, None], numbers)
+        places = tl.where(taken, copy, places)
+        free = free & (taken == 0)
+    return picked, numbers, places
 
 
 @triton.jit
@@ -218,6 +258,7 @@ def _order(
     totals,
     order,
     positions,
+    offsets,
     count,
     experts,
     copies: tl.constexpr,
@@ -227,7 +268,10 @@ def _order(
     part = tl.program_id(0)
     expert = tl.arange(0, block)
     total = tl.load(totals + expert, mask=expert < experts, other=0)
-    first = tl.cumsum(total, 0) - total
+    end = tl.cumsum(total, 0)
+    if part == 0:
+        tl.store(offsets + expert, end, mask=expert < experts)
+    first = end - total
     first += tl.load(before + part.to(tl.int64) * experts + expert, mask=expert < experts, other=0)
     choices = _choices(chosen, part, count, copies, tokens, block)
     ranks = first[None, :] + tl.cumsum(choices, 0) - choices

@@ -8,7 +8,7 @@ and up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -241,7 +241,7 @@ class Block(nn.Module):
         x, normed = self.add_attention(x, rope, mask)
         if not self.routed:
             return x + self.mlp(normed)
-        routed = self.moe(normed, counted)
+        routed = cast("RoutedOutput", self.moe(normed, counted))
         # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
         return RoutedOutput(x + routed.x, routed.balance, routed.load, routed.squares)
 

@@ -14,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels import router
+from meshwright.kernels.expert_decode import Choices, Routing, expert_outputs, most_tokens, route, runs_kernels
 from meshwright.kernels.grouped import (
     ExpertOrder,
     grouped_linear,
     order_by_expert,
+    order_of,
     sorted_weights,
     sum_copies,
     to_groups,
@@ -88,7 +91,8 @@ class MixtureOfExperts(nn.Module):
     unless each rank has a part of every sequence (`parallel.experts`); `whole_sample_loads` does so with the loads of counted samples, of
     which ranks may have parts (`parallel.hybrid`). `z_loss` says whether `RoutedOutput.squares` is computed, for the
     router z-loss of ST-MoE (Zoph et al. 2022, equation 5). `replayed` `(batch · seq, experts)`, if any, has the scores by which each
-    token's experts are chosen instead of the router's (`parallel.replayed_routing`).
+    token's experts are chosen instead of the router's (`parallel.replayed_routing`). With `invariant` the bits of a token's output
+    do not depend on the other tokens, in inference on CUDA.
     """
 
     whole_sequence_loads: Callable[[Tensor], Tensor]
@@ -109,12 +113,53 @@ class MixtureOfExperts(nn.Module):
         self.whole_sample_loads = lambda loads, counted: loads
         self.z_loss = False
         self.replayed: Tensor | None = None
+        self.invariant = False
 
-    def forward(self, x: Tensor, counted: CountedTokens | None = None) -> RoutedOutput:
-        """Route and process x `(batch, seq, hidden)`; losses and load are those of the `counted` tokens, or of all."""
+    def forward(self, x: Tensor, counted: CountedTokens | None = None, *, losses: bool = True) -> RoutedOutput | Tensor:
+        """Route and process x `(batch, seq, hidden)`; losses and load are those of the `counted` tokens, or of all.
+
+        Without `losses`, for inference, only the output.
+        """
+        if not losses:
+            return self._output(x)
         tokens = self.route(x, counted)
         y = self.combine(self.experts(tokens.sorted_rows, tokens.order, tokens.weights), tokens.order, x)
         return RoutedOutput(y, tokens.balance, tokens.load, tokens.squares)
+
+    def _output(self, x: Tensor) -> Tensor:
+        """The output for x `(batch, seq, hidden)`, without gradients, losses and loads."""
+        if (copies := self.copy_outputs(x)) is not None:
+            y = copies.sum(1).view_as(x)
+            return y if self.shared is None else y + self.shared(x)
+        weights, chosen = self._pick(self.router(x))
+        order = order_of(chosen.flatten(0, 1), self.count)
+        sorted_rows = to_groups(x.flatten(0, 1), order)
+        return self.combine(self.experts(sorted_rows, order, sorted_weights(weights.flatten(0, 1), order)), order, x)
+
+    def copy_outputs(self, x: Tensor) -> Tensor | None:
+        """The weighted outputs `(batch · seq, copies, hidden)` of the routed experts for x `(batch, seq, hidden)`, without gradients.
+
+        None where the kernels for few tokens do not run.
+        """
+        rows = x.flatten(0, 1)
+        parts = rows.split(most_tokens(self.count, self.per_token)) if self.invariant and len(rows) else (rows,)
+        takes_rows = self.experts.takes_few_rows and runs_kernels(parts[0], self.count, self.per_token)
+        if self.plain or self.replayed is not None or not takes_rows:
+            return None
+        routing = Routing(self.per_token, self.normalised, self.scale, self.groups, self.groups_per_token)
+        outputs = [
+            self.experts.of_choices(part, route(part, self.router.weight, self.choice_bias, routing)) for part in parts
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _pick(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and indices of each token's experts `(batch, seq, copies)`, without gradients."""
+        particular = self.groups_per_token != self.groups or self.replayed is not None
+        if self.plain or particular or not has_kernel(logits, self.count):
+            return self._route(logits)[1:]
+        return router.pick(
+            logits, self.choice_bias, copies=self.per_token, normalised=self.normalised, scale=self.scale
+        )
 
     def route(self, x: Tensor, counted: CountedTokens | None = None) -> RoutedTokens:
         """Choose the experts of x `(batch, seq, hidden)` and sort its copies by expert; `counted` as in `forward`."""
@@ -211,6 +256,15 @@ class Experts(nn.Module):
     up: nn.Parameter
     fp8: bool = False
     """Whether rows and their gradients are multiplied in fp8, with one scale per row (`kernels.grouped_fp8`)."""
+
+    @property
+    def takes_few_rows(self) -> bool:
+        """Whether `of_choices` has kernels for these experts."""
+        return self.gated and not self.fp8
+
+    def of_choices(self, x: Tensor, choices: Choices) -> Tensor:
+        """The weighted outputs `(tokens, copies, hidden)` of the chosen experts for x `(tokens, hidden)`, without gradients."""
+        return expert_outputs(x, self.gate_up, self.down, choices)
 
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()

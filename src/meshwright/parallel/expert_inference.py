@@ -108,6 +108,10 @@ class SharedExperts(Experts):
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
 
+    @property
+    def takes_few_rows(self) -> bool:
+        return False
+
     def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
         """The outputs of this rank's experts for rows `(rows, hidden)` sorted by expert."""
         return super().forward(sorted_rows, order)

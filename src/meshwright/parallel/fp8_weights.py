@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.kernels.assembler import VARIABLE
 from meshwright.kernels.fp8_products import E4M3, Scaling, inverse, scale_of
 from meshwright.kernels.gated import find_miscompiled_kernel
+from meshwright.kernels.grouped_fp8 import GROUPED_MAJOR
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MixtureOfExperts
@@ -28,8 +29,6 @@ from meshwright.spec.plan import Plan
 
 CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with fp8 products: Ada; Hopper has 9.0."""
-GROUPED_MAJOR = 9
-"""The CUDA compute capability whose grouped products torch has with scales per row: Hopper."""
 SCALE_STRIDE = 4
 """fp32 elements from one scale to the next: compiled code copies inputs that are not aligned to 16 bytes."""
 

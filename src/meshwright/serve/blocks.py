@@ -8,18 +8,36 @@ to x. The roundings are those of `models.decoder.Block`. All tensors are `(1, to
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
-from meshwright.kernels.add_norm import add_rms_norm
+from meshwright.kernels.add_norm import add_copies_rms_norm, add_rms_norm
 from meshwright.kernels.row_quantize import RoundedMatrix, quantize_add_rms_norm
 from meshwright.models.decoder import Block, Decoder, Norm, SharedInputs
+from meshwright.models.moe import MixtureOfExperts
 from meshwright.serve.formats import input_format
 from meshwright.spec.engine import WeightFormat
 
 
-def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+class CopyOutputs(NamedTuple):
+    """The output of a mixture as its summands, which the next norm adds: experts' outputs, and the shared expert's if there is one."""
+
+    copies: Tensor
+    """`(tokens, copies, hidden)`."""
+    shared: Tensor | None
+
+    def sum(self) -> Tensor:
+        """The output `(1, tokens, hidden)`."""
+        total = self.copies.sum(1)[None]
+        return total if self.shared is None else total + self.shared
+
+
+Delta = Tensor | CopyOutputs
+"""A branch's output that is not yet added to the residual stream."""
+
+
+def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Delta | None]:
     """Return `(x, delta)` behind the last block, for tokens and positions `(tokens,)`."""
     x, delta = model.embed_tokens(tokens[None], SharedInputs(positions[None], None, None)), None
     for layer in cast("Iterable[Block]", model.layers.values()):
@@ -27,11 +45,19 @@ def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[
     return x, delta
 
 
-def block_forward(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+def selected(x: Tensor, delta: Delta | None, tokens: Tensor) -> tuple[Tensor, Delta | None]:
+    """`x` and `delta` of some tokens of a step."""
+    if isinstance(delta, CopyOutputs):
+        shared = None if delta.shared is None else delta.shared[:, tokens]
+        return x[:, tokens], CopyOutputs(delta.copies[tokens], shared)
+    return x[:, tokens], None if delta is None else delta[:, tokens]
+
+
+def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Delta]:
     """Return `(x, delta)` behind the block, whose attention rotates and masks by itself; the first block has no delta."""
     if block.routed:
         x, normed = mixture_input(block, x, delta)
-        return x, block.moe(normed).x
+        return x, mixture_output(block.moe, normed)
     x, normed = add_and_norm(x, delta, block.attention_norm, input_format(block.attention))
     if block.parallel:
         return x, block.add_branches(block, cast("Tensor", normed), None, None)
@@ -39,7 +65,14 @@ def block_forward(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor
     return x, block.mlp(normed)
 
 
-def mixture_input(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+def mixture_output(mixture: MixtureOfExperts, normed: Tensor) -> Delta:
+    """The output of a mixture; tensor ranks add theirs by a hook of its forward."""
+    if not mixture._forward_hooks and (copies := mixture.copy_outputs(normed)) is not None:
+        return CopyOutputs(copies, None if mixture.shared is None else mixture.shared(normed))
+    return cast("Tensor", mixture(normed, losses=False))
+
+
+def mixture_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Tensor]:
     """The residual stream behind the attention of a routed block, and what its mixture gets."""
     rounded = None if block.parallel else input_format(block.attention)
     x, normed = add_and_norm(x, delta, block.attention_norm, rounded)
@@ -51,11 +84,15 @@ def mixture_input(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor
 
 
 def add_and_norm(
-    x: Tensor, delta: Tensor | None, norm: Norm, rounded: WeightFormat | None = None
+    x: Tensor, delta: Delta | None, norm: Norm, rounded: WeightFormat | None = None
 ) -> tuple[Tensor, Tensor | RoundedMatrix]:
     """Return `x + delta`, or x without a delta, and its norm, which may be `rounded` to a format."""
     if delta is None:
         return x, norm(x)
+    if isinstance(delta, CopyOutputs):
+        if norm.bias is None and not rounded:
+            return add_copies_rms_norm(x, *delta, norm.weight, norm.eps, plain=norm.plain)
+        delta = delta.sum()
     if norm.bias is None and rounded:
         return quantize_add_rms_norm(x, delta, norm.weight, norm.eps, rounded, plain=norm.plain)
     if norm.bias is None:

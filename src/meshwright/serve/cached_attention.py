@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.latent_attention import latent_attention, rotate_and_write_latents
+from meshwright.kernels.norm import HeadNorms
 from meshwright.kernels.paged_attention import is_fp8, paged_attention, prompt_attention, rotate_and_write
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.decoder import Attention, Block, Decoder
@@ -111,10 +112,16 @@ def _split_into_tokens(step: StepInputs) -> LoneTokens:
 
 
 class CachedAttention:
-    """`attend` of one layer: writes keys and values into the cache and attends to all tokens of each request."""
+    """`attend` of one layer: writes keys and values into the cache and attends to all tokens of each request.
 
-    def __init__(self, step: CurrentStep, cache_layer: Tensor, group: int, window: int | None) -> None:
+    `norms` are those of queries and keys, if the layer has left them to this object.
+    """
+
+    def __init__(
+        self, step: CurrentStep, cache_layer: Tensor, group: int, window: int | None, norms: HeadNorms | None = None
+    ) -> None:
         self._step, self._cache, self._group, self._window = step, cache_layer, group, window
+        self._norms = norms
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *, plain: bool) -> Tensor:
         """Attention output of q `(1, tokens, heads, head_dim)`, shaped like q; k and v are `(1, tokens, kv_heads, head_dim)`."""
@@ -127,7 +134,17 @@ class CachedAttention:
         slots = step.slots[self._group]
         rope, scales = self._step.rope, self._step.scales
         q = rotate_and_write(
-            q, k, v, rope, step.positions, self._cache, slots, scales=scales, rotated_keys=keys, plain=plain
+            q,
+            k,
+            v,
+            rope,
+            step.positions,
+            self._cache,
+            slots,
+            scales=scales,
+            rotated_keys=keys,
+            norms=self._norms,
+            plain=plain,
         )
         if self._step.at_attention is not None:
             return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, plain))[None]
@@ -294,5 +311,9 @@ def use_cached_attention(
             attention.attend_latents = CachedLatents(step, cache_layer, group)
         else:
             assert isinstance(attention, Attention)
-            attention.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window)
+            norms = None
+            if model.spec.qk_norm and cache_layer.is_cuda:  # one kernel norms, rotates and writes
+                norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
+                attention.qk_norm = False
+            attention.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window, norms)
     return step

@@ -1,8 +1,8 @@
 """Number formats of the engine's products: weights in 8 bits, and products whose bits do not depend on the batch.
 
 The layers of the model are replaced by layers of this module and of `quantized_layers`, which keep the names of parameters. Embedding,
-norms, router and head keep their dtype; so do routed experts with fp8, and `kv_up` of latent attention, whose parts are multiplied with
-queries and results.
+norms, router and head keep their dtype; so does `kv_up` of latent attention, whose parts are multiplied with queries and results, and so
+do with fp8 experts that ranks share or that a GPU other than Hopper has.
 """
 
 from __future__ import annotations
@@ -11,18 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.kernels.expert_decode import MOST_COPIES, has_kernels
 from meshwright.kernels.fixed_product import fixed_linear
 from meshwright.kernels.fp8_products import ALIGNED
+from meshwright.kernels.grouped_fp8 import GROUPED_MAJOR
 from meshwright.kernels.linear import Linear
+from meshwright.kernels.router import MOST_EXPERTS
 from meshwright.models.decoder import Attention, Block, Decoder
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.models.moe import Experts
 from meshwright.parallel.expert_inference import SharedExperts
-from meshwright.serve.quantized_layers import Int8Experts, QuantizedGatedMLP, QuantizedLinear, QuantizedWeight
+from meshwright.serve.quantized_layers import QuantizedExperts, QuantizedGatedMLP, QuantizedLinear, QuantizedWeight
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import TENSOR_SPLITS
+from meshwright.spec.model import ModelSpec
 
 CAPABILITIES: dict[WeightFormat, tuple[int, int]] = {"fp8": (8, 9), "int8": (8, 0)}
 """The first GPUs that multiply a format here: Ada and Hopper fp8, Ampere int8."""
@@ -84,12 +88,25 @@ def use_formats(
             block.add_module("mlp", QuantizedGatedMLP(mlp.gate_up, mlp.down, mlp.plain))
             for hook in mlp._forward_hooks.values():  # the sum over tensor ranks
                 block.mlp.register_forward_hook(hook)
-        if weights == "int8" and block.routed and isinstance(block.moe.experts, Experts):
-            block.moe.add_module("experts", Int8Experts(block.moe.experts, ranks))
+        if weights is not None and block.routed and _rounds_experts(block.moe.experts, weights):
+            block.moe.add_module("experts", QuantizedExperts(block.moe.experts, weights, ranks))
+        if invariant and block.routed:
+            block.moe.invariant = True
     if invariant:
         model.add_module("head", InvariantHead(model.head.weight))
     if weights is not None and model.embed.weight.is_cuda:
         torch.cuda.empty_cache()  # the rounded weights' memory, for the key/value cache
+
+
+def _rounds_experts(experts: nn.Module, weights: WeightFormat) -> bool:
+    """Whether these experts are replaced: not those that expert ranks share, nor those that are replaced already.
+
+    Of GPUs only Hopper has grouped fp8 products for prompts.
+    """
+    if not isinstance(experts, Experts) or isinstance(experts, SharedExperts):
+        return False
+    device = experts.down.device
+    return weights == "int8" or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == GROUPED_MAJOR
 
 
 def input_format(layer: nn.Module) -> WeightFormat | None:
@@ -150,10 +167,7 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
             key="invariant",
         )
     if invariant and any(isinstance(block, Block) and block.routed for block in model.layers.values()):
-        raise BadInput(
-            "invariant results of a mixture of experts need a CPU: on a GPU the grouped products' order of addition depends on the batch",
-            key="invariant",
-        )
+        _check_invariant_experts(model.spec, weight.dtype)
     if weights is None:
         return
     if torch.cuda.get_device_capability(weight.device) < CAPABILITIES[weights]:
@@ -163,14 +177,26 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
         _check_fp8_sizes(model)
 
 
+def _check_invariant_experts(spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Other grouped products have an order of addition that depends on the batch."""
+    if spec.mlp != "swiglu" or not has_kernels(dtype, spec.experts, spec.experts_per_token):
+        raise BadInput(
+            "invariant results of a mixture of experts on a GPU: expected SwiGLU in bf16 or fp16 with at most "
+            f"{MOST_EXPERTS} experts and {MOST_COPIES} of them for a token; use a CPU",
+            key="invariant",
+        )
+
+
 def _check_fp8_sizes(model: Decoder) -> None:
     for block in model.layers.values():
         assert isinstance(block, Block)
-        for _, parent in _parents(block):
-            for name, linear in _linears(parent, "fp8"):
-                if any(size % ALIGNED for size in linear.weight.shape):
-                    sizes = " × ".join(map(str, linear.weight.shape))
-                    raise BadInput(
-                        f"fp8 weights need dimensions that are multiples of {ALIGNED}, got {name} of {sizes}",
-                        key="weights",
-                    )
+        weights = [(name, linear.weight) for _, parent in _parents(block) for name, linear in _linears(parent, "fp8")]
+        if block.routed and _rounds_experts(block.moe.experts, "fp8"):
+            weights += list(block.moe.experts.named_parameters())
+        for name, weight in weights:
+            if any(size % ALIGNED for size in weight.shape[-2:]):
+                sizes = " × ".join(map(str, weight.shape))
+                raise BadInput(
+                    f"fp8 weights need dimensions that are multiples of {ALIGNED}, got {name} of {sizes}",
+                    key="weights",
+                )

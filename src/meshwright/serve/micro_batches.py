@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.models.decoder import Block, Decoder, SharedInputs
 from meshwright.parallel.expert_inference import exchange_nothing, mixture_in_stages
 from meshwright.serve.batch_inputs import StepInputs
-from meshwright.serve.blocks import block_forward, mixture_input
+from meshwright.serve.blocks import CopyOutputs, block_forward, mixture_input
 from meshwright.serve.model_runner import ModelRunner
 
 Stream = Generator[None, None, tuple[Tensor, Tensor | None]]
@@ -96,7 +96,9 @@ def _stream(model: Decoder, inputs: StepInputs) -> Stream:
             x, normed = mixture_input(block, x, delta)
             delta = yield from mixture_in_stages(block.moe, normed)
         else:
-            x, delta = block_forward(block, x, delta)
+            x, branch = block_forward(block, x, delta)
+            assert not isinstance(branch, CopyOutputs), "a block without experts has one output"
+            delta = branch
     return x, delta
 
 

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.kernels.expert_decode import most_tokens
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.prediction import PredictionModule
 from meshwright.policies.drafting import most_drafting
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
-from meshwright.serve.blocks import add_and_norm, block_forward, residual_stream
+from meshwright.serve.blocks import Delta, add_and_norm, block_forward, residual_stream, selected
 from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.graphs import Graphs
 from meshwright.serve.host_decode import HostDecode
@@ -138,9 +139,21 @@ class ModelRunner:
         self._prompt_graphs.clear()
         self._graphs.clear()
 
+    @property
+    def few_tokens(self) -> tuple[int, ...]:
+        """Numbers of tokens for which mixtures have kernels of their own on a GPU: up to each, other than the one before."""
+        spec, weight = self._model.spec, self._model.embed.weight
+        if not weight.is_cuda or not spec.experts:
+            return ()
+        most = most_tokens(spec.experts, spec.experts_per_token)
+        return (*(size for size in map((2).__pow__, range(most.bit_length())) if size < most), most)
+
     @torch.inference_mode()
     def warm_prompt(self, tokens: int) -> None:
-        """Run the first block on a prompt of padding without the cache: cuDNN prepares its plan for this number of tokens."""
+        """Run the first block, and the first with experts, on a prompt of padding without the cache.
+
+        Kernels are compiled and cuDNN prepares its plan for this number of tokens.
+        """
         inputs, device = self._inputs, self._model.embed.weight.device
         positions = torch.arange(tokens, dtype=torch.int32, device=device)
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
@@ -155,9 +168,11 @@ class ModelRunner:
             prompts=(tokens,),
             sampled=None,
         )
-        block = next(iter(self._model.layers.values()))
+        blocks = cast("list[Block]", list(self._model.layers.values()))
+        routed = next((block for block in blocks if block.routed), blocks[0])
         hidden = torch.zeros(1, tokens, self._model.spec.hidden, dtype=self._model.embed.weight.dtype, device=device)
-        block_forward(cast("Block", block), hidden, None)
+        for block in {blocks[0]: None, routed: None}:
+            block_forward(block, hidden, None)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
@@ -168,7 +183,7 @@ class ModelRunner:
             return self.head(normed[:, inputs.sampled])
         x, delta = self._residual(inputs)
         if inputs.sampled is not None and not self._predictions:
-            x, delta = x[:, inputs.sampled], None if delta is None else delta[:, inputs.sampled]
+            x, delta = selected(x, delta, inputs.sampled)
         normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])
         if self._predictions:
             self.normed = normed
@@ -194,7 +209,7 @@ class ModelRunner:
         """The normed output of all tokens, `(1, tokens, hidden)`."""
         return cast("Tensor", add_and_norm(*self._residual(inputs), self._model.norm)[1])
 
-    def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+    def _residual(self, inputs: StepInputs) -> tuple[Tensor, Delta | None]:
         """Return the residual stream after all layers, `(1, tokens, hidden)`, and the last output, not added to it yet."""
         self._step.inputs = inputs
         if self._host_decode is not None:

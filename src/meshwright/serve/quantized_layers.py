@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import int8_products
+from meshwright.kernels.expert_decode import Choices, rounded_expert_outputs
 from meshwright.kernels.fixed_product import fp8_linear
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_scale, scale_of
 from meshwright.kernels.grouped import ExpertOrder
+from meshwright.kernels.grouped_fp8 import grouped_matmul
 from meshwright.kernels.int8_products import MOST_INPUTS, Int8Matrix, grouped_int8, int8_linear
 from meshwright.kernels.row_quantize import DTYPES, RoundedMatrix, quantize_rows, quantize_swiglu
 from meshwright.models.moe import Experts
@@ -107,31 +109,50 @@ class QuantizedGatedMLP(nn.Module):
         return self.down(quantize_swiglu(self.gate_up(x), self.gate_up.number_format, plain=self.plain))
 
 
-class Int8Experts(nn.Module):
-    """`models.moe.Experts` with int8 weights. `ranks` are the tensor ranks that have the other columns of `down`, if any."""
+class QuantizedExperts(nn.Module):
+    """`models.moe.Experts` with weights in 8 bits. `ranks` are the tensor ranks that have the other columns of `down`, if any."""
 
-    def __init__(self, experts: Experts, ranks: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, experts: Experts, number_format: WeightFormat, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.gated, self.plain, self.dtype = experts.gated, experts.plain, experts.down.dtype
+        self.number_format: WeightFormat = number_format
         self.input_name = "gate_up" if experts.gated else "up"
-        self.add_module(self.input_name, QuantizedWeight(getattr(experts, self.input_name), "int8"))
-        self.down = QuantizedWeight(experts.down, "int8", ranks)
+        self.add_module(self.input_name, QuantizedWeight(getattr(experts, self.input_name), number_format))
+        self.down = QuantizedWeight(experts.down, number_format, ranks)
+
+    @property
+    def takes_few_rows(self) -> bool:
+        """Whether `of_choices` has kernels for these experts."""
+        return self.gated
+
+    def of_choices(self, x: Tensor, choices: Choices) -> Tensor:
+        """The weighted outputs `(tokens, copies, hidden)` of the chosen experts for x `(tokens, hidden)`."""
+        return rounded_expert_outputs(x, self._matrices(self.input_name), self._matrices("down"), choices)
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
         """The expert outputs of rows `(rows, hidden)`, as of `Experts`."""
-        x = quantize_rows(sorted_rows, "int8", plain=self.plain)
-        projected = self._multiply(x, self.get_submodule(self.input_name), order)
+        x = quantize_rows(sorted_rows, self.number_format, plain=self.plain)
+        projected = self._multiply(x, self.input_name, order)
         if self.gated:
-            activation = quantize_swiglu(projected, "int8", plain=self.plain)
+            values, scale = quantize_swiglu(projected, self.number_format, plain=self.plain)
         else:
-            activation = quantize_rows(F.gelu(projected, approximate="tanh"), "int8", plain=self.plain)
-        values, scale = activation
+            active = F.gelu(projected, approximate="tanh")
+            values, scale = quantize_rows(active, self.number_format, plain=self.plain)
         # The scale of a row times its weight is the scale of the weighted row.
-        return self._multiply(
-            Int8Matrix(values, scale if weights is None else scale * weights[:, None]), self.down, order
-        )
+        scale = scale if weights is None else scale * weights[:, None]
+        return self._multiply(self._of_format(values, scale), "down", order)
 
-    def _multiply(self, x: RoundedMatrix, weight: nn.Module, order: ExpertOrder) -> Tensor:
-        assert isinstance(x, Int8Matrix) and isinstance(weight, QuantizedWeight)
-        matrices = Int8Matrix(weight.values, weight.scale)
-        return grouped_int8(x, matrices, order.offsets, self.dtype, plain=self.plain)
+    def _multiply(self, x: RoundedMatrix, name: str, order: ExpertOrder) -> Tensor:
+        matrices = self._matrices(name)
+        if isinstance(x, Int8Matrix) and isinstance(matrices, Int8Matrix):
+            return grouped_int8(x, matrices, order.offsets, self.dtype, plain=self.plain)
+        assert isinstance(x, Fp8Matrix) and isinstance(matrices, Fp8Matrix)
+        return grouped_matmul(x, matrices, order.offsets, self.dtype, plain=self.plain)
+
+    def _matrices(self, name: str) -> RoundedMatrix:
+        weight = self.get_submodule(name)
+        assert isinstance(weight, QuantizedWeight)
+        return self._of_format(weight.values, weight.scale)
+
+    def _of_format(self, values: Tensor, scale: Tensor) -> RoundedMatrix:
+        return Int8Matrix(values, scale) if self.number_format == "int8" else Fp8Matrix(values, scale)

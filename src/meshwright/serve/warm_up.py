@@ -30,6 +30,9 @@ def warm_up(
     if inputs.prompt_unit > 1:
         for tokens in range(inputs.prompt_unit, min(context, inputs.step_tokens) + 1, inputs.prompt_unit):
             runner.warm_prompt(tokens)
+    for tokens in runner.few_tokens:
+        if tokens <= min(context, inputs.step_tokens):
+            runner.warm_prompt(tokens)
     size, new_tokens = inputs.tokens_per_block, len(SAMPLING)
     tokens = min(PROMPT_TOKENS, min(context, *((group.blocks - 1) * size for group in groups)) - new_tokens)
     if tokens < 1:

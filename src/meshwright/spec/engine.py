@@ -77,7 +77,10 @@ class EngineSettings:
     prefix_cache: bool = True
     """Whether requests share cached blocks of equal prefixes."""
     weights: WeightFormat | None = None
-    """Format of the matmuls in the transformer blocks; none is the model's dtype. int8 includes routed experts, fp8 does not."""
+    """Format of the matmuls in the transformer blocks; none is the model's dtype.
+
+    With fp8, experts keep the model's dtype if several devices share them, and on other GPUs than Hopper.
+    """
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
     invariant: bool = False

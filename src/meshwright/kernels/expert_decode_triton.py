@@ -1,0 +1,380 @@
+"""The Triton kernels of `expert_decode`; imported only with a CUDA device, as CPU builds of torch lack Triton.
+
+Three kernels read each weight once: router with the choice of experts, gate and up with SwiGLU, down. With 1 to 16 rows an expert the
+time is that of reading the weights. As in `fixed_product_triton` the weight's rows are the first operand of the tensor cores.
+
+No kernel sorts. The router's stores for each expert which copy of each token it computes; a program of an expert collects its rows from
+that. A copy's place in the results is `token · copies + copy`, so a token's copies are added in one order, whatever the batch. The grids
+depend on the number of tokens only, so that a CUDA graph can replay them.
+
+Sizes: ROWS copies and COLUMNS outputs of a tile, INNER numbers of a row that are added in a step, TOKENS the tokens of a tile of the
+router, BLOCK the experts and LANES the tokens of the step, each rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.dependent_launch_triton import await_previous, options
+from meshwright.kernels.expert_decode import Choices, Routing
+from meshwright.kernels.fixed_product import TILE_BYTES
+from meshwright.kernels.fixed_product_triton import sum_tiles
+from meshwright.kernels.router_triton import keys_of, scores_of
+from meshwright.kernels.row_quantize import RoundedMatrix
+
+ROUTER_INNER = 128
+"""Numbers of a row that one program of the router's kernel multiplies."""
+ROUTER_TOKENS, ROUTER_WARPS = 8, 8
+"""Most tokens of a program of the router's kernel, and its warps."""
+MOST_ROWS = 64
+"""Most rows of a tile: with more rows an expert reads its weights again."""
+MOST_TILES = 1 << 12
+"""Tiles of tokens whose programs count their arrivals."""
+
+
+Operand = Tensor | RoundedMatrix
+"""Rows or matrices in bf16 or fp16, or in 8 bits with a scale for each row."""
+
+
+class Launch(NamedTuple):
+    """Outputs and rows of a tile, numbers of a step, warps of a program, stages of the software pipeline."""
+
+    columns: int
+    rows: int
+    inner: int
+    warps: int
+    stages: int
+
+
+def launch_of(tokens: int, experts: int, copies: int, itemsize: int = 2) -> Launch:
+    """The tile of both products, found by trial on an H200; for the first, `columns` counts gates and ups.
+
+    It depends on the next power of two of the tokens only, so that few kernels are compiled, and `inner` on nothing: it is the order of
+    addition.
+    """
+    tokens = triton.next_power_of_2(tokens)
+    rows = min(MOST_ROWS, max(16, tokens if tokens <= 32 else triton.next_power_of_2(2 * tokens * copies // experts)))
+    few_programs = _is_by_copy(tokens, experts, copies)
+    return Launch(64, rows, TILE_BYTES // itemsize, warps=4, stages=8 if few_programs else 5)
+
+
+def _is_by_copy(tokens: int, experts: int, copies: int) -> bool:
+    """Whether a program is that of a copy: if there are fewer than experts."""
+    return triton.next_power_of_2(tokens) * copies < experts
+
+
+def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Choices:
+    """The choices for x `(tokens, hidden)`; see `expert_decode.route`."""
+    (tokens, hidden), experts, copies = x.shape, weight.shape[0], routing.copies
+    chosen = torch.empty(tokens, copies, dtype=torch.int32, device=x.device)
+    weights = torch.empty(tokens, copies, dtype=torch.float32, device=x.device)
+    places = torch.empty(experts, tokens, dtype=torch.int8, device=x.device)
+    block = max(16, triton.next_power_of_2(experts))
+    tile = min(ROUTER_TOKENS, triton.next_power_of_2(tokens))
+    parts, splits = triton.cdiv(tokens, tile), triton.cdiv(hidden, ROUTER_INNER)
+    sums = torch.empty(parts * splits * tile, block, dtype=torch.float32, device=x.device)
+    _route[(splits, parts)](
+        x,
+        weight,
+        bias,
+        chosen,
+        weights,
+        places,
+        sums,
+        _arrivals(x.device),
+        tokens,
+        hidden,
+        experts,
+        routing.scale,
+        COPIES=copies,
+        SLOTS=triton.next_power_of_2(copies),
+        NORMALISED=routing.normalised,
+        GROUPS=routing.groups,
+        KEPT_GROUPS=routing.kept_groups,
+        PADDED_GROUPS=triton.next_power_of_2(routing.groups),
+        BLOCK=block,
+        TOKENS=tile,
+        ROWS=tile,
+        SPLITS=splits,
+        INNER=ROUTER_INNER,
+        num_warps=ROUTER_WARPS,
+        **options(x.device),
+    )
+    return Choices(chosen, weights, places)
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Programs of each tile that have stored their part; every kernel leaves zeros."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+
+
+def gate_up(
+    x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, *, launch: Launch | None = None
+) -> Tensor:
+    """silu(gate) · up of each copy, `(tokens · copies, width)`, of x `(tokens, hidden)`; in bf16 and fp16 times its weight."""
+    return _multiply_copies(x, weight, choices, dtype, launch, gated=True)
+
+
+def down(x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, *, launch: Launch | None = None) -> Tensor:
+    """The outputs of copies `(tokens · copies, hidden)` of their activations x `(tokens · copies, width)`; in 8 bits times its weight."""
+    return _multiply_copies(x, weight, choices, dtype, launch, gated=False)
+
+
+def _multiply_copies(
+    x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, launch: Launch | None, *, gated: bool
+) -> Tensor:
+    """Launch the products of copies."""
+    (rows, row_scales), (matrices, scales) = _parts(x), _parts(weight)
+    (tokens, copies), (experts, columns, inner) = choices.chosen.shape, matrices.shape
+    columns = columns // 2 if gated else columns
+    out = torch.empty(tokens * copies, columns, dtype=dtype, device=rows.device)
+    launch = launch or launch_of(tokens, experts, copies, rows.element_size())
+    by_copy = _is_by_copy(tokens, experts, copies)
+    direct = tokens <= launch.rows
+    column_tile = launch.columns // 2 if gated else launch.columns
+    integer = rows.dtype == torch.int8
+    _copies_product[(triton.cdiv(columns, column_tile), tokens * copies if by_copy else experts)](
+        rows,
+        matrices,
+        row_scales,
+        scales,
+        *choices,
+        out,
+        tokens,
+        columns,
+        inner,
+        COPIES=copies,
+        BY_COPY=by_copy,
+        DIRECT=direct,
+        LANES=launch.rows if direct else triton.next_power_of_2(tokens),
+        COLUMNS=column_tile,
+        ROWS=launch.rows,
+        INNER=launch.inner,
+        EVEN=inner % launch.inner == 0,
+        GATED=gated,
+        SUM=tl.int32 if integer else tl.float32,
+        IMPRECISE=launch.inner if rows.element_size() == 1 and not integer else 0,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        **options(rows.device),
+    )
+    return out
+
+
+def _parts(x: Operand) -> tuple[Tensor, Tensor | None]:
+    """The numbers of an operand and its scales."""
+    return (x, None) if isinstance(x, Tensor) else (x.values, x.scale)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route(
+    x, weight, bias, chosen, weights, places, partial, arrivals, tokens, hidden, experts, scale, COPIES: tl.constexpr,
+    SLOTS: tl.constexpr, NORMALISED: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    INNER: tl.constexpr, DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    split, part = tl.program_id(0), tl.program_id(1)
+    row, expert, slot = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    inner = split * INNER + tl.arange(0, INNER)
+    is_expert = expert < experts
+    source = weight + expert.to(tl.int64)[:, None] * hidden + inner[None, :]
+    matrix = tl.load(source, mask=is_expert[:, None] & (inner < hidden)[None, :], other=0.0)
+    await_previous(DEPENDENT)
+    # The tensor cores take 16 rows at least, of which the first are the tokens of this part.
+    lane = tl.arange(0, 16)
+    token = part * TOKENS + lane
+    used = (lane < TOKENS) & (token < tokens)
+    source = x + token.to(tl.int64)[:, None] * hidden + inner[None, :]
+    inputs = tl.load(source, mask=used[:, None] & (inner < hidden)[None, :], other=0.0)
+    sums = tl.dot(matrix, tl.trans(inputs), input_precision="ieee")
+    parts = partial + part.to(tl.int64) * (SPLITS * TOKENS * BLOCK)
+    place = lane[None, :] * BLOCK + expert[:, None]
+    tl.store(parts + split * (TOKENS * BLOCK) + place, sums, mask=used[None, :])
+    # All threads have stored their numbers before one of them says so.
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + part, 1, sem="acq_rel") == SPLITS - 1:
+        tl.store(arrivals + part, 0)
+        index = part * TOKENS + row
+        exists = ((row < TOKENS) & (index < tokens))[:, None]
+        logits = tl.zeros((ROWS, BLOCK), tl.float32)
+        for number in tl.static_range(SPLITS):
+            # From the L2 cache: what the first level has may be older than the other programs' stores.
+            logits += tl.load(
+                parts + number * (TOKENS * BLOCK) + row[:, None] * BLOCK + expert[None, :],
+                mask=exists,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+        logits = logits.to(x.dtype.element_ty)
+        sigmoid: tl.constexpr = bias is not None
+        scores, _, total = scores_of(logits, is_expert[None, :], sigmoid)
+        keys = keys_of(logits, scores, bias, expert, experts)
+        free = is_expert[None, :] & (index >= 0)[:, None]
+        if KEPT_GROUPS < GROUPS:
+            group = expert // (experts // GROUPS)
+            free = free & _in_best_groups(keys, group, free, sigmoid, GROUPS, KEPT_GROUPS, PADDED_GROUPS, ROWS, BLOCK)
+        wide: tl.constexpr = sigmoid or x.dtype.element_ty != tl.bfloat16
+        picked, numbers, places_of = _pick(keys, scores, free, wide, sigmoid, COPIES, SLOTS, ROWS, BLOCK)
+        if not sigmoid:
+            highest = tl.max(tl.where(is_expert[None, :], logits.to(tl.float32), float("-inf")), 1)[:, None]
+            picked = tl.where(slot[None, :] < COPIES, tl.exp(picked - highest) / total, 0.0)
+        if NORMALISED:
+            picked /= tl.sum(picked, 1)[:, None]
+        target, stored = index[:, None] * COPIES + slot[None, :], exists & (slot < COPIES)[None, :]
+        tl.store(weights + target, picked * scale, mask=stored)
+        tl.store(chosen + target, numbers, mask=stored)
+        target = places + expert[None, :].to(tl.int64) * tokens + index[:, None]
+        tl.store(target, places_of.to(tl.int8), mask=exists & is_expert[None, :])
+
+
+@triton.jit
+def _pick(
+    keys, scores, free, WIDE: tl.constexpr, GATHER: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """`router_triton.pick_copies` with one reduction for each copy, of an integer made of a key and an expert's number.
+
+    The integer has 64 bits if WIDE, or 32 with the upper 16 bits of a key, which are all of bf16. Without GATHER keys are
+    returned instead of scores.
+    """
+    expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    bits = tl.where(keys == 0.0, 0.0, keys).to(tl.int32, bitcast=True)  # −0 is not below 0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
+    if WIDE:
+        codes, none = bits.to(tl.int64) * 65536, tl.full((ROWS, BLOCK), -(2**62), tl.int64)
+    else:
+        codes, none = bits & -65536, tl.full((ROWS, BLOCK), -(2**31), tl.int32)
+    codes = tl.where(free, codes + (65535 - expert)[None, :], none)
+    picked = tl.zeros((ROWS, SLOTS), tl.float32)
+    numbers = tl.zeros((ROWS, SLOTS), tl.int32)
+    places = tl.full((ROWS, BLOCK), -1, tl.int32)
+    for copy in tl.static_range(COPIES):
+        best = tl.max(codes, 1)
+        number = 65535 - (best & 65535).to(tl.int32)
+        taken = expert[None, :] == number[:, None]
+        if GATHER:
+            value = tl.sum(tl.where(taken, scores, 0.0), 1)
+        else:
+            value = (best >> 16).to(tl.int32) if WIDE else best
+            value = value ^ ((value >> 31) & 0x7FFFFFFF)
+            if not WIDE:
+                value = value & -65536
+            value = value.to(tl.float32, bitcast=True)
+        here = slot[None, :] == copy
+        picked = tl.where(here, value[:, None], picked)
+        numbers = tl.where(here, number[:, None], numbers)
+        places = tl.where(taken, copy, places)
+        codes = tl.where(taken, none, codes)
+    return picked, numbers, places
+
+
+@triton.jit
+def _in_best_groups(
+    keys, group, free, two: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Whether each expert `(ROWS, BLOCK)` is in one of the KEPT best groups of its token.
+
+    A group's score is its highest key, or with `two` the sum of its two highest.
+    """
+    expert, number = tl.arange(0, BLOCK)[None, :], tl.arange(0, PADDED)[None, :]
+    best = tl.full((ROWS, PADDED), float("-inf"), tl.float32)
+    for index in tl.static_range(GROUPS):
+        inside = tl.where(free & (group == index)[None, :], keys, float("-inf"))
+        highest = tl.max(inside, 1)
+        if two:
+            first = tl.min(tl.where(inside == highest[:, None], expert, BLOCK), 1)
+            highest += tl.max(tl.where(expert == first[:, None], float("-inf"), inside), 1)
+        best = tl.where(number == index, highest[:, None], best)
+    kept = tl.zeros((ROWS, BLOCK), tl.int32)
+    open_groups = (best == best) & (number < GROUPS)
+    for _ in tl.static_range(KEPT):
+        highest = tl.max(tl.where(open_groups, best, float("-inf")), 1)
+        chosen = tl.min(tl.where(open_groups & (best == highest[:, None]), number, PADDED), 1)
+        kept = tl.where(group[None, :] == chosen[:, None], 1, kept)
+        open_groups = open_groups & (number != chosen[:, None])
+    return kept > 0
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _copies_product(
+    x, weight, x_scale, weight_scale, chosen, gates, places, out, tokens, columns, inner, COPIES: tl.constexpr,
+    BY_COPY: tl.constexpr, DIRECT: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    INNER: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, SUM: tl.constexpr, IMPRECISE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    """A tile of outputs of one expert for all copies that it computes.
+
+    With BY_COPY there is a program for each copy, and that of an expert's first copy computes all. With DIRECT rows are tokens.
+    With GATED the rows of x are tokens and a weight has gates before ups, and the result is their SwiGLU; else the rows of x are copies.
+    """
+    await_previous(DEPENDENT)
+    item, lane = tl.program_id(1), tl.arange(0, LANES)
+    expert = item
+    if BY_COPY:
+        expert = tl.load(chosen + item)
+    place = tl.load(places + expert.to(tl.int64) * tokens + lane, mask=lane < tokens, other=-1).to(tl.int32)
+    used = place >= 0
+    count = tl.sum(used.to(tl.int32), 0)
+    computes = count > 0
+    if BY_COPY:
+        computes = tl.min(tl.where(used, lane, LANES), 0) == item // COPIES
+    if computes:
+        matrix_rows: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+        output = tl.arange(0, matrix_rows)
+        column = tl.program_id(0) * COLUMNS + output % COLUMNS
+        first_row = expert.to(tl.int64) * columns
+        if GATED:
+            first_row *= 2
+        # Columns behind the last read its weights, and nothing of them is stored.
+        matrix = first_row + tl.minimum(column, columns - 1) + output // COLUMNS * columns
+        rank = tl.cumsum(used.to(tl.int32), 0) - 1
+        for first in range(0, 1 if DIRECT else count, ROWS):
+            if DIRECT:
+                copy, row_used = lane * COPIES + place, used
+            else:
+                row = first + tl.arange(0, ROWS)
+                same = used[None, :] & (rank[None, :] == row[:, None])
+                copy, row_used = tl.sum(tl.where(same, (lane * COPIES + place)[None, :], 0), 1), row < count
+            _multiply_rows(
+                x, weight, x_scale, weight_scale, gates, out, matrix, copy, row_used, columns, inner, COPIES, COLUMNS,
+                ROWS, INNER, EVEN, GATED, SUM, IMPRECISE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _multiply_rows(
+    x, weight, x_scale, weight_scale, gates, out, matrix, copy, used, columns, inner, COPIES: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    SUM: tl.constexpr, IMPRECISE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store a tile of outputs of the copies `(ROWS,)` that are `used`, by the rows `matrix` of all weights."""
+    dtype = out.dtype.element_ty
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    source = copy // COPIES if GATED else copy
+    matrix_rows: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    sums = sum_tiles(
+        x + source.to(tl.int64) * inner, weight + matrix * inner, 0, tl.cdiv(inner, INNER), used, inner, matrix_rows,
+        ROWS, INNER, EVEN, IMPRECISE, SUM,
+    )  # fmt: skip
+    if x_scale is not None:
+        factor = tl.load(x_scale + source, mask=used, other=0.0)
+        if not GATED:  # the scale of a row times its weight is the scale of the weighted row
+            factor *= tl.load(gates + copy, mask=used, other=0.0)
+        sums = sums.to(tl.float32) * tl.load(weight_scale + matrix)[:, None] * factor[None, :]
+    if GATED:
+        # The trainer rounds the projection before it computes the activation in fp32.
+        halves = sums.to(dtype).to(tl.float32).reshape(2, COLUMNS, ROWS).permute(1, 2, 0)
+        gate, up = tl.split(halves)
+        sums = gate * tl.sigmoid(gate) * up
+        if x_scale is None:
+            sums *= tl.load(gates + copy, mask=used, other=0.0)[None, :]
+    target = out + copy.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(target, tl.trans(sums).to(dtype), mask=used[:, None] & (column < columns)[None, :])
