@@ -148,9 +148,7 @@ def model_facts(name: str) -> Facts:
     }
     for ranks in (2, 4):
         if check_tensor(spec, ranks) is None:
-            boxes = [
-                str(local_boxes(spec, parameter, Division(tensor=Part(1, ranks)), Part(1, 2))) for parameter in table
-            ]
+            boxes = [str(local_boxes(parameter, Division(tensor=Part(1, ranks)), Part(1, 2))) for parameter in table]
             facts[f"boxes of {ranks}"] = digest(boxes)
     if export_obstacle(spec) is None:
         facts["folder names"] = digest([[str(tensor) for tensor in tensors] for tensors in hf_tensors(spec).values()])
