@@ -194,7 +194,10 @@ def work_facts(name: str) -> Facts:
         closed = layout_memory(spec, layout, number_formats)
         facts[f"closed memory {label}"] = {category: float(size) for category, size in closed.items()}
         facts[f"memory {label}"] = list(memory_by_rank(spec, train, plan, cpu=False))
-        facts[f"work {label}"] = to_plain(step_work(spec, train, plan))
+        work = to_plain(step_work(spec, train, plan))
+        facts[f"work {label}"] = {
+            key: sorted(value, key=str) if isinstance(value, list) else value for key, value in work.items()
+        }
         counts = collective_counts(training_schedule(plan, spec.layers))
         facts[f"crossing {label}"] = vars(cross_node_bytes(spec, plan, Layout.of(plan, 2), train.seq_len, counts))
     return facts

@@ -86,6 +86,10 @@ class AttentionSpec:
             bias=self.out_bias,
         )
 
+    def cache_shape(self, positions: int) -> tuple[int, ...]:
+        """The shape of the keys and values of so many positions."""
+        return 2, self.kv_heads, positions, self.head_dim
+
     def mistakes(self) -> Iterator[str]:
         """What is wrong with the heads, naming keys of `model`."""
         if self.heads % self.kv_heads:

@@ -111,6 +111,10 @@ class LatentAttentionSpec:
             split="columns",
         )
 
+    def cache_shape(self, positions: int) -> tuple[int, ...]:
+        """The shape of the latents and rotated keys of so many positions."""
+        return positions, self.kv_rank + self.rotary.width
+
     def mistakes(self) -> Iterator[str]:
         """What is wrong with the widths of heads, naming keys of `model`."""
         if not 0 < self.rotary.width < self.head_dim or self.rotary.width % 2:

@@ -65,6 +65,8 @@ class MixtureSpec:
     expert: FeedForwardSpec
     router: RouterSpec
     shared: FeedForwardSpec | None = None
+    width: int | None = None
+    """Width that experts read and write; None is that of the residual stream."""
 
     def operations(self, place: Place) -> Iterator[Op]:
         """Router, exchange of rows (`place.spread`), experts, sum of a token's rows, shared expert."""
@@ -94,26 +96,26 @@ class MixtureSpec:
 
     def _routed(self, place: Place) -> Generator[Op, None, str]:
         """The operations on rows of tokens; returns the name of the experts' outputs, in the order of the tokens."""
-        name, expert = place.name, self.expert
+        name, expert, width = place.name, self.expert, self.width or place.hidden
 
         def rows(inside: str, width: int, kind: Rows = "received") -> Value:
             return Value(name(inside), width, kind, self.per_token)
 
-        inputs = rows("rows", place.hidden)
+        inputs = rows("rows", width)
         if place.spread:
-            sent = rows("sent_rows", place.hidden, "sent")
+            sent = rows("sent_rows", width, "sent")
             yield Op(name=name("sort"), reads=(place.reads,), writes=(sent,))
             yield ExchangeOp(name=name("dispatch"), reads=(sent.name,), writes=(inputs,), stages=True)
         else:
             yield Op(name=name("sort"), reads=(place.reads,), writes=(inputs,))
         projected, activated = rows("projected", expert.first_width), rows("activated", expert.width)
-        outputs = rows("expert_outputs", place.hidden)
+        outputs = rows("expert_outputs", width)
         sizes = {"experts": self.experts, "per_token": self.per_token}
         yield ExpertsOp(
             name=name(f"experts.{expert.first}"),
             reads=(inputs.name,),
             writes=(projected,),
-            inputs=place.hidden,
+            inputs=width,
             outputs=expert.first_width,
             std=place.std,
             **sizes,
@@ -124,13 +126,13 @@ class MixtureSpec:
             reads=(activated.name,),
             writes=(outputs,),
             inputs=expert.width,
-            outputs=place.hidden,
+            outputs=width,
             std=place.residual_std,
             **sizes,
         )
         if not place.spread:  # the weights multiply the activation
             return outputs.name
-        returned, weighted = rows("returned_rows", place.hidden, "sent"), rows("weighted_rows", place.hidden, "sent")
+        returned, weighted = rows("returned_rows", width, "sent"), rows("weighted_rows", width, "sent")
         yield ExchangeOp(name=name("return"), reads=(outputs.name,), writes=(returned,))
         yield WeighOp(name=name("weigh"), reads=(returned.name,), writes=(weighted,))
         return weighted.name

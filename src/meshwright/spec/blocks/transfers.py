@@ -18,10 +18,12 @@ from meshwright.spec.blocks.table import LinearOp, Op, Table, Value
 
 @dataclass(frozen=True)
 class Transfers:
-    """Values that tensor ranks transfer in one forward of a block, in order: those gathered, and the sums scattered."""
+    """Values that tensor ranks transfer in one forward of a block, in order."""
 
-    gathered: tuple[Value, ...]
+    gathered: tuple[tuple[Value, ...], ...]
+    """Values gathered over tokens, together those of one body, or of bodies that share their transfers."""
     scattered: tuple[Value, ...]
+    """Values whose partial sums are added and scattered."""
 
 
 @lru_cache(maxsize=256)
@@ -29,13 +31,14 @@ def transfers(block: BlockSpec) -> Transfers:
     """The transfers of a block. Bodies that share them gather an input once, and scatter the sum of their outputs."""
     table = block.table()
     own = _values_by_token(table)
-    gathered, scattered = list[Value](), list[Value]()
+    gathered, scattered = list[tuple[Value, ...]](), list[Value]()
     for sublayer in block.sublayers:
         modules = [f"{body.MODULE}." for body in sublayer.bodies]
         for prefixes in [tuple(modules)] if sublayer.shares_transfers else modules:
             operations = [op for op in table.operations if op.name.startswith(prefixes)]
             names = dict.fromkeys(name for op in operations for name in _gathered_by(op, own))
-            gathered += [table.values[name] for name in names]
+            if names:
+                gathered.append(tuple(table.values[name] for name in names))
             sums = [op.writes[0] for op in operations if isinstance(op, LinearOp) and op.split == "columns"]
             scattered += sums[:1] if sublayer.shares_transfers else sums
     return Transfers(tuple(gathered), tuple(scattered))
