@@ -17,7 +17,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-fuzz test-attack test-families test-models test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-fuzz test-attack test-families test-models test-interop lint docs examples features golden test-golden bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -104,6 +104,13 @@ examples: $(VENV)/.installed-test
 features: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.features
 	$(BIN)/python -m tests.docs.families
+
+# Facts that a change of the model description must keep: written anew, and compared in full (three minutes).
+golden: $(VENV)/.installed-test
+	$(BIN)/python -m tests.golden.facts
+
+test-golden: $(VENV)/.installed-test
+	$(PYTEST) tests/golden
 
 bench-plan: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_plan.py

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.calibration.model_dimensions import dimensions_by_name, shape_from_dimensions
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.collective_costs import all_to_all, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN, Constants, at_release, constants
@@ -19,8 +20,11 @@ from meshwright.costs.layer_costs import context_traffic, layer_exposure
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.fields import from_plain
+from meshwright.spec.model import ModelSpec
 from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
+from meshwright.workload.model_shape import shape_of
 from meshwright.workload.rank_layers import balanced_layers
 
 MODEL = shape_from_dimensions(dimensions_by_name("Llama-3-8B"))
@@ -125,21 +129,14 @@ def test_tensor_exchanges_across_nodes_cost_more_than_inside_a_node() -> None:
 
 
 def test_tensor_exchanges_of_a_parallel_block_take_half_the_time() -> None:
+    llama = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
     for mode in (0, FULL):
-        plan = layout(tensor=8, data=1, recompute=mode)
-        serial, parallel = (
-            float(
-                layer_exposure(
-                    replace(MODEL, parallel=is_parallel),
-                    machine_of(CLUSTER),
-                    plan,
-                    K,
-                    layer_times(MODEL, machine_of(CLUSTER), plan, K),
-                ).tensor
-            )
-            for is_parallel in (0.0, 1.0)
-        )
-        assert parallel == pytest.approx(serial / 2) and serial > 0
+        plan, seconds = layout(tensor=8, data=1, recompute=mode), []
+        for is_parallel in (False, True):
+            shape = shape_of(replace(llama, parallel_block=is_parallel), 8192)
+            times = layer_times(shape, machine_of(CLUSTER), plan, K)
+            seconds.append(float(layer_exposure(shape, machine_of(CLUSTER), plan, K, times).tensor))
+        assert seconds[1] == pytest.approx(seconds[0] / 2) and seconds[0] > 0
 
 
 def test_layered_accumulation_gathers_once_a_step() -> None:

@@ -19,7 +19,7 @@ from meshwright.parallel.apply import COMPILER_OPTIONS, _forward_with_recompute
 from meshwright.parallel.recompute import with_recompute
 from meshwright.spec.plan import Recompute
 from meshwright.workload.activations import saved_elements
-from tests.models.tiny import LLAMA, QWEN3_MOE, built
+from tests.models.tiny import LLAMA, PARALLEL, QWEN3_MOE, built
 from tests.slow import quick_first
 
 
@@ -38,6 +38,7 @@ MODELS = {
         expert_hidden=104,
     ),
     "llama": replace(LLAMA, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, ffn_hidden=300),
+    "parallel": replace(PARALLEL, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, ffn_hidden=300),
 }  # fmt: skip
 MODES: tuple[Recompute, ...] = ("selective", "none", "all_but_attention")
 MAX_EXCESS, BYTES_PER_ROUTER_CHOICE = 0.05, 32

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def test_bytes_of_a_block_are_those_allocated() -> None:
     (group,) = layer_groups(LLAMA)
     cache = KVCache(LLAMA, [7], tokens_per_block=4, device=CPU, dtype=torch.bfloat16)
-    assert cache.tensors[0].nbytes == 7 * bytes_per_block(LLAMA, group, 4, torch.bfloat16)
+    assert cache.tensors[0].nbytes == 7 * bytes_per_block(group, 4, torch.bfloat16)
     assert cache.layer(1)[1].shape == (7, 2, 2, 4, 16)
 
 
@@ -29,7 +29,7 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
 
 
 def test_the_cache_fills_a_share_of_memory_up_to_what_the_batch_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = bytes_per_block(LLAMA, layer_groups(LLAMA)[0], 4, torch.float32)
+    block = bytes_per_block(layer_groups(LLAMA)[0], 4, torch.float32)
     blocks = 100
     monkeypatch.setattr(kv_cache.os, "sysconf", lambda name: 4 * blocks * block if name == "SC_PHYS_PAGES" else 1)
 

@@ -46,9 +46,9 @@ def test_a_token_has_a_latent_and_a_rotated_key() -> None:
     """DeepSeek-V3: 576 numbers of a token in each of 61 layers (arXiv 2412.19437, §2.1.1)."""
     spec = replace(DEEPSEEK_V3, layers=61, heads=128, kv_heads=128, kv_rank=512, rope_head_dim=64)
     (group,) = layer_groups(spec)
-    assert bytes_per_block(spec, group, 64, torch.bfloat16) == 61 * 64 * 576 * 2
+    assert bytes_per_block(group, 64, torch.bfloat16) == 61 * 64 * 576 * 2
     cache = KVCache(DEEPSEEK_V3, [7], tokens_per_block=4, device=torch.device("cpu"), dtype=torch.float32)
-    assert cache.tensors[0].nbytes == 7 * bytes_per_block(DEEPSEEK_V3, *cache.groups, 4, torch.float32)
+    assert cache.tensors[0].nbytes == 7 * bytes_per_block(*cache.groups, 4, torch.float32)
     assert cache.layer(1)[1].shape == (7, 4, 26) and cache.tensors[0][3].is_contiguous()
 
 

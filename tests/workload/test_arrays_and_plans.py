@@ -33,10 +33,10 @@ from meshwright.spec.plan import (
     Recompute,
     SchedulePlan,
 )  # fmt: skip
-from meshwright.workload.layer_messages import tensor_exchanges, weight_collectives
+from meshwright.workload.layer_messages import weight_collectives
 from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts, layout_of, layouts_of, strategy_columns
-from meshwright.workload.model_shape import shape_of, with_blocks
+from meshwright.workload.model_shape import shape_of
 from meshwright.workload.rank_layers import balanced_layers
 from meshwright.workload.step_shape import StepShape
 
@@ -135,14 +135,14 @@ def test_numbers_of_gathers_and_reductions_equal_those_of_the_schedule(
 def test_products_multiply_every_matrix_of_a_block_once(name: str) -> None:
     model = from_plain(ModelSpec, MODEL_PRESETS[name])
     for routed in {model.routed(layer) for layer in range(model.layers)}:
-        shape = with_blocks(shape_of(model, TRAIN.seq_len), routed=routed)
+        shape = shape_of(model, TRAIN.seq_len, routed=routed)
         products = layer_products(shape, StepShape(1, 1, 16, max(1, model.experts), 1), 1)
-        elements = sum(float(product.k * product.n * product.count) for product in products)
+        elements = sum(float(product.k * product.n * product.count * product.layers) for product in products)
         matrices = [parameter.shape for parameter in block_parameters(model, routed=routed) if len(parameter.shape) > 1]
-        assert elements == sum(map(prod, matrices))
+        assert elements == model.layers * sum(map(prod, matrices))
         work, half = (
             sum(float(product.m * product.k * product.n) for product in products if product.role == "linear")
             for products in (layer_products(shape, StepShape(1, 1, 16, 1, 1), width) for width in (1, 2))
         )
         assert half == work / 2
-        assert tensor_exchanges(shape) == model.layers * (1 if routed and not model.shared_expert_hidden else 2)
+        assert shape.scatters == model.layers * (1 if routed and not model.shared_expert_hidden else 2)

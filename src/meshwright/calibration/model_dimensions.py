@@ -7,10 +7,17 @@ caller gives replace the table's.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from meshwright.workload.model_shape import Shape
+from meshwright.spec.blocks.block import BlockSpec, SublayerSpec
+from meshwright.spec.blocks.feed_forward import Activation, FeedForwardSpec
+from meshwright.spec.blocks.mixture import MixtureSpec, RouterSpec
+from meshwright.spec.blocks.norm import NormSpec
+from meshwright.spec.blocks.part import Body, Place
+from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Value
+from meshwright.workload.model_shape import Shape, shape_of_runs
 
 Dims = dict[str, Any]
 
@@ -133,31 +140,139 @@ def shape_from_dimensions(dims: Mapping[str, Any]) -> Shape:
     else:
         kv_width = 2 * dims["kv_heads"] * head_dim
         attention_params = hidden * (heads * head_dim + kv_width + heads * value_head)
-    return Shape(
-        layers=layers,
-        hidden=hidden,
-        vocab=dims["vocab"],
+    attention = PublishedAttentionSpec(
         heads=heads,
-        query_width=heads * head_dim,
-        value_width=heads * value_head,
+        head_dim=head_dim,
+        value_head_dim=value_head,
         kv_width=kv_width,
-        attention_params=attention_params,
-        attention_layers=attention_layers,
-        full_attention=dims.get("full_attention", 1.0),
-        mixer_layers=mixer_layers,
-        mixer_params=6 * hidden * hidden,
-        ffn=dims["ffn"],
-        dense_layers=dense_layers,
-        moe_layers=moe_layers,
+        columns=attention_params / hidden - heads * value_head,
+    )
+    activation: Activation = "swiglu" if dims.get("gated", 1) else "gelu"
+    expert_in, expert_ffn = dims.get("expert_in", hidden), dims.get("expert_ffn", 0)
+    mixture = MixtureSpec(
         experts=dims.get("experts", 0),
-        top_k=dims.get("top_k", 0),
-        expert_ffn=dims.get("expert_ffn", 0),
-        shared_ffn=dims.get("shared_ffn", 0),
-        expert_in=dims.get("expert_in", hidden),
-        gated=dims.get("gated", 1),
+        per_token=dims.get("top_k", 0),
+        expert=FeedForwardSpec(width=expert_ffn, activation=activation),
+        router=RouterSpec(),
+        shared=FeedForwardSpec(width=dims["shared_ffn"], activation=activation) if dims.get("shared_ffn") else None,
+        width=expert_in if expert_in != hidden else None,
+    )
+    dense = FeedForwardSpec(width=dims["ffn"], activation=activation)
+    mixers: list[tuple[Body, float]] = [
+        (attention, attention_layers),
+        (PublishedMixerSpec(columns=6 * hidden), mixer_layers),
+    ]
+    networks: list[tuple[Body, float]] = [(dense, dense_layers), (mixture, moe_layers)]
+    if "hybrid" in dims:  # one body a layer
+        runs = [(_block(hidden, body), count) for body, count in (*mixers, *networks) if count]
+    else:  # which mixers stand beside which networks does not matter
+        pairs = [(mixer, network, of * beside / layers) for mixer, of in mixers for network, beside in networks]
+        runs = [(_block(hidden, mixer, network), count) for mixer, network, count in pairs if count]
+    # The constants of other stacks were fitted with two exchanges in every layer without experts, whatever its mixer is.
+    exchanges = (layers - moe_layers) * 2 + moe_layers * (1 + bool(dims.get("shared_ffn")))
+    return replace(
+        shape_of_runs(tuple(runs), layers=layers, seq_len=1),
+        vocab=dims["vocab"],
         tied=dims.get("tied", 0),
+        gated=dims.get("gated", 1),
+        kv_width=kv_width,
+        kv_head_width=0.0,
+        padding=0.0,
+        full_attention=dims.get("full_attention", 1.0),
+        ffn=dims["ffn"],
+        expert_ffn=expert_ffn,
+        gathers=exchanges,
+        scatters=exchanges,
+        mixer_layers=mixer_layers,
         expert_bias=dims.get("expert_bias", 0.0),
     )
+
+
+def _block(hidden: Any, *bodies: Body) -> BlockSpec:
+    """A block with a sublayer for each body; initial values do not matter here."""
+    sublayers = tuple(SublayerSpec(norm=NormSpec(), bodies=(body,)) for body in bodies)
+    return BlockSpec(hidden=hidden, sublayers=sublayers, std=0.0, residual_std=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedAttentionSpec:
+    """Attention with all projections before it as one linear layer of `columns` outputs, also those to and from latents."""
+
+    MODULE: ClassVar[str] = "attention"
+    NORM: ClassVar[str] = "attention_norm"
+
+    heads: Any
+    """As the other sizes, a number of a record, which may be a fraction."""
+    head_dim: Any
+    value_head_dim: Any
+    kv_width: Any
+    """Keys and values together, as they are saved and exchanged."""
+    columns: Any
+
+    def operations(self, place: Place) -> Iterator[Op]:
+        """Projection, rotation, attention, output projection."""
+        name, queries, values = place.name, self.heads * self.head_dim, self.heads * self.value_head_dim
+        joined = Value(name("joined"), queries + self.kv_width)
+        parts = {"q": queries, "k": self.kv_width / 2, "v": self.kv_width / 2}
+        yield LinearOp(
+            name=name("qkv"),
+            reads=(place.reads,),
+            writes=(joined, *(Value(name(part), width, inside=joined.name) for part, width in parts.items())),
+            inputs=place.hidden,
+            outputs=self.columns,
+            std=place.std,
+            split="rows",
+        )
+        for part in ("q", "k"):
+            rotated = Value(name(f"rotated_{part}"), parts[part])
+            yield Op(name=name(f"rotate_{part}"), reads=(name(part),), writes=(rotated,))
+        heads = Value(name("heads"), values)
+        yield AttendOp(
+            name=name("attend"),
+            reads=(name("rotated_q"), name("rotated_k"), name("v")),
+            writes=(heads,),
+            heads=self.heads,
+            kv_heads=self.heads,
+            key_dim=self.head_dim,
+            value_dim=self.value_head_dim,
+        )
+        yield LinearOp(
+            name=name("out"),
+            reads=(heads.name,),
+            writes=(place.output,),
+            inputs=values,
+            outputs=place.hidden,
+            std=place.residual_std,
+            split="columns",
+        )
+
+    def mistakes(self) -> Iterator[str]:
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedMixerSpec:
+    """A state-space or linear-attention layer as one linear layer of `columns` outputs; its other work is not priced."""
+
+    MODULE: ClassVar[str] = "mixer"
+    NORM: ClassVar[str] = "mixer_norm"
+
+    columns: Any
+
+    def operations(self, place: Place) -> Iterator[Op]:
+        """The linear layer."""
+        yield LinearOp(
+            name=place.name("in"),
+            reads=(place.reads,),
+            writes=(place.output,),
+            inputs=place.hidden,
+            outputs=self.columns,
+            std=place.std,
+            split="rows",
+        )
+
+    def mistakes(self) -> Iterator[str]:
+        yield from ()
 
 
 def _latent_params(dims: Mapping[str, Any], head_dim: float, value_head_dim: float) -> float:

@@ -103,7 +103,7 @@ def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     by_copy_engine = np.asarray(layout.tokens_by_copy_engine) > 0
     relative = np.where(layout.tensor > 2, k.copy_engine_tokens_many_ranks, k.copy_engine_tokens)
     seconds = sums.count * np.where(by_copy_engine, exchange_seconds * k.tensor_exposed * relative, by_kernels)
-    if not np.any(shape.latent):
+    if not np.any(shape.narrow_gathers):
         return seconds
     _, narrow = latent_messages(shape, layout, step)
     return seconds + narrow.count * all_reduce(group, k, narrow.bytes) * k.tensor_exposed

@@ -321,14 +321,12 @@ def _forward_with_recompute(forward: Callable[..., Any], mode: Recompute, block:
 def local_weights(model: Decoder, division: Division = UNDIVIDED) -> dict[str, StateParts]:
     """This rank's part of each parameter by name, of a whole model or of one divided by `division` and sharded."""
     specs = {parameter.name: parameter for parameter in parameters(model.spec)}
-    return {name: _local_weight(model.spec, specs[name], weight, division) for name, weight in model.named_parameters()}
+    return {name: _local_weight(specs[name], weight, division) for name, weight in model.named_parameters()}
 
 
-def _local_weight(spec: ModelSpec, parameter: ParameterSpec, weight: torch.Tensor, division: Division) -> StateParts:
+def _local_weight(parameter: ParameterSpec, weight: torch.Tensor, division: Division) -> StateParts:
     local, shard = _local_shard(weight.detach())
-    return StateParts(
-        weight_name(parameter.name), parameter.shape, local_boxes(spec, parameter, division, shard), local
-    )
+    return StateParts(weight_name(parameter.name), parameter.shape, local_boxes(parameter, division, shard), local)
 
 
 def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:

@@ -6,7 +6,7 @@ from functools import cache
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.layout import Box, Division, Layout, Part, local_boxes
-from meshwright.spec.model import ModelSpec, ParameterSpec
+from meshwright.spec.model import ParameterSpec
 from meshwright.spec.plan import SHARD_AXES
 from meshwright.state.shared_ranks import SharedRanks
 
@@ -14,14 +14,14 @@ STAGE_AXES = (*SHARD_AXES, "tensor")
 """The ranks of a model copy along all axes but the pipeline."""
 
 
-def ranks_of_stage(mesh: Mesh, spec: ModelSpec) -> SharedRanks:
+def ranks_of_stage(mesh: Mesh) -> SharedRanks:
     """The ranks of this rank's stage and model copy. Collective over all ranks of the job."""
     ranks = mesh.layout.group_of(mesh.rank, *STAGE_AXES)
     divisions = [rank_division(mesh.layout, rank) for rank in ranks]
 
     @cache
     def boxes(parameter: ParameterSpec) -> list[tuple[Box, ...]]:
-        return [local_boxes(spec, parameter, division, parts[parameter.expert]) for division, *parts in divisions]
+        return [local_boxes(parameter, division, parts[parameter.expert]) for division, *parts in divisions]
 
     return SharedRanks(mesh.group_over(STAGE_AXES), ranks.index(mesh.rank), boxes)
 

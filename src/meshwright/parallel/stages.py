@@ -165,7 +165,7 @@ def shrink_to_local_parts(model: Decoder, division: Division) -> None:
     specs = {parameter.name: parameter for parameter in parameters(model.spec)}
     for name, whole in list(model.named_parameters()):
         module, _, attribute = name.rpartition(".")
-        local = whole.new_empty(local_shape(model.spec, specs[name], division))
+        local = whole.new_empty(local_shape(specs[name], division))
         setattr(model.get_submodule(module), attribute, nn.Parameter(local, requires_grad=whole.requires_grad))
 
 

@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: replaces the modules of a decoder; parameter names stay the same.
 
-`spec.layout.TENSOR_SPLITS` tells how each weight is divided. A module whose weight is divided by rows all-gathers the tokens before its
+`spec.layout.tensor_splits` tells how each weight is divided. A module whose weight is divided by rows all-gathers the tokens before its
 product; a module divided by columns reduce-scatters after it. So each rank has a part of every sequence between modules, and all tokens
 inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The two branches of a parallel block share one
 gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
@@ -41,7 +41,7 @@ from meshwright.parallel.products import (
 )
 from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbedding, VocabularyHead
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import TENSOR_SPLITS, Box, check_tensor, even_rows
+from meshwright.spec.layout import Box, TensorSplit, check_tensor, even_rows, tensor_splits
 from meshwright.spec.plan import Engine
 
 LAYER_CLASSES = {"rows": GatheredLinear, "columns": ScatteredLinear}
@@ -62,7 +62,7 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kerne
     close_peers(name)
     peers = open_peers(mesh, "tensor", "plan.tensor_engine = copy") if engine == "copy" else None
     for _, block in numbered_blocks(model):
-        _divide_block(block, name, part.count, peers)
+        _divide_block(block, tensor_splits(spec), name, part.count, peers)
     vocabulary = [even_rows(spec.vocab_size, part.count, index) for index in range(part.count)]
     if model.embed is not None:
         model.embed = VocabularyEmbedding(model.embed.weight, vocabulary[part.index].start, name, part.count)
@@ -73,11 +73,11 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kerne
         model.head = VocabularyHead(model.head, sizes, part.index, name)
 
 
-def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> None:
+def _divide_block(block: Block, splits: Mapping[str, TensorSplit], group: str, ranks: int, peers: Peers | None) -> None:
     for name, linear in list(block.named_modules()):
-        if isinstance(linear, Linear) and name in TENSOR_SPLITS:
+        if isinstance(linear, Linear) and name in splits:
             module, _, attribute = name.rpartition(".")
-            layer = LAYER_CLASSES[TENSOR_SPLITS[name]](linear, group, ranks, peers)
+            layer = LAYER_CLASSES[splits[name]](linear, group, ranks, peers)
             setattr(block.get_submodule(module), attribute, layer)
     _divide_heads(block.attention, ranks)
     if isinstance(block.attention, LatentAttention):

@@ -25,7 +25,7 @@ from meshwright.parallel.expert_inference import SharedExperts
 from meshwright.serve.quantized_layers import QuantizedExperts, QuantizedGatedMLP, QuantizedLinear, QuantizedWeight
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import TENSOR_SPLITS
+from meshwright.spec.layout import tensor_splits
 from meshwright.spec.model import ModelSpec
 
 CAPABILITIES: dict[WeightFormat, tuple[int, int]] = {"fp8": (8, 9), "int8": (8, 0)}
@@ -81,7 +81,7 @@ def use_formats(
         assert isinstance(block, Block)
         for path, parent in _parents(block):
             for name, linear in _linears(parent, weights):
-                others = ranks if TENSOR_SPLITS.get(f"{path}.{name}") == "columns" else None
+                others = ranks if tensor_splits(model.spec).get(f"{path}.{name}") == "columns" else None
                 setattr(parent, name, _replacement(linear, weights, invariant, model.plain, others))
         if isinstance(mlp := getattr(block, "mlp", None), GatedMLP) and weights is not None:
             assert isinstance(mlp.gate_up, QuantizedLinear) and isinstance(mlp.down, QuantizedLinear)

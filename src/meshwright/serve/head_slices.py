@@ -34,7 +34,7 @@ class HeadSlices:
     def __init__(self, spec: ModelSpec, ranks: int, tokens_per_block: int, itemsize: int) -> None:
         """`spec` has the dimensions of the whole model, `itemsize` is that of a number in the cache."""
         self.ranks = ranks
-        self.shapes = [block_shape(spec, group, tokens_per_block) for group in layer_groups(spec)]
+        self.shapes = [block_shape(group, tokens_per_block) for group in layer_groups(spec)]
         """Shapes of the whole blocks of each group."""
         self._groups: list[GroupSlices] = []
         for group, shape in zip(layer_groups(spec), self.shapes, strict=True):

@@ -32,9 +32,9 @@ from meshwright.workload.cache_size import (
 __all__ = ["KVCache", "bytes_per_block", "fitting_blocks", "layer_groups", "most_blocks"]
 
 
-def bytes_per_block(spec: ModelSpec, group: LayerGroup, tokens_per_block: int, dtype: torch.dtype) -> int:
+def bytes_per_block(group: LayerGroup, tokens_per_block: int, dtype: torch.dtype) -> int:
     """Bytes of one block of a group's cache."""
-    return cache_size.bytes_per_block(spec, group, tokens_per_block, dtype.itemsize)
+    return cache_size.bytes_per_block(group, tokens_per_block, dtype.itemsize)
 
 
 def fitting_blocks(
@@ -58,12 +58,12 @@ def fitting_blocks(
     Raises OutOfResources if not even one request of `context` tokens fits.
     """
     groups = layer_groups(spec, predictions)
-    block = sum(bytes_per_block(spec, group, tokens_per_block, cache_dtype or dtype) for group in groups)
+    block = sum(bytes_per_block(group, tokens_per_block, cache_dtype or dtype) for group in groups)
     samples = sequences * (1 + drafts)
     if draft is not None or predictions:
         samples *= 2  # distributions of drafts
     if draft is not None:
-        block += sum(bytes_per_block(draft, group, tokens_per_block, dtype) for group in layer_groups(draft))
+        block += sum(bytes_per_block(group, tokens_per_block, dtype) for group in layer_groups(draft))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -99,7 +99,7 @@ class KVCache:
         self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None
         """Factors `(2, kv_heads)` of the stored keys and values; None without fp8. Latents have no scales."""
         self.tensors = [
-            zeros((count, *block_shape(spec, group, tokens_per_block)), dtype=dtype, device=device)
+            zeros((count, *block_shape(group, tokens_per_block)), dtype=dtype, device=device)
             for group, count in zip(self.groups, blocks, strict=True)
         ]
 

@@ -44,7 +44,7 @@ from meshwright.workload.dtypes import (
 from meshwright.workload.groups import experts_over, shard_size
 from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts
-from meshwright.workload.model_shape import Shape, with_blocks
+from meshwright.workload.model_shape import Shape, shape_of
 from meshwright.workload.step_shape import step_shape
 from meshwright.workload.unit_parameters import UnitParameters, block_unit, end_units
 
@@ -382,7 +382,8 @@ class UnitCosts:
         """Compute seconds of one micro-batch in a block with these settings."""
         cost_inputs = self.cost_inputs.for_format(linear)
         machine, k = cost_inputs.machine, cost_inputs.constants
-        shape, layout = with_blocks(self.cost_inputs.shape, routed=routed), self._single_rank_layout(mode)
+        layout = self._single_rank_layout(mode)
+        shape = shape_of(self.model, round(number(layout.seq)), routed=routed)
         times = layer_times(shape, machine, layout, k)
         exposed = layer_exposure(shape, machine, layout, k, times)
         tensor, context, expert, host = (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshwright.spec.layout import TENSOR_SPLITS, WHOLE, Division, Part, even_rows, local_boxes, tensor_split_error
+from meshwright.spec.layout import WHOLE, Division, Part, even_rows, local_boxes, tensor_split_error, tensor_splits
 from meshwright.spec.model import ModelSpec, ParameterSpec
 
 
@@ -32,9 +32,9 @@ def rank_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part, experts: 
         return (Piece((owned.start, 0, 0), (len(owned), *parameter.shape[1:])),)
     if parameter.expert:
         return tuple(_expert_pieces(spec, parameter, part))
-    if part.index and parameter.name.endswith(".bias") and TENSOR_SPLITS.get(parameter.module) == "columns":
+    if part.index and parameter.name.endswith(".bias") and tensor_splits(spec).get(parameter.module) == "columns":
         return ()
-    return tuple(Piece(box.offsets, box.sizes) for box in local_boxes(spec, parameter, Division(tensor=part)))
+    return tuple(Piece(box.offsets, box.sizes) for box in local_boxes(parameter, Division(tensor=part)))
 
 
 def piece_dimension(parameter: ParameterSpec) -> int:

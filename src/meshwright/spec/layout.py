@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import lcm
-from typing import Literal
 
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.blocks.table import ParameterSpec, TensorSplit
+from meshwright.spec.blocks.transfers import transfers
+from meshwright.spec.model import (
+    ModelSpec,
+    block_of,
+    block_parameters,
+    end_parameters,
+    parameters,
+    sequence,
+)
 from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, SHARD_AXES, Plan, SchedulePlan, layer_range
 
 
@@ -211,9 +219,14 @@ def balanced_stages(
 
 
 def _assign_layers_greedily(
-    layers: int, least: Sequence[int], extra: Sequence[float], speeds: Sequence[float], last: int,
-    most: Sequence[int], owners: Sequence[int],
-) -> list[int]:  # fmt: skip
+    layers: int,
+    least: Sequence[int],
+    extra: Sequence[float],
+    speeds: Sequence[float],
+    last: int,
+    most: Sequence[int],
+    owners: Sequence[int],
+) -> list[int]:
     """Number of layers of each slot. Each layer goes to the slot that then ends first; on a tie to `last`, else the first.
 
     `least` layers are assigned in advance. `extra` is time beside the layers. `owners` is the owner of each slot, and
@@ -278,35 +291,26 @@ class Division:
 
 UNDIVIDED = Division()
 
-TensorSplit = Literal["rows", "columns", "whole"]
-TENSOR_SPLITS: dict[str, TensorSplit] = {
-    "embed": "rows",
-    "attention.qkv": "rows",
-    "attention.q": "rows",
-    "attention.kv_up": "rows",
-    "attention.out": "columns",
-    "mlp.gate_up": "rows",
-    "mlp.up": "rows",
-    "mlp.down": "columns",
-    "moe.shared.gate_up": "rows",
-    "moe.shared.up": "rows",
-    "moe.shared.down": "columns",
-    "head": "rows",
-}
-"""How tensor ranks divide the weights of a module (Shoeybi et al. 2019).
-Output features and the vocabulary are divided by rows, each block of a fused weight separately; input features by
-columns. Every rank holds modules that are not listed whole: norms, learned positions, routers, and the biases after a
-product whose results are summed over ranks. Routed experts are whole, and different on each tensor rank
-(`Layout.expert_groups`)."""
+
+@lru_cache(maxsize=64)
+def tensor_splits(spec: ModelSpec) -> dict[str, TensorSplit]:
+    """How tensor ranks divide the weights of each module of a model; of modules that are not listed every rank has all.
+
+    Output features and the vocabulary are divided by rows, each part of a fused weight separately; input features by columns. Whole are
+    norms, learned positions, routers, projections to latents, and the biases after a product whose results are summed over ranks. Routed
+    experts are whole, and different on each tensor rank (`Layout.expert_groups`).
+    """
+    kinds = [block_parameters(spec, routed=run.block.mixture is not None) for run in sequence(spec)]
+    weights = (*end_parameters(spec), *(weight for kind in kinds for weight in kind))
+    return {weight.module: weight.split for weight in weights if weight.split != "whole"}
 
 
 def token_exchanges(spec: ModelSpec, layer: int) -> int:
-    """Pairs of all-gather and reduce-scatter of tokens over tensor ranks in one forward of block `layer`.
-    Attention and the feed-forward network need one pair each, or share one in a parallel block. Routed experts exchange
-    their tokens separately."""
-    if spec.routed(layer):
-        return 1 + bool(spec.shared_expert_hidden)
-    return 1 if spec.parallel_block else 2
+    """Reduce-scatters of tokens over tensor ranks in one forward of block `layer`; each has a gather before it.
+
+    Routed experts exchange their tokens separately.
+    """
+    return len(transfers(block_of(spec, routed=spec.routed(layer))).scattered)
 
 
 @dataclass(frozen=True)
@@ -325,14 +329,12 @@ class Box:
     primary: bool = True
 
 
-def local_boxes(
-    spec: ModelSpec, parameter: ParameterSpec, division: Division = UNDIVIDED, shard: Part = WHOLE
-) -> tuple[Box, ...]:
+def local_boxes(parameter: ParameterSpec, division: Division = UNDIVIDED, shard: Part = WHOLE) -> tuple[Box, ...]:
     """The boxes of one parameter that a rank holds: its part by `division`, which its shard group divides further.
 
     Empty boxes are left out. `check_tensor` says which models `division.tensor.count` ranks can divide.
     """
-    boxes = _divided_boxes(spec, parameter, division)
+    boxes = _divided_boxes(parameter, division)
     if parameter.expert and expert_shard_dimension(boxes[0].sizes, shard.count):
         return (_columns_of(boxes[0], even_rows(boxes[0].sizes[1], shard.count, shard.index)),)
     local_rows = shard_rows(sum(box.sizes[0] for box in boxes), shard.count, shard.index)
@@ -348,31 +350,31 @@ def expert_shard_dimension(shape: Sequence[int], shards: int) -> int:
     return int(shape[0] % shards > 0 and shape[1] % shards == 0)
 
 
-def local_shape(spec: ModelSpec, parameter: ParameterSpec, division: Division) -> tuple[int, ...]:
+def local_shape(parameter: ParameterSpec, division: Division) -> tuple[int, ...]:
     """The shape of a rank's part of a parameter, before shards divide it."""
-    boxes = _divided_boxes(spec, parameter, division)
+    boxes = _divided_boxes(parameter, division)
     return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:])
 
 
-def _divided_boxes(spec: ModelSpec, parameter: ParameterSpec, division: Division) -> list[Box]:
+def _divided_boxes(parameter: ParameterSpec, division: Division) -> list[Box]:
     if not parameter.expert:
-        return _tensor_boxes(spec, parameter, division.tensor)
+        return _tensor_boxes(parameter, division.tensor)
     local_rows = even_rows(parameter.shape[0], division.expert.count, division.expert.index)
     return [Box((local_rows.start, *(0 for _ in parameter.shape[1:])), (len(local_rows), *parameter.shape[1:]))]
 
 
-def _tensor_boxes(spec: ModelSpec, parameter: ParameterSpec, tensor: Part) -> list[Box]:
-    split = TENSOR_SPLITS.get(parameter.module, "whole")
-    if tensor.count == 1 or split == "whole" or (split == "columns" and parameter.name.endswith(".bias")):
+def _tensor_boxes(parameter: ParameterSpec, tensor: Part) -> list[Box]:
+    if tensor.count == 1 or parameter.split == "whole":
         return [Box((0,) * len(parameter.shape), parameter.shape, 0, tensor.count, tensor.index == 0)]
-    if split == "columns":
+    if parameter.split == "columns":
         local_range = even_rows(parameter.shape[1], tensor.count, tensor.index)
         return [Box((0, local_range.start), (parameter.shape[0], len(local_range)))]
     boxes: list[Box] = []
     start = 0
-    for name, size in parameter.blocks or (("all", parameter.shape[0]),):
+    sizes_of_parts = [size for _, size in parameter.blocks] or [parameter.shape[0]]
+    for size, heads in zip(sizes_of_parts, parameter.heads or (0,) * len(sizes_of_parts), strict=True):
         # With fewer key/value heads than ranks, neighbours hold the same head.
-        parts = min(tensor.count, spec.kv_heads) if name in ("k", "v") else tensor.count
+        parts = min(tensor.count, heads or tensor.count)
         copies = tensor.count // parts
         local_range = even_rows(size, parts, tensor.index // copies)
         offsets, sizes = (

@@ -8,60 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Annotated, Literal
 
+from meshwright.spec.blocks.attention import AttentionSpec
+from meshwright.spec.blocks.block import BlockSpec, SublayerSpec
+from meshwright.spec.blocks.feed_forward import FeedForwardSpec
+from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
+from meshwright.spec.blocks.mixture import MixtureSpec, RouterSpec
+from meshwright.spec.blocks.norm import NormSpec
+from meshwright.spec.blocks.part import Body
+from meshwright.spec.blocks.positions import RopeScaling, RotarySpec, YarnScaling
+from meshwright.spec.blocks.table import ParameterSpec, TensorSplit, Value
 from meshwright.spec.fields import Bound, NotNegative, Positive
 
-Fill = Literal["normal", "ones", "zeros"]
+LATENT_NORM_EPS = 1e-6
+"""DeepSeek's norms of latents do not use the model's epsilon."""
 MOST_PARAMETERS = 10**15
 """Weights of a model: more exceed the arithmetic of the cost model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3.1's frequency-dependent RoPE scaling (Hugging Face `rope_type: llama3`)."""
-
-    factor: Annotated[float, Bound(at_least=1)] = 8.0
-    """How much longer than the original context the scaled one is."""
-    low_freq_factor: Annotated[float, Bound(more_than=0)] = 1.0
-    """Wavelengths above original_max_seq_len / low_freq_factor are scaled in full."""
-    high_freq_factor: Annotated[float, Bound(more_than=0)] = 4.0
-    """Wavelengths below original_max_seq_len / high_freq_factor are not scaled."""
-    original_max_seq_len: Positive = 8192
-    """Context length before scaling, in tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN scaling of RoPE (Peng et al. 2023) with DeepSeek's two factors of attention scores."""
-
-    factor: Annotated[float, Bound(at_least=1)] = 40.0
-    """How much longer than the original context the scaled one is."""
-    original_max_seq_len: Positive = 4096
-    """Context length before scaling, in tokens."""
-    beta_fast: Annotated[float, Bound(more_than=0)] = 32.0
-    """Frequencies that turn more often than this over the original context are not scaled."""
-    beta_slow: Annotated[float, Bound(more_than=0)] = 1.0
-    """Frequencies that turn less often than this over the original context are scaled in full."""
-    mscale: Annotated[float, Bound(at_least=0)] = 1.0
-    """Growth with log(factor) of the rotated part of queries and keys, over that of `mscale_all_dim`."""
-    mscale_all_dim: Annotated[float, Bound(at_least=0)] = 1.0
-    """Growth with log(factor) of whole queries and keys; 0 is none."""
-
-    @property
-    def rotary_scale(self) -> float:
-        """Factor of the rotary tables."""
-        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
-
-    @property
-    def score_scale(self) -> float:
-        """Factor of attention scores."""
-        return self._growth(self.mscale_all_dim) ** 2
-
-    def _growth(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,68 +129,125 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
-class ParameterSpec:
-    """Stored weight of a model.
+class BlockRun:
+    """Consecutive equal blocks of a model."""
 
-    `blocks` names the logical weights fused along dimension 0 with their sizes, in order: `(("q", 4096), ("k", 1024),
-    …)`; empty for a weight that is not fused. `decay` says whether AdamW's weight decay applies. The routed experts of
-    a layer are one tensor with the experts along dimension 0, as a grouped matrix product reads them:
-    `moe.experts.gate_up` (experts, 2·expert_hidden, hidden), with the gate's rows first, and `moe.experts.down`
-    (experts, hidden, expert_hidden). A weight that is not `trained` gets no gradient: the run itself updates it, and every
-    rank of its layer has it whole, in the stored dtype.
-    """
+    block: BlockSpec
+    first: int
+    """Layer of the first of them."""
+    count: int
 
-    name: str
-    shape: tuple[int, ...]
-    fill: Fill
-    std: float
-    blocks: tuple[tuple[str, int], ...] = ()
-    decay: bool = True
-    trained: bool = True
 
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
+@lru_cache(maxsize=64)  # the planner asks for every layout
+def sequence(spec: ModelSpec) -> tuple[BlockRun, ...]:
+    """The blocks of a model in order: the first dense ones, then those with experts."""
+    dense = min(spec.first_dense_layers, spec.layers) if spec.experts else spec.layers
+    runs = (
+        BlockRun(block_of(spec, routed=False), 0, dense),
+        BlockRun(block_of(spec, routed=True), dense, spec.layers - dense),
+    )
+    return tuple(run for run in runs if run.count)
 
-    @property
-    def before_blocks(self) -> bool:
-        """Whether it is applied before the first block."""
-        return self.name.startswith(("embed.", "positions."))
 
-    @property
-    def expert(self) -> bool:
-        """Whether it holds the routed experts of a layer, one after another along dimension 0."""
-        return ".moe.experts." in self.name
+@lru_cache(maxsize=64)
+def block_of(spec: ModelSpec, *, routed: bool) -> BlockSpec:
+    """The block of a model with experts (`routed`) or without."""
+    norm = NormSpec(kind=spec.norm, eps=spec.norm_eps)
+    mixer = latent_attention_of(spec) if spec.kv_rank else attention_of(spec)
+    feed_forward = mixture_of(spec) if routed else feed_forward_of(spec, spec.ffn_hidden)
+    bodies = ((mixer, feed_forward),) if spec.parallel_block else ((mixer,), (feed_forward,))
+    return BlockSpec(
+        hidden=spec.hidden,
+        sublayers=tuple(SublayerSpec(norm=norm, bodies=added) for added in bodies),
+        std=spec.init_std,
+        residual_std=spec.init_std / math.sqrt(2 * spec.layers),
+    )
 
-    @property
-    def predicts(self) -> bool:
-        """Whether it belongs to a prediction module."""
-        return self.name.startswith("predictions.")
 
-    @property
-    def inside(self) -> bool:
-        """Whether it belongs to a block or a prediction module, and not to the embedding, the final norm or the head."""
-        return self.name.startswith(("layers.", "predictions."))
+def described_bodies(spec: ModelSpec) -> tuple[Body, ...]:
+    """Every mixer and feed-forward network that the flat keys describe, whether a layer has it or not."""
+    dense = block_of(spec, routed=False).bodies
+    return (*dense, mixture_of(spec)) if spec.experts else dense
 
-    @property
-    def module(self) -> str:
-        """Name of its module, without the numbered block or prediction module around it: `attention.out`, `head`."""
-        if not self.inside:
-            return self.name.rpartition(".")[0]
-        return self.name.split(".", 2)[2].rpartition(".")[0].removeprefix("block.")
+
+def unusable_keys(spec: ModelSpec) -> Iterator[str]:
+    """What is wrong with keys that no body of the model has: of experts, of latent attention, or beside it."""
+    if not spec.experts:
+        yield from mixture_of(spec).router.mistakes(spec.experts, spec.experts_per_token)
+    if not spec.kv_rank:
+        for name in ("q_rank", "rope_head_dim", "value_head_dim"):
+            if getattr(spec, name):
+                yield f"{name} is {getattr(spec, name)}: expected 0 without kv_rank"
+        return
+    fixed = {"kv_heads": spec.heads, "positions": "rope", "qk_norm": False, "bias": False, "parallel_block": False}
+    for name, value in fixed.items():
+        if getattr(spec, name) != value:
+            yield f"{name} is {getattr(spec, name)}: expected {value} with kv_rank (latent attention)"
+
+
+def attention_of(spec: ModelSpec) -> AttentionSpec:
+    """Attention with keys and values by head, as the flat keys describe it."""
+    rotary = RotarySpec(width=spec.head_dim, base=spec.rope_theta, scaling=spec.yarn or spec.rope_scaling)
+    return AttentionSpec(
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        rotary=rotary if spec.positions == "rope" else None,
+        window=spec.sliding_window,
+        qk_norm=NormSpec(eps=spec.norm_eps) if spec.qk_norm else None,
+        qkv_bias=spec.bias,
+        out_bias=spec.bias,
+    )
+
+
+def latent_attention_of(spec: ModelSpec) -> LatentAttentionSpec:
+    """Latent attention, as the flat keys describe it."""
+    return LatentAttentionSpec(
+        heads=spec.heads,
+        head_dim=spec.head_dim,
+        rotary=RotarySpec(width=spec.rope_head_dim, base=spec.rope_theta, scaling=spec.yarn or spec.rope_scaling),
+        value_head_dim=spec.value_head_dim,
+        kv_rank=spec.kv_rank,
+        latent_norm=NormSpec(eps=LATENT_NORM_EPS),
+        q_rank=spec.q_rank,
+        window=spec.sliding_window,
+    )
+
+
+def feed_forward_of(spec: ModelSpec, width: int, *, bias: bool | None = None) -> FeedForwardSpec:
+    """A feed-forward network of a width; its biases are the model's unless `bias` says otherwise."""
+    return FeedForwardSpec(width=width, activation=spec.mlp, bias=spec.bias if bias is None else bias)
+
+
+def mixture_of(spec: ModelSpec) -> MixtureSpec:
+    """The mixture of experts, as the flat keys describe it."""
+    router = RouterSpec(
+        score=spec.router,
+        normalised=spec.normalised_routing,
+        groups=spec.expert_groups,
+        groups_per_token=spec.groups_per_token,
+        scale=spec.routing_scale,
+    )
+    return MixtureSpec(
+        experts=spec.experts,
+        per_token=spec.experts_per_token,
+        expert=feed_forward_of(spec, spec.expert_hidden, bias=False),
+        router=router,
+        shared=feed_forward_of(spec, spec.shared_expert_hidden) if spec.shared_expert_hidden else None,
+    )
 
 
 @lru_cache(maxsize=64)  # the planner calls it for every layout
 def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
     """Every weight of the model in the order the module registers them; a tied head is not listed."""
-    weights = [_matrix("embed.weight", spec.vocab_size, spec.hidden, spec.init_std)]
+    weights = [_matrix("embed.weight", spec.vocab_size, spec.hidden, spec.init_std, "rows")]
     if spec.positions == "learned":
         weights.append(_matrix("positions.weight", spec.max_seq_len, spec.hidden, spec.init_std))
     for layer in range(spec.layers):
         weights.extend(layer_parameters(spec, layer))
-    weights.extend(_norm("norm", spec, spec.hidden))
+    weights.extend(_norm(spec, "norm"))
     if not spec.tied:
-        weights.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std))
+        weights.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std, "rows"))
     for depth in range(spec.prediction_depth):
         weights.extend(prediction_parameters(spec, depth))
     return tuple(weights)
@@ -234,7 +256,7 @@ def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
 @lru_cache(maxsize=64)
 def block_parameters(spec: ModelSpec, *, routed: bool) -> tuple[ParameterSpec, ...]:
     """Every weight of the first block with experts (`routed`) or without; other blocks differ in names only."""
-    return tuple(layer_parameters(spec, spec.first_dense_layers if routed else 0))
+    return tuple(_named(f"layers.{spec.first_dense_layers if routed else 0}", block_of(spec, routed=routed)))
 
 
 @lru_cache(maxsize=64)
@@ -245,82 +267,22 @@ def end_parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
 
 def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[ParameterSpec]:
     """The weights of block `layer`, in registration order."""
-    return _block(f"layers.{layer}", spec, spec.routed(layer))
+    return _named(f"layers.{layer}", block_of(spec, routed=spec.routed(layer)))
 
 
 def prediction_parameters(spec: ModelSpec, depth: int) -> Iterator[ParameterSpec]:
     """The weights of prediction module `depth`, from 0, in registration order; embedding and head are the model's."""
     prefix = f"predictions.{depth}"
-    yield from _norm(f"{prefix}.token_norm", spec, spec.hidden)
-    yield from _norm(f"{prefix}.hidden_norm", spec, spec.hidden)
+    yield from _norm(spec, f"{prefix}.token_norm")
+    yield from _norm(spec, f"{prefix}.hidden_norm")
     yield _matrix(f"{prefix}.project.weight", spec.hidden, 2 * spec.hidden, spec.init_std)
-    yield from _block(f"{prefix}.block", spec, spec.experts > 0)
-    yield from _norm(f"{prefix}.norm", spec, spec.hidden)
+    yield from _named(f"{prefix}.block", block_of(spec, routed=spec.experts > 0))
+    yield from _norm(spec, f"{prefix}.norm")
 
 
-def _block(prefix: str, spec: ModelSpec, routed: bool) -> Iterator[ParameterSpec]:
-    """The weights of a block with experts (`routed`) or without."""
-    residual_std = spec.init_std / math.sqrt(2 * spec.layers)
-    yield from _norm(f"{prefix}.attention_norm", spec, spec.hidden)
-    yield from (_latent_projections if spec.kv_rank else _projections)(f"{prefix}.attention", spec)
-    yield from _linear(f"{prefix}.attention.out", spec, spec.hidden, spec.value_width, residual_std)
-    if not spec.parallel_block:
-        yield from _norm(f"{prefix}.mlp_norm", spec, spec.hidden)
-    if routed:
-        yield from _mixture(f"{prefix}.moe", spec, residual_std)
-    else:
-        yield from _feed_forward(f"{prefix}.mlp", spec, spec.ffn_hidden, residual_std)
-
-
-def _projections(prefix: str, spec: ModelSpec) -> Iterator[ParameterSpec]:
-    """Queries, keys and values of grouped-query attention."""
-    heads, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    qkv = (("q", heads), ("k", kv), ("v", kv))
-    yield from _linear(f"{prefix}.qkv", spec, heads + 2 * kv, spec.hidden, spec.init_std, qkv)
-    if spec.qk_norm:
-        yield _scale(f"{prefix}.q_norm.weight", spec.head_dim)
-        yield _scale(f"{prefix}.k_norm.weight", spec.head_dim)
-
-
-def _latent_projections(prefix: str, spec: ModelSpec) -> Iterator[ParameterSpec]:
-    """Queries, keys and values of multi-head latent attention (DeepSeek-V2, §2.1), which has no biases.
-
-    The rows of `q` and `kv_up` are ordered by head; those of a head are its unrotated part, then the rotated part or the value.
-    """
-    queries, rotated = spec.heads * spec.head_dim, spec.rope_head_dim
-    latent = spec.kv_rank + rotated
-    if spec.q_rank:
-        down = (("q", spec.q_rank), ("kv", latent))
-        yield ParameterSpec(f"{prefix}.down.weight", (spec.q_rank + latent, spec.hidden), "normal", spec.init_std, down)
-        yield _scale(f"{prefix}.q_norm.weight", spec.q_rank)
-    else:
-        yield _matrix(f"{prefix}.kv_down.weight", latent, spec.hidden, spec.init_std)
-    yield _matrix(f"{prefix}.q.weight", queries, spec.q_rank or spec.hidden, spec.init_std)
-    yield _scale(f"{prefix}.kv_norm.weight", spec.kv_rank)
-    keys_values = spec.heads * (spec.head_dim - rotated + spec.value_head_dim)
-    yield _matrix(f"{prefix}.kv_up.weight", keys_values, spec.kv_rank, spec.init_std)
-
-
-def _feed_forward(prefix: str, spec: ModelSpec, width: int, residual_std: float) -> Iterator[ParameterSpec]:
-    if spec.mlp == "swiglu":
-        gate_up = (("gate", width), ("up", width))
-        yield from _linear(f"{prefix}.gate_up", spec, 2 * width, spec.hidden, spec.init_std, gate_up)
-    else:
-        yield from _linear(f"{prefix}.up", spec, width, spec.hidden, spec.init_std)
-    yield from _linear(f"{prefix}.down", spec, spec.hidden, width, residual_std)
-
-
-def _mixture(prefix: str, spec: ModelSpec, residual_std: float) -> Iterator[ParameterSpec]:
-    """Router, routed experts and shared expert. Routed experts have no biases."""
-    if spec.router == "sigmoid":
-        yield ParameterSpec(f"{prefix}.choice_bias", (spec.experts,), "zeros", 0.0, decay=False, trained=False)
-    yield _matrix(f"{prefix}.router.weight", spec.experts, spec.hidden, spec.init_std)
-    first, first_width = ("gate_up", 2 * spec.expert_hidden) if spec.mlp == "swiglu" else ("up", spec.expert_hidden)
-    into, out = (spec.experts, first_width, spec.hidden), (spec.experts, spec.hidden, spec.expert_hidden)
-    yield ParameterSpec(f"{prefix}.experts.{first}", into, "normal", spec.init_std)
-    yield ParameterSpec(f"{prefix}.experts.down", out, "normal", residual_std)
-    if spec.shared_expert_hidden:
-        yield from _feed_forward(f"{prefix}.shared", spec, spec.shared_expert_hidden, residual_std)
+def _named(prefix: str, block: BlockSpec) -> Iterator[ParameterSpec]:
+    """The weights of a block, with their names in the model."""
+    return (replace(weight, name=f"{prefix}.{weight.name}") for weight in block.table().weights)
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -347,12 +309,18 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. Norms, RoPE and
     activations are not counted. A prediction module counts as a layer, its projection and another use of the head.
     """
-    matmul = sum(
-        _active(spec, parameter) for parameter in parameters(spec) if parameter.inside and len(parameter.shape) > 1
-    )
+    span_of = partial(mean_span, seq_len=seq_len, causal=causal)
+    predicting = (BlockRun(block_of(spec, routed=spec.experts > 0), spec.layers, spec.prediction_depth),)
+    runs = (*sequence(spec), *(predicting if spec.prediction_depth else ()))
+    matmul = sum(run.count * run.block.table().multiplications for run in runs)
+    matmul += spec.prediction_depth * 2 * spec.hidden * spec.hidden
     matmul += (1 + spec.prediction_depth) * spec.vocab_size * spec.hidden
-    layers, span = spec.layers + spec.prediction_depth, mean_span(spec.sliding_window, seq_len, causal)
-    return 6.0 * matmul + 6.0 * layers * (spec.heads * spec.head_dim + spec.value_width) * span
+    attention = sum(
+        run.count * op.heads * (op.key_dim + op.value_dim) * span_of(op.window)
+        for run in runs
+        for op in run.block.table().attends
+    )
+    return 6.0 * matmul + 6.0 * attention
 
 
 def _active(spec: ModelSpec, parameter: ParameterSpec) -> int:
@@ -369,24 +337,11 @@ def mean_span(window: int | None, seq_len: int, causal: bool) -> float:
     return window - window * window / (2.0 * seq_len)
 
 
-def _matrix(name: str, out: int, inputs: int, std: float) -> ParameterSpec:
-    return ParameterSpec(name, (out, inputs), "normal", std)
+def _matrix(name: str, out: int, inputs: int, std: float, split: TensorSplit = "whole") -> ParameterSpec:
+    return ParameterSpec(name, (out, inputs), "normal", std, split=split)
 
 
-def _scale(name: str, width: int) -> ParameterSpec:
-    """The weight of an RMSNorm."""
-    return ParameterSpec(name, (width,), "ones", 0.0, decay=False)
-
-
-def _linear(
-    name: str, spec: ModelSpec, out: int, inputs: int, std: float, blocks: tuple[tuple[str, int], ...] = ()
-) -> Iterator[ParameterSpec]:
-    yield ParameterSpec(f"{name}.weight", (out, inputs), "normal", std, blocks)
-    if spec.bias:
-        yield ParameterSpec(f"{name}.bias", (out,), "zeros", 0.0, blocks, decay=False)
-
-
-def _norm(name: str, spec: ModelSpec, width: int) -> Iterator[ParameterSpec]:
-    yield ParameterSpec(f"{name}.weight", (width,), "ones", 0.0, decay=False)
-    if spec.norm == "layernorm":
-        yield ParameterSpec(f"{name}.bias", (width,), "zeros", 0.0, decay=False)
+def _norm(spec: ModelSpec, name: str) -> Iterator[ParameterSpec]:
+    """The weights of a norm of the residual stream outside of blocks."""
+    norm = NormSpec(kind=spec.norm, eps=spec.norm_eps)
+    return norm.operation(name, "x", Value(name, spec.hidden), spec.hidden).weights()

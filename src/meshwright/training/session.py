@@ -233,7 +233,7 @@ def _replayed_routing(session: Session, path: Path) -> ReplayedRouting:
 
 def open_optimizer(engine: Engine, model: ModelSpec, train: TrainSpec, mesh: Mesh) -> Optimizer:
     """The optimizer of a rank's engine. Collective for optimizers that update whole matrices."""
-    ranks = ranks_of_stage(mesh, model) if isinstance(train.optimizer, (LambSpec, MuonSpec)) else None
+    ranks = ranks_of_stage(mesh) if isinstance(train.optimizer, (LambSpec, MuonSpec)) else None
     optimizer = Optimizer(
         engine.model, model, train, engine.weights, engine.host_offloaded, ranks,
         moments=engine.moments, offload_fraction=engine.offload_fraction, offload_staging=engine.offload_staging,

@@ -1,7 +1,7 @@
 """Elements and bytes of activations: saved by a block's forward for its backward, and allocated during the backward.
 
-In a block with fused element-wise operations autograd saves the input of every matrix product, the inputs and outputs of
-attention, and the two residuals.
+In a block with fused element-wise operations autograd saves what backwards read: the input of every matrix product and norm, the inputs
+and outputs of attention (`spec.blocks.memory`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from meshwright.workload.dtypes import COMPUTE_BYTES, bytes_of, low_share
 from meshwright.workload.expected_loads import expected_busiest, received_room
 from meshwright.workload.groups import all_present, context_size, experts_over
 from meshwright.workload.layouts import Layouts
-from meshwright.workload.model_shape import Shape, shape_of, with_blocks
+from meshwright.workload.model_shape import Shape, shape_of
+
+SAVED_DIMENSIONS = 4
+"""Dimensions of `Shape.saved` of one model; arrays of models have one more in front."""
 
 
 def activation_bytes(
@@ -113,51 +116,18 @@ def mean_saved_elements(
     """Elements of one token that autograd saves in a block, mean over the layers of `shape`.
 
     `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a linear layer counts `low` elements, one of routed experts,
-    whose weight gradients are not in fp8, a whole one. With several `expert_ranks` selective recompute also saves the experts' outputs as
-    they were sent and as they were received: it does not exchange tokens twice. The experts of the rank have `busiest` times the mean rows.
+    whose weight gradients are not in fp8, a whole one. With several `expert_ranks` experts' rows are exchanged. The experts of the rank
+    have `busiest` times the mean rows. What is saved follows from the block's table (`spec.blocks.memory`).
     """
-    attention = shape.attention_layers / shape.layers
-    query, value, kv = (attention * width for width in (shape.query_width, shape.value_width, shape.kv_width))
-    after_activation, received = _feed_forward(shape, busiest)
-    routed = _routed_activation(shape, busiest)
-    sent, distributed = _feed_forward(shape)[1], np.asarray(expert_ranks) > 1
-    before_activation, router_elements = (
-        (1 + shape.gated) * after_activation,
-        received + np.where(distributed, sent, 0.0) + shape.moe_layers / shape.layers * shape.experts,
+    low, busiest = np.asarray(low), np.asarray(busiest)
+    index = np.broadcast_arrays(
+        np.asarray(recompute, dtype=np.int64),
+        (low < 1).astype(np.int64),
+        (np.asarray(expert_ranks) > 1).astype(np.int64),
     )
-    # Each norm saves its input and its output. A parallel block has one norm and does not save the sums of its two branches.
-    norms = (2 - shape.parallel) * (1 + low) * shape.hidden
-    # Values are a view of the joined projection, so all of it stays allocated beside the rotated queries and keys.
-    # Latent attention joins rotated and other parts to new tensors: of its projections only the unrotated keys beside the values remain.
-    latent, unrotated = attention * shape.latent, attention * shape.unrotated
-    rotated = np.where(np.asarray(shape.latent) > 0, unrotated + (1 + low) * latent, shape.rotary * (query + kv / 2))
-    # Attention saves its output in the compute dtype; the fp8 product after it saves its own copy.
-    output = value + np.where(low < 1, low * value, 0.0)
-    without_recompute = (
-        norms
-        + output
-        + query
-        + kv
-        + rotated
-        + before_activation
-        + low * (after_activation - routed)
-        + routed
-        + router_elements
-    )
-    # The experts' inputs are gathered again.
-    selective = (
-        2 * shape.hidden
-        + value
-        + query
-        + kv
-        + np.where(np.asarray(shape.latent) > 0, latent - query + unrotated, 0.0)
-        + before_activation
-        + router_elements
-        - received
-        + np.where(distributed, sent + received, 0.0)
-    )
-    modes = (without_recompute, selective, shape.hidden + value, shape.hidden)
-    return np.choose(np.asarray(recompute, dtype=np.int64), np.broadcast_arrays(*modes))
+    models = (np.arange(len(shape.saved)),) if np.ndim(shape.saved) > SAVED_DIMENSIONS else ()
+    elements = shape.saved[(*models, *index)]
+    return elements[..., 0] + low * elements[..., 1] + busiest * elements[..., 2]
 
 
 def mean_backward_elements(
@@ -169,25 +139,19 @@ def mean_backward_elements(
     the gradients of these, with fp8 copies of gradients that experts multiply. Distributed experts have the latter in place of their saved
     outputs, which the backward frees before. Of a dense feed-forward's wide tensors the share `tile` exists at a time (`tile_share`).
     """
-    after_activation, sent = _feed_forward(shape, busiest)
-    mode = np.asarray(recompute)
+    mode, received = np.asarray(recompute), busiest * shape.expert_rows
+    in_experts = busiest * shape.expert_activated
     recomputed = (
         mean_saved_elements(shape, 0, low, busiest=busiest)
         - mean_saved_elements(shape, recompute, low, busiest=busiest)
-        - sent
+        - received
     )
-    rounded = np.where(low < 1, low * (1 + shape.gated) * _routed_activation(shape, busiest), 0.0)
-    inputs = np.where((np.asarray(expert_ranks) > 1) & (mode < RECOMPUTE_MODES.index("all_but_attention")), 0.0, sent)
-    wide = (2 + shape.gated + 1 + shape.gated) * shape.dense_layers * shape.ffn / shape.layers
-    in_tiles = np.where(mode >= RECOMPUTE_MODES.index("all_but_attention"), (1 - np.asarray(tile)) * wide, 0.0)
-    return (
-        (1 + shape.gated) * after_activation
-        + shape.hidden
-        + inputs
-        + rounded
-        + np.where(mode > 0, recomputed, 0.0)
-        - in_tiles
-    )
+    repeats_products = mode >= RECOMPUTE_MODES.index("all_but_attention")
+    rounded = np.where(low < 1, low * in_experts, 0.0)
+    inputs = np.where((np.asarray(expert_ranks) > 1) & ~repeats_products, 0.0, received)
+    in_tiles = np.where(repeats_products, (1 - np.asarray(tile)) * shape.tiled, 0.0)
+    gradients = shape.activated + in_experts + shape.hidden
+    return gradients + inputs + rounded + np.where(mode > 0, recomputed, 0.0) - in_tiles
 
 
 def tile_share(tile: Array, tokens: Array) -> Array:
@@ -197,9 +161,8 @@ def tile_share(tile: Array, tokens: Array) -> Array:
 
 def tile_sum_bytes(shape: Shape, recompute: Array, share: Array, element: Array) -> Array:
     """Bytes of a dense feed-forward's weight gradients: sums over tiles, and those of one tile in the compute dtype."""
-    weights = shape.hidden * (2 + shape.gated) * np.where(np.asarray(shape.dense_layers) > 0, shape.ffn, 0.0)
     tiled = (np.asarray(recompute) >= RECOMPUTE_MODES.index("all_but_attention")) & (np.asarray(share) < 1)
-    return np.where(tiled, weights * (np.maximum(4.0, element) + element), 0.0)
+    return np.where(tiled, shape.tiled_weights * (np.maximum(4.0, element) + element), 0.0)
 
 
 def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:
@@ -244,20 +207,4 @@ def prediction_elements(model: ModelSpec, modules: Array, saved: Array, temporar
 
 def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, int]:
     """The shape of a model whose blocks are all like block `layer`, and the index of the mode."""
-    return with_blocks(shape_of(model, 1), routed=model.routed(layer)), RECOMPUTE_MODES.index(recompute)
-
-
-def _routed_activation(shape: Shape, busiest: Array) -> Array:
-    """Elements of one token's copies after the activation of their experts, mean over layers; `busiest` as in `_feed_forward`."""
-    return shape.moe_layers / shape.layers * shape.top_k * busiest * shape.expert_ffn
-
-
-def _feed_forward(shape: Shape, busiest: Array = 1.0) -> tuple[Array, Array]:
-    """Elements of one token after the activation, and of its copies (one for each of its experts); means over layers.
-
-    A rank's experts have `busiest` copies for each that its tokens have.
-    """
-    copies = shape.top_k * busiest
-    routed = copies * shape.expert_ffn + shape.shared_ffn
-    after_activation = (shape.dense_layers * shape.ffn + shape.moe_layers * routed) / shape.layers
-    return after_activation, shape.moe_layers / shape.layers * copies * shape.expert_in
+    return shape_of(model, 1, routed=model.routed(layer)), RECOMPUTE_MODES.index(recompute)

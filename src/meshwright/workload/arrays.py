@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,11 +15,39 @@ T = TypeVar("T")
 
 
 def side_by_side(cases: Sequence[T]) -> T:
-    """Return one object whose fields are float64 arrays, from objects of its class with scalar fields."""
+    """Return one object whose fields are float64 arrays, from objects of its class with scalar fields.
+
+    A field of text is equal in all cases. A field that is a tuple of such objects becomes one of objects with arrays: those with equal text
+    stand side by side, and where a case has fewer of them than others its numbers are 0.
+    """
     cls: Any = type(cases[0])
-    return cls(
-        **{
-            field.name: np.array([getattr(case, field.name) for case in cases], dtype=np.float64)
-            for field in fields(cls)
-        }
-    )
+    return cls(**{field.name: _column([getattr(case, field.name) for case in cases]) for field in fields(cls)})
+
+
+def _column(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], str):
+        return values[0]
+    if isinstance(values[0], tuple):
+        return tuple(map(side_by_side, _aligned(values)))
+    return np.array(values, dtype=np.float64)
+
+
+def _aligned(cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """Objects of all cases in rows, of which each has one object of every case and equal text in all of them."""
+    example = next((item for objects in cases for item in objects), None)
+    if example is None:
+        return []
+    texts = [field.name for field in fields(example) if isinstance(getattr(example, field.name), str)]
+    by_text: dict[tuple[str, ...], list[list[Any]]] = {}
+    for index, objects in enumerate(cases):
+        for item in objects:
+            text = tuple(getattr(item, name) for name in texts)
+            if text not in by_text:
+                by_text[text] = [[] for _ in cases]
+            by_text[text][index].append(item)
+    rows = list[list[Any]]()
+    for columns in by_text.values():
+        first = next(column[0] for column in columns if column)
+        absent = replace(first, **{field.name: 0.0 for field in fields(first) if field.name not in texts})
+        rows += [list(row) for row in zip_longest(*columns, fillvalue=absent)]
+    return rows

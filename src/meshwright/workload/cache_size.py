@@ -8,7 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.blocks.attention import AttentionSpec
+from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
+from meshwright.spec.model import BlockRun, ModelSpec, block_of, sequence
+
+Mixer = AttentionSpec | LatentAttentionSpec
 
 DEVICE_SHARE = 0.92
 """Share of a GPU's memory that weights, cache and activations take."""
@@ -21,34 +25,42 @@ class LayerGroup:
     """Layers that share block tables; `window` is the number of tokens that a query attends to, None for all."""
 
     layers: tuple[int, ...]
+    mixer: Mixer
     window: int | None
-    latent: bool = False
-    """Whether tokens have a latent and a rotated key in place of keys and values of heads."""
+
+    @property
+    def latent(self) -> bool:
+        """Whether positions have a latent and a rotated key in place of keys and values of heads."""
+        return isinstance(self.mixer, LatentAttentionSpec)
 
 
 def layer_groups(spec: ModelSpec, predictions: int = 0) -> tuple[LayerGroup, ...]:
-    """The groups of the model's layers by type of attention; so many prediction modules are further layers."""
-    window = spec.sliding_window
-    if window is not None and window >= spec.max_seq_len:
-        window = None
-    return (LayerGroup(tuple(range(spec.layers + predictions)), window, latent=spec.kv_rank > 0),)
+    """The groups of the model's layers by kind of attention; so many prediction modules are further layers."""
+    layers: dict[Mixer, list[int]] = {}
+    modules = BlockRun(block_of(spec, routed=spec.experts > 0), spec.layers, predictions)
+    for run in (*sequence(spec), modules):
+        mixer = next(body for body in run.block.bodies if isinstance(body, AttentionSpec | LatentAttentionSpec))
+        layers.setdefault(mixer, []).extend(range(run.first, run.first + run.count))
+    return tuple(
+        LayerGroup(tuple(found), mixer, mixer.window if (mixer.window or spec.max_seq_len) < spec.max_seq_len else None)
+        for mixer, found in layers.items()
+        if found
+    )
 
 
-def block_shape(spec: ModelSpec, group: LayerGroup, tokens_per_block: int) -> tuple[int, ...]:
+def block_shape(group: LayerGroup, tokens_per_block: int) -> tuple[int, ...]:
     """The shape of one block of a group's cache."""
-    if group.latent:
-        return len(group.layers), tokens_per_block, spec.kv_rank + spec.rope_head_dim
-    return len(group.layers), 2, spec.kv_heads, tokens_per_block, spec.head_dim
+    return len(group.layers), *group.mixer.cache_shape(tokens_per_block)
 
 
-def bytes_per_block(spec: ModelSpec, group: LayerGroup, tokens_per_block: int, itemsize: int) -> int:
+def bytes_per_block(group: LayerGroup, tokens_per_block: int, itemsize: int) -> int:
     """Bytes of one block of a group's cache, whose numbers have `itemsize` bytes."""
-    return math.prod(block_shape(spec, group, tokens_per_block)) * itemsize
+    return math.prod(block_shape(group, tokens_per_block)) * itemsize
 
 
 def cache_bytes_per_block(spec: ModelSpec, tokens_per_block: int, itemsize: int) -> int:
     """Bytes that a block of every group takes together."""
-    return sum(bytes_per_block(spec, group, tokens_per_block, itemsize) for group in layer_groups(spec))
+    return sum(bytes_per_block(group, tokens_per_block, itemsize) for group in layer_groups(spec))
 
 
 def most_blocks(context: int, sequences: int, tokens_per_block: int) -> int:

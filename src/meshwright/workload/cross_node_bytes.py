@@ -23,7 +23,7 @@ from meshwright.workload.dtypes import bytes_of, gathered_width
 from meshwright.workload.groups import context_size, experts_over, shard_size
 from meshwright.workload.layer_messages import END_EXCHANGES, layer_messages
 from meshwright.workload.layouts import layout_of
-from meshwright.workload.model_shape import shape_of, with_blocks
+from meshwright.workload.model_shape import shape_of
 from meshwright.workload.step_shape import step_shape
 from meshwright.workload.unit_parameters import block_unit, end_units
 
@@ -185,7 +185,7 @@ def _bytes_inside_layers(
 ) -> dict[str, float]:
     """Bytes of the messages inside layers, by axis: tensor, context and routed tokens."""
     train = TrainSpec(steps=1, global_batch=plan.batch.global_batch, seq_len=seq_len)
-    shape, columns = shape_of(model, seq_len), layout_of(model, train, plan)
+    columns = layout_of(model, train, plan)
     element = bytes_of(plan.precision.compute)
     masked = masked or model.sliding_window is not None
     tensor_borders = _ring_borders(layout, layout.groups("tensor"))
@@ -202,9 +202,9 @@ def _bytes_inside_layers(
         layers += [model.layers - 1] * modules  # the block of a module is like the last one
         block_counts = Counter((model.routed(layer), plan.strategy(layer, model.layers).recompute) for layer in layers)
         for (routed, mode), count in block_counts.items():
-            blocks = with_blocks(shape, routed=routed)
+            blocks = shape_of(model, seq_len, routed=routed)
             mode_columns = replace(columns, recompute=float(RECOMPUTE_MODES.index(mode)))
-            step = step_shape(shape, columns)
+            step = step_shape(blocks, columns)
             for message in layer_messages(
                 blocks, mode_columns, step, element=element, masked=masked, compiled=plan.compile
             ):

@@ -22,7 +22,7 @@ from meshwright.workload.groups import context_size, experts_over, shard_size
 from meshwright.workload.layer_messages import layer_messages, weight_collectives
 from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts, layout_of
-from meshwright.workload.model_shape import Shape, shape_of, with_blocks
+from meshwright.workload.model_shape import Shape, shape_of
 from meshwright.workload.step_shape import StepShape, step_shape
 
 NORM, ROPE = 8.0, 4.0
@@ -136,7 +136,11 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     return Work(
         linears=tuple(replace(linear, count=count * micro_batches / stages) for linear, count in linears.items()),
         attention=AttentionWork(
-            train.seq_len, model.heads // heads, max(1, model.kv_heads // heads), _head_width(model), micro_batch_tokens,
+            train.seq_len,
+            model.heads // heads,
+            max(1, model.kv_heads // heads),
+            _head_width(model),
+            micro_batch_tokens,
             micro_batches * (model.layers + model.prediction_depth) / stages / ring_ranks,
             model.sliding_window if (model.sliding_window or train.seq_len) < train.seq_len else None,
         ),
@@ -145,13 +149,16 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         loss_bytes=rank_tokens * (1 + model.prediction_depth) * model.vocab_size * 2 * bytes_of(plan.precision.compute),
         copy_bytes=owned * CAST + _summed_bytes(model, plan, unsharded),
         parameters=owned,
-        norm_bytes=owned * bytes_of(plan.precision.compute if gradients_final_in_backward(model, plan) else plan.precision.stored),
+        norm_bytes=owned
+        * bytes_of(plan.precision.compute if gradients_final_in_backward(model, plan) else plan.precision.stored),
         collectives=(
             *_weight_collectives(model, layout, plan, dense, shard_size(plan)),
-            *_weight_collectives(model, layout, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)),
+            *_weight_collectives(
+                model, layout, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)
+            ),
             *_token_collectives(shape, ideal_layout, plan, step),
         ),
-    )  # fmt: skip
+    )
 
 
 def _head_width(model: ModelSpec) -> int:
@@ -168,13 +175,14 @@ def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) ->
     tensor_ranks, compute_dtype = plan.axis_size("tensor"), plan.precision.compute
     layers = Counter((model.routed(layer), plan.linear(layer, model.layers) != "compute") for layer in _blocks(model))
     for (routed, is_fp8), count in layers.items():
-        for product in layer_products(with_blocks(shape_of(model, train.seq_len), routed=routed), step, tensor_ranks):
+        for product in layer_products(shape_of(model, train.seq_len, routed=routed), step, tensor_ranks):
             m, k, n = (max(1, round(float(size))) for size in (product.m, product.k, product.n))
+            in_block = float(product.layers) / model.layers
             low = FP8_PRODUCTS[product.role] / 3 if is_fp8 else 0.0
             shares: tuple[tuple[Format, float], ...] = (("fp8", low), (compute_dtype, 1 - low))
             for number_format, share in shares:
                 if share:
-                    yield LinearWork(m, k, n, number_format, share * count * float(product.count))
+                    yield LinearWork(m, k, n, number_format, share * count * in_block * float(product.count))
     chunk = min(int(step.tokens), train.loss_chunk)
     uses = 1 + model.prediction_depth
     yield LinearWork(chunk, model.hidden, model.vocab_size // tensor_ranks, compute_dtype, uses * step.tokens / chunk)
@@ -213,9 +221,13 @@ def _quantised_bytes(model: ModelSpec, plan: Plan) -> float:
     layers = Counter(model.routed(layer) for layer in _blocks(model) if plan.linear(layer, model.layers) != "compute")
     step = StepShape(1, 1, 1, 1, model.experts_per_token)
     return sum(
-        count * QUANTISE[product.role] * float((product.k + product.n) * product.m)
+        count
+        * float(product.layers)
+        / model.layers
+        * QUANTISE[product.role]
+        * float((product.k + product.n) * product.m)
         for routed, count in layers.items()
-        for product in layer_products(with_blocks(shape_of(model, 1), routed=routed), step, 1)
+        for product in layer_products(shape_of(model, 1, routed=routed), step, 1)
     )
 
 

@@ -51,7 +51,7 @@ def layer_messages(
 ) -> Iterator[Message]:
     """Messages of a rank inside layers, with `element` bytes per number; see `context_messages`."""
     yield from tensor_messages(shape, layout, step, element)
-    if np.any(shape.latent):
+    if np.any(shape.narrow_gathers):
         yield from latent_messages(shape, layout, step, element)
     yield from context_messages(shape, layout, step, element, masked=masked, compiled=compiled)
     if np.any(shape.moe_layers):
@@ -64,21 +64,20 @@ def tensor_messages(shape: Shape, layout: Layouts, step: StepShape, element: Arr
     Without those of latents before attention (`latent_messages`).
     """
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
-    stream, exchanges = step.tokens * shape.hidden * element, tensor_exchanges(shape)
-    wide = exchanges - np.where(np.asarray(shape.latent) > 0, shape.attention_layers, 0.0)
+    stream, gathers, scatters = step.tokens * shape.hidden * element, shape.gathers, shape.scatters
     return (
-        Message("all_gather", "tensor", layout.tensor, stream, wide, exchanges + wide * (1 + repeats)),
-        Message("reduce_scatter", "tensor", layout.tensor, stream, exchanges, wide + exchanges * repeats),
+        Message("all_gather", "tensor", layout.tensor, stream, gathers, scatters + gathers * (1 + repeats)),
+        Message("reduce_scatter", "tensor", layout.tensor, stream, scatters, gathers + scatters * repeats),
     )
 
 
 def latent_messages(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> tuple[Message, Message]:
     """Gathers of the narrow inputs of latent attention's projections by head, and the scattered sums of their gradients."""
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
-    stream, layers = step.tokens * shape.latent_gathered * element, shape.attention_layers
+    stream, gathers = step.tokens * shape.narrow_width * element, shape.narrow_gathers
     return (
-        Message("all_gather", "tensor", layout.tensor, stream, layers, layers * (1 + repeats)),
-        Message("reduce_scatter", "tensor", layout.tensor, stream, 0.0, layers),
+        Message("all_gather", "tensor", layout.tensor, stream, gathers, gathers * (1 + repeats)),
+        Message("reduce_scatter", "tensor", layout.tensor, stream, 0.0, gathers),
     )
 
 
@@ -122,12 +121,6 @@ def expert_message(shape: Shape, layout: Layouts, step: StepShape, element: Arra
     return Message(
         "all_to_all", "expert", layout.expert, copies, 2.0 * shape.moe_layers, 2.0 * shape.moe_layers * (1 + repeats)
     )
-
-
-def tensor_exchanges(shape: Shape) -> Array:
-    """Exchanges of tokens between tensor ranks in the forward of all layers (`spec.layout.token_exchanges` of each)."""
-    dense = (shape.layers - shape.moe_layers) * 2 / (1 + shape.parallel)
-    return dense + shape.moe_layers * (1 + np.where(np.asarray(shape.shared_ffn) > 0, 1.0, 0.0))
 
 
 def weight_collectives(layout: Layouts) -> tuple[Array, Array]:

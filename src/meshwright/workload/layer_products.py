@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from meshwright.workload.arrays import Array
-from meshwright.workload.model_shape import Shape
+from meshwright.workload.model_shape import Role, Shape
 from meshwright.workload.step_shape import StepShape
 
 
@@ -17,8 +16,8 @@ from meshwright.workload.step_shape import StepShape
 class Product:
     """`count` equal products (m, k) × (k, n) in one launch of a layer's forward; backward has two more each."""
 
-    role: Literal["linear", "router", "expert"]
-    """`linear` products have the plan's linear format, the others the compute dtype."""
+    role: Role
+    """As in `LinearColumns`."""
     m: Array
     k: Array
     n: Array
@@ -29,35 +28,16 @@ class Product:
 
 def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Product]:
     """The products of one micro-batch in the forward of all layers on one of `width` tensor ranks."""
-    tokens, gated = step.tokens, 1 + shape.gated
-    yield from _attention_inputs(shape, tokens, width)
-    yield Product("linear", tokens, shape.value_width / width, shape.hidden, shape.attention_layers)
-    if np.any(shape.mixer_layers):  # state-space or linear-attention layers
-        yield Product("linear", tokens, shape.hidden, shape.mixer_params / shape.hidden / width, shape.mixer_layers)
-    for ffn, layers in ((shape.ffn, shape.dense_layers), (shape.shared_ffn, shape.moe_layers)):
-        if np.any(ffn * layers):
-            yield Product("linear", tokens, shape.hidden, gated * ffn / width, layers)
-            yield Product("linear", tokens, ffn / width, shape.hidden, layers)
-    layers = np.where(np.asarray(shape.experts) > 0, shape.moe_layers, 0.0)
-    if np.any(layers):
-        # `expert_in` is `hidden`, unless the model's experts work in a smaller space.
-        yield Product("router", tokens / width, shape.hidden, shape.experts, layers)
-        yield Product("expert", step.expert_rows, shape.expert_in, gated * shape.expert_ffn, layers, step.experts)
-        yield Product("expert", step.expert_rows, shape.expert_ffn, shape.expert_in, layers, step.experts)
-
-
-def _attention_inputs(shape: Shape, tokens: Array, width: Array) -> Iterator[Product]:
-    """The products that make queries, keys and values; latent attention has narrow ones to latents and from them."""
-    latent = np.asarray(shape.latent) > 0
-    layers = shape.attention_layers * np.where(latent, 0.0, 1.0)
-    if np.any(layers):
-        # All of an attention layer's matrices but the output projection, which has value_width × hidden weights.
-        columns = shape.attention_params / shape.hidden - shape.value_width
-        yield Product("linear", tokens, shape.hidden, columns / width, layers)
-    if np.any(latent):
-        layers = shape.attention_layers * np.where(latent, 1.0, 0.0)
-        queries_from = np.where(np.asarray(shape.query_rank) > 0, shape.query_rank, shape.hidden)
-        # Tensor ranks compute the latents of their own tokens, and the heads of all tokens.
-        yield Product("linear", tokens / width, shape.hidden, shape.latent, layers)
-        yield Product("linear", tokens, queries_from, shape.query_width / width, layers)
-        yield Product("linear", tokens, shape.kv_rank, (shape.unrotated + shape.value_width) / width, layers)
+    tokens = step.tokens
+    for linear in shape.linears:
+        if not np.any(linear.layers):
+            continue
+        inputs, outputs, layers = linear.inputs, linear.outputs, linear.layers
+        if linear.role == "expert":
+            yield Product("expert", step.expert_rows, inputs, outputs, layers, step.experts)
+        elif linear.split == "rows":
+            yield Product(linear.role, tokens, inputs, outputs / width, layers)
+        elif linear.split == "columns":
+            yield Product(linear.role, tokens, inputs / width, outputs, layers)
+        else:  # each rank computes its own tokens
+            yield Product(linear.role, tokens / width, inputs, outputs, layers)

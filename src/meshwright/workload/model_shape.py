@@ -1,22 +1,57 @@
-"""Dimensions of decoders as numbers or arrays, of this program's models and of published models that it cannot build."""
+"""Columns of the closed form: what a decoder's blocks compute, as numbers for one model or as arrays for many.
+
+`shape_of_runs` is the only place that makes them from block tables. Blocks are those of this program's models (`shape_of`), or of published
+models that it cannot build (`calibration`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from meshwright.spec.model import ModelSpec, mean_span
+from meshwright.spec.blocks.block import BlockSpec
+from meshwright.spec.blocks.feed_forward import FeedForwardSpec
+from meshwright.spec.blocks.memory import Elements, activations, saved
+from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.table import AttendOp, ExpertsOp, LinearOp, Table, TensorSplit
+from meshwright.spec.blocks.transfers import Transfers, transfers
+from meshwright.spec.model import BlockRun, ModelSpec, block_of, mean_span, sequence
+from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.workload.arrays import Array
+
+Role = Literal["linear", "router", "expert"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LinearColumns:
+    """Equal linear layers of a model's blocks; `experts` linear layers of one block are a single grouped one."""
+
+    role: Role
+    """`linear` layers have the plan's linear format, the others the compute dtype."""
+    split: TensorSplit
+    """What tensor ranks divide: outputs (`rows`), inputs (`columns`), or the tokens of a layer that is whole."""
+    inputs: Array
+    outputs: Array
+    layers: Array
+    """Layers of the model that have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decoder's dimensions. Widths are per token and layer, over all heads."""
+    """A decoder's dimensions and what its blocks compute and keep. Widths are per token and layer, over all heads."""
 
     layers: Array
     hidden: Array
     vocab: Array
+    tied: Array
+    """1 when the head shares the embedding's weights."""
+    linears: tuple[LinearColumns, ...]
+    """The distinct linear layers of the blocks."""
     heads: Array
     query_width: Array
     """heads × query-key head size."""
@@ -24,14 +59,9 @@ class Shape:
     """heads × value head size."""
     kv_width: Array
     """Keys and values together, as they are saved and exchanged."""
-    attention_params: Array
-    """Matrix weights of one attention layer."""
     attention_layers: Array
     full_attention: Array
     """Computed attention scores relative to full causal attention. Short windows of published models count as 0."""
-    mixer_layers: Array
-    """State-space or linear-attention layers."""
-    mixer_params: Array
     ffn: Array
     """Width of dense feed-forward layers."""
     dense_layers: Array
@@ -44,58 +74,67 @@ class Shape:
     """Width an expert reads and writes (hidden, unless experts work in a smaller space)."""
     gated: Array
     """1 when a feed-forward layer has a gate matrix beside up and down."""
-    tied: Array
-    """1 when the head shares the embedding's weights."""
+    gathers: Array
+    """Gathers of the residual stream's width over tensor ranks, in one forward of all layers."""
+    scatters: Array
+    """Sums scattered over tensor ranks in one forward of all layers."""
+    narrow_gathers: Array
+    """Gathers of the inputs of latent attention's projections by head, in one forward of all layers."""
+    narrow_width: Array
+    """Width that each of these gathers."""
+    saved: Array
+    """Elements of one token that a block saves: mode × narrow × spread × `Elements`, mean over layers."""
+    activated: Array
+    """Inputs of the activations of a block, outside of routed experts, mean over layers."""
+    expert_activated: Array
+    """Those of a token's copies in routed experts."""
+    expert_rows: Array
+    """Elements of a token's copies, as experts read them, mean over layers."""
+    tiled: Array
+    """Tensors of feed-forward networks that recompute can compute in tiles: inputs of activations, their gradients, outputs."""
+    tiled_weights: Array
+    """Most weights of such a network."""
+    mixer_layers: Array = 0.0
+    """State-space or linear-attention layers."""
     expert_bias: Array = 0.0
     """1 when experts have biases."""
     kv_head_width: Array = 0.0
     """Width of keys and values of one head; 0 if unknown."""
-    parallel: Array = 0.0
-    """1 if attention and feed-forward network of a layer run in parallel on one norm's output (parallel block)."""
-    rotary: Array = 1.0
-    """1 when queries and keys are rotated by their positions."""
-    latent: Array = 0.0
-    """Width of latents and the shared part of keys, from which latent attention expands queries, keys and values; else 0."""
-    query_rank: Array = 0.0
-    """Width of the latent of queries; 0 if they are projected from the token."""
-    kv_rank: Array = 0.0
-    """Width of the latent of keys and values."""
-    latent_gathered: Array = 0.0
-    """Width that tensor ranks gather before attention; 0 is `hidden`."""
-    unrotated: Array = 0.0
-    """Width of the part of keys that latent attention does not rotate."""
     padding: Array = 0.0
     """Width by which context ranks pad values to that of keys."""
     predictions: Array = 0.0
     """Modules after the layers that predict further tokens."""
+    module_params: Array = 0.0
+    """Weights of a prediction module outside its routed experts."""
+    module_expert_params: Array = 0.0
+    """Weights of the routed experts of a prediction module."""
 
     @property
     def dense_params(self) -> Array:
         """Weights of all layers outside the routed experts."""
-        matrices = 2 + self.gated
-        attention = self.attention_layers * self.attention_params + self.mixer_layers * self.mixer_params
-        feed_forward = self.dense_layers * matrices * self.hidden * self.ffn
-        router = self.hidden * self.experts + 2 * self.hidden * self.expert_in * (self.expert_in < self.hidden)
-        return attention + feed_forward + self.moe_layers * (matrices * self.hidden * self.shared_ffn + router)
+        dense = sum(
+            linear.layers * linear.inputs * linear.outputs for linear in self.linears if linear.role != "expert"
+        )
+        # Experts in a smaller space are reached by two projections, which have no time of their own in the fits.
+        return dense + self.moe_layers * 2 * self.hidden * self.expert_in * (self.expert_in < self.hidden)
 
     @property
     def expert_params(self) -> Array:
         """Weights of all routed experts of all layers."""
-        return self.moe_layers * self.experts * (2 + self.gated) * self.expert_in * self.expert_ffn
+        experts = sum(
+            linear.layers * linear.inputs * linear.outputs for linear in self.linears if linear.role == "expert"
+        )
+        return self.experts * experts
 
     @property
     def inner_dense_params(self) -> Array:
-        """`dense_params` with those of prediction modules: the projection and a layer, with experts if the model has some."""
-        matrices, routed = (2 + self.gated) * self.hidden, np.asarray(self.experts) > 0
-        feed_forward = np.where(routed, matrices * self.shared_ffn + self.hidden * self.experts, matrices * self.ffn)
-        return self.dense_params + self.predictions * (2 * self.hidden**2 + self.attention_params + feed_forward)
+        """`dense_params` with those of prediction modules."""
+        return self.dense_params + self.predictions * self.module_params
 
     @property
     def inner_expert_params(self) -> Array:
         """`expert_params` with those of prediction modules."""
-        return (
-            self.expert_params + self.predictions * self.experts * (2 + self.gated) * self.expert_in * self.expert_ffn
-        )
+        return self.expert_params + self.predictions * self.module_expert_params
 
     @property
     def table_params(self) -> Array:
@@ -112,52 +151,138 @@ def embedding_at_both_ends(shape: Shape) -> Array:
     return np.maximum(shape.tied, np.asarray(shape.predictions) > 0)
 
 
-def shape_of(model: ModelSpec, seq_len: int) -> Shape:
-    """The dimensions of a model of this program."""
-    routed = sum(model.routed(layer) for layer in range(model.layers))
-    heads, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-    shape = Shape(
-        layers=model.layers, hidden=model.hidden, vocab=model.vocab_size, heads=model.heads, query_width=heads, value_width=heads,
-        kv_width=kv, attention_params=model.hidden * (2 * heads + kv), attention_layers=model.layers,
-        full_attention=2 * mean_span(model.sliding_window, seq_len, causal=True) / seq_len, mixer_layers=0, mixer_params=0,
-        ffn=model.ffn_hidden, dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
-        expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
-        gated=float(model.mlp == "swiglu"), tied=float(model.tied),
-        kv_head_width=2 * model.head_dim, parallel=float(model.parallel_block), rotary=float(model.positions == "rope"),
+@lru_cache(maxsize=64)
+def shape_of(model: ModelSpec, seq_len: int, *, routed: bool | None = None) -> Shape:
+    """The columns of a model of this program; with `routed`, of one whose blocks all have experts, or none has."""
+    runs = sequence(model) if routed is None else (BlockRun(block_of(model, routed=routed), 0, model.layers),)
+    module = block_of(model, routed=model.experts > 0).table()
+    module_experts = sum(op.inputs * op.outputs * op.experts for op in module.operations if isinstance(op, ExpertsOp))
+    module_dense = sum(op.inputs * op.outputs for op in module.operations if isinstance(op, LinearOp))
+    return replace(
+        shape_of_runs(tuple((run.block, run.count) for run in runs), layers=model.layers, seq_len=seq_len),
+        vocab=model.vocab_size,
+        tied=float(model.tied),
         predictions=model.prediction_depth,
-    )  # fmt: skip
-    return _with_latent_attention(model, shape) if model.kv_rank else shape
-
-
-def _with_latent_attention(model: ModelSpec, shape: Shape) -> Shape:
-    """The shape with the widths of multi-head latent attention in its training form: keys and values of all heads exist."""
-    queries, values, shared = model.heads * model.head_dim, model.value_width, model.rope_head_dim
-    unrotated = queries - model.heads * shared
-    latent = model.q_rank + model.kv_rank + shared
-    attention_params = (
-        model.hidden * (latent + values)
-        + (model.q_rank or model.hidden) * queries
-        + model.kv_rank * (unrotated + values)
-    )
-    return replace(
-        shape,
-        value_width=values,
-        kv_width=queries + values,
-        attention_params=attention_params,
-        latent=latent,
-        query_rank=model.q_rank,
-        kv_rank=model.kv_rank,
-        latent_gathered=latent if model.q_rank else latent + model.hidden,
-        unrotated=unrotated,
-        padding=queries - values,
+        module_params=2 * model.hidden**2 + module_dense,
+        module_expert_params=module_experts,
     )
 
 
-def with_blocks(shape: Shape, *, routed: bool) -> Shape:
-    """The shape of a model in which all blocks have experts (`routed`), or none has."""
-    return replace(
-        shape,
-        moe_layers=shape.layers * routed,
-        dense_layers=shape.layers * (not routed),
-        experts=shape.experts * routed,
+@lru_cache(maxsize=1024)  # tables of published runs repeat a few models
+def shape_of_runs(runs: tuple[tuple[BlockSpec, float], ...], *, layers: float, seq_len: int) -> Shape:
+    """The columns of `layers` layers that consist of blocks in these numbers, without embedding and head.
+
+    All attention of the blocks is alike, and so are their dense feed-forward networks and their mixtures.
+    """
+    attention = _only((op, count) for block, count in runs for op in block.table().attends)
+    dense = _only((body, n) for block, n in runs for body in block.bodies if isinstance(body, FeedForwardSpec))
+    mixture = _only((body, n) for block, n in runs for body in block.bodies if isinstance(body, MixtureSpec))
+    memory = [(activations(block.table()), count / layers) for block, count in runs]
+    moved = [(transfers(block), count) for block, count in runs]
+    return Shape(
+        layers=layers,
+        hidden=runs[0][0].hidden,
+        vocab=0,
+        tied=0.0,
+        linears=_linears(runs),
+        **_attention_columns(attention.value, seq_len),
+        attention_layers=attention.layers,
+        **_feed_forward_columns(dense.value, mixture.value, runs[0][0].hidden),
+        dense_layers=dense.layers,
+        moe_layers=mixture.layers,
+        **_transfer_columns(moved, runs[0][0].hidden),
+        saved=sum(count / layers * _saved_elements(block) for block, count in runs),
+        activated=sum(share * block.before.own for block, share in memory),
+        expert_activated=sum(share * block.before.received for block, share in memory),
+        expert_rows=sum(share * block.rows.received for block, share in memory),
+        tiled=sum(share * block.tiled for block, share in memory),
+        tiled_weights=max((block.tiled_weights for block, share in memory if share), default=0.0),
+    )
+
+
+@dataclass(frozen=True)
+class _Only(Generic[T]):
+    """The one value of a kind that a model's blocks have, and the layers that have it; None in 0 layers."""
+
+    value: T | None
+    layers: float
+
+
+def _only(found: Iterable[tuple[T, float]]) -> _Only[T]:
+    values = [(value, count) for value, count in found if count]
+    if len({value for value, _ in values}) > 1:
+        raise NotImplementedError("the closed form prices one kind of attention, feed-forward network and mixture")
+    return _Only(values[0][0] if values else None, sum(count for _, count in values))
+
+
+def _attention_columns(attend: AttendOp | None, seq_len: int) -> dict[str, Any]:
+    if attend is None:
+        return dict.fromkeys(("heads", "query_width", "value_width", "kv_width", "full_attention"), 0.0)
+    return {
+        "heads": attend.heads,
+        "query_width": attend.heads * attend.key_dim,
+        "value_width": attend.heads * attend.value_dim,
+        "kv_width": attend.kv_heads * (attend.key_dim + attend.value_dim),
+        "kv_head_width": 2 * attend.key_dim,
+        "padding": attend.kv_heads * (attend.key_dim - attend.value_dim),
+        "full_attention": 2 * mean_span(attend.window, seq_len, causal=True) / seq_len,
+    }
+
+
+def _feed_forward_columns(dense: FeedForwardSpec | None, mixture: MixtureSpec | None, hidden: float) -> dict[str, Any]:
+    networks = [dense, mixture.expert if mixture is not None else None]
+    gated = any(network.gated for network in networks if network is not None)
+    return {
+        "gated": float(gated),
+        "ffn": dense.width if dense is not None else 0,
+        "experts": mixture.experts if mixture is not None else 0,
+        "top_k": mixture.per_token if mixture is not None else 0,
+        "expert_ffn": mixture.expert.width if mixture is not None else 0,
+        "shared_ffn": mixture.shared.width if mixture is not None and mixture.shared is not None else 0,
+        "expert_in": (mixture and mixture.width) or hidden,
+    }
+
+
+def _transfer_columns(moved: Sequence[tuple[Transfers, float]], hidden: float) -> dict[str, Any]:
+    """Gathers and scatters over tensor ranks. Those of one body that follow each other count as one if some are narrow."""
+    groups = [
+        (sum(value.width for value in group), len(group), count) for moves, count in moved for group in moves.gathered
+    ]
+    narrow = [(width, count) for width, values, count in groups if width != values * hidden]
+    return {
+        "gathers": sum(values * count for width, values, count in groups if width == values * hidden),
+        "scatters": sum(len(moves.scattered) * count for moves, count in moved),
+        "narrow_gathers": sum(count for _, count in narrow),
+        "narrow_width": _only(narrow).value or 0.0,
+    }
+
+
+def _linears(runs: Sequence[tuple[BlockSpec, float]]) -> tuple[LinearColumns, ...]:
+    """The distinct linear layers of blocks, with the layers that have them."""
+    layers: dict[tuple[Role, TensorSplit, float, float], float] = {}
+    for block, count in runs:
+        for op in block.table().operations:
+            if isinstance(op, ExpertsOp):
+                key: tuple[Role, TensorSplit, float, float] = ("expert", "whole", op.inputs, op.outputs)
+            elif isinstance(op, LinearOp):
+                key = ("router" if op.router else "linear", op.split, op.inputs, op.outputs)
+            else:
+                continue
+            layers[key] = layers.get(key, 0) + count
+    return tuple(LinearColumns(*key, layers=count) for key, count in layers.items() if count)
+
+
+def _saved_elements(block: BlockSpec) -> np.ndarray:
+    """The elements that a block saves, by mode, format of linear layers (0: the compute dtype) and spread of experts."""
+
+    def row(elements: Elements) -> list[float]:
+        return [elements.own, elements.rounded, elements.received]
+
+    tables: list[Table] = [block.table(spread=spread) for spread in (False, True)]
+    return np.array(
+        [
+            [[row(saved(table, mode, narrow=narrow)) for table in tables] for narrow in (False, True)]
+            for mode in RECOMPUTE_MODES
+        ],
+        dtype=np.float64,
     )

@@ -91,7 +91,7 @@ def _unit(
         if parameter.expert:
             experts += parameter.count // (tensor * expert)
             continue
-        rows, *other_sizes = local_shape(model, parameter, Division(Part(0, tensor)))
+        rows, *other_sizes = local_shape(parameter, Division(Part(0, tensor)))
         dense += rows * prod(other_sizes)
         dense_shard += len(shard_rows(rows, shards, 0)) * prod(other_sizes)
     return UnitParameters(dense, experts, dense_shard, experts * expert / shards)

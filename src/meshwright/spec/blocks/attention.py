@@ -1,0 +1,106 @@
+"""Self-attention with grouped key/value heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isqrt
+from typing import ClassVar
+
+from meshwright.spec.blocks.norm import NormSpec
+from meshwright.spec.blocks.part import Place
+from meshwright.spec.blocks.positions import RotarySpec
+from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Part, Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Causal self-attention; fewer key/value heads than heads is grouped-query attention."""
+
+    MODULE: ClassVar[str] = "attention"
+    NORM: ClassVar[str] = "attention_norm"
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: RotarySpec | None = None
+    """None does not rotate queries and keys."""
+    window: int | None = None
+    """Each token attends to this many tokens, itself included; None is full causal attention."""
+    qk_norm: NormSpec | None = None
+    """Norm of each query and key head, before rotation."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+
+    def operations(self, place: Place) -> Iterator[Op]:
+        """Fused projection, norms of heads, rotation, attention, output projection."""
+        name = place.name
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        joined = Value(name("joined"), queries + 2 * keys)
+        yield LinearOp(
+            name=name("qkv"),
+            reads=(place.reads,),
+            writes=(
+                joined,
+                Value(name("q"), queries, inside=joined.name),
+                Value(name("k"), keys, inside=joined.name),
+                Value(name("v"), keys, inside=joined.name),
+            ),
+            inputs=place.hidden,
+            outputs=queries + 2 * keys,
+            std=place.std,
+            split="rows",
+            parts=(Part("q", queries, self.heads), Part("k", keys, self.kv_heads), Part("v", keys, self.kv_heads)),
+            bias=self.qkv_bias,
+        )
+        attended = {"q": name("q"), "k": name("k")}
+        for part, width in (("q", queries), ("k", keys)):
+            if self.qk_norm is not None:
+                normed = Value(name(f"normed_{part}"), width)
+                yield self.qk_norm.operation(name(f"{part}_norm"), attended[part], normed, self.head_dim)
+                attended[part] = normed.name
+        for part, width in (("q", queries), ("k", keys)):
+            if self.rotary is not None:
+                rotated = Value(name(f"rotated_{part}"), width)
+                yield Op(name=name(f"rotate_{part}"), reads=(attended[part],), writes=(rotated,))
+                attended[part] = rotated.name
+        heads = Value(name("heads"), queries)
+        yield AttendOp(
+            name=name("attend"),
+            reads=(attended["q"], attended["k"], name("v")),
+            writes=(heads,),
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            window=self.window,
+        )
+        yield LinearOp(
+            name=name("out"),
+            reads=(heads.name,),
+            writes=(place.output,),
+            inputs=queries,
+            outputs=place.hidden,
+            std=place.residual_std,
+            split="columns",
+            bias=self.out_bias,
+        )
+
+    def cache_shape(self, positions: int) -> tuple[int, ...]:
+        """The shape of the keys and values of so many positions."""
+        return 2, self.kv_heads, positions, self.head_dim
+
+    def mistakes(self) -> Iterator[str]:
+        """What is wrong with the heads, naming keys of `model`."""
+        if self.heads % self.kv_heads:
+            small = [n for n in range(1, isqrt(self.heads) + 1) if self.heads % n == 0]
+            divisors = (*small, *(self.heads // n for n in small))
+            near = min(divisors, key=lambda n: (abs(n - self.kv_heads), n))
+            yield f"kv_heads is {self.kv_heads}: expected a divisor of heads ({self.heads}); nearest: {near}"
+        if self.rotary is not None:
+            if self.head_dim % 2:
+                yield (
+                    f"head_dim is {self.head_dim}: rotary embedding rotates pairs, expected an even number; "
+                    f"nearest: {self.head_dim + 1}"
+                )
+            yield from self.rotary.mistakes()

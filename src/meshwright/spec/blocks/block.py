@@ -1,0 +1,82 @@
+"""A block: sublayers around the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.norm import NormSpec
+from meshwright.spec.blocks.part import Body, Place
+from meshwright.spec.blocks.table import Op, Table, Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class SublayerSpec:
+    """Adds to the residual stream what its bodies compute from the norm of it.
+
+    Two bodies read one norm and are added: a parallel block (MegaScale §3.1).
+    """
+
+    norm: NormSpec
+    bodies: tuple[Body, ...]
+
+    @property
+    def shares_transfers(self) -> bool:
+        """Whether tensor ranks gather and scatter tokens once for all bodies; a mixture transfers its tokens itself."""
+        return not any(isinstance(body, MixtureSpec) for body in self.bodies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """A block of a decoder."""
+
+    hidden: int
+    """Width of the residual stream."""
+    sublayers: tuple[SublayerSpec, ...]
+    std: float
+    """Standard deviation of initial weights."""
+    residual_std: float
+    """That of projections back into the residual stream."""
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        return tuple(body for sublayer in self.sublayers for body in sublayer.bodies)
+
+    @property
+    def mixture(self) -> MixtureSpec | None:
+        """Its mixture of experts, if it has one."""
+        return next((body for body in self.bodies if isinstance(body, MixtureSpec)), None)
+
+    def table(self, *, spread: bool = False) -> Table:
+        """Its operations; `spread`: the experts of a layer are on several ranks."""
+        return _table(self, spread)
+
+
+@lru_cache(maxsize=256)
+def _table(block: BlockSpec, spread: bool) -> Table:
+    source = Value("x0", block.hidden)
+    return Table(source, tuple(_operations(block, source.name, spread)))
+
+
+def _operations(block: BlockSpec, stream: str, spread: bool) -> Iterator[Op]:
+    for number, sublayer in enumerate(block.sublayers, 1):
+        norm_name = sublayer.bodies[0].NORM
+        normed = Value(norm_name, block.hidden)
+        yield sublayer.norm.operation(norm_name, stream, normed, block.hidden)
+        outputs = []
+        for body in sublayer.bodies:
+            place = Place(
+                hidden=block.hidden,
+                prefix=body.MODULE,
+                reads=normed.name,
+                std=block.std,
+                residual_std=block.residual_std,
+                spread=spread,
+            )
+            yield from body.operations(place)
+            outputs.append(place.output.name)
+        added = Value(f"x{number}", block.hidden)
+        yield Op(name=f"add{number}", reads=(stream, *outputs), writes=(added,))
+        stream = added.name

@@ -1,0 +1,70 @@
+"""Feed-forward networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from meshwright.spec.blocks.part import Place
+from meshwright.spec.blocks.table import ActivateOp, LinearOp, Op, Part, Value
+
+Activation = Literal["swiglu", "gelu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardSpec:
+    """down(silu(gate) · up), or down(gelu(up)) with the tanh approximation."""
+
+    MODULE: ClassVar[str] = "mlp"
+    NORM: ClassVar[str] = "mlp_norm"
+
+    width: int
+    """Width inside."""
+    activation: Activation = "swiglu"
+    bias: bool = False
+    """Biases of both linear layers."""
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == "swiglu"
+
+    @property
+    def first(self) -> str:
+        """Name of the first linear layer."""
+        return "gate_up" if self.gated else "up"
+
+    @property
+    def first_width(self) -> int:
+        """Outputs of the first linear layer."""
+        return (1 + self.gated) * self.width
+
+    def operations(self, place: Place, *, tiled: bool = True) -> Iterator[Op]:
+        """Both linear layers and the activation between them; `tiled` as in `ActivateOp`."""
+        name = place.name
+        projected, activated = Value(name("projected"), self.first_width), Value(name("activated"), self.width)
+        yield LinearOp(
+            name=name(self.first),
+            reads=(place.reads,),
+            writes=(projected,),
+            inputs=place.hidden,
+            outputs=projected.width,
+            std=place.std,
+            split="rows",
+            parts=(Part("gate", self.width), Part("up", self.width)) if self.gated else (),
+            bias=self.bias,
+        )
+        yield ActivateOp(name=name("activate"), reads=(projected.name,), writes=(activated,), tiled=tiled)
+        yield LinearOp(
+            name=name("down"),
+            reads=(activated.name,),
+            writes=(place.output,),
+            inputs=self.width,
+            outputs=place.hidden,
+            std=place.residual_std,
+            split="columns",
+            bias=self.bias,
+        )
+
+    def mistakes(self) -> Iterator[str]:
+        yield from ()

@@ -1,0 +1,139 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024, §2.1): keys and values are computed from a narrow latent of the token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from meshwright.spec.blocks.norm import NormSpec
+from meshwright.spec.blocks.part import Place
+from meshwright.spec.blocks.positions import RotarySpec
+from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Part, Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec:
+    """Attention with latents for keys and values, and for queries unless `q_rank` is 0; it has no biases.
+
+    The rows of `q` and `kv_up` are ordered by head; those of a head are its unrotated part, then the rotated part or the
+    value.
+    """
+
+    MODULE: ClassVar[str] = "attention"
+    NORM: ClassVar[str] = "attention_norm"
+
+    heads: int
+    head_dim: int
+    rotary: RotarySpec
+    """Rotates a part of each query head, and a part of the key that all heads share."""
+    value_head_dim: int
+    kv_rank: int
+    """Width of the latent of keys and values."""
+    latent_norm: NormSpec
+    q_rank: int = 0
+    """Width of the latent of queries; 0 computes them from the residual stream."""
+    window: int | None = None
+    """As in `AttentionSpec`."""
+
+    def operations(self, place: Place) -> Iterator[Op]:
+        """Projections to latents, their norms, projections by head, rotation, attention, output projection."""
+        name, rotated = place.name, self.rotary.width
+        queries, unrotated = self.heads * self.head_dim, self.heads * (self.head_dim - rotated)
+        values = self.heads * self.value_head_dim
+        latents = Value(name("latents"), self.q_rank + self.kv_rank + rotated)
+        latent_parts = {"q_latent": self.q_rank, "kv_latent": self.kv_rank, "shared_key": rotated}
+        yield LinearOp(
+            name=name("down" if self.q_rank else "kv_down"),
+            reads=(place.reads,),
+            writes=(latents, *(Value(name(part), width, inside=latents.name) for part, width in latent_parts.items())),
+            inputs=place.hidden,
+            outputs=latents.width,
+            std=place.std,
+            split="whole",
+            parts=(Part("q", self.q_rank), Part("kv", self.kv_rank + rotated)) if self.q_rank else (),
+        )
+        query_source = place.reads
+        if self.q_rank:
+            normed = Value(name("normed_q_latent"), self.q_rank)
+            yield self.latent_norm.operation(name("q_norm"), name("q_latent"), normed, self.q_rank)
+            query_source = normed.name
+        projected_queries = Value(name("projected_q"), queries)
+        yield LinearOp(
+            name=name("q"),
+            reads=(query_source,),
+            writes=(projected_queries,),
+            inputs=self.q_rank or place.hidden,
+            outputs=queries,
+            std=place.std,
+            split="rows",
+        )
+        normed = Value(name("normed_kv_latent"), self.kv_rank)
+        yield self.latent_norm.operation(name("kv_norm"), name("kv_latent"), normed, self.kv_rank)
+        expanded = Value(name("keys_values"), unrotated + values)
+        yield LinearOp(
+            name=name("kv_up"),
+            reads=(normed.name,),
+            writes=(
+                expanded,
+                Value(name("unrotated_k"), unrotated, inside=expanded.name),
+                Value(name("v"), values, inside=expanded.name),
+            ),
+            inputs=self.kv_rank,
+            outputs=unrotated + values,
+            std=place.std,
+            split="rows",
+        )
+        # Rotated and other parts are joined to new tensors.
+        q, k = Value(name("joined_q"), queries), Value(name("joined_k"), queries)
+        rotated_key = Value(name("rotated_key"), rotated)
+        yield Op(name=name("rotate_q"), reads=(projected_queries.name,), writes=(q,))
+        yield RotateSharedOp(name=name("rotate_k"), reads=(name("shared_key"),), writes=(rotated_key,))
+        yield Op(name=name("join_k"), reads=(name("unrotated_k"), rotated_key.name), writes=(k,))
+        heads = Value(name("heads"), values)
+        yield AttendOp(
+            name=name("attend"),
+            reads=(q.name, k.name, name("v")),
+            writes=(heads,),
+            heads=self.heads,
+            kv_heads=self.heads,
+            key_dim=self.head_dim,
+            value_dim=self.value_head_dim,
+            window=self.window,
+        )
+        yield LinearOp(
+            name=name("out"),
+            reads=(heads.name,),
+            writes=(place.output,),
+            inputs=values,
+            outputs=place.hidden,
+            std=place.residual_std,
+            split="columns",
+        )
+
+    def cache_shape(self, positions: int) -> tuple[int, ...]:
+        """The shape of the latents and rotated keys of so many positions."""
+        return positions, self.kv_rank + self.rotary.width
+
+    def mistakes(self) -> Iterator[str]:
+        """What is wrong with the widths of heads, naming keys of `model`."""
+        if not 0 < self.rotary.width < self.head_dim or self.rotary.width % 2:
+            yield f"rope_head_dim is {self.rotary.width}: expected an even number below head_dim ({self.head_dim})"
+        if not 0 < self.value_head_dim <= self.head_dim:
+            yield f"value_head_dim is {self.value_head_dim}: expected 1 to head_dim ({self.head_dim})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotateSharedOp(Op):
+    """Rotates the part of the key that all heads share; the rotated part is counted as kept, in the linear layers' format.
+
+    It is less than a thousandth of what a block saves.
+    """
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return tuple(value.name for value in self.writes)
+
+    @property
+    def rounds(self) -> bool:
+        return True

@@ -1,0 +1,147 @@
+"""A mixture of experts in place of a feed-forward network."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from meshwright.spec.blocks.feed_forward import FeedForwardSpec
+from meshwright.spec.blocks.part import Place
+from meshwright.spec.blocks.table import (
+    ActivateOp,
+    ExchangeOp,
+    ExpertsOp,
+    LinearOp,
+    Op,
+    RouteOp,
+    Rows,
+    Value,
+    VectorOp,
+    WeighOp,
+)
+
+RouterScore = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How a token's experts are chosen and weighted."""
+
+    score: RouterScore = "softmax"
+    """With `sigmoid` experts are picked by score plus a bias that balances their loads (DeepSeek-V3)."""
+    normalised: bool = True
+    """Weights are scores divided by the sum of those picked; false: scores."""
+    groups: int = 1
+    """Groups of experts, of which a token uses `groups_per_token`."""
+    groups_per_token: int = 1
+    scale: float = 1.0
+    """Factor of the weights."""
+
+    def mistakes(self, experts: int, per_token: int) -> Iterator[str]:
+        """What is wrong with the groups of so many experts, naming keys of `model`."""
+        groups, size = self.groups, experts // self.groups
+        if groups > 1 and experts % groups:
+            yield f"expert_groups is {groups}: expected a divisor of experts ({experts})"
+        elif groups > 1 and self.score == "sigmoid" and size < 2:
+            yield f"expert_groups is {groups}: expected groups of at least 2 of the {experts} experts"
+        if self.groups_per_token > groups:
+            yield f"groups_per_token is {self.groups_per_token}: expected 1 to expert_groups ({groups})"
+        elif groups > 1 and self.groups_per_token * size < per_token:
+            yield (
+                f"groups_per_token is {self.groups_per_token}: expected groups with experts_per_token ({per_token}) experts"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureSpec:
+    """A router, routed experts without biases and, if there is one, a shared expert for all tokens."""
+
+    MODULE: ClassVar[str] = "moe"
+    NORM: ClassVar[str] = "mlp_norm"
+
+    experts: int
+    per_token: int
+    expert: FeedForwardSpec
+    router: RouterSpec
+    shared: FeedForwardSpec | None = None
+    width: int | None = None
+    """Width that experts read and write; None is that of the residual stream."""
+
+    def operations(self, place: Place) -> Iterator[Op]:
+        """Router, exchange of rows (`place.spread`), experts, sum of a token's rows, shared expert."""
+        name = place.name
+        if self.router.score == "sigmoid":
+            yield VectorOp(name=name("choice_bias"), reads=(), size=self.experts, trained=False)
+        scores = Value(name("scores"), self.experts)
+        yield LinearOp(
+            name=name("router"),
+            reads=(place.reads,),
+            writes=(scores,),
+            inputs=place.hidden,
+            outputs=self.experts,
+            std=place.std,
+            split="whole",
+            router=True,
+        )
+        yield RouteOp(name=name("route"), reads=(scores.name,))
+        outputs = yield from self._routed(place)
+        yield Op(name=name("combine"), reads=(outputs,), writes=(Value(name("routed_output"), place.hidden),))
+        summed = (name("routed_output"),)
+        if self.shared is not None:
+            shared = replace(place, prefix=name("shared"))
+            yield from self.shared.operations(shared, tiled=False)
+            summed = (*summed, shared.output.name)
+        yield Op(name=name("sum"), reads=summed, writes=(place.output,))
+
+    def _routed(self, place: Place) -> Generator[Op, None, str]:
+        """The operations on rows of tokens; returns the name of the experts' outputs, in the order of the tokens."""
+        name, expert, width = place.name, self.expert, self.width or place.hidden
+
+        def rows(inside: str, width: int, kind: Rows = "received") -> Value:
+            return Value(name(inside), width, kind, self.per_token)
+
+        inputs = rows("rows", width)
+        if place.spread:
+            sent = rows("sent_rows", width, "sent")
+            yield Op(name=name("sort"), reads=(place.reads,), writes=(sent,))
+            yield ExchangeOp(name=name("dispatch"), reads=(sent.name,), writes=(inputs,), stages=True)
+        else:
+            yield Op(name=name("sort"), reads=(place.reads,), writes=(inputs,))
+        projected, activated = rows("projected", expert.first_width), rows("activated", expert.width)
+        outputs = rows("expert_outputs", width)
+        sizes = {"experts": self.experts, "per_token": self.per_token}
+        yield ExpertsOp(
+            name=name(f"experts.{expert.first}"),
+            reads=(inputs.name,),
+            writes=(projected,),
+            inputs=width,
+            outputs=expert.first_width,
+            std=place.std,
+            **sizes,
+        )
+        yield ActivateOp(name=name("experts.activate"), reads=(projected.name,), writes=(activated,))
+        yield ExpertsOp(
+            name=name("experts.down"),
+            reads=(activated.name,),
+            writes=(outputs,),
+            inputs=expert.width,
+            outputs=width,
+            std=place.residual_std,
+            **sizes,
+        )
+        if not place.spread:  # the weights multiply the activation
+            return outputs.name
+        returned, weighted = rows("returned_rows", width, "sent"), rows("weighted_rows", width, "sent")
+        yield ExchangeOp(name=name("return"), reads=(outputs.name,), writes=(returned,))
+        yield WeighOp(name=name("weigh"), reads=(returned.name,), writes=(weighted,))
+        return weighted.name
+
+    def mistakes(self) -> Iterator[str]:
+        """What is wrong with the experts, naming keys of `model`."""
+        if not 1 <= self.per_token <= self.experts:
+            near = min(max(self.per_token, 1), self.experts)
+            yield f"experts_per_token is {self.per_token}: expected 1 to experts ({self.experts}); nearest: {near}"
+        if not self.expert.width:
+            yield "expert_hidden is 0: expected the width inside one expert"
+        yield from self.router.mistakes(self.experts, self.per_token)

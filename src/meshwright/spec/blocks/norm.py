@@ -1,0 +1,23 @@
+"""Normalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.spec.blocks.table import NormOp, Value
+
+NormKind = Literal["rmsnorm", "layernorm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """RMSNorm, or LayerNorm with a bias."""
+
+    kind: NormKind = "rmsnorm"
+    eps: float = 1e-5
+    """Added to the variance before the square root."""
+
+    def operation(self, name: str, reads: str, writes: Value, width: int) -> NormOp:
+        """The norm of `width` elements of the value `reads` as the module `name`."""
+        return NormOp(name=name, reads=(reads,), writes=(writes,), width=width, bias=self.kind == "layernorm")

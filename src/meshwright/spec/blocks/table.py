@@ -1,0 +1,355 @@
+"""The operations of a block as a small dataflow: each names what it reads, and describes what it writes and its weights.
+
+Everything that other packages know about a block follows from its table by general functions: parameters and FLOPs here, saved
+activations in `memory.py`, transfers between tensor ranks in `transfers.py`. A table has no ranks, dtypes or seconds.
+
+Example: the feed-forward network of a gated block of width 4 with an inner width of 8.
+
+    NormOp("mlp_norm", reads=("x1",), writes=Value("mlp_norm", 4), width=4)
+    LinearOp("mlp.gate_up", reads=("mlp_norm",), writes=Value("mlp.projected", 16), inputs=4, outputs=16, split="rows", …)
+    ActivateOp("mlp.activate", reads=("mlp.projected",), writes=Value("mlp.activated", 8))
+    LinearOp("mlp.down", reads=("mlp.activated",), writes=Value("mlp.output", 4), inputs=8, outputs=4, split="columns", …)
+    Op("mlp.add", reads=("x1", "mlp.output"), writes=Value("x2", 4))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Fill = Literal["normal", "ones", "zeros"]
+TensorSplit = Literal["rows", "columns", "whole"]
+"""How tensor ranks divide a weight (Shoeybi et al. 2019): output features, input features, or not at all."""
+Rows = Literal["tokens", "sent", "received"]
+"""Rows of a value: a token's own; a token's copies for its experts; the copies that the rank's experts get from all ranks."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Stored weight of a model.
+
+    `blocks` names the logical weights fused along dimension 0 with their sizes, in order: `(("q", 4096), ("k", 1024),
+    …)`; empty for a weight that is not fused. `decay` says whether AdamW's weight decay applies. The routed experts of
+    a layer are one tensor with the experts along dimension 0, as a grouped matrix product reads them:
+    `moe.experts.gate_up` (experts, 2·expert_hidden, hidden), with the gate's rows first, and `moe.experts.down`
+    (experts, hidden, expert_hidden). A weight that is not `trained` gets no gradient: the run itself updates it, and every
+    rank of its layer has it whole, in the stored dtype. `split` says how tensor ranks divide it; `heads` counts, for each of
+    `blocks`, the heads that a rank cannot divide further (0: any number of ranks can divide the block).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    fill: Fill
+    std: float
+    blocks: tuple[tuple[str, int], ...] = ()
+    decay: bool = True
+    trained: bool = True
+    split: TensorSplit = "whole"
+    heads: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def before_blocks(self) -> bool:
+        """Whether it is applied before the first block."""
+        return self.name.startswith(("embed.", "positions."))
+
+    @property
+    def expert(self) -> bool:
+        """Whether it holds the routed experts of a layer, one after another along dimension 0."""
+        return ".moe.experts." in self.name
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it belongs to a prediction module."""
+        return self.name.startswith("predictions.")
+
+    @property
+    def inside(self) -> bool:
+        """Whether it belongs to a block or a prediction module, and not to the embedding, the final norm or the head."""
+        return self.name.startswith(("layers.", "predictions."))
+
+    @property
+    def module(self) -> str:
+        """Name of its module, without the numbered block or prediction module around it: `attention.out`, `head`."""
+        if not self.inside:
+            return self.name.rpartition(".")[0]
+        return self.name.split(".", 2)[2].rpartition(".")[0].removeprefix("block.")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that an operation writes, with `width` elements in each row and `copies` rows for a token.
+
+    `inside`: it is a part of that value's memory, such as the keys in the output of a fused projection.
+    """
+
+    name: str
+    width: int
+    rows: Rows = "tokens"
+    copies: int = 1
+    inside: str = ""
+
+    @property
+    def elements(self) -> int:
+        """Elements of one token, if experts get equal numbers of copies."""
+        return self.width * self.copies
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the logical weights that are fused in a linear layer: `size` rows that consist of `heads` whole heads, or 0."""
+
+    name: str
+    size: int
+    heads: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """An operation without weights whose backward reads nothing, such as a sum, a rotation or a change of order."""
+
+    name: str
+    """Name of its module inside the block; of an operation that is no module, any name."""
+    reads: tuple[str, ...]
+    writes: tuple[Value, ...] = ()
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Values that its backward reads."""
+        return ()
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it keeps its input in the format of linear layers (fp8 in a run with fp8)."""
+        return False
+
+    @property
+    def selected(self) -> bool:
+        """Whether selective recompute saves its result, as it is dear to compute again."""
+        return False
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of one token with its weights; a FLOP count has two FLOPs each."""
+        return 0
+
+    def weights(self) -> Iterator[ParameterSpec]:
+        """Its parameters in registration order, named inside the block."""
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOp(Op):
+    """RMSNorm, or LayerNorm with a bias, of the last `width` elements."""
+
+    width: int
+    bias: bool = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.reads
+
+    def weights(self) -> Iterator[ParameterSpec]:
+        yield ParameterSpec(f"{self.name}.weight", (self.width,), "ones", 0.0, decay=False)
+        if self.bias:
+            yield ParameterSpec(f"{self.name}.bias", (self.width,), "zeros", 0.0, decay=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearOp(Op):
+    """A linear layer, (outputs, inputs) weights; `parts` are the logical weights fused in its outputs.
+
+    A `router` multiplies in the compute dtype whatever the format of linear layers; its input is counted as rounded
+    nevertheless: another linear layer usually reads it.
+    """
+
+    inputs: int
+    outputs: int
+    std: float
+    split: TensorSplit
+    parts: tuple[Part, ...] = ()
+    bias: bool = False
+    router: bool = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.reads
+
+    @property
+    def rounds(self) -> bool:
+        return True
+
+    @property
+    def selected(self) -> bool:
+        return True
+
+    @property
+    def multiplications(self) -> int:
+        return self.inputs * self.outputs
+
+    def weights(self) -> Iterator[ParameterSpec]:
+        fused = tuple((part.name, part.size) for part in self.parts)
+        heads = tuple(part.heads for part in self.parts)
+        split = self.split
+        weight, bias = (self.outputs, self.inputs), (self.outputs,)
+        yield ParameterSpec(f"{self.name}.weight", weight, "normal", self.std, fused, split=split, heads=heads)
+        if self.bias:
+            # A bias after a sum over ranks is whole on each of them.
+            bias_split = "rows" if split == "rows" else "whole"
+            yield ParameterSpec(
+                f"{self.name}.bias", bias, "zeros", 0.0, fused, decay=False, split=bias_split, heads=heads
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsOp(Op):
+    """The linear layers of all routed experts as one grouped product; a token has rows for `per_token` of them.
+
+    Its weight gradients are in the compute dtype also in a run with fp8, so inputs are kept in it.
+    """
+
+    experts: int
+    per_token: int
+    inputs: int
+    outputs: int
+    std: float
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.reads
+
+    @property
+    def selected(self) -> bool:
+        return True
+
+    @property
+    def multiplications(self) -> int:
+        return self.per_token * self.inputs * self.outputs
+
+    def weights(self) -> Iterator[ParameterSpec]:
+        yield ParameterSpec(self.name, (self.experts, self.outputs, self.inputs), "normal", self.std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttendOp(Op):
+    """Causal attention; `reads` are queries, keys and values. A token attends to `window` tokens, or to all before it."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    """Width of a query and of a key head."""
+    value_dim: int
+    window: int | None = None
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return (*self.reads, *(value.name for value in self.writes))
+
+    @property
+    def selected(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivateOp(Op):
+    """The activation of a feed-forward network, between its linear layers.
+
+    `tiled`: recompute can compute the network for a tile of the tokens at a time (`plan.mlp_tile`).
+    """
+
+    tiled: bool = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeighOp(Op):
+    """Multiplies rows by the routers' weights; its backward reads the first of what it reads."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.reads[:1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteOp(Op):
+    """Chooses each token's experts from a router's output."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOp(Op):
+    """Sends rows to the ranks of their experts, or returns them. Selective recompute does not send them again.
+
+    `stages`: it then also has the rows as they were sent.
+    """
+
+    stages: bool = False
+
+    @property
+    def selected(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorOp(Op):
+    """A vector of parameters that is no norm and no bias of a linear layer."""
+
+    size: int
+    fill: Fill = "zeros"
+    trained: bool = True
+
+    def weights(self) -> Iterator[ParameterSpec]:
+        yield ParameterSpec(self.name, (self.size,), self.fill, 0.0, decay=False, trained=self.trained)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The operations of a block, or of a part of one, in the order in which its modules are registered.
+
+    `source` is its input `(…, hidden)`.
+    """
+
+    source: Value
+    operations: tuple[Op, ...]
+
+    @cached_property
+    def values(self) -> dict[str, Value]:
+        """Every value by name."""
+        written = {value.name: value for op in self.operations for value in op.writes}
+        return {self.source.name: self.source, **written}
+
+    @cached_property
+    def writer(self) -> dict[str, Op]:
+        """The operation that writes each value."""
+        return {value.name: op for op in self.operations for value in op.writes}
+
+    @cached_property
+    def weights(self) -> tuple[ParameterSpec, ...]:
+        """Every parameter in registration order, named inside the block."""
+        return tuple(weight for op in self.operations for weight in op.weights())
+
+    def memory_of(self, name: str) -> Value:
+        """The value whose memory holds the value `name`."""
+        value = self.values[name]
+        return self.memory_of(value.inside) if value.inside else value
+
+    @cached_property
+    def multiplications(self) -> int:
+        """Multiplications of one token with weights."""
+        return sum(op.multiplications for op in self.operations)
+
+    @cached_property
+    def attends(self) -> tuple[AttendOp, ...]:
+        return tuple(op for op in self.operations if isinstance(op, AttendOp))
