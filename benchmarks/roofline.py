@@ -15,7 +15,7 @@ from kernel_trace import KERNEL_CLASSES
 from meshwright.observe.number_text import duration
 from meshwright.spec.errors import BadInput
 from meshwright.spec.profile import CollectiveTime, MachineProfile, ProductTime
-from meshwright.workload.device_work import LinearWork, Work
+from meshwright.workload.device_work import AttentionWork, LinearWork, Work
 
 GAP_THRESHOLD = 0.01
 """Share of the step time above which a gap is explained."""
@@ -160,7 +160,10 @@ def _product(profile: MachineProfile, shape: tuple[int, int, int], number_format
 
 
 def _attention_seconds(work: Work, profile: MachineProfile) -> float:
-    attention = work.attention
+    return sum(_seconds_of(attention, profile) for attention in work.attention)
+
+
+def _seconds_of(attention: AttentionWork, profile: MachineProfile) -> float:
     shape = (attention.seq, attention.heads, attention.kv_heads, attention.head_dim, attention.tokens, attention.window)
     for time in profile.attention:
         if (time.seq, time.heads, time.kv_heads, time.head_dim, time.tokens, time.window) == shape:

@@ -18,6 +18,7 @@ from meshwright.parallel.experts import AllToAll, DistributedExperts
 from meshwright.parallel.token_exchange import PeerTokenExchange, TokenExchange, open_symmetric_window
 from meshwright.parallel.token_exchange_peers import PeerExchange, Window
 from meshwright.parallel.world import World
+from meshwright.spec.model import mixture_of
 from tests.distributed.test_experts import MIXTRAL
 from tests.kernels.emulated_ranks import drawn_loads
 
@@ -46,7 +47,9 @@ def outputs_and_gradients(
 ) -> list[Tensor]:
     """The outputs of each load, and the gradients of rows, weights and experts."""
     spec, draw = replace(MIXTRAL, hidden=32, expert_hidden=16, experts=4), torch.Generator().manual_seed(rank)
-    experts = DistributedExperts(Experts(spec, plain=dtype != torch.bfloat16), exchange).to(device, dtype)
+    experts = DistributedExperts(Experts(mixture_of(spec), spec.hidden, plain=dtype != torch.bfloat16), exchange).to(
+        device, dtype
+    )
     for parameter in experts.parameters():
         parameter.data = torch.randn(parameter.shape, generator=draw).to(device, dtype)
     run = torch.compile(experts, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else experts

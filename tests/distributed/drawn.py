@@ -14,7 +14,7 @@ from typing import NamedTuple, get_args
 from meshwright.planner.candidate import untrainable
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.spec.layout import check_context, check_tensor, stage_table
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import KindSpec, ModelSpec
 from meshwright.spec.plan import (
     RECOMPUTE_MODES,
     AxisName,
@@ -37,6 +37,19 @@ DENSE = [
     replace(LLAMA, family="qwen3", qk_norm=True, layers=5, kv_heads=1, sliding_window=5, max_seq_len=SEQ),
     replace(LLAMA, parallel_block=True, layers=5, max_seq_len=SEQ),
 ]
+LOCAL_GLOBAL = replace(
+    LLAMA,
+    layers=7,
+    max_seq_len=SEQ,
+    blocks={
+        "local": KindSpec(sliding_window=5, rope_theta=100.0, ffn_hidden=16),
+        "global": KindSpec(),
+        "bare": KindSpec(positions="none"),
+    },
+    first=("bare",),
+    pattern=("2*local", "global"),
+)
+"""Layers that differ in window, rotation and width."""
 MIXTURES = [
     replace(LLAMA, family="mixtral", layers=8, experts=8, experts_per_token=2, expert_hidden=6, max_seq_len=SEQ),
     replace(

@@ -14,7 +14,7 @@ from meshwright.launch.prepare import plan_yaml
 from meshwright.spec.plan import Precision
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
-from tests.distributed.drawn import draw_case
+from tests.distributed.drawn import LOCAL_GLOBAL, draw_case
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BF16_SUM_BOUND, compare, one_device, sharded, worst
 from tests.distributed.test_equality import plan as plan_of
@@ -34,6 +34,8 @@ NARROW_LOW = replace(LOW, reduce_replicas="bf16")
 SEEDS = [
     1861, 3897, 2369, 539, 152, 3836, 129, 1185, 2505, 910, 2435, 136, 142, 1708, 3629, 151, 452, 103, 631, 20, 54, 363, 365, 544, 85,
 ]  # fmt: skip
+SEEDS_OF_KINDS = range(12)
+"""For a model whose layers differ: together they have every axis."""
 SEEDS_COMPILED = [492, 2220, 98, 129, 180, 710, 3832, 2382, 1410, 394, 388, 342]
 SEEDS_RESUMED = [3, 0, 6, 9, 12, 15, 18, 21]
 SEEDS_LOW = [
@@ -49,6 +51,13 @@ SUMS = [
     *((seed, NARROW_LOW, False) for seed in range(6)),
     *((seed, NARROW, True) for seed in range(3)),
 ]
+
+
+@pytest.mark.parametrize("seed", quick_first(2, SEEDS_OF_KINDS))
+def test_layers_of_several_kinds_equal_one_device(pool: Pool, seed: int) -> None:
+    spec, plan, masked = draw_case(seed, FLOAT64, of=LOCAL_GLOBAL)
+    results = pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS, masked)
+    compare(results, one_device(spec, masked)[:STEPS], 1e-9)
 
 
 @pytest.mark.parametrize("seed", quick_first(1, SEEDS))

@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from meshwright.data.slots import Slot, slot_arrays, slots_to_run
 from meshwright.events.span import NullRecorder
-from meshwright.models.decoder import Block, Decoder
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime

@@ -13,7 +13,7 @@ import torch
 
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.observe.metrics import read_metrics
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, mixture_of
 from meshwright.training.stop import PREEMPT
 from tests.distributed import cases_training
 from tests.distributed.pool import Pool
@@ -93,7 +93,7 @@ def test_experts_get_the_loads_of_the_file(pool: Pool, spec: ModelSpec, case: Ca
 
 def mixture(**changes: Any) -> MixtureOfExperts:
     torch.manual_seed(0)
-    layer = MixtureOfExperts(replace(SHARED, **changes), plain=True).double()
+    layer = MixtureOfExperts(mixture_of(replace(SHARED, **changes)), SHARED.hidden, plain=True).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return layer

@@ -120,7 +120,7 @@ def test_between_micro_batches_a_rank_holds_what_its_stages_say(pool: Pool, stag
     plan = by_range(OVER_SHARDS, stages)
     by_text = zip(RANGES, stages * 3 if len(stages) == 1 else stages, strict=True)
     of_layer = [stage for text, stage in by_text for _ in layer_range(text, DEEP.layers)]
-    block = 8 * sum(parameter.count for parameter in block_parameters(DEEP, routed=False))
+    block = 8 * sum(parameter.count for parameter in block_parameters(DEEP, 0))
     for observed in pool.run(weight_and_gradient_bytes, 2, plan):
         # The first block's may be on their way again.
         assert observed["weights"][1:] == [block if stage < 3 else 0 for stage in of_layer[1:]]

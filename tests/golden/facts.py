@@ -170,7 +170,7 @@ def work_facts(name: str) -> Facts:
                 plan = plan_of(sizes, spec, recompute=mode)
                 facts["temporary"].append(elements_per_token(spec, plan, 1.25, 4096.0)(layer))
     facts["units"] = [
-        to_plain(block_unit(spec, routed=spec.routed(layer), tensor=2, shards=4, expert=2)) for layer in layers
+        to_plain(block_unit(spec, kind=spec.kind(layer), tensor=2, shards=4, expert=2)) for layer in layers
     ]
     facts["ends"] = to_plain(end_units(spec, tensor=2, shards=4, expert=1))
     if spec.heads % 4 == 0:
@@ -195,6 +195,7 @@ def work_facts(name: str) -> Facts:
         facts[f"closed memory {label}"] = {category: float(size) for category, size in closed.items()}
         facts[f"memory {label}"] = list(memory_by_rank(spec, train, plan, cpu=False))
         work = to_plain(step_work(spec, train, plan))
+        (work["attention"],) = work["attention"]
         facts[f"work {label}"] = {
             key: sorted(value, key=str) if isinstance(value, list) else value for key, value in work.items()
         }

@@ -14,6 +14,7 @@ from meshwright.kernels.row_quantize import quantize_rows
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import mixture_of as described_mixture
 from tests.models.tiny import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL
 
 triton, tl = (pytest.importorskip(name) for name in ("triton", "triton.language"))
@@ -32,7 +33,7 @@ SPECS = {
 
 
 def mixture_of(spec: ModelSpec) -> MixtureOfExperts:
-    draw, mixture = torch.Generator().manual_seed(0), MixtureOfExperts(spec, plain=True)
+    draw, mixture = torch.Generator().manual_seed(0), MixtureOfExperts(described_mixture(spec), spec.hidden, plain=True)
     for parameter in mixture.parameters():
         parameter.data = torch.randn(parameter.shape, generator=draw).to(DEVICE, DTYPE) / 4
         parameter.requires_grad_(False)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.linear import Linear, WeightGradientSink, WeightQueue, split_backward
-from meshwright.models.decoder import Block
+from meshwright.models.block import Block
 from meshwright.parallel.recompute import with_recompute
 from meshwright.spec.plan import Recompute
 from tests.models.tiny import ALL, GPT2, LLAMA, built, some_tokens

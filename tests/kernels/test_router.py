@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.kernels import router
 from meshwright.models.moe import MixtureOfExperts
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, mixture_of
 from tests.models.tiny import DEEPSEEK_V3, MIXTRAL
 
 triton = pytest.importorskip("triton")
@@ -43,7 +43,7 @@ def of_logits(spec: ModelSpec, batch: int, seq: int) -> Tensor:
 def test_choices_and_gradients_equal_those_of_torch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By several tiles, of which the last of each sequence is not full."""
     spec = SPECS[case]
-    mixture = MixtureOfExperts(spec, plain=False)
+    mixture = MixtureOfExperts(mixture_of(spec), spec.hidden, plain=False)
     if mixture.choice_bias is not None:
         mixture.choice_bias.data = torch.linspace(-0.3, 0.3, spec.experts)
     mixture.to(DEVICE)

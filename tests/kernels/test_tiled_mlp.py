@@ -8,19 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.models.mlp import MLP, GatedMLP, feed_forward
+from meshwright.models.mlp import MLP, GatedMLP, feed_forward_of
 from meshwright.parallel.recompute import with_recompute
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 
 HIDDEN, WIDTH = 8, 24
-SPEC = ModelSpec(
-    family="llama", layers=1, hidden=HIDDEN, heads=2, kv_heads=2, head_dim=4, ffn_hidden=WIDTH, vocab_size=8
-)
+GATED, PLAIN = (FeedForwardSpec(width=WIDTH, activation=kind) for kind in ("swiglu", "gelu"))
 
 
 def network(gated: bool, bias: bool) -> GatedMLP | MLP:
     torch.manual_seed(0)
-    module = feed_forward(SPEC, WIDTH, plain=True) if gated else MLP(SPEC, WIDTH)
+    module = feed_forward_of(GATED if gated else PLAIN, HIDDEN, plain=True)
     if bias:
         for linear in module.children():
             assert isinstance(linear, nn.Linear)
@@ -54,7 +52,7 @@ def test_tiles_have_the_values_and_gradients_of_the_whole(gated: bool, bias: boo
 
 def test_gradients_of_weights_in_bf16_are_summed_in_fp32() -> None:
     """Tiles of one token: sums in bf16 would lose most of 4,096 equal terms."""
-    module = MLP(SPEC, WIDTH).to(torch.bfloat16)
+    module = MLP(PLAIN, HIDDEN).to(torch.bfloat16)
     module.tile = 1
     x = torch.ones(1, 4096, HIDDEN, dtype=torch.bfloat16)
     module(x).sum().backward()

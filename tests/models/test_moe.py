@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.checkpoint.hf import import_hf
 from meshwright.models.moe import MixtureOfExperts, RoutedOutput
+from meshwright.spec.model import mixture_of as described_mixture
 from meshwright.spec.model import parameters
 from tests.checkpoint.test_hf import Rotary
 from tests.models.tiny import MIXTRAL, MIXTURES, SHARED, built, some_tokens
@@ -158,7 +159,7 @@ def test_a_block_compiles_whole(model_name: str) -> None:
 def test_the_host_reads_no_value_before_the_experts() -> None:
     """On the meta device the host can read no value; the whole block runs there."""
     with torch.device("meta"):
-        moe = MixtureOfExperts(MIXTRAL, plain=False)
+        moe = MixtureOfExperts(described_mixture(MIXTRAL), MIXTRAL.hidden, plain=False)
         routed = moe(torch.empty(2, 12, MIXTRAL.hidden))
     assert isinstance(routed, RoutedOutput)
     assert routed.x.shape == (2, 12, MIXTRAL.hidden) and routed.load.shape == (MIXTRAL.experts,)

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
-from meshwright.spec.model import ModelSpec, RopeScaling, YarnScaling
+from meshwright.spec.model import KindSpec, ModelSpec, RopeScaling, YarnScaling
 
 LLAMA = ModelSpec(
     family="llama",
@@ -37,6 +37,20 @@ GPT2 = replace(
 SCALED = replace(LLAMA, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=64), tied=True, bias=True)
 PARALLEL = replace(LLAMA, parallel_block=True)
 SLIDING = replace(LLAMA, sliding_window=9)
+LOCAL_GLOBAL = replace(
+    QWEN3,
+    layers=4,
+    sliding_window=9,
+    rope_theta=500.0,
+    blocks={
+        "local": KindSpec(ffn_hidden=48),
+        "global": KindSpec(sliding_window=0, rope_theta=1e6, rope_scaling=RopeScaling(original_max_seq_len=64)),
+        "bare": KindSpec(sliding_window=0, positions="none"),
+    },
+    first=("bare",),
+    pattern=("2*local", "global"),
+)
+"""Layers that differ in window, rotation and width."""
 MIXTRAL = replace(
     LLAMA, family="mixtral", ffn_hidden=32, experts=5, experts_per_token=2, expert_hidden=32, sliding_window=21
 )
@@ -70,6 +84,7 @@ ALL = {
     "gpt2": GPT2,
     "parallel": PARALLEL,
     "sliding": SLIDING,
+    "local and global": LOCAL_GLOBAL,
     **MIXTURES,
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.models.block import AttentionKind
 from meshwright.models.decoder import SharedInputs
 from meshwright.parallel import paired_blocks
 from meshwright.parallel.block_parts import BlockParts, Routed
@@ -17,7 +18,8 @@ from meshwright.parallel.paired_blocks import PairedBlock, PairedBlocks
 
 Log = list[str]
 Visit = tuple[int, int, int]
-SHARED = SharedInputs(torch.empty(0), None, None)
+KIND = AttentionKind(None, None)
+SHARED = SharedInputs(torch.empty(0), {KIND: (None, None)})
 FORWARD = "rA >A rB >B .A cA >A .B cB >B .A sA .B sB"
 BACKWARD = "sB >B sA >A .B cB >B .A cA >A .B rB .A rA"
 """r: route, c: compute, s: combine, >: start of an exchange, .: wait for it, each with its micro-batch."""
@@ -60,7 +62,7 @@ def parts_of(name: str, log: Log) -> BlockParts:
     def combine(x: Tensor, normed: Tensor, returned: Tensor, weights: Tensor, *orders: Any) -> Tensor:
         return logged("s", x + returned * weights)
 
-    return BlockParts(route, lambda received, loads: logged("c", received**3), combine, AllToAll(name, 1), None)
+    return BlockParts(route, lambda received, loads: logged("c", received**3), combine, AllToAll(name, 1), None, KIND)
 
 
 def test_a_part_of_the_other_micro_batch_runs_during_each_exchange(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ The share is that of the statistics of norms and attention; a choice is an exper
 def saved_by(run: Callable[..., Any], model: Decoder, x: torch.Tensor) -> dict[int, int]:
     """Bytes by address that a block of the model saves beside weights and shared inputs."""
     shared = model.shared_inputs(torch.zeros(x.shape[:2], dtype=torch.long), None, None, torch.bfloat16)
-    unsaved_storages = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *(shared.rope or ())]}
+    unsaved_storages = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *shared.rotary_tensors]}
     saved_bytes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def saved_by(run: Callable[..., Any], model: Decoder, x: torch.Tensor) -> dict[i
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run(x, shared.rope, shared.mask)
+        run(x, *shared.of(model.attention_kinds[0]))
     return saved_bytes
 
 

@@ -136,6 +136,6 @@ def test_every_product_of_an_fp8_layer_is_asked_for() -> None:
         (16, 512, 256),
         (512, 16, 256),
     ]
-    assert len(products) == 3 * 4 - 1 + 1 and attention == (16, 4, 2, 64, 16, None), (
+    assert len(products) == 3 * 4 - 1 + 1 and attention == [(16, 4, 2, 64, 16, None)], (
         "two of the square layer are alike, and there is the head"
     )

@@ -52,7 +52,7 @@ def predicted(model: Decoder, tokens: list[int], depth: int) -> list[Tensor]:
     for index in range(depth):
         module = model.predictions[index]
         further = torch.tensor([text[1 + index :][: ids.shape[1]]])
-        out = module.block.forward(module.join(hidden, model.embed(further)), shared.rope, shared.mask)
+        out = module.block.forward(module.join(hidden, model.embed(further)), *shared.of(module.block.attention_kind))
         hidden = module.norm(out.x if isinstance(out, RoutedOutput) else out)
         found.append(model.head(hidden, None, model._tied_weight())[0, -1])
         text.append(int(found[-1].argmax()))

@@ -54,7 +54,7 @@ def test_a_table_counts_the_flops_that_torch_counts(name: str) -> None:
     for run in sequence(spec):
         block, table = model.layers[str(run.first)], run.block.table()
         with FlopCounterMode(display=False, custom_mapping=COUNTED) as whole, torch.no_grad():
-            block(x, shared.rope, shared.mask)
+            block(x, *shared.of(block.attention_kind))
         attention = sum(2 * op.heads * (op.key_dim + op.value_dim) * tokens.shape[1] for op in table.attends)
         assert whole.get_total_flops() == tokens.numel() * (2 * table.multiplications + attention)
 

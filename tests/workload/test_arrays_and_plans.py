@@ -134,15 +134,17 @@ def test_numbers_of_gathers_and_reductions_equal_those_of_the_schedule(
 @pytest.mark.parametrize("name", [*sorted(MODELS), "deepseek-v2-lite", "deepseek-v3"])
 def test_products_multiply_every_matrix_of_a_block_once(name: str) -> None:
     model = from_plain(ModelSpec, MODEL_PRESETS[name])
-    for routed in {model.routed(layer) for layer in range(model.layers)}:
-        shape = shape_of(model, TRAIN.seq_len, routed=routed)
+    for kind in range(len(model.block_kinds)):
+        shape = shape_of(model, TRAIN.seq_len, kind=kind)
         products = layer_products(shape, StepShape(1, 1, 16, max(1, model.experts), 1), 1)
         elements = sum(float(product.k * product.n * product.count * product.layers) for product in products)
-        matrices = [parameter.shape for parameter in block_parameters(model, routed=routed) if len(parameter.shape) > 1]
+        matrices = [parameter.shape for parameter in block_parameters(model, kind) if len(parameter.shape) > 1]
         assert elements == model.layers * sum(map(prod, matrices))
         work, half = (
             sum(float(product.m * product.k * product.n) for product in products if product.role == "linear")
             for products in (layer_products(shape, StepShape(1, 1, 16, 1, 1), width) for width in (1, 2))
         )
         assert half == work / 2
-        assert shape.scatters == model.layers * (1 if routed and not model.shared_expert_hidden else 2)
+        assert shape.scatters == model.layers * (
+            1 if model.block_kinds[kind].mixture and not model.shared_expert_hidden else 2
+        )

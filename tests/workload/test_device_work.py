@@ -48,7 +48,7 @@ def test_products_and_attention_add_up_to_the_models_flops(name: str, axes: dict
     assert work.product_flops * share == pytest.approx(
         tokens * (flops_per_token(model, train.seq_len, causal=True) - scores), rel=1e-4
     )
-    attention = work.attention
+    (attention,) = work.attention
     assert attention.count * attention.tokens * attention.heads * attention.head_dim * share == pytest.approx(
         tokens * model.layers * model.heads * model.head_dim
     )
@@ -122,7 +122,7 @@ def test_a_sliding_window_changes_only_the_attention_work() -> None:
     full, windowed, wide = (
         step_work(replace(model, sliding_window=window), train, plan_of()) for window in (None, 512, SEQ)
     )
-    assert windowed == replace(full, attention=replace(full.attention, window=512)) and wide == full
+    assert windowed == replace(full, attention=(replace(full.attention[0], window=512),)) and wide == full
 
 
 def test_expert_ranks_receive_tokens_of_all_ranks_by_all_to_all() -> None:

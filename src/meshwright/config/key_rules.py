@@ -19,6 +19,7 @@ from meshwright.config.optimizer_rules import decay_patterns, final_learning_rat
 from meshwright.config.run_values import RunValues
 from meshwright.config.sample_rules import plan_file_samples, samples, slot_offload
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
+from meshwright.spec.block_pattern import pattern_mistakes
 from meshwright.spec.chips import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
@@ -63,6 +64,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _attention,
         _experts,
         _latents,
+        _pattern,
         expert_pins,
         _sequence,
         _tensor,
@@ -156,8 +158,9 @@ def _parameters(run: RunValues) -> Iterator[Mistake]:
     """The number of parameters does not exceed the range of the cost model's arithmetic."""
     if run.document.partial or any(path[:1] == ("model",) for path in run.unusable):
         return
-    sizes = {f.name: run(f"model.{f.name}") for f in dataclasses.fields(ModelSpec)}
-    count = parameter_count(from_plain(ModelSpec, {**sizes, "rope_scaling": None, "yarn": None}))
+    given = {f.name: run(f"model.{f.name}") for f in dataclasses.fields(ModelSpec)}
+    sizes = {name: value for name, value in given.items() if value is not None}
+    count = parameter_count(from_plain(ModelSpec, sizes))
     if count > MOST_PARAMETERS:
         largest = max(_WIDTHS, key=lambda name: sizes[name])
         expected = f"a model of at most {MOST_PARAMETERS:.0e} parameters"
@@ -227,6 +230,16 @@ def _latents(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake(
             "model.groups_per_token", f"groups with enough experts, at most expert_groups = {groups}", str(groups)
         )
+
+
+def _pattern(run: RunValues) -> Iterator[Mistake]:
+    """The order of a model's kinds of blocks (`spec.block_pattern`)."""
+    layers, kinds = run("model.layers"), run("model.blocks")
+    if layers is None:
+        return
+    orders = {key: run(f"model.{key}") or () for key in ("pattern", "first", "sequence")}
+    for key, is_wrong, expected, near in pattern_mistakes(layers, tuple(kinds or ()), **orders):
+        yield run.mistake(f"model.{key}", expected, near, is_wrong)
 
 
 def _sequence(run: RunValues) -> Iterator[Mistake]:

@@ -24,7 +24,7 @@ def read_loads(path: Path, spec: ModelSpec, option: str = "--replay-routing") ->
     """
     import numpy as np  # loading a run file needs it for recorded loads only
 
-    routed = sum(spec.routed(layer) for layer in range(spec.layers))
+    routed = spec.routed_layers
     if not routed:
         raise BadInput(f"{option}: the model has no experts")
     try:

@@ -282,4 +282,4 @@ def _price_of_order(shape: Shape) -> Array:
     Attention with a window is flex attention in any case, whose sums have one order.
     """
     of_heads = np.interp(shape.query_width / shape.heads, *PRICE_OF_ORDER)
-    return np.where(np.asarray(shape.full_attention) < 1, 0.0, of_heads)
+    return (1 - np.asarray(shape.windowed)) * of_heads

@@ -188,7 +188,7 @@ class ServeCosts:
             fixed = count * (latency if number(group.domains) > 1 else SUM_SECONDS + RANK_SECONDS * (tensor - 2))
         if expert > 1:
             group = rank_group(machine, k, float(expert), float(tensor))
-            routed = sum(spec.routed(layer) for layer in range(spec.layers))
+            routed = spec.routed_layers
             latency = number(all_to_all(group, k, machine, 0.0))
             sent = spec.experts_per_token * token_bytes / tensor
             fixed += 2 * routed * latency

@@ -114,7 +114,7 @@ def device_work(
     expert_item = item if weights is None or (weights == "fp8" and expert > 1) else 1
     stored = dense_bytes + expert_item * expert_weights + item * (embedding + head_count)
     head_count = head_count or spec.vocab_size * spec.hidden / tensor
-    routed = sum(spec.routed(layer) for layer in range(spec.layers))
+    routed = spec.routed_layers
     slots = routed * spec.experts / expert
     one_expert = expert_weights / slots if slots else 0.0
     return DeviceWork(

@@ -7,21 +7,19 @@ and up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels.attention import AttentionMask, attention, make_mask
-from meshwright.kernels.linear import Linear
+from meshwright.kernels.attention import AttentionMask, make_mask
 from meshwright.kernels.loss import LossSums, linear_cross_entropy
-from meshwright.kernels.rope import RotaryTables, rotary_tables, rotate
+from meshwright.kernels.rope import RotaryTables
+from meshwright.models.block import AttentionKind, Block, attention_kind, tables_of
 from meshwright.models.dimension_checks import check_dimensions
-from meshwright.models.latent_attention import LatentAttention
-from meshwright.models.mlp import feed_forward
-from meshwright.models.moe import CountedTokens, MixtureOfExperts, RoutedOutput
+from meshwright.models.moe import CountedTokens, RoutedOutput
 from meshwright.models.norm import Norm
 from meshwright.models.prediction import FurtherTokens, PredictionModule, further_tokens
 from meshwright.spec.errors import BadInput
@@ -29,15 +27,23 @@ from meshwright.spec.model import ModelSpec
 
 
 class SharedInputs(NamedTuple):
-    """Inputs that all blocks of one micro-batch share: token positions, rotary tables, attention mask.
+    """Inputs that blocks of one micro-batch share: token positions, and rotary tables and mask for each kind of attention.
 
     `counted` tells which tokens routers of experts count; None: all.
     """
 
     positions: Tensor
-    rope: RotaryTables | None
-    mask: AttentionMask | None
+    by_kind: Mapping[AttentionKind, tuple[RotaryTables | None, AttentionMask | None]]
     counted: CountedTokens | None = None
+
+    @property
+    def rotary_tensors(self) -> list[Tensor]:
+        """The tensors of all rotary tables."""
+        return [table for rope, _ in self.by_kind.values() for table in rope or ()]
+
+    def of(self, kind: AttentionKind) -> tuple[RotaryTables | None, AttentionMask | None]:
+        """The rotary tables and the mask of blocks with this kind of attention."""
+        return self.by_kind[kind]
 
 
 class Losses(NamedTuple):
@@ -75,16 +81,13 @@ class Decoder(nn.Module):
         self.embed = Embedding(_weight(spec.vocab_size, spec.hidden))
         learned = spec.positions == "learned"
         self.positions = Embedding(_weight(spec.max_seq_len, spec.hidden)) if learned else None
-        self.layers = nn.ModuleDict(
-            {str(layer): Block(spec, plain, routed=spec.routed(layer)) for layer in range(spec.layers)}
-        )
-        self.norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
+        self.layers = nn.ModuleDict({str(layer): Block(spec.block(layer), plain) for layer in range(spec.layers)})
+        self.norm = Norm(spec.residual_norm, spec.hidden, plain)
         self.head = Head(
             None if spec.tied else _weight(spec.vocab_size, spec.hidden), loss_chunk, plain=plain, z_loss=z_loss
         )
         self.predictions = nn.ModuleList(
-            PredictionModule(spec, plain, Block(spec, plain, routed=spec.experts > 0))
-            for _ in range(spec.prediction_depth)
+            PredictionModule(spec, plain, Block(spec.block(spec.layers), plain)) for _ in range(spec.prediction_depth)
         )
 
     def forward(
@@ -122,9 +125,10 @@ class Decoder(nn.Module):
 
     def _run_blocks(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         shared = self.shared_inputs(tokens, positions, documents, self.embed.weight.dtype)
-        x, balance = self.embed_tokens(tokens, shared), torch.zeros((), device=tokens.device)
+        x, balance = self.embed_tokens(tokens, shared.positions), torch.zeros((), device=tokens.device)
         for layer in self.layers.values():
-            x = layer(x, shared.rope, shared.mask)
+            assert isinstance(layer, Block)
+            x = layer(x, *shared.of(layer.attention_kind))
             if isinstance(x, RoutedOutput):
                 x, balance = x.x, balance + x.balance
         return x, balance
@@ -136,26 +140,38 @@ class Decoder(nn.Module):
         self._check_length(tokens.shape[1])
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        mask = self.mask(documents, tokens.shape[1], tokens.device, dtype)
-        return SharedInputs(positions, self.rope(positions, dtype), mask)
+        return SharedInputs(positions, self.attention_inputs(positions, documents, tokens.shape[1], dtype))
 
-    def mask(
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The distinct kinds of attention of the model's blocks."""
+        return tuple(dict.fromkeys(attention_kind(block) for block in self.spec.block_kinds))
+
+    def attention_inputs(
         self,
+        positions: Tensor,
         documents: Tensor | None,
         seq: int,
-        device: torch.device,
         dtype: torch.dtype,
         *,
         queries: Tensor | None = None,
-    ) -> AttentionMask | None:
-        """The attention mask of sequences of `seq` tokens, for the queries at the positions `queries` (None: all)."""
-        dense = self.plain or dtype == torch.float64
-        return make_mask(documents, self.spec.sliding_window, seq, device, queries=queries, plain=dense)
+    ) -> dict[AttentionKind, tuple[RotaryTables | None, AttentionMask | None]]:
+        """`SharedInputs.by_kind` for sequences of `seq` tokens, whose tokens here have `positions`.
 
-    def embed_tokens(self, tokens: Tensor, shared: SharedInputs) -> Tensor:
+        Masks are those of the queries at the positions `queries` in the sequence (None: all).
+        """
+        kinds, dense = self.attention_kinds, self.plain or dtype == torch.float64
+        masks = {
+            window: make_mask(documents, window, seq, positions.device, queries=queries, plain=dense)
+            for window in {kind.window for kind in kinds}
+        }
+        ropes = {rotary: tables_of(rotary, positions, dtype) for rotary in {kind.rotary for kind in kinds}}
+        return {kind: (ropes[kind.rotary], masks[kind.window]) for kind in kinds}
+
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The first block's input `(batch, seq, hidden)`."""
         x = self.embed(tokens)
-        return x if self.positions is None else x + self.positions(shared.positions)
+        return x if self.positions is None else x + self.positions(positions)
 
     def logits_or_loss(self, x: Tensor, targets: Tensor | None) -> Tensor | LossSums:
         """Logits of the last block's output, or with targets the sums of its losses."""
@@ -171,7 +187,9 @@ class Decoder(nn.Module):
             assert isinstance(module, PredictionModule)
             # `block.forward` as `parallel` wraps it; the embedding of a token has no position, its hidden state has.
             y = module.block.forward(
-                module.join(hidden, self.embed(further.inputs[..., depth])), shared.rope, shared.mask, shared.counted
+                module.join(hidden, self.embed(further.inputs[..., depth])),
+                *shared.of(module.block.attention_kind),
+                shared.counted,
             )
             if isinstance(y, RoutedOutput):
                 routed.append(y)
@@ -182,13 +200,6 @@ class Decoder(nn.Module):
 
     def _tied_weight(self) -> Tensor | None:
         return self.embed.weight if self.spec.tied else None
-
-    def rope(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
-        """The rotary tables of `positions`; None for a model with learned positions."""
-        if self.spec.positions != "rope":
-            return None
-        scaling = self.spec.yarn or self.spec.rope_scaling
-        return rotary_tables(positions, self.spec.rotary_dim, self.spec.rope_theta, scaling, dtype)
 
     def _check_length(self, seq: int) -> None:
         if self.positions is not None and seq > self.spec.max_seq_len:
@@ -208,87 +219,6 @@ class Embedding(nn.Module):
     def forward(self, indices: Tensor) -> Tensor:
         """Vectors `(…, hidden)` of indices `(…)`."""
         return F.embedding(indices, self.weight)
-
-
-class Block(nn.Module):
-    """Norm and attention, then norm and feed-forward network, each with a residual; a parallel block has one norm for both.
-
-    A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. Tensor parallelism replaces
-    `add_branches`, so that both branches of a parallel block share their collectives (`parallel.tensor`).
-    """
-
-    add_branches: Callable[[Block, Tensor, RotaryTables | None, AttentionMask | None], Tensor]
-
-    def __init__(self, spec: ModelSpec, plain: bool, *, routed: bool = False) -> None:
-        super().__init__()
-        self.parallel, self.routed = spec.parallel_block, routed
-        self.attention_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
-        self.attention = LatentAttention(spec, plain) if spec.kv_rank else Attention(spec, plain)
-        if not spec.parallel_block:
-            self.mlp_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
-        if routed:
-            self.moe = MixtureOfExperts(spec, plain)
-        else:
-            self.mlp = feed_forward(spec, spec.ffn_hidden, plain)
-        self.add_branches = sum_of_branches
-
-    def forward(
-        self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
-    ) -> Tensor | RoutedOutput:
-        """The block's output for x `(batch, seq, hidden)`; the others are those of `SharedInputs`."""
-        if self.parallel and not self.routed:
-            return x + self.add_branches(self, self.attention_norm(x), rope, mask)
-        x, normed = self.add_attention(x, rope, mask)
-        if not self.routed:
-            return x + self.mlp(normed)
-        routed = cast("RoutedOutput", self.moe(normed, counted))
-        # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
-        return RoutedOutput(x + routed.x, routed.balance, routed.load, routed.squares)
-
-    def add_attention(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> tuple[Tensor, Tensor]:
-        """x with the attention's output added, and the input of the feed-forward network."""
-        normed = self.attention_norm(x)
-        x = x + self.attention(normed, rope, mask)
-        return x, normed if self.parallel else self.mlp_norm(x)
-
-
-def sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-    """Sum of the attention and feed-forward outputs of a parallel block, without the residual."""
-    return block.attention(normed, rope, mask) + block.mlp(normed)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads.
-
-    Context parallelism replaces `attend` by attention over sequences that are divided over ranks (`parallel.context`).
-    """
-
-    attend: Callable[..., Tensor]
-
-    def __init__(self, spec: ModelSpec, plain: bool) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.plain = spec.heads, spec.kv_heads, spec.head_dim, plain
-        width = spec.heads * spec.head_dim
-        self.qkv = Linear(spec.hidden, width + 2 * spec.kv_heads * spec.head_dim, bias=spec.bias)
-        if spec.qk_norm:
-            self.q_norm = Norm("rmsnorm", spec.head_dim, spec.norm_eps, plain)
-            self.k_norm = Norm("rmsnorm", spec.head_dim, spec.norm_eps, plain)
-        self.qk_norm = spec.qk_norm
-        self.out = Linear(width, spec.hidden, bias=spec.bias)
-        self.attend = attention
-
-    def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-        return self.out(self.attend_heads(self.qkv(x), rope, mask))
-
-    def attend_heads(self, qkv: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-        """Attention output `(batch, seq, heads · head_dim)` of the projected queries, keys and values `qkv`."""
-        heads = qkv.unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        return self.attend(q, k, v, mask, plain=self.plain).flatten(-2)
 
 
 class Head(nn.Module):

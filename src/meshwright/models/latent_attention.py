@@ -18,10 +18,8 @@ from meshwright.kernels.attention import AttentionMask, attention
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.rope import RotaryTables, rotate_neighbours
 from meshwright.models.norm import Norm
-from meshwright.spec.model import ModelSpec
-
-LATENT_NORM_EPS = 1e-6
-"""DeepSeek's norms of latents do not use the model's epsilon."""
+from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
+from meshwright.spec.blocks.positions import YarnScaling
 
 
 class LatentAttention(nn.Module):
@@ -37,22 +35,23 @@ class LatentAttention(nn.Module):
     ]
     gather_tokens: Callable[[Tensor], Tensor]
 
-    def __init__(self, spec: ModelSpec, plain: bool) -> None:
+    def __init__(self, spec: LatentAttentionSpec, hidden: int, plain: bool) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim, self.plain = spec.heads, spec.heads, spec.head_dim, plain
-        self.rotated, self.value_head_dim = spec.rope_head_dim, spec.value_head_dim
+        self.rotated, self.value_head_dim = spec.rotary.width, spec.value_head_dim
         self.q_rank, self.kv_rank = spec.q_rank, spec.kv_rank
-        unrotated, latent = spec.head_dim - spec.rope_head_dim, spec.kv_rank + spec.rope_head_dim
+        unrotated, latent = spec.head_dim - self.rotated, spec.kv_rank + self.rotated
         if spec.q_rank:
-            self.down = Linear(spec.hidden, spec.q_rank + latent, bias=False)
-            self.q_norm = Norm("rmsnorm", spec.q_rank, LATENT_NORM_EPS, plain)
+            self.down = Linear(hidden, spec.q_rank + latent, bias=False)
+            self.q_norm = Norm(spec.latent_norm, spec.q_rank, plain)
         else:
-            self.kv_down = Linear(spec.hidden, latent, bias=False)
-        self.q = Linear(spec.q_rank or spec.hidden, spec.heads * spec.head_dim, bias=False)
-        self.kv_norm = Norm("rmsnorm", spec.kv_rank, LATENT_NORM_EPS, plain)
+            self.kv_down = Linear(hidden, latent, bias=False)
+        self.q = Linear(spec.q_rank or hidden, spec.heads * spec.head_dim, bias=False)
+        self.kv_norm = Norm(spec.latent_norm, spec.kv_rank, plain)
         self.kv_up = Linear(spec.kv_rank, spec.heads * (unrotated + spec.value_head_dim), bias=False)
-        self.out = Linear(spec.value_width, spec.hidden, bias=False)
-        self.score_scale = spec.yarn.score_scale if spec.yarn else 1.0
+        self.out = Linear(spec.heads * spec.value_head_dim, hidden, bias=False)
+        scaling = spec.rotary.scaling
+        self.score_scale = scaling.score_scale if isinstance(scaling, YarnScaling) else 1.0
         self.attend, self.attend_latents, self.gather_tokens = attention, expand_and_attend, lambda tokens: tokens
 
     def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:

@@ -9,20 +9,20 @@ from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.swiglu import swiglu
 from meshwright.kernels.tiled_mlp import tiled_mlp
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU with inner width `width`: down(silu(gate) · up)."""
+    """SwiGLU: down(silu(gate) · up)."""
 
     tile: int = 0
     """Tokens that are computed at a time, in training; 0 computes all."""
 
-    def __init__(self, spec: ModelSpec, width: int, plain: bool) -> None:
+    def __init__(self, spec: FeedForwardSpec, hidden: int, plain: bool) -> None:
         super().__init__()
         self.plain = plain
-        self.gate_up = Linear(spec.hidden, 2 * width, bias=spec.bias)
-        self.down = Linear(width, spec.hidden, bias=spec.bias)
+        self.gate_up = Linear(hidden, spec.first_width, bias=spec.bias)
+        self.down = Linear(spec.width, hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tile:
@@ -40,10 +40,10 @@ class MLP(nn.Module):
     tile: int = 0
     """Tokens that are computed at a time, in training; 0 computes all."""
 
-    def __init__(self, spec: ModelSpec, width: int) -> None:
+    def __init__(self, spec: FeedForwardSpec, hidden: int) -> None:
         super().__init__()
-        self.up = Linear(spec.hidden, width, bias=spec.bias)
-        self.down = Linear(width, spec.hidden, bias=spec.bias)
+        self.up = Linear(hidden, spec.width, bias=spec.bias)
+        self.down = Linear(spec.width, hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tile:
@@ -55,6 +55,6 @@ class MLP(nn.Module):
         return F.gelu(projected, approximate="tanh")
 
 
-def feed_forward(spec: ModelSpec, width: int, plain: bool) -> GatedMLP | MLP:
-    """The feed-forward network that `spec.mlp` selects, with inner width `width`."""
-    return GatedMLP(spec, width, plain) if spec.mlp == "swiglu" else MLP(spec, width)
+def feed_forward_of(spec: FeedForwardSpec, hidden: int, plain: bool) -> GatedMLP | MLP:
+    """The feed-forward network that a description selects, in a residual stream of width `hidden`."""
+    return GatedMLP(spec, hidden, plain) if spec.gated else MLP(spec, hidden)

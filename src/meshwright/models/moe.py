@@ -30,8 +30,8 @@ from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.router import Choice, choose, has_kernel
 from meshwright.kernels.swiglu import swiglu
-from meshwright.models.mlp import feed_forward
-from meshwright.spec.model import ModelSpec
+from meshwright.models.mlp import feed_forward_of
+from meshwright.spec.blocks.mixture import MixtureSpec
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class RoutedTokens(NamedTuple):
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, routed experts and, if the spec has one, a shared expert for all tokens.
+    """Router, routed experts and, if there is one, a shared expert for all tokens.
 
     `whole_sequence_loads` converts the loads of this rank's tokens, `(batch, experts)`, to those of whole sequences. It changes nothing
     unless each rank has a part of every sequence (`parallel.experts`); `whole_sample_loads` does so with the loads of counted samples, of
@@ -98,17 +98,17 @@ class MixtureOfExperts(nn.Module):
     whole_sequence_loads: Callable[[Tensor], Tensor]
     whole_sample_loads: Callable[[Tensor, CountedTokens], Tensor]
 
-    def __init__(self, spec: ModelSpec, plain: bool) -> None:
+    def __init__(self, spec: MixtureSpec, hidden: int, plain: bool) -> None:
         super().__init__()
-        self.plain = plain
-        self.count, self.per_token, self.normalised = spec.experts, spec.experts_per_token, spec.normalised_routing
-        self.groups, self.groups_per_token, self.scale = spec.expert_groups, spec.groups_per_token, spec.routing_scale
+        self.plain, router = plain, spec.router
+        self.count, self.per_token, self.normalised = spec.experts, spec.per_token, router.normalised
+        self.groups, self.groups_per_token, self.scale = router.groups, router.groups_per_token, router.scale
         self.choice_bias: nn.Parameter | None = None
-        if spec.router == "sigmoid":
+        if router.score == "sigmoid":
             self.choice_bias = nn.Parameter(torch.zeros(spec.experts), requires_grad=False)
-        self.router = Linear(spec.hidden, spec.experts, bias=False)
-        self.experts = Experts(spec, plain)
-        self.shared = feed_forward(spec, spec.shared_expert_hidden, plain) if spec.shared_expert_hidden else None
+        self.router = Linear(hidden, spec.experts, bias=False)
+        self.experts = Experts(spec, hidden, plain)
+        self.shared = None if spec.shared is None else feed_forward_of(spec.shared, hidden, plain)
         self.whole_sequence_loads = lambda loads: loads
         self.whole_sample_loads = lambda loads, counted: loads
         self.z_loss = False
@@ -266,13 +266,13 @@ class Experts(nn.Module):
         """The weighted outputs `(tokens, copies, hidden)` of the chosen experts for x `(tokens, hidden)`, without gradients."""
         return expert_outputs(x, self.gate_up, self.down, choices)
 
-    def __init__(self, spec: ModelSpec, plain: bool) -> None:
+    def __init__(self, spec: MixtureSpec, hidden: int, plain: bool) -> None:
         super().__init__()
-        self.gated, self.plain = spec.mlp == "swiglu", plain
-        width = 2 * spec.expert_hidden if self.gated else spec.expert_hidden
-        input_weight = nn.Parameter(torch.empty(spec.experts, width, spec.hidden))
-        self.register_parameter("gate_up" if self.gated else "up", input_weight)
-        self.down = nn.Parameter(torch.empty(spec.experts, spec.hidden, spec.expert_hidden))
+        expert = spec.expert
+        self.gated, self.plain = expert.gated, plain
+        input_weight = nn.Parameter(torch.empty(spec.experts, expert.first_width, hidden))
+        self.register_parameter(expert.first, input_weight)
+        self.down = nn.Parameter(torch.empty(spec.experts, hidden, expert.width))
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
         """The expert outputs of rows `(rows, hidden)` sorted by expert, each times its element of `weights` `(rows,)` if given.

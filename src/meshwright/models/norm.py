@@ -6,16 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.norm import layer_norm, rms_norm
+from meshwright.spec.blocks.norm import NormSpec
 
 
 class Norm(nn.Module):
     """RMSNorm, or LayerNorm with a bias."""
 
-    def __init__(self, norm: str, width: int, eps: float, plain: bool) -> None:
+    def __init__(self, spec: NormSpec, width: int, plain: bool) -> None:
         super().__init__()
-        self.eps, self.plain = eps, plain
+        self.eps, self.plain = spec.eps, plain
         self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if norm == "layernorm" else None
+        self.bias = nn.Parameter(torch.zeros(width)) if spec.kind == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:

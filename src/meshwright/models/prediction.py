@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.linear import Linear
+from meshwright.models.block import Block
 from meshwright.models.norm import Norm
 from meshwright.spec.model import ModelSpec
 
@@ -27,13 +28,13 @@ class FurtherTokens(NamedTuple):
 class PredictionModule(nn.Module):
     """Norms of both inputs, a projection of their concatenation, one block, and the norm before the head."""
 
-    def __init__(self, spec: ModelSpec, plain: bool, block: nn.Module) -> None:
+    def __init__(self, spec: ModelSpec, plain: bool, block: Block) -> None:
         super().__init__()
-        self.token_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
-        self.hidden_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
+        self.token_norm = Norm(spec.residual_norm, spec.hidden, plain)
+        self.hidden_norm = Norm(spec.residual_norm, spec.hidden, plain)
         self.project = Linear(2 * spec.hidden, spec.hidden, bias=False)
         self.block = block
-        self.norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
+        self.norm = Norm(spec.residual_norm, spec.hidden, plain)
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """The block's input of the earlier output and the embedded tokens, all `(batch, seq, hidden)`."""

@@ -16,7 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.kernels.linear import split_backward
-from meshwright.models.decoder import Block, Decoder
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initial_values
 from meshwright.parallel.block_parts import BlockParts, parts_of
 from meshwright.parallel.blocks import blocks_with_layer, numbered_blocks

@@ -18,7 +18,7 @@ from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.grouped import ExpertOrder
 from meshwright.kernels.linear import with_taps
 from meshwright.kernels.rope import RotaryTables
-from meshwright.models.decoder import Block
+from meshwright.models.block import AttentionKind, Block
 from meshwright.models.moe import CountedTokens
 from meshwright.parallel.experts import AllToAll, DistributedExperts, compute_received
 
@@ -56,6 +56,7 @@ class BlockParts:
     combine: Callable[..., Tensor]
     exchange: AllToAll
     local: Tensor | None
+    attention_kind: AttentionKind
 
 
 def parts_of(
@@ -78,7 +79,7 @@ def parts_of(
         route, combine = with_taps(route, [block.attention, block.moe.router]), with_taps(combine, shared)
     # The number of received rows changes from step to step: a compiled function would be compiled again.
     compute = recompute(partial(compute_received, experts.compute))
-    return BlockParts(route, compute, combine, experts.exchange, experts.local)
+    return BlockParts(route, compute, combine, experts.exchange, experts.local, block.attention_kind)
 
 
 def _route(

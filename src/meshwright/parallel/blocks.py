@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.models.decoder import Block, Decoder
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder
 from meshwright.models.prediction import PredictionModule
 
 

@@ -88,8 +88,8 @@ class SplitSequences:
         device, queries = batch.tokens.device, None
         if self._ring.count > 1:
             queries = _token_positions(local_tokens(seq, self._ring), device)
-        mask = self._model.mask(batch.documents, seq, device, dtype, queries=queries)
-        return SharedInputs(batch.positions, self._model.rope(batch.positions, dtype), mask)
+        inputs = self._model.attention_inputs(batch.positions, batch.documents, seq, dtype, queries=queries)
+        return SharedInputs(batch.positions, inputs)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """All-gather logits `(batch, seq / ranks, vocab)` to `(batch, seq, vocab)`. Collective over context ranks."""

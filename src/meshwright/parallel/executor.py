@@ -343,7 +343,7 @@ class _Step:
 
     def excluded_storages(self, unit: Unit, shared: SharedInputs) -> frozenset[int]:
         """Addresses of storages that are not offloaded: the unit's weights, and rotary tables that all blocks share."""
-        return storage_addresses([*unit.sharded.gathered_tensors, *(shared.rope or ())])
+        return storage_addresses([*unit.sharded.gathered_tensors, *shared.rotary_tensors])
 
     def router_loss(self, unit: Unit, y: RoutedOutput) -> Tensor | None:
         """Add the statistics of a unit's router; returns its loss, to be differentiated with the output, if it has a weight."""

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.kernels.grouped import ExpertOrder, from_groups, order_by_expert, sorted_weights, sum_copies, to_groups
-from meshwright.models.decoder import Block, Decoder
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.parallel.experts import exchange_loads, experts_of_rows
 from meshwright.parallel.products import group_by_name

@@ -88,13 +88,17 @@ class DividedSamples:
         span = no_span(self._ranks)
         if part is not None:
             span = SpanPart(part.length, part.ranks, part.part, part.by_heads).encode(self._ranks)
-        assert shared.mask is not None, "documents make a mask"
-        return shared._replace(mask=SlotMask(shared.mask.dense, shared.mask.blocks, span, divided))
+        by_kind = {}
+        for kind, (rope, mask) in shared.by_kind.items():
+            assert mask is not None, "documents make a mask"
+            by_kind[kind] = rope, SlotMask(mask.dense, mask.blocks, span, divided)
+        return shared._replace(by_kind=by_kind)
 
     def counted_tokens(self, counted: CountedTokens, shared: SharedInputs) -> CountedTokens:
         """Return the counted tokens of a slot, with the part from the mask of its shared inputs."""
-        assert isinstance(shared.mask, SlotMask)
-        return SlotTokens(counted.sample, counted.samples, shared.mask.span)
+        _, mask = next(iter(shared.by_kind.values()))  # all have the same span
+        assert isinstance(mask, SlotMask)
+        return SlotTokens(counted.sample, counted.samples, mask.span)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Return the logits unchanged: a pass without targets divides no sample."""

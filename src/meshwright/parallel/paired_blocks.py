@@ -79,7 +79,7 @@ class PairedBlock:
     def route(self, x: Tensor, shared: SharedInputs) -> None:
         """Run the first part for x `(batch, seq, hidden)`, a leaf that needs a gradient, and start to send its rows."""
         self._choose()
-        routed = self._parts.route(x, shared.rope, shared.mask, shared.counted)
+        routed = self._parts.route(x, *shared.of(self._parts.attention_kind), shared.counted)
         loss = self._router_loss(RoutedOutput(routed.x, routed.balance, routed.load, routed.squares))
         outputs = [routed.x, routed.normed, routed.weights, routed.sent]
         self._graphs.append(_PartGraph.of([x], outputs if loss is None else [*outputs, loss]))

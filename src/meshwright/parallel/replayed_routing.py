@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from meshwright.models.decoder import Block, Decoder
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.routing import RoutingStatistics

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.data.loader import MicroBatch
 from meshwright.kernels.loss import LossSums
+from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, HeadLosses, SharedInputs
 from meshwright.models.moe import CountedTokens, RoutedOutput
 from meshwright.models.prediction import FurtherTokens, further_tokens
@@ -196,7 +198,7 @@ def make_units(
     for stage in stages:
         units = [
             Unit(
-                _block_forward(model.layers[str(layer)]),
+                _block_forward(cast("Block", model.layers[str(layer)])),
                 blocks[str(layer)],
                 layer,
                 kept[layer],
@@ -268,12 +270,16 @@ def _runs_embedding(model: Decoder) -> bool:
 
 
 def _embedding_forward(model: Decoder) -> UnitForward:
-    return lambda x, batch, shared: model.embed_tokens(batch.tokens, shared)
+    return lambda x, batch, shared: model.embed_tokens(batch.tokens, shared.positions)
 
 
-def _block_forward(block: nn.Module) -> UnitForward:
+def _block_forward(block: Block) -> UnitForward:
     # Not `block(...)`, so that no module hooks run; `parallel.apply` wraps `forward` for recompute and compilation.
-    return lambda x, batch, shared: block.forward(x, shared.rope, shared.mask, shared.counted)
+    def run(x: Tensor | None, batch: LocalBatch, shared: SharedInputs) -> Tensor | RoutedOutput:
+        assert x is not None
+        return block.forward(x, *shared.of(block.attention_kind), shared.counted)
+
+    return run
 
 
 def _head_forward(model: Decoder) -> UnitForward:

@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor
 from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.rope import RotaryTables
-from meshwright.models.decoder import Attention, Block, Decoder
+from meshwright.models.attention import Attention
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.parallel.blocks import numbered_blocks

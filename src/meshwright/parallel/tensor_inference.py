@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.rope import RotaryTables
-from meshwright.models.decoder import Block, Decoder, Embedding, Head, sum_of_branches
+from meshwright.models.block import Block, sum_of_branches
+from meshwright.models.decoder import Decoder, Embedding, Head
 from meshwright.models.moe import RoutedOutput
 from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from meshwright.planner.candidate import pins_of
 from meshwright.simulator.slow_nodes import node_type_speeds, rank_speeds
@@ -51,5 +52,8 @@ def _speeds(run: RunSpec, mesh: tuple[MeshAxis, ...]) -> tuple[float, ...]:
 def head_in_layers(run: RunSpec) -> float:
     """FLOPs of the output head, in units of one block's FLOPs."""
     model, seq = run.model, run.train.seq_len
-    one_layer, two_layers = (flops_per_token(replace(model, layers=layers), seq, causal=True) for layers in (1, 2))
+    alike: dict[str, Any] = {"blocks": {}, "pattern": (), "first": (), "sequence": ()}
+    one_layer, two_layers = (
+        flops_per_token(replace(model, layers=layers, **alike), seq, causal=True) for layers in (1, 2)
+    )
     return (2 * one_layer - two_layers) / (two_layers - one_layer)

@@ -99,7 +99,7 @@ def measure(
     )
 
 
-def cases_of(work: Work) -> tuple[list[products.Case], attention.Case]:
+def cases_of(work: Work) -> tuple[list[products.Case], list[attention.Case]]:
     """Products and attention to measure so that `work` can be priced; in fp8 each of a layer's three products separately."""
     product_cases: list[products.Case] = []
     for linear in work.linears:
@@ -109,16 +109,10 @@ def cases_of(work: Work) -> tuple[list[products.Case], attention.Case]:
         )
         shapes = ((m, k, n), (m, n, k), (n, m, k)) if number_format == "fp8" else ((m, k, n),)
         product_cases += [(shape, number_format) for shape in shapes]
-    attention_work = work.attention
-    attention_case = (
-        attention_work.seq,
-        attention_work.heads,
-        attention_work.kv_heads,
-        attention_work.head_dim,
-        attention_work.tokens,
-        attention_work.window,
-    )
-    return list(dict.fromkeys(product_cases)), attention_case
+    attention_cases = [
+        (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens, one.window) for one in work.attention
+    ]
+    return list(dict.fromkeys(product_cases)), attention_cases
 
 
 def machine_properties(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:

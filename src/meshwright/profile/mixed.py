@@ -30,25 +30,29 @@ def mixed_times(
     clock: Clock,
     work: Work,
     product_cases: Sequence[products.Case],
-    attention_case: attention.Case,
+    attention_cases: Sequence[attention.Case],
     budget: float,
 ) -> tuple[list[ProductTime], list[AttentionTime]]:
-    """Times of each product and of attention, in rounds of all of them and one layer's share of memory-bound passes."""
+    """Times of each product and of each kind of attention, in rounds of all of them and one layer's share of memory-bound passes."""
     calls = [products.call_of(case, team) for case in product_cases]
     bursts = [clock.burst_seconds(call) for call in calls]
-    forward, backward = attention.calls_of(team, attention_case)
-    seconds_by_call = _median_seconds(team, [*calls, forward, backward, _pass_call(team, work)], budget)
+    attends = [call for case in attention_cases for call in attention.calls_of(team, case)]
+    seconds_by_call = _median_seconds(team, [*calls, *attends, _pass_call(team, work)], budget)
+    attended = iter(seconds_by_call[len(calls) : -1])
     measured = [
         products.product_time_of(case, seconds, burst)
         for case, seconds, burst in zip(product_cases, seconds_by_call[: len(calls)], bursts, strict=True)
     ]
-    return measured, [attention.attention_time_of(team, attention_case, seconds_by_call[-3], seconds_by_call[-2])]
+    return measured, [
+        attention.attention_time_of(team, case, forward, backward)
+        for case, (forward, backward) in zip(attention_cases, zip(attended, attended, strict=True), strict=True)
+    ]
 
 
 def _pass_call(team: Team, work: Work) -> Call:
     """A call that copies as many bytes as the step's memory-bound passes move per attention."""
     size_bytes = (work.elementwise_bytes + work.quantise_bytes + work.loss_bytes + work.copy_bytes) / max(
-        1.0, work.attention.count
+        1.0, sum(attention.count for attention in work.attention)
     )
     source = torch.ones(max(1, int(size_bytes / 4)), device=team.device, dtype=torch.bfloat16)
     return partial(torch.empty_like(source).copy_, source)

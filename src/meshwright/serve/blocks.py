@@ -14,8 +14,10 @@ from torch import Tensor
 
 from meshwright.kernels.add_norm import add_copies_rms_norm, add_rms_norm
 from meshwright.kernels.row_quantize import RoundedMatrix, quantize_add_rms_norm
-from meshwright.models.decoder import Block, Decoder, Norm, SharedInputs
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder
 from meshwright.models.moe import MixtureOfExperts
+from meshwright.models.norm import Norm
 from meshwright.serve.formats import input_format
 from meshwright.spec.engine import WeightFormat
 
@@ -39,7 +41,7 @@ Delta = Tensor | CopyOutputs
 
 def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Delta | None]:
     """Return `(x, delta)` behind the last block, for tokens and positions `(tokens,)`."""
-    x, delta = model.embed_tokens(tokens[None], SharedInputs(positions[None], None, None)), None
+    x, delta = model.embed_tokens(tokens[None], positions[None]), None
     for layer in cast("Iterable[Block]", model.layers.values()):
         x, delta = block_forward(layer, x, delta)
     return x, delta

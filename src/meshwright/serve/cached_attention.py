@@ -8,7 +8,7 @@ in the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -21,7 +21,9 @@ from meshwright.kernels.latent_attention import latent_attention, rotate_and_wri
 from meshwright.kernels.norm import HeadNorms
 from meshwright.kernels.paged_attention import is_fp8, paged_attention, prompt_attention, rotate_and_write
 from meshwright.kernels.rope import RotaryTables
-from meshwright.models.decoder import Attention, Block, Decoder
+from meshwright.models.attention import Attention
+from meshwright.models.block import Block, tables_of
+from meshwright.models.decoder import Decoder
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.prediction import PredictionModule
 from meshwright.serve.batch_inputs import StepInputs
@@ -42,9 +44,9 @@ Both are `(tokens, heads, …)`.
 class CurrentStep:
     """The inputs of the step that the model computes; all layers read them."""
 
-    def __init__(self, rope: RotaryTables | None, cache: KVCache, *, invariant: bool = False) -> None:
-        self.rope, self._cache = rope, cache
-        """Rotary tables `(context, head_dim / 2)`, or None for a model with learned positions."""
+    def __init__(self, ropes: Sequence[RotaryTables | None], cache: KVCache, *, invariant: bool = False) -> None:
+        self.ropes, self._cache = ropes, cache
+        """Rotary tables `(context, head_dim / 2)` of each group of layers; None where attention does not rotate."""
         self.scales = cache.scales
         """Scales of an fp8 cache."""
         self.invariant = invariant
@@ -57,7 +59,7 @@ class CurrentStep:
         It returns the memory that the attention will fill before the rest of the pass runs (`serve.prompt_graphs`).
         """
         on_host = cache.tensors[0].device.type == "cpu"
-        self._host_rope = signed_tables(rope) if on_host and rope is not None else None
+        self._host_ropes = [signed_tables(rope) if on_host and rope is not None else None for rope in ropes]
         self._host_decodes_work = on_host and cache.scales is None
         self._host_decodes: dict[int, HostDecodes] = {}
         self._lone_tokens: LoneTokens | None = None
@@ -81,7 +83,7 @@ class CurrentStep:
             return None
         if group not in self._host_decodes:
             window, size = self._cache.groups[group].window, self._cache.tokens_per_block
-            self._host_decodes[group] = prepare_decodes(step, group, window, self._host_rope, size)
+            self._host_decodes[group] = prepare_decodes(step, group, window, self._host_ropes[group], size)
         return self._host_decodes[group]
 
     def lone_tokens(self) -> LoneTokens:
@@ -132,7 +134,7 @@ class CachedAttention:
         # With an fp8 cache and in invariant steps all keys are read from the cache, so results do not depend on where chunks begin.
         keys = torch.empty_like(k) if step.prompts and self._step.scales is None and not self._step.invariant else None
         slots = step.slots[self._group]
-        rope, scales = self._step.rope, self._step.scales
+        rope, scales = self._step.ropes[self._group], self._step.scales
         q = rotate_and_write(
             q,
             k,
@@ -218,9 +220,10 @@ class CachedLatents:
     ) -> Tensor:
         """Attention output `(1, tokens, heads · value_head_dim)`; see `models.latent_attention.expand_and_attend`."""
         step, plain, latent = self._step.inputs, attention.plain, latent[0]
-        assert self._step.rope is not None, "latent attention has rotary positions"
+        tables = self._step.ropes[self._group]
+        assert tables is not None, "latent attention has rotary positions"
         q_plain, q_rotary = attention.split_queries(q[0])
-        places = (self._step.rope, step.positions, self._cache, step.slots[self._group])
+        places = (tables, step.positions, self._cache, step.slots[self._group])
         q_rotated, key = rotate_and_write_latents(q_rotary, shared_key[0], latent, *places, plain=plain)
         if self._step.at_attention is not None:
             q = torch.cat((attention.absorb(q_plain), q_rotated), dim=-1)
@@ -300,8 +303,10 @@ def use_cached_attention(
     `context` is the length of a text at most. The model then computes only steps whose inputs are set in the result.
     """
     weight = model.embed.weight
-    rope = model.rope(torch.arange(context, device=weight.device), weight.dtype)
-    step = CurrentStep(None if rope is None else (rope[0][0, :, 0], rope[1][0, :, 0]), cache, invariant=invariant)
+    positions = torch.arange(context, device=weight.device)
+    tables = [tables_of(group.mixer.rotary, positions, weight.dtype) for group in cache.groups]
+    ropes = [None if rope is None else (rope[0][0, :, 0], rope[1][0, :, 0]) for rope in tables]
+    step = CurrentStep(ropes, cache, invariant=invariant)
     modules = cast("Iterable[PredictionModule]", model.predictions[:predictions])
     blocks = [*model.layers.values(), *(module.block for module in modules)]
     for number, block in enumerate(blocks):
@@ -312,7 +317,7 @@ def use_cached_attention(
         else:
             assert isinstance(attention, Attention)
             norms = None
-            if model.spec.qk_norm and cache_layer.is_cuda:  # one kernel norms, rotates and writes
+            if attention.qk_norm and cache_layer.is_cuda:  # one kernel norms, rotates and writes
                 norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
                 attention.qk_norm = False
             attention.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window, norms)

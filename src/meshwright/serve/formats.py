@@ -17,7 +17,9 @@ from meshwright.kernels.fp8_products import ALIGNED
 from meshwright.kernels.grouped_fp8 import GROUPED_MAJOR
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.router import MOST_EXPERTS
-from meshwright.models.decoder import Attention, Block, Decoder
+from meshwright.models.attention import Attention
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.models.moe import Experts

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.linear import Linear
-from meshwright.models.decoder import Attention, Block, Decoder, Embedding, Head, Norm
+from meshwright.models.attention import Attention
+from meshwright.models.block import Block, tables_of
+from meshwright.models.decoder import Decoder, Embedding, Head
 from meshwright.models.mlp import GatedMLP
+from meshwright.models.norm import Norm
 from meshwright.policies.batch_request import Part
 from meshwright.serve.batch_inputs import BatchInputs, Packed
 from meshwright.serve.host_attention import signed_tables
@@ -65,7 +68,7 @@ class HostDecode:
         self._embed, self._norm = weight, model.norm.weight
         self._head = (weight if model.head.weight is None else model.head.weight).t()
         self._layers = [_weights(block) for block in _blocks(model)]
-        rope = model.rope(torch.arange(context), weight.dtype)
+        rope = tables_of(group.mixer.rotary, torch.arange(context), weight.dtype)
         assert rope is not None
         cos, sin = signed_tables((rope[0][0, :, 0], rope[1][0, :, 0]))
         self._rotations = torch.cat((cos[:, 0], sin[:, 0]), dim=1)

@@ -13,7 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from meshwright.models.decoder import Block, Decoder, SharedInputs
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder
 from meshwright.parallel.expert_inference import exchange_nothing, mixture_in_stages
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.blocks import CopyOutputs, block_forward, mixture_input
@@ -88,8 +89,7 @@ def _decodes_between(step: StepInputs, first: int, last: int) -> StepInputs:
 
 def _stream(model: Decoder, inputs: StepInputs) -> Stream:
     """`serve.blocks.residual_stream` that yields during exchanges."""
-    shared = SharedInputs(inputs.positions[None], None, None)
-    x, delta = model.embed_tokens(inputs.tokens[None], shared), None
+    x, delta = model.embed_tokens(inputs.tokens[None], inputs.positions[None]), None
     for module in model.layers.values():
         block = cast("Block", module)
         if block.routed:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.kernels.expert_decode import most_tokens
-from meshwright.models.decoder import Block, Decoder
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder
 from meshwright.models.prediction import PredictionModule
 from meshwright.policies.drafting import most_drafting
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs

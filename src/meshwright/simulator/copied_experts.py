@@ -89,7 +89,7 @@ def _copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
             delay=DECISION_DELAY,
         )
     alone = play_loads(steps, even, costs, policy=None, initial=owned(even, ranks), delay=DECISION_DELAY)
-    routed = sum(model.routed(layer) for layer in range(model.layers))
+    routed = model.routed_layers
     return _effects(played, alone, routed)
 
 

@@ -78,9 +78,9 @@ class UnitCosts:
         rank_blocks = ([block for stage in stages for block in stage] for stages in table)
         self._rank_blocks = {block: blocks for blocks in rank_blocks for block in blocks}
         """By block, all blocks of its pipeline rank."""
-        self._block_seconds: dict[tuple[Recompute, bool, Linear], Seconds] = {}
+        self._block_seconds: dict[tuple[Recompute, int, Linear], Seconds] = {}
         self._exposed_copies: dict[int, tuple[float, float]] = {}
-        self._representatives: dict[tuple[bool, LayerStrategy, int | None], int] = {}
+        self._representatives: dict[tuple[int, LayerStrategy, int | None], int] = {}
         machine, layout, k = cost_inputs.machine, cost_inputs.layout, cost_inputs.constants
         self._gather_seconds = cache(
             lambda copied, size: number(gather(self._group_for_engine(self._shard_group, copied), k, size))
@@ -109,7 +109,7 @@ class UnitCosts:
         strategy = self._strategy(unit)
         # All blocks of a rank hide its activation copies, so blocks with offloading are equal only within a rank.
         rank = self._rank_blocks[unit][0] if strategy.activations_offloaded else None
-        return self._representatives.setdefault((self.model.routed(unit), strategy, rank), unit)
+        return self._representatives.setdefault((self.model.kind(unit), strategy, rank), unit)
 
     def compute(self, unit: Unit) -> Seconds:
         """Compute seconds of one micro-batch in the unit."""
@@ -220,8 +220,8 @@ class UnitCosts:
         """Parameters of the unit on one rank."""
         tensor, shards = self.plan.axis_size("tensor"), shard_size(self.plan)
         if isinstance(unit, int):
-            routed, expert = self.model.routed(unit), experts_over(self.plan)
-            return block_unit(self.model, routed=routed, tensor=tensor, shards=shards, expert=expert)
+            kind, expert = self.model.kind(unit), experts_over(self.plan)
+            return block_unit(self.model, kind=kind, tensor=tensor, shards=shards, expert=expert)
         ends = end_units(self.model, tensor=tensor, shards=shards, expert=experts_over(self.plan))
         if unit == "embed":
             return ends.embed
@@ -341,7 +341,7 @@ class UnitCosts:
     def _block_without_offload(self, unit: int) -> Seconds:
         """Compute seconds of one micro-batch in a block, without copies to host memory."""
         strategy = self._strategy(unit)
-        key = strategy.recompute, self.model.routed(unit), strategy.linear or self.plan.precision.linear
+        key = strategy.recompute, self.model.kind(unit), strategy.linear or self.plan.precision.linear
         if key not in self._block_seconds:
             self._block_seconds[key] = self._compute_block(*key)
         return self._block_seconds[key]
@@ -378,12 +378,12 @@ class UnitCosts:
             global_batch=layout.micro_batch, recompute=float(RECOMPUTE_MODES.index(mode)),
         )  # fmt: skip
 
-    def _compute_block(self, mode: Recompute, routed: bool, linear: Linear) -> Seconds:
+    def _compute_block(self, mode: Recompute, kind: int, linear: Linear) -> Seconds:
         """Compute seconds of one micro-batch in a block with these settings."""
         cost_inputs = self.cost_inputs.for_format(linear)
         machine, k = cost_inputs.machine, cost_inputs.constants
         layout = self._single_rank_layout(mode)
-        shape = shape_of(self.model, round(number(layout.seq)), routed=routed)
+        shape = shape_of(self.model, round(number(layout.seq)), kind=kind)
         times = layer_times(shape, machine, layout, k)
         exposed = layer_exposure(shape, machine, layout, k, times)
         tensor, context, expert, host = (

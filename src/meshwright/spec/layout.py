@@ -12,11 +12,9 @@ from meshwright.spec.blocks.table import ParameterSpec, TensorSplit
 from meshwright.spec.blocks.transfers import transfers
 from meshwright.spec.model import (
     ModelSpec,
-    block_of,
     block_parameters,
     end_parameters,
     parameters,
-    sequence,
 )
 from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, SHARD_AXES, Plan, SchedulePlan, layer_range
 
@@ -300,7 +298,7 @@ def tensor_splits(spec: ModelSpec) -> dict[str, TensorSplit]:
     norms, learned positions, routers, projections to latents, and the biases after a product whose results are summed over ranks. Routed
     experts are whole, and different on each tensor rank (`Layout.expert_groups`).
     """
-    kinds = [block_parameters(spec, routed=run.block.mixture is not None) for run in sequence(spec)]
+    kinds = [block_parameters(spec, kind) for kind in range(len(spec.block_kinds))]
     weights = (*end_parameters(spec), *(weight for kind in kinds for weight in kind))
     return {weight.module: weight.split for weight in weights if weight.split != "whole"}
 
@@ -310,7 +308,7 @@ def token_exchanges(spec: ModelSpec, layer: int) -> int:
 
     Routed experts exchange their tokens separately.
     """
-    return len(transfers(block_of(spec, routed=spec.routed(layer))).scattered)
+    return len(transfers(spec.block(layer)).scattered)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache, partial
+from itertools import cycle, groupby, islice
+from typing import Annotated, Any, Literal
 
+from meshwright.spec.block_pattern import expanded, pattern_mistakes
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.block import BlockSpec, SublayerSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
@@ -27,6 +29,26 @@ LATENT_NORM_EPS = 1e-6
 """DeepSeek's norms of latents do not use the model's epsilon."""
 MOST_PARAMETERS = 10**15
 """Weights of a model: more exceed the arithmetic of the cost model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindSpec:
+    """A kind of block (`model.blocks.NAME`): where it differs from the other keys of `model`. A key that is none is the model's."""
+
+    sliding_window: NotNegative | None = None
+    """Each token attends to this many tokens, itself included; 0 is full causal attention."""
+    positions: Literal["rope", "none"] | None = None
+    """Rotary embedding, or no positions in attention."""
+    rope_theta: Annotated[float, Bound(more_than=0)] | None = None
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1 scaling of the rotary frequencies."""
+    yarn: YarnScaling | None = None
+    """YaRN scaling of the rotary frequencies."""
+    ffn_hidden: Positive | None = None
+    """Width inside the feed-forward network of a dense layer."""
+    routed: bool | None = None
+    """Whether the layer has the model's experts in place of a dense feed-forward network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +129,67 @@ class ModelSpec:
     """Modules after the last block, of which the k-th predicts the token k + 1 ahead (multi-token prediction, DeepSeek-V3)."""
     init_std: Annotated[float, Bound(more_than=0)] = 0.02
     """Standard deviation of initial weights; projections back into the residual stream use it / √(2·layers)."""
+    blocks: dict[str, KindSpec] = field(default_factory=dict)
+    """Kinds of blocks by name, of a model whose layers differ. A kind has the keys above where it does not set its own."""
+    pattern: tuple[str, ...] = ()
+    """Kinds of the layers in order, repeated and cut at `layers`: `[5*local, global]`."""
+    first: tuple[str, ...] = ()
+    """Kinds of the first layers, before `pattern`."""
+    sequence: tuple[str, ...] = ()
+    """Kinds of all layers, in place of `pattern`."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields without what is cached: another process hashes texts otherwise."""
+        return {key.name: getattr(self, key.name) for key in fields(self)}
+
+    @cached_property
+    def _hash(self) -> int:
+        """The planner's caches look a spec up for every layout, so its hash is computed once."""
+        values = [
+            tuple(value.items()) if isinstance(value := getattr(self, key.name), dict) else value
+            for key in fields(self)
+        ]
+        return hash(tuple(values))
+
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """For each layer the number of its block among `block_kinds`."""
+        return _kinds(self)[1]
+
+    @cached_property
+    def block_kinds(self) -> tuple[BlockSpec, ...]:
+        """The distinct blocks, in the order in which layers first have them."""
+        return _kinds(self)[0]
+
+    def kind(self, layer: int) -> int:
+        """The number of a layer's block among `block_kinds`; blocks of prediction modules, from `layers` on, equal the last layer's."""
+        return self.layer_kinds[min(layer, self.layers - 1)]
+
+    def block(self, layer: int) -> BlockSpec:
+        """The block of a layer, or of a prediction module as in `kind`."""
+        return self.block_kinds[self.kind(layer)]
 
     def routed(self, layer: int) -> bool:
-        """Whether block `layer` has experts in place of a dense feed-forward network; prediction modules have them too."""
-        return self.experts > 0 and layer >= self.first_dense_layers
+        """Whether block `layer` has experts in place of a dense feed-forward network; prediction modules as in `kind`."""
+        return self.block(layer).mixture is not None
+
+    @property
+    def routed_layers(self) -> int:
+        """Layers with experts, without prediction modules."""
+        return sum(map(self.routed, range(self.layers)))
 
     @property
     def embedding_at_both_ends(self) -> bool:
         """Whether the last stage uses the token embedding too: as a tied head, or in prediction modules."""
         return self.tied or self.prediction_depth > 0
+
+    @property
+    def residual_norm(self) -> NormSpec:
+        """The norms of the residual stream."""
+        return NormSpec(kind=self.norm, eps=self.norm_eps)
 
     @property
     def value_width(self) -> int:
@@ -140,21 +214,33 @@ class BlockRun:
 
 @lru_cache(maxsize=64)  # the planner asks for every layout
 def sequence(spec: ModelSpec) -> tuple[BlockRun, ...]:
-    """The blocks of a model in order: the first dense ones, then those with experts."""
-    dense = min(spec.first_dense_layers, spec.layers) if spec.experts else spec.layers
-    runs = (
-        BlockRun(block_of(spec, routed=False), 0, dense),
-        BlockRun(block_of(spec, routed=True), dense, spec.layers - dense),
-    )
-    return tuple(run for run in runs if run.count)
+    """The blocks of a model in order, as runs of equal ones."""
+    runs = ((kind, list(layers)) for kind, layers in groupby(range(spec.layers), spec.kind))
+    return tuple(BlockRun(spec.block_kinds[kind], layers[0], len(layers)) for kind, layers in runs)
 
 
-@lru_cache(maxsize=64)
-def block_of(spec: ModelSpec, *, routed: bool) -> BlockSpec:
-    """The block of a model with experts (`routed`) or without."""
-    norm = NormSpec(kind=spec.norm, eps=spec.norm_eps)
+def _kinds(spec: ModelSpec) -> tuple[tuple[BlockSpec, ...], tuple[int, ...]]:
+    """The distinct blocks of a model, and for each layer the number of its block."""
+    keys = [(name, layer >= spec.first_dense_layers) for layer, name in enumerate(kind_names(spec))]
+    of_key = {key: block_of(spec, *key) for key in dict.fromkeys(keys)}
+    numbers = {block: number for number, block in enumerate(dict.fromkeys(of_key.values()))}
+    return tuple(numbers), tuple(numbers[of_key[key]] for key in keys)
+
+
+def kind_names(spec: ModelSpec) -> tuple[str, ...]:
+    """The name of each layer's kind, as the keys describe it; empty names for a model without kinds."""
+    repeated = cycle(expanded(spec.pattern) or ("",))
+    return (*expanded(spec.sequence or spec.first), *islice(repeated, spec.layers))[: spec.layers]
+
+
+def block_of(spec: ModelSpec, name: str = "", routed: bool = True) -> BlockSpec:
+    """The block of the kind `name`; it has no experts if not `routed`, or if model or kind have none."""
+    kind = spec.blocks.get(name, KindSpec())
+    spec = _with_keys(spec, kind)
+    norm = spec.residual_norm
     mixer = latent_attention_of(spec) if spec.kv_rank else attention_of(spec)
-    feed_forward = mixture_of(spec) if routed else feed_forward_of(spec, spec.ffn_hidden)
+    has_experts = routed and spec.experts > 0 and kind.routed is not False
+    feed_forward = mixture_of(spec) if has_experts else feed_forward_of(spec, spec.ffn_hidden)
     bodies = ((mixer, feed_forward),) if spec.parallel_block else ((mixer,), (feed_forward,))
     return BlockSpec(
         hidden=spec.hidden,
@@ -164,14 +250,26 @@ def block_of(spec: ModelSpec, *, routed: bool) -> BlockSpec:
     )
 
 
+def _with_keys(spec: ModelSpec, kind: KindSpec) -> ModelSpec:
+    """The model with the keys that a kind sets."""
+    keys = {key.name: getattr(kind, key.name) for key in fields(kind) if key.name != "routed"}
+    given = {name: value for name, value in keys.items() if value is not None}
+    if "sliding_window" in given:
+        given["sliding_window"] = given["sliding_window"] or None
+    return replace(spec, **given) if given else spec
+
+
 def described_bodies(spec: ModelSpec) -> tuple[Body, ...]:
     """Every mixer and feed-forward network that the flat keys describe, whether a layer has it or not."""
-    dense = block_of(spec, routed=False).bodies
-    return (*dense, mixture_of(spec)) if spec.experts else dense
+    flat = (*block_of(spec, routed=False).bodies, *((mixture_of(spec),) if spec.experts else ()))
+    return tuple(dict.fromkeys((*flat, *(body for block in spec.block_kinds for body in block.bodies))))
 
 
 def unusable_keys(spec: ModelSpec) -> Iterator[str]:
     """What is wrong with keys that no body of the model has: of experts, of latent attention, or beside it."""
+    orders = (spec.pattern, spec.first, spec.sequence)
+    for key, is_wrong, expected, near in pattern_mistakes(spec.layers, tuple(spec.blocks), *orders):
+        yield f"{key} is {is_wrong}: expected {expected}" + (f"; nearest: {near}" if near else "")
     if not spec.experts:
         yield from mixture_of(spec).router.mistakes(spec.experts, spec.experts_per_token)
     if not spec.kv_rank:
@@ -254,9 +352,9 @@ def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
 
 
 @lru_cache(maxsize=64)
-def block_parameters(spec: ModelSpec, *, routed: bool) -> tuple[ParameterSpec, ...]:
-    """Every weight of the first block with experts (`routed`) or without; other blocks differ in names only."""
-    return tuple(_named(f"layers.{spec.first_dense_layers if routed else 0}", block_of(spec, routed=routed)))
+def block_parameters(spec: ModelSpec, kind: int) -> tuple[ParameterSpec, ...]:
+    """Every weight of the first block of a kind; other blocks of the kind differ in names only."""
+    return tuple(_named(f"layers.{spec.layer_kinds.index(kind)}", spec.block_kinds[kind]))
 
 
 @lru_cache(maxsize=64)
@@ -267,7 +365,7 @@ def end_parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
 
 def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[ParameterSpec]:
     """The weights of block `layer`, in registration order."""
-    return _named(f"layers.{layer}", block_of(spec, routed=spec.routed(layer)))
+    return _named(f"layers.{layer}", spec.block(layer))
 
 
 def prediction_parameters(spec: ModelSpec, depth: int) -> Iterator[ParameterSpec]:
@@ -276,7 +374,7 @@ def prediction_parameters(spec: ModelSpec, depth: int) -> Iterator[ParameterSpec
     yield from _norm(spec, f"{prefix}.token_norm")
     yield from _norm(spec, f"{prefix}.hidden_norm")
     yield _matrix(f"{prefix}.project.weight", spec.hidden, 2 * spec.hidden, spec.init_std)
-    yield from _named(f"{prefix}.block", block_of(spec, routed=spec.experts > 0))
+    yield from _named(f"{prefix}.block", spec.block(spec.layers))
     yield from _norm(spec, f"{prefix}.norm")
 
 
@@ -310,7 +408,7 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     activations are not counted. A prediction module counts as a layer, its projection and another use of the head.
     """
     span_of = partial(mean_span, seq_len=seq_len, causal=causal)
-    predicting = (BlockRun(block_of(spec, routed=spec.experts > 0), spec.layers, spec.prediction_depth),)
+    predicting = (BlockRun(spec.block(spec.layers), spec.layers, spec.prediction_depth),)
     runs = (*sequence(spec), *(predicting if spec.prediction_depth else ()))
     matmul = sum(run.count * run.block.table().multiplications for run in runs)
     matmul += spec.prediction_depth * 2 * spec.hidden * spec.hidden
@@ -343,5 +441,4 @@ def _matrix(name: str, out: int, inputs: int, std: float, split: TensorSplit = "
 
 def _norm(spec: ModelSpec, name: str) -> Iterator[ParameterSpec]:
     """The weights of a norm of the residual stream outside of blocks."""
-    norm = NormSpec(kind=spec.norm, eps=spec.norm_eps)
-    return norm.operation(name, "x", Value(name, spec.hidden), spec.hidden).weights()
+    return spec.residual_norm.operation(name, "x", Value(name, spec.hidden), spec.hidden).weights()

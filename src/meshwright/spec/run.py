@@ -23,6 +23,8 @@ class ModelSection(ModelSpec):
     init: str = "scratch"
     """Initial weights: `scratch`, `hf:DIR` (a Hugging Face folder) or `checkpoint:DIR` (weights only, optimizer fresh)."""
 
+    __hash__ = ModelSpec.__hash__
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:

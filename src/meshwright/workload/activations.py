@@ -81,11 +81,11 @@ def elements_per_token(
     `busiest` is that of `mean_saved_elements`. The sums over tiles of the feed-forward are spread over the `tokens` of a micro-batch.
     """
     expert_ranks, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
-    by_block = dict[tuple[bool, Recompute, Linear | None], tuple[float, float]]()
+    by_block = dict[tuple[int, Recompute, Linear | None], tuple[float, float]]()
 
     def per_token(layer: int) -> tuple[float, float]:
         mode = strategies[layer].recompute
-        key = model.routed(layer), mode, strategies[layer].linear
+        key = model.kind(layer), mode, strategies[layer].linear
         if key not in by_block:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
             block, index = _block(model, layer, mode)
@@ -207,4 +207,4 @@ def prediction_elements(model: ModelSpec, modules: Array, saved: Array, temporar
 
 def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, int]:
     """The shape of a model whose blocks are all like block `layer`, and the index of the mode."""
-    return shape_of(model, 1, routed=model.routed(layer)), RECOMPUTE_MODES.index(recompute)
+    return shape_of(model, 1, kind=model.kind(layer)), RECOMPUTE_MODES.index(recompute)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
-from meshwright.spec.model import BlockRun, ModelSpec, block_of, sequence
+from meshwright.spec.model import BlockRun, ModelSpec, sequence
 
 Mixer = AttentionSpec | LatentAttentionSpec
 
@@ -37,7 +37,7 @@ class LayerGroup:
 def layer_groups(spec: ModelSpec, predictions: int = 0) -> tuple[LayerGroup, ...]:
     """The groups of the model's layers by kind of attention; so many prediction modules are further layers."""
     layers: dict[Mixer, list[int]] = {}
-    modules = BlockRun(block_of(spec, routed=spec.experts > 0), spec.layers, predictions)
+    modules = BlockRun(spec.block(spec.layers), spec.layers, predictions)
     for run in (*sequence(spec), modules):
         mixer = next(body for body in run.block.bodies if isinstance(body, AttentionSpec | LatentAttentionSpec))
         layers.setdefault(mixer, []).extend(range(run.first, run.first + run.count))

@@ -139,7 +139,7 @@ def _units(model: ModelSpec, plan: Plan, counts: CollectiveCounts, rank: int) ->
     embed, head = end_units(model, **sizes).units(used_by_both=used_by_both, first=first, last=last)
     shared = used_by_both and first and last
     for stage in table[rank]:
-        units = [block(routed=model.routed(layer)) for layer in stage]
+        units = [block(kind=model.kind(layer)) for layer in stage]
         units = [head if shared else embed] * (stage.start == 0) + units + [head] * (stage.stop == model.layers)
         blocks = [None] * (stage.start == 0) + [*stage] + [None]
         for unit, parameters in enumerate(units):
@@ -187,7 +187,6 @@ def _bytes_inside_layers(
     train = TrainSpec(steps=1, global_batch=plan.batch.global_batch, seq_len=seq_len)
     columns = layout_of(model, train, plan)
     element = bytes_of(plan.precision.compute)
-    masked = masked or model.sliding_window is not None
     tensor_borders = _ring_borders(layout, layout.groups("tensor"))
     borders = {"tensor": tensor_borders, "context_ring": _ring_borders(layout, layout.groups("context_ring"))}
     pairs = {
@@ -200,13 +199,18 @@ def _bytes_inside_layers(
         layers = [layer for stage in stages for layer in stage]
         modules = model.prediction_depth * (model.layers - 1 in layers)
         layers += [model.layers - 1] * modules  # the block of a module is like the last one
-        block_counts = Counter((model.routed(layer), plan.strategy(layer, model.layers).recompute) for layer in layers)
-        for (routed, mode), count in block_counts.items():
-            blocks = shape_of(model, seq_len, routed=routed)
+        block_counts = Counter((model.kind(layer), plan.strategy(layer, model.layers).recompute) for layer in layers)
+        for (kind, mode), count in block_counts.items():
+            blocks = shape_of(model, seq_len, kind=kind)
             mode_columns = replace(columns, recompute=float(RECOMPUTE_MODES.index(mode)))
             step = step_shape(blocks, columns)
             for message in layer_messages(
-                blocks, mode_columns, step, element=element, masked=masked, compiled=plan.compile
+                blocks,
+                mode_columns,
+                step,
+                element=element,
+                masked=masked or model.block_kinds[kind].mixer.window is not None,
+                compiled=plan.compile,
             ):
                 repeats = message.count / model.layers * count
                 if message.op == "all_to_all":

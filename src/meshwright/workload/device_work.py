@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from meshwright.spec.blocks.block import BlockSpec
+from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
+from meshwright.spec.blocks.table import ActivateOp, NormOp
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import gradients_final_in_backward
 from meshwright.spec.model import ModelSpec, parameters
@@ -98,7 +102,8 @@ class Work:
     """Work of one rank in a step; with a pipeline the mean over the pipeline ranks."""
 
     linears: tuple[LinearWork, ...]
-    attention: AttentionWork
+    attention: tuple[AttentionWork, ...]
+    """The distinct ones."""
     elementwise_bytes: float
     quantise_bytes: float
     loss_bytes: float
@@ -131,19 +136,9 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         for routed in (False, True)
     )
     unsharded, owned = dense + experts / experts_over(plan), (dense + experts) / shard_size(plan)
-    ulysses_ranks, ring_ranks = plan.axis_size("context_ulysses"), plan.axis_size("context_ring")
-    heads = tensor_ranks * ulysses_ranks
     return Work(
         linears=tuple(replace(linear, count=count * micro_batches / stages) for linear, count in linears.items()),
-        attention=AttentionWork(
-            train.seq_len,
-            model.heads // heads,
-            max(1, model.kv_heads // heads),
-            _head_width(model),
-            micro_batch_tokens,
-            micro_batches * (model.layers + model.prediction_depth) / stages / ring_ranks,
-            model.sliding_window if (model.sliding_window or train.seq_len) < train.seq_len else None,
-        ),
+        attention=tuple(_attention(model, train, plan)),
         elementwise_bytes=rank_tokens * _elementwise_elements(model) * bytes_of(plan.precision.compute),
         quantise_bytes=rank_tokens * _quantised_bytes(model, plan),
         loss_bytes=rank_tokens * (1 + model.prediction_depth) * model.vocab_size * 2 * bytes_of(plan.precision.compute),
@@ -161,8 +156,21 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     )
 
 
-def _head_width(model: ModelSpec) -> int:
-    return (model.head_dim + model.value_width // model.heads) // 2
+def _attention(model: ModelSpec, train: TrainSpec, plan: Plan) -> Iterator[AttentionWork]:
+    """The attention of all blocks on one rank in a step, by window."""
+    tensor_ranks, stages, ring_ranks = (plan.axis_size(axis) for axis in ("tensor", "pipeline", "context_ring"))
+    heads = tensor_ranks * plan.axis_size("context_ulysses")
+    blocks = Counter(op for layer in _blocks(model) for op in model.block(layer).table().attends)
+    for op, count in blocks.items():
+        yield AttentionWork(
+            train.seq_len,
+            op.heads // heads,
+            max(1, op.kv_heads // heads),
+            (op.key_dim + op.value_dim) // 2,
+            plan.batch.micro_batch * train.seq_len,
+            plan.batch.accumulate * count / stages / ring_ranks,
+            op.window if (op.window or train.seq_len) < train.seq_len else None,
+        )
 
 
 def _summed_bytes(model: ModelSpec, plan: Plan, parameter_count: float) -> float:
@@ -173,9 +181,9 @@ def _summed_bytes(model: ModelSpec, plan: Plan, parameter_count: float) -> float
 def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) -> Iterator[LinearWork]:
     """The products of one micro-batch on one tensor rank: all layers, the head and prediction modules."""
     tensor_ranks, compute_dtype = plan.axis_size("tensor"), plan.precision.compute
-    layers = Counter((model.routed(layer), plan.linear(layer, model.layers) != "compute") for layer in _blocks(model))
-    for (routed, is_fp8), count in layers.items():
-        for product in layer_products(shape_of(model, train.seq_len, routed=routed), step, tensor_ranks):
+    layers = Counter((model.kind(layer), plan.linear(layer, model.layers) != "compute") for layer in _blocks(model))
+    for (kind, is_fp8), count in layers.items():
+        for product in layer_products(shape_of(model, train.seq_len, kind=kind), step, tensor_ranks):
             m, k, n = (max(1, round(float(size))) for size in (product.m, product.k, product.n))
             in_block = float(product.layers) / model.layers
             low = FP8_PRODUCTS[product.role] / 3 if is_fp8 else 0.0
@@ -198,27 +206,35 @@ def _blocks(model: ModelSpec) -> list[int]:
 
 def _elementwise_elements(model: ModelSpec) -> float:
     """Elements per token that element-wise operations read and write, outside of products, attention and loss."""
-    norm_count = 1 if model.parallel_block else 2
-    rotated = (model.heads + model.kv_heads) * model.head_dim if model.positions == "rope" else 0
-    latents = NORM * (model.q_rank + model.kv_rank) / 2 if model.kv_rank else 0  # norms without a residual sum
-    activation = SWIGLU if model.mlp == "swiglu" else GELU
-    per_layer = norm_count * NORM * model.hidden + ROPE * rotated + latents
-    blocks = _blocks(model)
-    routed = sum(map(model.routed, blocks))
-    routed_width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
-    combined = COMBINE * (model.experts_per_token + 1) * model.hidden
-    feed_forward = (len(blocks) - routed) * activation * model.ffn_hidden + routed * (
-        activation * routed_width + combined
-    )
+    blocks = sum(_block_elements(model.block(layer)) for layer in _blocks(model))
     ends = (
         EMBEDDING_AND_NORM * (1 + model.prediction_depth) + NORM * model.prediction_depth
     )  # a module norms both inputs
-    return len(blocks) * per_layer + feed_forward + ends * model.hidden
+    return blocks + ends * model.hidden
+
+
+@lru_cache(maxsize=64)
+def _block_elements(block: BlockSpec) -> float:
+    """Elements per token that the element-wise operations of a block read and write."""
+    total, table = 0.0, block.table()
+    for op in table.operations:
+        if isinstance(op, NormOp) and "." not in op.name:  # of the residual stream or of an output to it
+            total += NORM * op.width
+        elif isinstance(op, ActivateOp):
+            gated = table.values[op.reads[0]].width == 2 * op.writes[0].width
+            total += (SWIGLU if gated else GELU) * op.writes[0].elements
+    mixer, mixture = block.mixer, block.mixture
+    if isinstance(mixer, LatentAttentionSpec):
+        total += NORM * (mixer.q_rank + mixer.kv_rank) / 2  # norms without a residual sum
+    if mixer.rotary is not None:
+        kv_heads = mixer.heads if isinstance(mixer, LatentAttentionSpec) else mixer.kv_heads
+        total += ROPE * (mixer.heads + kv_heads) * mixer.head_dim
+    return total + (COMBINE * (mixture.per_token + 1) * block.hidden if mixture is not None else 0.0)
 
 
 def _quantised_bytes(model: ModelSpec, plan: Plan) -> float:
     """Bytes per token moved to quantise to fp8: input and output gradient of every fp8 product."""
-    layers = Counter(model.routed(layer) for layer in _blocks(model) if plan.linear(layer, model.layers) != "compute")
+    layers = Counter(model.kind(layer) for layer in _blocks(model) if plan.linear(layer, model.layers) != "compute")
     step = StepShape(1, 1, 1, 1, model.experts_per_token)
     return sum(
         count
@@ -226,8 +242,8 @@ def _quantised_bytes(model: ModelSpec, plan: Plan) -> float:
         / model.layers
         * QUANTISE[product.role]
         * float((product.k + product.n) * product.m)
-        for routed, count in layers.items()
-        for product in layer_products(shape_of(model, 1, routed=routed), step, 1)
+        for kind, count in layers.items()
+        for product in layer_products(shape_of(model, 1, kind=kind), step, 1)
     )
 
 

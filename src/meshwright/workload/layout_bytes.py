@@ -144,7 +144,7 @@ class _ModelParameters:
 
 @lru_cache(maxsize=8)  # a sweep asks for one model thousands of times
 def _model_parameters(model: ModelSpec) -> _ModelParameters:
-    blocks = [block_unit(model, routed=model.routed(layer)) for layer in range(model.layers)]
+    blocks = [block_unit(model, kind=model.kind(layer)) for layer in range(model.layers)]
     counts, experts = (sum(block.count for block in blocks), sum(block.experts for block in blocks))
     return _ModelParameters(counts / model.layers, experts / model.layers, end_units(model))
 

@@ -19,7 +19,7 @@ from meshwright.spec.blocks.memory import Elements, activations, saved
 from meshwright.spec.blocks.mixture import MixtureSpec
 from meshwright.spec.blocks.table import AttendOp, ExpertsOp, LinearOp, Table, TensorSplit
 from meshwright.spec.blocks.transfers import Transfers, transfers
-from meshwright.spec.model import BlockRun, ModelSpec, block_of, mean_span, sequence
+from meshwright.spec.model import BlockRun, ModelSpec, mean_span, sequence
 from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.workload.arrays import Array
 
@@ -61,7 +61,11 @@ class Shape:
     """Keys and values together, as they are saved and exchanged."""
     attention_layers: Array
     full_attention: Array
-    """Computed attention scores relative to full causal attention. Short windows of published models count as 0."""
+    """Computed attention scores relative to full causal attention, mean over layers with attention. Short windows of published
+    models count as 0.
+    """
+    windowed: Array
+    """Share of the layers with attention whose window is shorter than the sequence."""
     ffn: Array
     """Width of dense feed-forward layers."""
     dense_layers: Array
@@ -152,10 +156,10 @@ def embedding_at_both_ends(shape: Shape) -> Array:
 
 
 @lru_cache(maxsize=64)
-def shape_of(model: ModelSpec, seq_len: int, *, routed: bool | None = None) -> Shape:
-    """The columns of a model of this program; with `routed`, of one whose blocks all have experts, or none has."""
-    runs = sequence(model) if routed is None else (BlockRun(block_of(model, routed=routed), 0, model.layers),)
-    module = block_of(model, routed=model.experts > 0).table()
+def shape_of(model: ModelSpec, seq_len: int, *, kind: int | None = None) -> Shape:
+    """The columns of a model of this program; with `kind`, of one whose blocks are all of that kind."""
+    runs = sequence(model) if kind is None else (BlockRun(model.block_kinds[kind], 0, model.layers),)
+    module = model.block(model.layers).table()
     module_experts = sum(op.inputs * op.outputs * op.experts for op in module.operations if isinstance(op, ExpertsOp))
     module_dense = sum(op.inputs * op.outputs for op in module.operations if isinstance(op, LinearOp))
     return replace(
@@ -172,10 +176,10 @@ def shape_of(model: ModelSpec, seq_len: int, *, routed: bool | None = None) -> S
 def shape_of_runs(runs: tuple[tuple[BlockSpec, float], ...], *, layers: float, seq_len: int) -> Shape:
     """The columns of `layers` layers that consist of blocks in these numbers, without embedding and head.
 
-    All attention of the blocks is alike, and so are their dense feed-forward networks and their mixtures.
+    All attention of the blocks is alike but for windows, dense feed-forward networks but for their widths; all mixtures are alike.
     """
-    attention = _only((op, count) for block, count in runs for op in block.table().attends)
-    dense = _only((body, n) for block, n in runs for body in block.bodies if isinstance(body, FeedForwardSpec))
+    attends = [(op, count) for block, count in runs for op in block.table().attends if count]
+    dense = [(body, n) for block, n in runs for body in block.bodies if isinstance(body, FeedForwardSpec) and n]
     mixture = _only((body, n) for block, n in runs for body in block.bodies if isinstance(body, MixtureSpec))
     memory = [(activations(block.table()), count / layers) for block, count in runs]
     moved = [(transfers(block), count) for block, count in runs]
@@ -185,10 +189,8 @@ def shape_of_runs(runs: tuple[tuple[BlockSpec, float], ...], *, layers: float, s
         vocab=0,
         tied=0.0,
         linears=_linears(runs),
-        **_attention_columns(attention.value, seq_len),
-        attention_layers=attention.layers,
-        **_feed_forward_columns(dense.value, mixture.value, runs[0][0].hidden),
-        dense_layers=dense.layers,
+        **_attention_columns(attends, seq_len),
+        **_feed_forward_columns(dense, mixture.value, runs[0][0].hidden),
         moe_layers=mixture.layers,
         **_transfer_columns(moved, runs[0][0].hidden),
         saved=sum(count / layers * _saved_elements(block) for block, count in runs),
@@ -211,30 +213,40 @@ class _Only(Generic[T]):
 def _only(found: Iterable[tuple[T, float]]) -> _Only[T]:
     values = [(value, count) for value, count in found if count]
     if len({value for value, _ in values}) > 1:
-        raise NotImplementedError("the closed form prices one kind of attention, feed-forward network and mixture")
+        raise NotImplementedError("the closed form prices one kind of attention and one mixture")
     return _Only(values[0][0] if values else None, sum(count for _, count in values))
 
 
-def _attention_columns(attend: AttendOp | None, seq_len: int) -> dict[str, Any]:
-    if attend is None:
-        return dict.fromkeys(("heads", "query_width", "value_width", "kv_width", "full_attention"), 0.0)
+def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) -> dict[str, Any]:
+    only = _only(((op.heads, op.kv_heads, op.key_dim, op.value_dim), count) for op, count in attends)
+    layers = only.layers
+    if only.value is None:
+        names = ("heads", "query_width", "value_width", "kv_width", "full_attention", "windowed", "attention_layers")
+        return dict.fromkeys(names, 0.0)
+    heads, kv_heads, key_dim, value_dim = only.value
+    spans = sum(count * mean_span(op.window, seq_len, causal=True) for op, count in attends)
     return {
-        "heads": attend.heads,
-        "query_width": attend.heads * attend.key_dim,
-        "value_width": attend.heads * attend.value_dim,
-        "kv_width": attend.kv_heads * (attend.key_dim + attend.value_dim),
-        "kv_head_width": 2 * attend.key_dim,
-        "padding": attend.kv_heads * (attend.key_dim - attend.value_dim),
-        "full_attention": 2 * mean_span(attend.window, seq_len, causal=True) / seq_len,
+        "attention_layers": layers,
+        "heads": heads,
+        "query_width": heads * key_dim,
+        "value_width": heads * value_dim,
+        "kv_width": kv_heads * (key_dim + value_dim),
+        "kv_head_width": 2 * key_dim,
+        "padding": kv_heads * (key_dim - value_dim),
+        "full_attention": 2 * spans / layers / seq_len,
+        "windowed": sum(count for op, count in attends if (op.window or seq_len) < seq_len) / layers,
     }
 
 
-def _feed_forward_columns(dense: FeedForwardSpec | None, mixture: MixtureSpec | None, hidden: float) -> dict[str, Any]:
-    networks = [dense, mixture.expert if mixture is not None else None]
-    gated = any(network.gated for network in networks if network is not None)
+def _feed_forward_columns(
+    dense: Sequence[tuple[FeedForwardSpec, float]], mixture: MixtureSpec | None, hidden: float
+) -> dict[str, Any]:
+    networks = [*(body for body, _ in dense), *((mixture.expert,) if mixture is not None else ())]
+    layers = sum(count for _, count in dense)
     return {
-        "gated": float(gated),
-        "ffn": dense.width if dense is not None else 0,
+        "gated": float(any(network.gated for network in networks)),
+        "ffn": sum(count * body.width for body, count in dense) / layers if layers else 0,
+        "dense_layers": layers,
         "experts": mixture.experts if mixture is not None else 0,
         "top_k": mixture.per_token if mixture is not None else 0,
         "expert_ffn": mixture.expert.width if mixture is not None else 0,

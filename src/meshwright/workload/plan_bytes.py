@@ -258,7 +258,11 @@ def _with_copies(model: ModelSpec, plan: Plan, block: float, kept: float, layers
     """Gathered parameters of the largest block with copies of experts, and the number of blocks that are kept."""
     assert plan.experts is not None
     unit = block_unit(
-        model, routed=True, tensor=plan.axis_size("tensor"), shards=shard_size(plan), expert=experts_over(plan)
+        model,
+        kind=model.kind(model.layers - 1),
+        tensor=plan.axis_size("tensor"),
+        shards=shard_size(plan),
+        expert=experts_over(plan),
     )
     own = model.experts // (experts_over(plan) * plan.axis_size("tensor"))
     stacked = unit.experts / own * stacked_experts(model, plan)

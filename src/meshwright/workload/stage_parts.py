@@ -37,9 +37,7 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
     """The part of pipeline rank `rank`, on one of `width` tensor ranks, `shards` shard ranks and `expert` expert ranks."""
     layers = tuple(layer for stage in table[rank] for layer in stage)
     has_first_block, has_last_block = 0 in layers, model.layers - 1 in layers
-    units = [
-        block_unit(model, routed=model.routed(layer), tensor=width, shards=shards, expert=expert) for layer in layers
-    ]
+    units = [block_unit(model, kind=model.kind(layer), tensor=width, shards=shards, expert=expert) for layer in layers]
     embed, head = end_units(model, tensor=width, shards=shards, expert=expert).units(
         used_by_both=model.embedding_at_both_ends, first=has_first_block, last=has_last_block
     )

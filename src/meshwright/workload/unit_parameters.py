@@ -66,9 +66,9 @@ class EndParameters:
 
 
 @lru_cache(maxsize=4096)  # the planner asks for the same units under every batch and strategy
-def block_unit(model: ModelSpec, *, routed: bool, tensor: int = 1, shards: int = 1, expert: int = 1) -> UnitParameters:
-    """A block with routed experts or without, on one of `tensor` ranks; `expert` ranks divide the experts of each tensor rank."""
-    return _unit(model, block_parameters(model, routed=routed), tensor, shards, expert)
+def block_unit(model: ModelSpec, *, kind: int, tensor: int = 1, shards: int = 1, expert: int = 1) -> UnitParameters:
+    """A block of a kind (`ModelSpec.kind`) on one of `tensor` ranks; `expert` ranks divide the experts of each tensor rank."""
+    return _unit(model, block_parameters(model, kind), tensor, shards, expert)
 
 
 @lru_cache(maxsize=4096)

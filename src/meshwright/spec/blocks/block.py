@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.spec.blocks.attention import AttentionSpec
+from meshwright.spec.blocks.feed_forward import FeedForwardSpec
+from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
 from meshwright.spec.blocks.mixture import MixtureSpec
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import Body, Place
@@ -43,6 +46,16 @@ class BlockSpec:
     @property
     def bodies(self) -> tuple[Body, ...]:
         return tuple(body for sublayer in self.sublayers for body in sublayer.bodies)
+
+    @property
+    def mixer(self) -> AttentionSpec | LatentAttentionSpec:
+        """Its attention."""
+        return next(body for body in self.bodies if isinstance(body, AttentionSpec | LatentAttentionSpec))
+
+    @property
+    def feed_forward(self) -> FeedForwardSpec | MixtureSpec:
+        """Its feed-forward network, or the experts in place of one."""
+        return next(body for body in self.bodies if isinstance(body, FeedForwardSpec | MixtureSpec))
 
     @property
     def mixture(self) -> MixtureSpec | None:

@@ -1,0 +1,47 @@
+"""Self-attention with grouped key/value heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from meshwright.kernels.attention import AttentionMask, attention
+from meshwright.kernels.linear import Linear
+from meshwright.kernels.rope import RotaryTables, rotate
+from meshwright.models.norm import Norm
+from meshwright.spec.blocks.attention import AttentionSpec
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads.
+
+    Context parallelism replaces `attend` by attention over sequences that are divided over ranks (`parallel.context`).
+    """
+
+    attend: Callable[..., Tensor]
+
+    def __init__(self, spec: AttentionSpec, hidden: int, plain: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim, self.plain = spec.heads, spec.kv_heads, spec.head_dim, plain
+        width = spec.heads * spec.head_dim
+        self.qkv = Linear(hidden, width + 2 * spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        if spec.qk_norm is not None:
+            self.q_norm = Norm(spec.qk_norm, spec.head_dim, plain)
+            self.k_norm = Norm(spec.qk_norm, spec.head_dim, plain)
+        self.qk_norm = spec.qk_norm is not None
+        self.out = Linear(width, hidden, bias=spec.out_bias)
+        self.attend = attention
+
+    def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
+        return self.out(self.attend_heads(self.qkv(x), rope, mask))
+
+    def attend_heads(self, qkv: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
+        """Attention output `(batch, seq, heads · head_dim)` of the projected queries, keys and values `qkv`."""
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        return self.attend(q, k, v, mask, plain=self.plain).flatten(-2)

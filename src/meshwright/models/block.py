@@ -1,0 +1,90 @@
+"""A block of a decoder: attention and a feed-forward network, or experts, around the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.kernels.attention import AttentionMask
+from meshwright.kernels.rope import RotaryTables, rotary_tables
+from meshwright.models.attention import Attention
+from meshwright.models.latent_attention import LatentAttention
+from meshwright.models.mlp import feed_forward_of
+from meshwright.models.moe import CountedTokens, MixtureOfExperts, RoutedOutput
+from meshwright.models.norm import Norm
+from meshwright.spec.blocks.block import BlockSpec
+from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
+from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.positions import RotarySpec
+
+
+class AttentionKind(NamedTuple):
+    """What the inputs of a block's attention depend on: how it rotates, and how many tokens a token attends to."""
+
+    rotary: RotarySpec | None
+    window: int | None
+
+
+class Block(nn.Module):
+    """Norm and attention, then norm and feed-forward network, each with a residual; a parallel block has one norm for both.
+
+    A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. Tensor parallelism replaces
+    `add_branches`, so that both branches of a parallel block share their collectives (`parallel.tensor`).
+    """
+
+    add_branches: Callable[[Block, Tensor, RotaryTables | None, AttentionMask | None], Tensor]
+
+    def __init__(self, spec: BlockSpec, plain: bool) -> None:
+        super().__init__()
+        self.attention_kind = attention_kind(spec)
+        self.parallel, self.routed = len(spec.sublayers) == 1, spec.mixture is not None
+        mixer, feed_forward = spec.mixer, spec.feed_forward
+        self.attention_norm = Norm(spec.sublayers[0].norm, spec.hidden, plain)
+        if isinstance(mixer, LatentAttentionSpec):
+            self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, plain)
+        else:
+            self.attention = Attention(mixer, spec.hidden, plain)
+        if not self.parallel:
+            self.mlp_norm = Norm(spec.sublayers[1].norm, spec.hidden, plain)
+        if isinstance(feed_forward, MixtureSpec):
+            self.moe = MixtureOfExperts(feed_forward, spec.hidden, plain)
+        else:
+            self.mlp = feed_forward_of(feed_forward, spec.hidden, plain)
+        self.add_branches = sum_of_branches
+
+    def forward(
+        self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
+    ) -> Tensor | RoutedOutput:
+        """The block's output for x `(batch, seq, hidden)`; the others are those of `SharedInputs`."""
+        if self.parallel and not self.routed:
+            return x + self.add_branches(self, self.attention_norm(x), rope, mask)
+        x, normed = self.add_attention(x, rope, mask)
+        if not self.routed:
+            return x + self.mlp(normed)
+        routed = cast("RoutedOutput", self.moe(normed, counted))
+        # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
+        return RoutedOutput(x + routed.x, routed.balance, routed.load, routed.squares)
+
+    def add_attention(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> tuple[Tensor, Tensor]:
+        """x with the attention's output added, and the input of the feed-forward network."""
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, rope, mask)
+        return x, normed if self.parallel else self.mlp_norm(x)
+
+
+def attention_kind(block: BlockSpec) -> AttentionKind:
+    """What the inputs of a block's attention depend on."""
+    return AttentionKind(block.mixer.rotary, block.mixer.window)
+
+
+def tables_of(rotary: RotarySpec | None, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
+    """The rotary tables of `positions` for activations of `dtype`; None without rotation."""
+    return None if rotary is None else rotary_tables(positions, rotary.width, rotary.base, rotary.scaling, dtype)
+
+
+def sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
+    """Sum of the attention and feed-forward outputs of a parallel block, without the residual."""
+    return block.attention(normed, rope, mask) + block.mlp(normed)

@@ -1,0 +1,69 @@
+"""The order of the kinds of blocks in a model, as run files write it: `[5*local, global]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from meshwright.spec.errors import nearest
+
+_TERM = re.compile(r"(?:(?P<count>[0-9]{1,4})\s*\*\s*)?(?P<name>\S+)")
+
+
+def expanded(terms: Iterable[str]) -> tuple[str, ...]:
+    """The names that terms stand for: `5*local` five times `local`. A term of another form is a name."""
+    return tuple(name for term in terms for name in _names(term))
+
+
+def _names(term: str) -> list[str]:
+    match = _TERM.fullmatch(term.strip())
+    return [term] if match is None else [match["name"]] * int(match["count"] or 1)
+
+
+def shortened(names: Sequence[str]) -> Iterator[str]:
+    """Terms for names, with runs of equal ones counted."""
+    first = 0
+    for last, name in enumerate(names):
+        if last + 1 == len(names) or names[last + 1] != name:
+            yield name if last == first else f"{last + 1 - first}*{name}"
+            first = last + 1
+
+
+class PatternMistake(NamedTuple):
+    """What is wrong with the order of blocks: the key of `model`, what it is, what was expected, and the nearest kind."""
+
+    key: str
+    is_wrong: str
+    expected: str
+    near: str | None = None
+
+
+def pattern_mistakes(
+    layers: int, kinds: Sequence[str], pattern: Sequence[str], first: Sequence[str], sequence: Sequence[str]
+) -> Iterator[PatternMistake]:
+    """What is wrong with the order of blocks; `kinds` are the names in `model.blocks`, the others the values of their keys."""
+    orders = {"pattern": expanded(pattern), "first": expanded(first), "sequence": expanded(sequence)}
+    used = dict.fromkeys((name, key) for key, names in orders.items() for name in names)
+    described = (
+        f"kinds of model.blocks ({', '.join(kinds)})" if kinds else "kinds that model.blocks describes; there are none"
+    )
+    for name, key in used:
+        if name not in kinds:
+            yield PatternMistake(key, repr(name), described, nearest(name, kinds))
+    for name in kinds:
+        if name not in {used_name for used_name, _ in used}:
+            yield PatternMistake(
+                f"blocks.{name}", "an unused kind", "its name in model.pattern, model.first or model.sequence"
+            )
+    given, counts = pattern or first, {key: len(names) for key, names in orders.items()}
+    if sequence and given:
+        yield PatternMistake(
+            "sequence", f"{counts['sequence']} layers", "no model.pattern and no model.first beside it"
+        )
+    elif sequence and counts["sequence"] != layers:
+        yield PatternMistake("sequence", f"{counts['sequence']} layers", f"model.layers = {layers}")
+    if counts["first"] > layers:
+        yield PatternMistake("first", f"{counts['first']} layers", f"at most model.layers = {layers}")
+    elif first and not pattern and counts["first"] < layers:
+        yield PatternMistake("first", f"{counts['first']} of {layers} layers", "model.pattern for the others")
