@@ -33,6 +33,10 @@ def test_a_chip_may_be_written_in_any_letters() -> None:
     assert load_run(None, ["cluster.gpu=CPU"]).cluster.is_cpu
 
 
+KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}}", "model.pattern=[local, global]"]
+"""A model of two kinds of blocks."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "expected", "nearest"),
     [
@@ -174,6 +178,14 @@ def test_a_chip_may_be_written_in_any_letters() -> None:
         ([*MIXTURE, "plan.expert=3"], "plan.expert", "a divisor of model.experts = 8", "2"),
         ([*MIXTURE, "plan={expert: 4, shard: 2}"], "plan.expert", "a divisor of plan.shard × context ranks = 2", "2"),
         (["model.experts=8", "model.expert_hidden=64"], "model.experts_per_token", "1 to model.experts = 8", "1"),
+        (
+            [*KINDS, "model.pattern=[3*locl, global, local]"],
+            "model.pattern",
+            "kinds of model.blocks (local, global)",
+            "local",
+        ),
+        ([*KINDS, "model.first=[5*local, global]"], "model.first", "at most model.layers = 4", None),
+        ([*KINDS, "model.pattern=[local]"], "model.blocks.global", "its name in model.pattern", None),
         (["data.mix={}"], "data.mix", "at least one", "stdlib"),
         (["name=a/b"], "name", "a folder name", "a-b"),
         (["name='...'"], "name", "a folder name", None),

@@ -195,7 +195,8 @@ def work_facts(name: str) -> Facts:
         facts[f"closed memory {label}"] = {category: float(size) for category, size in closed.items()}
         facts[f"memory {label}"] = list(memory_by_rank(spec, train, plan, cpu=False))
         work = to_plain(step_work(spec, train, plan))
-        (work["attention"],) = work["attention"]
+        if len(work["attention"]) == 1:
+            (work["attention"],) = work["attention"]
         facts[f"work {label}"] = {
             key: sorted(value, key=str) if isinstance(value, list) else value for key, value in work.items()
         }

@@ -110,7 +110,8 @@ def test_products_and_attention_add_up_to_the_models_flops(model: ModelSpec, axe
     tokens = 2 * 3 * train.seq_len
     products = tokens * (flops_per_token(model, train.seq_len, causal=True) - scores)
     assert work.product_flops * share == pytest.approx(products, rel=2e-4)
-    assert work.attention.count * share * work.attention.heads == pytest.approx(3 * blocks * model.heads)
+    (attention,) = work.attention
+    assert attention.count * share * attention.heads == pytest.approx(3 * blocks * model.heads)
 
 
 def test_the_head_takes_the_time_of_its_modules() -> None:

@@ -30,7 +30,7 @@ from meshwright.planner.candidate import untrainable
 from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.sample_reasons import sample_reasons
 from meshwright.simulator.step_simulation import simulate_plan
-from meshwright.spec.model import parameter_count
+from meshwright.spec.model import layer_order, parameter_count
 from meshwright.spec.plan_name import plan_name
 
 MICRO_BATCHES_DRAWN = 4
@@ -63,7 +63,8 @@ def _name(answer: Answer) -> str:
 def _header(answer: Answer) -> str:
     run = answer.run
     machines = machines_line(answer.cluster)
-    line = f"{number_text.short(parameter_count(run.model))} parameters · {machines} · {plan_name(answer.plan)}"
+    parts = (f"{number_text.short(parameter_count(run.model))} parameters", escape(layer_order(run.model)), machines)
+    line = " · ".join((*filter(None, parts), plan_name(answer.plan)))
     refused, over = answer.planned_only, answer.does_not_fit
     word = "does not fit" if over else "planned only" if refused else "can be trained"
     status = f'<span class="status {"part" if over or refused else "done"}">{word}</span>'

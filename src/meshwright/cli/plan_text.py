@@ -33,7 +33,7 @@ from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.objectives import Point
 from meshwright.planner.sample_reasons import sample_reasons
-from meshwright.spec.model import parameter_count
+from meshwright.spec.model import layer_order, parameter_count
 from meshwright.spec.plan import Predicted
 from meshwright.spec.plan_name import plan_name
 
@@ -83,6 +83,8 @@ def _head(console: Console, answer: Answer) -> None:
     run, plan, cluster = answer.run, answer.plan, answer.run.cluster
     name, size = run.model.preset or run.model.family, f"{number_text.short(parameter_count(run.model))} parameters"
     console.print(f"[bold]{name}[/bold], {size}, on {machines_line(answer.cluster)}")
+    if order := layer_order(run.model):
+        console.print(order, markup=False)
     console.print(f"[bold]{plan_name(plan)}[/bold]")
     predicted = plan.predicted
     if predicted is not None:

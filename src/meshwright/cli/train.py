@@ -224,7 +224,7 @@ def announce(prepared: Prepared) -> None:
     from meshwright.cli.plan_words import axes_line, layers_line
     from meshwright.launch.disk import checkpoints_line
     from meshwright.observe.number_text import short
-    from meshwright.spec.model import flops_per_token, parameter_count
+    from meshwright.spec.model import flops_per_token, layer_order, parameter_count
 
     assignment = prepared.assignment
     run, plan = assignment.run, assignment.plan
@@ -236,6 +236,8 @@ def announce(prepared: Prepared) -> None:
         f"(causal; {flops_per_token(run.model, seq, causal=False) / 1e9:.3g} full), {run.train.tokens_per_step:,} tokens a step, "
         f"{run.train.steps} steps"
     )
+    if order := layer_order(run.model):
+        print_now(f"  {order}")
     print_now(f"  on {_devices(run.cluster)}")
     batch = plan.batch
     parts = [

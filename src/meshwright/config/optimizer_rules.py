@@ -17,7 +17,11 @@ LEAST_FRACTION = 0.001
 """Least end of a schedule other than 0, as a fraction of the peak."""
 MOST_LAYERS = 10_000
 """Layers up to which patterns are compared with all names."""
-REQUIRED = {field.name for field in dataclasses.fields(ModelSpec) if field.default is dataclasses.MISSING}
+REQUIRED = {
+    field.name
+    for field in dataclasses.fields(ModelSpec)
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+}
 
 
 def offloaded_state(run: RunValues) -> Iterator[Mistake]:

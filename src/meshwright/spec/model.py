@@ -233,6 +233,15 @@ def kind_names(spec: ModelSpec) -> tuple[str, ...]:
     return (*expanded(spec.sequence or spec.first), *islice(repeated, spec.layers))[: spec.layers]
 
 
+def layer_order(spec: ModelSpec) -> str:
+    """The order of a model's kinds of layers on one line, `layers: 5*local, global, repeated`; empty if all are described alike."""
+    if not spec.blocks:
+        return ""
+    first, pattern = ", ".join(spec.sequence or spec.first), ", ".join(spec.pattern)
+    parts = [first, f"{'then ' if first else ''}{pattern}, repeated" if pattern else ""]
+    return "layers: " + ", ".join(filter(None, parts))
+
+
 def block_of(spec: ModelSpec, name: str = "", routed: bool = True) -> BlockSpec:
     """The block of the kind `name`; it has no experts if not `routed`, or if model or kind have none."""
     kind = spec.blocks.get(name, KindSpec())
@@ -270,6 +279,9 @@ def unusable_keys(spec: ModelSpec) -> Iterator[str]:
     orders = (spec.pattern, spec.first, spec.sequence)
     for key, is_wrong, expected, near in pattern_mistakes(spec.layers, tuple(spec.blocks), *orders):
         yield f"{key} is {is_wrong}: expected {expected}" + (f"; nearest: {near}" if near else "")
+    routed = [spec.routed(layer) for layer in range(spec.layers)]
+    if routed != sorted(routed):
+        yield "pattern has dense layers behind experts: expected dense layers before those with experts"
     if not spec.experts:
         yield from mixture_of(spec).router.mistakes(spec.experts, spec.experts_per_token)
     if not spec.kv_rank:
