@@ -19,6 +19,7 @@ from meshwright.training.self_test import (
     wrong_memory,
     wrong_product,
 )
+from tests.slow import quick_first
 
 CPU = torch.device("cpu")
 
@@ -84,11 +85,13 @@ def test_wrong_words_end_with_a_usage(
     assert end.value.code == 2 and problem in capsys.readouterr().err
 
 
-def test_the_command_tests_two_ranks(command: Callable[..., tuple[object, Any]]) -> None:
-    code, answer = command("cpu", "2")
+@pytest.mark.parametrize("ranks", quick_first(1, [1, 2]))
+def test_the_command_tests_all_ranks(command: Callable[..., tuple[object, Any]], ranks: int) -> None:
+    """Exchanges of two processes are in `tests/launch/test_agent.py` too."""
+    code, answer = command("cpu", str(ranks))
     checks = [Check(**check) for check in answer["checks"]]
-    assert code == 0 and answer["ok"] and (answer["device"], answer["ranks"]) == ("cpu", 2)
-    assert checks == [Check(rank, name, True) for rank in range(2) for name in ("product", "memory", "exchange")]
+    assert code == 0 and answer["ok"] and (answer["device"], answer["ranks"]) == ("cpu", ranks)
+    assert checks == [Check(rank, name, True) for rank in range(ranks) for name in ("product", "memory", "exchange")]
 
 
 def test_a_process_that_does_not_answer_fails(command: Callable[..., tuple[object, Any]]) -> None:
