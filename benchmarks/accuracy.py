@@ -185,9 +185,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--parts", action="store_true", help="print the parts of each step, measured and predicted")
     parser.add_argument(
-        "--profile", type=Path, nargs=2, metavar=("NODE", "NODES"),
+        "--profile",
+        type=Path,
+        nargs=2,
+        metavar=("NODE", "NODES"),
         help="price by two profiles, not by the fitted rates of the device: runs inside a node by the first, over several by the second",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
@@ -346,12 +349,17 @@ def _planned_runs(file: Path) -> Iterator[KeptRun]:
         words = [*common, *entry.get("words", ()), f"plan.moments={entry['plan']['precision']['moments']}"]
         peak = entry.get("memory_allocated_peak_gb")
         yield KeptRun(
-            file=file.name, name=entry.get("row") or f"peers, {entry['method']}",
-            run=_run_of(HERE / "llama3-8b.yaml", words, results["environment"] | {"device_count": 1}), plan=_plan_of(entry),
-            seconds=entry["step_seconds"], steps=tuple(entry.get("step_seconds_all", [])[2:]) or (entry["step_seconds"],),
-            deviation=_step_deviation(entry), allocated_bytes=None if peak is None else peak * 1e9,
-            phases=entry.get("phases", {}), kernels=results.get("kernels", KERNELS),
-        )  # fmt: skip
+            file=file.name,
+            name=entry.get("row") or f"peers, {entry['method']}",
+            run=_run_of(HERE / "llama3-8b.yaml", words, results["environment"] | {"device_count": 1}),
+            plan=_plan_of(entry),
+            seconds=entry["step_seconds"],
+            steps=tuple(entry.get("step_seconds_all", [])[2:]) or (entry["step_seconds"],),
+            deviation=_step_deviation(entry),
+            allocated_bytes=None if peak is None else peak * 1e9,
+            phases=entry.get("phases", {}),
+            kernels=results.get("kernels", KERNELS),
+        )
 
 
 def _dense_runs(file: Path) -> Iterator[KeptRun]:
@@ -368,11 +376,17 @@ def _dense_runs(file: Path) -> Iterator[KeptRun]:
         tokens = run.train.global_batch * run.train.seq_len / plan.ranks
         steps = [tokens / rate for rate in line["rates"]]
         yield KeptRun(
-            file=file.name, name=line["row"] + (f"-{line['pass']}" if line["pass"] > 1 else ""), run=run, plan=plan,
-            seconds=line["step_seconds"], steps=tuple(steps), deviation=_step_deviation({"step_seconds_all": steps}),
+            file=file.name,
+            name=line["row"] + (f"-{line['pass']}" if line["pass"] > 1 else ""),
+            run=run,
+            plan=plan,
+            seconds=line["step_seconds"],
+            steps=tuple(steps),
+            deviation=_step_deviation({"step_seconds_all": steps}),
             allocated_bytes=line["memory_allocated_peak_gib"] * 2**30,
-            phases={part: line["phases"].get(part, 0.0) for part in MEASURED_PARTS}, kernels=session.get("kernels", KERNELS),
-        )  # fmt: skip
+            phases={part: line["phases"].get(part, 0.0) for part in MEASURED_PARTS},
+            kernels=session.get("kernels", KERNELS),
+        )
 
 
 def _train_runs(file: Path) -> Iterator[KeptRun]:
@@ -385,10 +399,17 @@ def _train_runs(file: Path) -> Iterator[KeptRun]:
         run = _run_of(HERE / "llama3-8b.yaml", line["words"], environment)
         seconds = line["step_ms"] / 1e3
         yield KeptRun(
-            file=file.name, name=f"{line['model']}-{line['layers']}, {line['device']}{', ' * ('plan' in line)}{line.get('plan', '')}",
-            run=run, plan=search(run).best.plan, seconds=seconds, steps=(seconds,), deviation=_step_deviation({}),
-            allocated_bytes=line["memory_gb"] * 1e9, phases={}, kernels=line.get("kernels", KERNELS),
-        )  # fmt: skip
+            file=file.name,
+            name=f"{line['model']}-{line['layers']}, {line['device']}{', ' * ('plan' in line)}{line.get('plan', '')}",
+            run=run,
+            plan=search(run).best.plan,
+            seconds=seconds,
+            steps=(seconds,),
+            deviation=_step_deviation({}),
+            allocated_bytes=line["memory_gb"] * 1e9,
+            phases={},
+            kernels=line.get("kernels", KERNELS),
+        )
 
 
 def _schedule_runs(file: Path) -> Iterator[KeptRun]:
@@ -398,9 +419,17 @@ def _schedule_runs(file: Path) -> Iterator[KeptRun]:
         words = [*results["words"], f"plan.schedule={name}"]
         run, seconds = _run_of(HERE / "llama3-8b.yaml", words, results["environment"]), entry["step_seconds"]
         yield KeptRun(
-            file=file.name, name=name, run=run, plan=search(run).best.plan, seconds=seconds, steps=(seconds,),
-            deviation=_step_deviation({}), allocated_bytes=None, phases={}, kernels=results.get("kernels", KERNELS),
-        )  # fmt: skip
+            file=file.name,
+            name=name,
+            run=run,
+            plan=search(run).best.plan,
+            seconds=seconds,
+            steps=(seconds,),
+            deviation=_step_deviation({}),
+            allocated_bytes=None,
+            phases={},
+            kernels=results.get("kernels", KERNELS),
+        )
 
 
 def _exchanged_gradients(entry: dict[str, Any]) -> bool:

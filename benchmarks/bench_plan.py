@@ -180,8 +180,15 @@ def scale_criteria(records: list[Record], arrays: RunArrays, predictions: list[P
         if record["source"].startswith("MegaScale (") and case.stack == "megatron_lm" and float(record["gpus"]) >= 8192
     ]
     inside = [predictions[index].low <= seconds <= predictions[index].high for index, seconds in baseline]  # type: ignore[operator]  # priced rows have bands
-    even_seconds, straggler_seconds = straggler_band([case for _, record, case, _ in records if record["source"].startswith("MegaScale (")
-                                    and case.stack == "megatron_lm" and float(record["gpus"]) >= 8192])  # fmt: skip
+    even_seconds, straggler_seconds = straggler_band(
+        [
+            case
+            for _, record, case, _ in records
+            if record["source"].startswith("MegaScale (")
+            and case.stack == "megatron_lm"
+            and float(record["gpus"]) >= 8192
+        ]
+    )
     print(
         f"\nMegaScale's Megatron-LM rows: predicted for equal ranks, measured, predicted at {SPREAD:.0%} spread of speed"
     )
@@ -237,9 +244,11 @@ def regret_criteria(records: list[Record], fitted: np.ndarray, folds: np.ndarray
         indices = [index for index, (_, record, _, _) in enumerate(records) if in_group(record)]
         in_sample = _regrets([records[index] for index in indices], fitted[indices])
         left_out_regrets = _regrets([records[index] for index in indices], folds[indices])
-        print(f"  {name:24} {len(in_sample):4} {_mean(in_sample, 0):.3f} {_mean(in_sample, 1):.3f}"
-              f"   {_mean(left_out_regrets, 0):.3f} {_mean(left_out_regrets, 1):.3f}"
-              f"   {_mean(in_sample, 2):.3f} {min(regret[2] for regret in in_sample):.3f}")  # fmt: skip
+        print(
+            f"  {name:24} {len(in_sample):4} {_mean(in_sample, 0):.3f} {_mean(in_sample, 1):.3f}"
+            f"   {_mean(left_out_regrets, 0):.3f} {_mean(left_out_regrets, 1):.3f}"
+            f"   {_mean(in_sample, 2):.3f} {min(regret[2] for regret in in_sample):.3f}"
+        )
         criteria += [
             Criterion(f"regret {name}", _mean(in_sample, 0), first_limit),
             Criterion(f"regret {name}, best of three", _mean(in_sample, 1), best_of_three_limit),
@@ -367,15 +376,36 @@ def speed_criteria() -> list[Criterion]:
     """Criteria for the time of a prediction, and of a sweep for a 175B model on 16,384 GPUs."""
     model = shape_from_dimensions(dimensions_by_name("GPT-175B"))
     chip = CHIPS["H100"]
-    machine = Machine(peak=chip.peak_flops["bf16"], half_peak=chip.peak_flops["bf16"], product_format=0.0, hbm=chip.hbm,
-                      memory=chip.memory_bytes, link=chip.link, nic=chip.nic, domain=8.0, per_node=8.0)  # fmt: skip
+    machine = Machine(
+        peak=chip.peak_flops["bf16"],
+        half_peak=chip.peak_flops["bf16"],
+        product_format=0.0,
+        hbm=chip.hbm,
+        memory=chip.memory_bytes,
+        link=chip.link,
+        nic=chip.nic,
+        domain=8.0,
+        per_node=8.0,
+    )
     k = constants("hopper", "bridge")
     grid = sweep(16384.0)
     start = time.perf_counter()
     step_cost(model, machine, grid, k)
     layouts_per_second = len(grid.tensor) / (time.perf_counter() - start)
-    small_layout = Layouts(tensor=2.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=4.0, zero=3.0, shards=4.0, micro_batch=1.0,
-                  global_batch=16.0, seq=8192.0, recompute=0.0)  # fmt: skip
+    small_layout = Layouts(
+        tensor=2.0,
+        pipeline=1.0,
+        virtual=1.0,
+        context=1.0,
+        expert=1.0,
+        data=4.0,
+        zero=3.0,
+        shards=4.0,
+        micro_batch=1.0,
+        global_batch=16.0,
+        seq=8192.0,
+        recompute=0.0,
+    )
     times = []
     for _ in range(20):
         start = time.perf_counter()
@@ -389,13 +419,34 @@ def speed_criteria() -> list[Criterion]:
 
 def sweep(ranks: float) -> Layouts:
     """A grid of at least 100,000 layouts of `ranks` GPUs."""
-    axes = np.meshgrid([1, 2, 4, 8], [1, 2, 3, 4, 6, 8, 12, 16, 24, 32], [1, 2, 3, 4, 6], [1, 2, 4, 8], [0, 1, 3],
-                       [1, 2, 4, 8], [0, 1, 2], np.arange(8), indexing="ij")  # fmt: skip
+    axes = np.meshgrid(
+        [1, 2, 4, 8],
+        [1, 2, 3, 4, 6, 8, 12, 16, 24, 32],
+        [1, 2, 3, 4, 6],
+        [1, 2, 4, 8],
+        [0, 1, 3],
+        [1, 2, 4, 8],
+        [0, 1, 2],
+        np.arange(8),
+        indexing="ij",
+    )
     tensor, pipeline, virtual, context, zero, micro, recompute, _ = (axis.ravel().astype(np.float64) for axis in axes)
     data = ranks / tensor / pipeline / context
     ones = np.ones_like(tensor)
-    return Layouts(tensor=tensor, pipeline=pipeline, virtual=virtual, context=context, expert=ones, data=data, zero=zero,
-                   shards=data * context, micro_batch=micro, global_batch=2048 * ones, seq=4096 * ones, recompute=recompute)  # fmt: skip
+    return Layouts(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual=virtual,
+        context=context,
+        expert=ones,
+        data=data,
+        zero=zero,
+        shards=data * context,
+        micro_batch=micro,
+        global_batch=2048 * ones,
+        seq=4096 * ones,
+        recompute=recompute,
+    )
 
 
 if __name__ == "__main__":

@@ -204,8 +204,11 @@ def predictions(folder: Path, line: Line, rates: SaveRates, host_bytes: int | No
             "measured": median,
             "relative_error": known and round(known / median - 1, 4),
         },
-        **{name: _beside(predicted[name], measured[name], median if name == "stall_seconds" else None) for name in predicted},
-    }  # fmt: skip
+        **{
+            name: _beside(predicted[name], measured[name], median if name == "stall_seconds" else None)
+            for name in predicted
+        },
+    }
 
 
 def _beside(predicted: float | None, measured: float | None, scale: float | None) -> Line:

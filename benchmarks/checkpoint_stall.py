@@ -71,9 +71,16 @@ class BenchmarkCase:
 
 
 ONE_GPU = (
-    "--experimental.custom_import", "small_llama", "--model.name", "small_llama", "--training.seq_len", "8192", "--compile.enable",
-    "--activation_checkpoint.mode", "none",
-)  # fmt: skip
+    "--experimental.custom_import",
+    "small_llama",
+    "--model.name",
+    "small_llama",
+    "--training.seq_len",
+    "8192",
+    "--compile.enable",
+    "--activation_checkpoint.mode",
+    "none",
+)
 """torchtitan's best configuration for small models on one GPU, as in dense/one-gpu.yaml."""
 CASES = {
     case.model: case
@@ -96,9 +103,12 @@ CASES = {
 }
 TINY_MODEL = "{preset: llama-nano, layers: 1, hidden: 64, heads: 2, kv_heads: 2, head_dim: 32, ffn_hidden: 128, vocab_size: 4096}"
 TINY = BenchmarkCase(
-    TINY_MODEL, 2, 24, 9,
+    TINY_MODEL,
+    2,
+    24,
+    9,
     overrides=("train.seq_len=64", "cluster={gpu: cpu, gpus_per_node: 1}", "plan.compile=false", "plan.compute=fp32"),
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -196,10 +206,20 @@ def our_run(
     folder, log = options.runs / name, options.logs / f"{name}.log"
     shutil.rmtree(folder, ignore_errors=True)
     overrides = [
-        f"model={case.model}", "data.mix=stdlib", f"name={name}", f"train.steps={case.steps}", "train.warmup_steps=5",
-        f"train.global_batch={case.sequences}", "data.validation_tokens=131072", f"checkpoint.every={case.save_interval}",
-        f"checkpoint.mode={mode}", "checkpoint.keep=1", "checkpoint.at_end=false", *case.overrides, *options.overrides,
-    ]  # fmt: skip
+        f"model={case.model}",
+        "data.mix=stdlib",
+        f"name={name}",
+        f"train.steps={case.steps}",
+        "train.warmup_steps=5",
+        f"train.global_batch={case.sequences}",
+        "data.validation_tokens=131072",
+        f"checkpoint.every={case.save_interval}",
+        f"checkpoint.mode={mode}",
+        "checkpoint.keep=1",
+        "checkpoint.at_end=false",
+        *case.overrides,
+        *options.overrides,
+    ]
     command = [*MESHWRIGHT, "train", *overrides, "--runs", str(options.runs)]
     try:
         with MemoryWatch() as memory:
@@ -244,10 +264,21 @@ def peer_run(case: BenchmarkCase, number: int, options: argparse.Namespace, seco
     line: Line = {}
     for batch in case.peer_batches:
         arguments = [
-            *case.peer, "--training.steps", str(case.peer_steps), "--training.global_batch_size", str(case.sequences),
-            "--training.local_batch_size", str(batch), "--checkpoint.enable", "--checkpoint.interval", str(case.peer_interval),
-            "--checkpoint.folder", str((folder / "checkpoints").resolve()), "--checkpoint.async_mode", PEER_MODE,
-        ]  # fmt: skip
+            *case.peer,
+            "--training.steps",
+            str(case.peer_steps),
+            "--training.global_batch_size",
+            str(case.sequences),
+            "--training.local_batch_size",
+            str(batch),
+            "--checkpoint.enable",
+            "--checkpoint.interval",
+            str(case.peer_interval),
+            "--checkpoint.folder",
+            str((folder / "checkpoints").resolve()),
+            "--checkpoint.async_mode",
+            PEER_MODE,
+        ]
         shutil.rmtree(folder, ignore_errors=True)
         try:
             with MemoryWatch() as memory:

@@ -113,9 +113,10 @@ class ResultFile:
 
     def of(self, line_kind: str, name: str, side: str | None = None) -> list[Line]:
         return [
-            line for line in self.lines
+            line
+            for line in self.lines
             if line["kind"] == line_kind and line["row"] == name and (side is None or line["side"] == side)
-        ]  # fmt: skip
+        ]
 
 
 def run_missing(comparisons: list[Comparison], options: argparse.Namespace, book: ResultFile) -> None:
@@ -128,9 +129,17 @@ def run_missing(comparisons: list[Comparison], options: argparse.Namespace, book
         )
     session = time.strftime("%Y-%m-%dT%H:%M:%S")
     book.add(
-        {"kind": "session", "row": None, "date": session, "command": " ".join(sys.argv), "kernels": KERNELS,
-         "table": options.table.stem, "torchtitan": TORCHTITAN if peer_is_installed else None, "environment": environment()}
-    )  # fmt: skip
+        {
+            "kind": "session",
+            "row": None,
+            "date": session,
+            "command": " ".join(sys.argv),
+            "kernels": KERNELS,
+            "table": options.table.stem,
+            "torchtitan": TORCHTITAN if peer_is_installed else None,
+            "environment": environment(),
+        }
+    )
 
     def seconds_left() -> float:
         return options.budget - (time.monotonic() - start)

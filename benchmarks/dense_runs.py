@@ -73,9 +73,13 @@ def our_run(
     loss = {"loss_first": run.records[0]["loss"], "losses": [round(record["loss"], 4) for record in run.records]}
     rates = [record["tokens_per_second_per_gpu"] for record in counted_records]
     line = {
-        **figures, **loss, **rate_figures(comparison, rates, 1), "exit_code": run.code, "folder": str(run.folder),
+        **figures,
+        **loss,
+        **rate_figures(comparison, rates, 1),
+        "exit_code": run.code,
+        "folder": str(run.folder),
         "data_wait_seconds": statistics.median(record.get("data_wait_seconds", 0.0) for record in counted_records),
-    }  # fmt: skip
+    }
     line.pop("environment"), line.pop("step_seconds_all")
     trace = run.folder / "traces" / "rank-00000.json.gz"
     return line, trace if traced and trace.exists() else None

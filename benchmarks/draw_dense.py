@@ -20,9 +20,16 @@ from dense_table import OURS, PEER, Line, newest, side_of
 WIDTH, LEFT_MARGIN, RIGHT_MARGIN, BAR_HEIGHT, BAR_GAP, GROUP_GAP = 1100, 210, 130, 18, 4, 18
 """Sizes in pixels."""
 COLOURS = {
-    "gemm": "#4c78a8", "attention": "#72b7b2", "elementwise": "#54a24b", "quantise": "#b279a2", "loss": "#9d755d", "optimizer": "#eeca3b",
-    "copies": "#bab0ac", "communication": "#e45756", "idle": "#dddddd",
-}  # fmt: skip
+    "gemm": "#4c78a8",
+    "attention": "#72b7b2",
+    "elementwise": "#54a24b",
+    "quantise": "#b279a2",
+    "loss": "#9d755d",
+    "optimizer": "#eeca3b",
+    "copies": "#bab0ac",
+    "communication": "#e45756",
+    "idle": "#dddddd",
+}
 
 
 @dataclass(frozen=True)

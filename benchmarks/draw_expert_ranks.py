@@ -44,17 +44,30 @@ def chart_svg(runs: Sequence[dict[str, Any]]) -> str:
     ranks, device = runs[0]["ranks"], runs[0].get("device", "cpu").upper()
     panels = [
         panel(
-            LEFT, width, highest, (0.0, 1.0), f"λ, share of other ranks' experts present (max/mean {most:.2g})",
+            LEFT,
+            width,
+            highest,
+            (0.0, 1.0),
+            f"λ, share of other ranks' experts present (max/mean {most:.2g})",
             [(run["share"], run["step_seconds"], _label(run), _colour(run)) for run in by_share],
         ),
         panel(
-            LEFT + width + GAP, width, highest, (1.0, max(2.0, most)), "rows of the busiest rank over the mean, without copies",
+            LEFT + width + GAP,
+            width,
+            highest,
+            (1.0, max(2.0, most)),
+            "rows of the busiest rank over the mean, without copies",
             [
-                (run["max_over_mean"], run["step_seconds"], _label(run) if run["max_over_mean"] == most else "", _colour(run))
+                (
+                    run["max_over_mean"],
+                    run["step_seconds"],
+                    _label(run) if run["max_over_mean"] == most else "",
+                    _colour(run),
+                )
                 for run in by_load
             ],
         ),
-    ]  # fmt: skip
+    ]
     title = f"Seconds of a step on {ranks} {device} ranks, 64 experts, recorded loads"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'

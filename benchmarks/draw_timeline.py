@@ -20,9 +20,17 @@ from typing import Any, NamedTuple
 WIDTH, LEFT_MARGIN, LANE_HEIGHT, GAP = 1200, 190, 22, 12
 """Sizes in pixels."""
 COLOURS = {
-    "forward": "#4c78a8", "backward": "#f58518", "backward_input": "#f58518", "backward_weight": "#54a24b", "unshard": "#b279a2",
-    "reduce_grad": "#9d755d", "send": "#e45756", "recv": "#72b7b2", "norm_barrier": "#bab0ac", "optim": "#bab0ac",
-}  # fmt: skip
+    "forward": "#4c78a8",
+    "backward": "#f58518",
+    "backward_input": "#f58518",
+    "backward_weight": "#54a24b",
+    "unshard": "#b279a2",
+    "reduce_grad": "#9d755d",
+    "send": "#e45756",
+    "recv": "#72b7b2",
+    "norm_barrier": "#bab0ac",
+    "optim": "#bab0ac",
+}
 
 
 class Block(NamedTuple):

@@ -46,9 +46,14 @@ def draw_failures(count: int, random_numbers: random.Random) -> list[str]:
 def make_stage(file: Path, folder: Path, steps: int, every: int) -> Stage:
     """A run on two hosts that writes checkpoints beside training."""
     words = (
-        str(file), f"cluster.nodes={HOSTS}", f"cluster.gpus_per_node={RANKS_PER_HOST}", f"train.steps={steps}",
-        f"checkpoint.every={every}", "checkpoint.keep=3", "checkpoint.mode=async",
-    )  # fmt: skip
+        str(file),
+        f"cluster.nodes={HOSTS}",
+        f"cluster.gpus_per_node={RANKS_PER_HOST}",
+        f"train.steps={steps}",
+        f"checkpoint.every={every}",
+        "checkpoint.keep=3",
+        "checkpoint.mode=async",
+    )
     return Stage(Template(words, file.stem, steps, HOSTS * RANKS_PER_HOST, every), folder, hosts=HOSTS)
 
 
@@ -149,10 +154,15 @@ def main() -> None:
         print(f"one failure in {mttf / 60:g} minutes: {figure.formula}, at least {REQUIRED[mttf]}")
     write_record(
         arguments.out,
-        seed=arguments.seed, steps=steps, every=arguments.every, step_seconds=step_seconds, checkpoint_cost_seconds=cost,
-        same_losses=same, failures=[asdict(failure) for failure in failures],
+        seed=arguments.seed,
+        steps=steps,
+        every=arguments.every,
+        step_seconds=step_seconds,
+        checkpoint_cost_seconds=cost,
+        same_losses=same,
+        failures=[asdict(failure) for failure in failures],
         scaled=[{"mttf_seconds": mttf, **asdict(figure)} for mttf, figure in scaled.items()],
-    )  # fmt: skip
+    )
     sys.exit(0 if same and all(scaled[mttf].effective >= least for mttf, least in REQUIRED.items()) else 1)
 
 

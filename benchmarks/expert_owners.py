@@ -80,11 +80,16 @@ def compare(name: str, balance: str) -> list[dict[str, object]]:
             even = seconds if even is None else even
             found.append(
                 {
-                    "cluster": name, "balance_loss": balance, "policy": policy, "slots": slots, "owners": kind,
-                    "imbalance": round(imbalance, 3), "layer_milliseconds": round(seconds * 1e3, 3),
+                    "cluster": name,
+                    "balance_loss": balance,
+                    "policy": policy,
+                    "slots": slots,
+                    "owners": kind,
+                    "imbalance": round(imbalance, 3),
+                    "layer_milliseconds": round(seconds * 1e3, 3),
                     "gain_percent": round((even / seconds - 1) * 100, 1),
                 }
-            )  # fmt: skip
+            )
     return found
 
 
@@ -103,10 +108,15 @@ def layer_figures(
         window = sum(step.sum(1) for step in counts[max(0, start - WINDOW_STEPS) : start])
         owners = OWNERS[owner_rule](np.asarray(window), owners, copied, ranks, layer_costs.ranks_per_node)
         figures = play_loads(
-            counts[start - DELAY : start + EVERY], owners, layer_costs,
-            policy=None if copy_policy == "none" else copy_policy, slots=copy_slots, window=WINDOW_STEPS,
-            initial=owned(owners, ranks), delay=DELAY,
-        )  # fmt: skip
+            counts[start - DELAY : start + EVERY],
+            owners,
+            layer_costs,
+            policy=None if copy_policy == "none" else copy_policy,
+            slots=copy_slots,
+            window=WINDOW_STEPS,
+            initial=owned(owners, ranks),
+            delay=DELAY,
+        )
         seconds += (figures.step_seconds / layers + 3 * layer_costs.hidden).tolist()
         imbalances += figures.imbalance.mean(1).tolist()
     return float(np.mean(seconds)), float(np.mean(imbalances))

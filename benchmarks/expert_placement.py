@@ -37,9 +37,17 @@ PUBLISHED = {"over_fsdp_ep": 1.42, "over_flexmoe": 1.20}
 PUBLISHED_OF_RECORDED = {"over_fsdp_ep": 1.39, "over_flexmoe": 1.17}
 """The same over the two models whose loads were recorded, so over 8 runs."""
 PUBLISHED_SECONDS = {
-    "mixtral-8x7b-e16k4": {"fsdp_ep": (28.14, 11.66, 9.03), "flexmoe": (24.82, 9.23, 9.00), "laer": (19.36, 4.35, 9.02)},
-    "mixtral-8x7b-e8k2": {"fsdp_ep": (38.01, 14.73, 11.85), "flexmoe": (32.97, 11.42, 11.80), "laer": (29.55, 8.45, 11.74)},
-}  # fmt: skip
+    "mixtral-8x7b-e16k4": {
+        "fsdp_ep": (28.14, 11.66, 9.03),
+        "flexmoe": (24.82, 9.23, 9.00),
+        "laer": (19.36, 4.35, 9.02),
+    },
+    "mixtral-8x7b-e8k2": {
+        "fsdp_ep": (38.01, 14.73, 11.85),
+        "flexmoe": (32.97, 11.42, 11.80),
+        "laer": (29.55, 8.45, 11.74),
+    },
+}
 """Seconds of a profiled step: all, the exchange with the wait for other ranks, experts; means of ranks (breakdown_analysis_backup.csv)."""
 BUSIEST = Path(__file__).parent / "data" / "expert-loads-busiest-rank.csv"
 PRODUCT_FLOPS = 4096 * 6 * 4096 * 14336 / 6.08e-3

@@ -108,14 +108,34 @@ def measure(copies: Copies, options: argparse.Namespace, folder: Path) -> dict[s
     write_loads(file, loads)
     seq, compiled = min(256, options.tokens), str(options.gpu != "cpu").lower()
     overrides = [
-        "model=llama-nano", f"name={name}", "model.family=mixtral", "model.layers=2", f"model.hidden={options.hidden}",
-        f"model.experts={EXPERTS}", f"model.experts_per_token={PER_TOKEN}", f"model.expert_hidden={2 * options.hidden}",
-        "data.mix=stdlib", f"train.steps={options.steps}", f"train.global_batch={options.ranks * options.tokens // seq}",
-        f"train.seq_len={seq}", f"train.validate_every={options.steps}", "data.validation_tokens=131072", "train.keep_cores=true",
-        f"train.expert_load={file}", f"cluster.gpu={options.gpu}", f"cluster.gpus_per_node={options.ranks}", f"plan.expert={options.ranks}",
-        f"plan.micro_batch={options.tokens // seq}", f"plan.shard={options.ranks}", f"plan.compile={compiled}", "plan.recompute=none",
-        "checkpoint.every=0", "checkpoint.at_end=false", "observe.spans=false", f"plan.expert_policy={copies.policy}",
-    ]  # fmt: skip
+        "model=llama-nano",
+        f"name={name}",
+        "model.family=mixtral",
+        "model.layers=2",
+        f"model.hidden={options.hidden}",
+        f"model.experts={EXPERTS}",
+        f"model.experts_per_token={PER_TOKEN}",
+        f"model.expert_hidden={2 * options.hidden}",
+        "data.mix=stdlib",
+        f"train.steps={options.steps}",
+        f"train.global_batch={options.ranks * options.tokens // seq}",
+        f"train.seq_len={seq}",
+        f"train.validate_every={options.steps}",
+        "data.validation_tokens=131072",
+        "train.keep_cores=true",
+        f"train.expert_load={file}",
+        f"cluster.gpu={options.gpu}",
+        f"cluster.gpus_per_node={options.ranks}",
+        f"plan.expert={options.ranks}",
+        f"plan.micro_batch={options.tokens // seq}",
+        f"plan.shard={options.ranks}",
+        f"plan.compile={compiled}",
+        "plan.recompute=none",
+        "checkpoint.every=0",
+        "checkpoint.at_end=false",
+        "observe.spans=false",
+        f"plan.expert_policy={copies.policy}",
+    ]
     if copies.slots:
         overrides += [f"plan.expert_slots={copies.slots}", f"plan.expert_keep={str(copies.keep).lower()}"]
     command = [*MESHWRIGHT, "train", "--replay-routing", str(file)]

@@ -89,9 +89,18 @@ PRIORS: dict[str, tuple[float, float]] = {
 }
 """Constant → (guess, standard deviation of its logarithm). A guess of 0 fixes the constant at 0 in that column of the table."""
 LIMITS = {
-    "gemm": MAX_PEAK_SHARE, "attention": MAX_PEAK_SHARE, "hbm": 0.95, "link": MAX_LINE_SHARE, "net": MAX_LINE_SHARE, "tensor_exposed": 1.0,
-    "expert_exposed": 1.0, "hide": 1.0, "overlap_tax": 1.0, "pipe_exposed": 1.0, "moe_passes": 100.0,
-}  # fmt: skip
+    "gemm": MAX_PEAK_SHARE,
+    "attention": MAX_PEAK_SHARE,
+    "hbm": 0.95,
+    "link": MAX_LINE_SHARE,
+    "net": MAX_LINE_SHARE,
+    "tensor_exposed": 1.0,
+    "expert_exposed": 1.0,
+    "hide": 1.0,
+    "overlap_tax": 1.0,
+    "pipe_exposed": 1.0,
+    "moe_passes": 100.0,
+}
 """Largest value of a constant that is physically possible.
 
 Rates stay below the peak or the line rate. Shares of time are at most 1. `moe_passes` is at most 100 bytes per routed token and hidden

@@ -30,14 +30,24 @@ CHIP = "hopper"
 Guesses = Mapping[str, tuple[str, float, float]]
 """Constant → (section of own.yaml, guess, standard deviation of its logarithm)."""
 GUESSES: Guesses = {
-    "gemm": ("measured", 0.80, 0.04), "narrow": ("measured", 400.0, 0.4), "attention": ("measured", 0.632, 0.05),
-    "tail_us": ("measured", 2.0, 0.5), "hbm": ("measured", 0.883, 0.02), "link": ("measured", 0.69, 0.05),
-    "start_us": ("stack", 120.0, 0.3), "passes": ("stack", 54.0, 0.3), "overlap_tax": ("stack", 0.72, 0.2),
+    "gemm": ("measured", 0.80, 0.04),
+    "narrow": ("measured", 400.0, 0.4),
+    "attention": ("measured", 0.632, 0.05),
+    "tail_us": ("measured", 2.0, 0.5),
+    "hbm": ("measured", 0.883, 0.02),
+    "link": ("measured", 0.69, 0.05),
+    "start_us": ("stack", 120.0, 0.3),
+    "passes": ("stack", 54.0, 0.3),
+    "overlap_tax": ("stack", 0.72, 0.2),
     "side_copies": ("stack", 0.5, 0.4),
-    "step_ms": ("stack", 8.0, 0.3), "update": ("stack", 25.0, 0.15),
-    "slow": ("before", 1.04, 0.02), "ragged_vocab": ("before", 5.0, 0.5),
-    "net": ("stack", 0.75, 0.1), "net_sum": ("stack", 1.33, 0.15), "net_yield": ("stack", 0.47, 0.4),
-}  # fmt: skip
+    "step_ms": ("stack", 8.0, 0.3),
+    "update": ("stack", 25.0, 0.15),
+    "slow": ("before", 1.04, 0.02),
+    "ragged_vocab": ("before", 5.0, 0.5),
+    "net": ("stack", 0.75, 0.1),
+    "net_sum": ("stack", 1.33, 0.15),
+    "net_yield": ("stack", 0.47, 0.4),
+}
 """Constants of all models.
 
 Guesses come from benchmarks/data/h200x8-*.json: matrix products at 671–676 TFLOP/s sustained and slower when small, cuDNN attention at 500

@@ -94,18 +94,22 @@ def layer_figures(tokens: int) -> Iterator[dict[str, Any]]:
             for weight_in_fp8 in (False, True) if scaling == "tensorwise" else (False,):
                 model = NormAndLinear(inputs, outputs, scaling, weight_in_fp8)
                 yield {
-                    "layer": name, "format": format_name + (", weight gathered in fp8" if weight_in_fp8 else ""), "tokens": tokens,
+                    "layer": name,
+                    "format": format_name + (", weight gathered in fp8" if weight_in_fp8 else ""),
+                    "tokens": tokens,
                     **time_layer(model, x, grad, 6.0 * tokens * inputs * outputs),
-                }  # fmt: skip
+                }
 
 
 def network_figures(tokens: int) -> Iterator[dict[str, Any]]:
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     flops = 6.0 * tokens * sum(inputs * outputs for inputs, outputs in (SHAPES["gate_up"], SHAPES["down"]))
     for format_name, scaling, fused in (
-        ("bf16", None, False), ("fp8_rowwise", "rowwise", False),
-        ("fp8_tensorwise, separate layers", "tensorwise", False), ("fp8_tensorwise, fused", "tensorwise", True),
-    ):  # fmt: skip
+        ("bf16", None, False),
+        ("fp8_rowwise", "rowwise", False),
+        ("fp8_tensorwise, separate layers", "tensorwise", False),
+        ("fp8_tensorwise, fused", "tensorwise", True),
+    ):
         model = Network(scaling, scaling == "tensorwise", fused)
         yield {
             "layer": "gated network",

@@ -39,10 +39,13 @@ PRECISIONS = {
 }
 VALIDATION_TOKENS = 1 << 20
 WORDS = [
-    "model=llama3-1b", "train.seq_len=2048", "train.warmup_steps=30", "train.schedule=cosine",
+    "model=llama3-1b",
+    "train.seq_len=2048",
+    "train.warmup_steps=30",
+    "train.schedule=cosine",
     f"data.validation_tokens={VALIDATION_TOKENS}",
     "data.document_mask=false",
-]  # fmt: skip
+]
 HELD_OUT = 0.03
 
 
@@ -139,11 +142,19 @@ def train_once(precision: str, seed: int, device: str, corpus: Path, options: ar
         ["cluster.gpu=cpu", "cluster.nodes=1", "cluster.gpus_per_node=1"] if options.cpu else ["cluster=auto"]
     )
     overrides = [
-        *WORDS, f"data.mix={{{corpus}/train: 1}}", f"data.validation={corpus}/held_out", f"train.steps={options.steps}",
-        f"train.validate_every={options.steps // 3}", f"train.global_batch={options.sequences}",
-        f"train.learning_rate={options.learning_rate}", f"seed={seed}", f"model.vocab_size={options.vocab}",
-        *cluster_words, *PRECISIONS[precision], *options.set,
-    ]  # fmt: skip
+        *WORDS,
+        f"data.mix={{{corpus}/train: 1}}",
+        f"data.validation={corpus}/held_out",
+        f"train.steps={options.steps}",
+        f"train.validate_every={options.steps // 3}",
+        f"train.global_batch={options.sequences}",
+        f"train.learning_rate={options.learning_rate}",
+        f"seed={seed}",
+        f"model.vocab_size={options.vocab}",
+        *cluster_words,
+        *PRECISIONS[precision],
+        *options.set,
+    ]
     log = options.logs / f"{name}.log"
     env = {"CUDA_VISIBLE_DEVICES": device}
     run = run_ours([*MESHWRIGHT, "train", f"name={name}"], overrides, name, options.runs, log, env, options.limit)

@@ -250,7 +250,7 @@ class Bench:
                 "products_ms": statistics.median(products),
                 "equal": equality,
             }
-        )  # fmt: skip
+        )
 
     def median(self, call: Callable[[], float]) -> float:
         return statistics.median(call() for _ in range(self.options.rounds))
@@ -511,8 +511,13 @@ class PeerImplementation(Implementation):
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Bench], Iterator[Implementation]]] = {
-    "nccl": nccl, "few_ctas": few_ctas, "zero_pool": zero_pool, "zero_symm": zero_symm, "kernels": kernels, "peers": peers,
-}  # fmt: skip
+    "nccl": nccl,
+    "few_ctas": few_ctas,
+    "zero_pool": zero_pool,
+    "zero_symm": zero_symm,
+    "kernels": kernels,
+    "peers": peers,
+}
 
 
 if __name__ == "__main__":

@@ -50,9 +50,14 @@ def main() -> None:
                 print(json.dumps(line), flush=True)
                 lines.append(line)
     report = {
-        "benchmark": "grouped_products", "experts": options.experts, "hidden": options.hidden, "expert_hidden": options.expert_hidden,
-        "copy_terabytes_per_second": copy_rate / 1e12, "environment": environment(), "lines": lines,
-    }  # fmt: skip
+        "benchmark": "grouped_products",
+        "experts": options.experts,
+        "hidden": options.hidden,
+        "expert_hidden": options.expert_hidden,
+        "copy_terabytes_per_second": copy_rate / 1e12,
+        "environment": environment(),
+        "lines": lines,
+    }
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
@@ -76,10 +81,17 @@ def measured(options: argparse.Namespace, rows: int, loads: str, copy_rate: floa
             read = width * (numbers[0] * total + (weight.numel() if product != "weight gradient" else 0))
             written = 2 * (numbers[1] * total if product != "weight gradient" else weight.numel())
             yield {
-                "rows": rows, "loads": loads, "matrix": matrix, "product": product, "dtype": dtype, "microseconds": round(1e6 * took, 1),
-                "teraflops": round(flops / took / 1e12, 1), "dense_teraflops": round(flops / alone / 1e12, 1),
-                "share": round(alone / took, 3), "bound": round(min(1.0, alone * copy_rate / (read + written)), 3),
-            }  # fmt: skip
+                "rows": rows,
+                "loads": loads,
+                "matrix": matrix,
+                "product": product,
+                "dtype": dtype,
+                "microseconds": round(1e6 * took, 1),
+                "teraflops": round(flops / took / 1e12, 1),
+                "dense_teraflops": round(flops / alone / 1e12, 1),
+                "share": round(alone / took, 3),
+                "bound": round(min(1.0, alone * copy_rate / (read + written)), 3),
+            }
 
 
 def products(
@@ -91,17 +103,20 @@ def products(
         yield "forward", "bf16", lambda: grouped_linear(x, weight, offsets), lambda: x @ matrix.t()
         yield "input gradient", "bf16", lambda: F.grouped_mm(grad, weight, offs=offsets), lambda: grad @ matrix
         yield (
-            "weight gradient", "bf16",
-            lambda: grouped_weight_gradient(grad, x, weight, offsets), lambda: grad.t() @ x,
-        )  # fmt: skip
+            "weight gradient",
+            "bf16",
+            lambda: grouped_weight_gradient(grad, x, weight, offsets),
+            lambda: grad.t() @ x,
+        )
         for product, left, matrices in (("forward", x, weight), ("input gradient", grad, transposed)):
             rounded, grouped = quantize_rows(left), quantize_rows(matrices)
             one = Fp8Matrix(grouped.values[0], grouped.scale[0])
             yield (
-                product, "fp8",
+                product,
+                "fp8",
                 lambda rounded=rounded, grouped=grouped: grouped_matmul(rounded, grouped, offsets, torch.bfloat16),
                 lambda rounded=rounded, one=one: fp8.matmul(rounded, one, torch.bfloat16, fast=True),
-            )  # fmt: skip
+            )
 
 
 def row_counts(experts: int, rows: int, loads: str) -> Tensor:

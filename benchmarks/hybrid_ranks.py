@@ -113,12 +113,27 @@ def measure(name: str, overrides: list[str], corpus: Path, options: argparse.Nam
     log, run_name = folder / f"{name}.log", name.replace(" ", "-")
     longest = options.capacity * options.ranks
     common = [
-        "model=llama-nano", f"name={run_name}", f"model.layers={options.layers}", f"model.hidden={options.hidden}", "model.heads=8",
-        "model.kv_heads=8", f"model.head_dim={options.hidden // 8}", f"model.ffn_hidden={4 * options.hidden}",
-        f"model.max_seq_len={longest}", f"data.mix={corpus}", f"train.seq_len={longest}", f"train.steps={options.steps}",
-        "train.validate_every=0", "train.keep_cores=true", "cluster.gpu=cpu", f"cluster.gpus_per_node={options.ranks}",
-        "plan.compile=false", "plan.recompute=none", "checkpoint.every=0", "checkpoint.at_end=false",
-    ]  # fmt: skip
+        "model=llama-nano",
+        f"name={run_name}",
+        f"model.layers={options.layers}",
+        f"model.hidden={options.hidden}",
+        "model.heads=8",
+        "model.kv_heads=8",
+        f"model.head_dim={options.hidden // 8}",
+        f"model.ffn_hidden={4 * options.hidden}",
+        f"model.max_seq_len={longest}",
+        f"data.mix={corpus}",
+        f"train.seq_len={longest}",
+        f"train.steps={options.steps}",
+        "train.validate_every=0",
+        "train.keep_cores=true",
+        "cluster.gpu=cpu",
+        f"cluster.gpus_per_node={options.ranks}",
+        "plan.compile=false",
+        "plan.recompute=none",
+        "checkpoint.every=0",
+        "checkpoint.at_end=false",
+    ]
     threads = str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     run = run_ours(
         [*MESHWRIGHT, "train"],

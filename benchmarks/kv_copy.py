@@ -360,9 +360,13 @@ def main() -> None:
     found = torch.cuda.device_count()
     devices = options.devices or min(2, max(1, found))
     result: dict[str, Any] = {
-        "benchmark": "kv_copy", "model": options.model, "prompt_tokens": options.prompt, "devices": devices,
-        "device": torch.cuda.get_device_name() if found else "cpu", "torch": torch.__version__,
-    }  # fmt: skip
+        "benchmark": "kv_copy",
+        "model": options.model,
+        "prompt_tokens": options.prompt,
+        "devices": devices,
+        "device": torch.cuda.get_device_name() if found else "cpu",
+        "torch": torch.__version__,
+    }
     if found:
         result["copies"] = [copy_rates(*prompt_blocks(options), count) for count in range(1, devices + 1)]
         torch.cuda.empty_cache()

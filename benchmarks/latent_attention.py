@@ -45,9 +45,16 @@ class Step:
     """A cache with random blocks for equal sequences, and the queries of their last tokens."""
 
     def __init__(
-        self, sequences: int, tokens: int, queries: int, *, block: int = 64, dtype: torch.dtype = torch.bfloat16,
-        heads: int = HEADS, layers: int = LAYERS,
-    ) -> None:  # fmt: skip
+        self,
+        sequences: int,
+        tokens: int,
+        queries: int,
+        *,
+        block: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        heads: int = HEADS,
+        layers: int = LAYERS,
+    ) -> None:
         per_sequence = -(-tokens // block)
         shape = (sequences * per_sequence, layers, block, RANK + ROTATED)
         self.cache = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_().to(dtype)
@@ -142,9 +149,17 @@ def sweep_figures(copy: float, budget: float) -> Iterator[dict[str, Any]]:
                 launch = Launch(tile, warps, stages, pairs)
                 run = partial(_decode, step, splits, launch)
                 if (took := _timed(run, LAYERS)) is not None:
-                    yield {"sweep": "decode", "heads": heads, "sequences": sequences, "tokens": tokens, **launch._asdict(),
-                           "splits": splits, "ms": 1e3 * took, "share_of_copy": step.bytes / took / copy,
-                           "tflops": step.flops / took / 1e12}  # fmt: skip
+                    yield {
+                        "sweep": "decode",
+                        "heads": heads,
+                        "sequences": sequences,
+                        "tokens": tokens,
+                        **launch._asdict(),
+                        "splits": splits,
+                        "ms": 1e3 * took,
+                        "share_of_copy": step.bytes / took / copy,
+                        "tflops": step.flops / took / 1e12,
+                    }
     for heads in (HEADS, MANY_HEADS):
         step = Step(1, 8192, 2048, heads=heads, layers=4)
         for pairs, tile, stages, warps in itertools.product((64, 128, 16), (32, 64, 16), (2, 3, 1), (8, 4)):
@@ -152,8 +167,13 @@ def sweep_figures(copy: float, budget: float) -> Iterator[dict[str, Any]]:
                 return
             launch = Launch(tile, warps, stages, pairs)
             if (took := _timed(partial(_chunk, step, launch), 4)) is not None:
-                yield {"sweep": "chunk", "heads": heads, **launch._asdict(), "ms": 1e3 * took,
-                       "tflops": step.flops / took / 1e12}  # fmt: skip
+                yield {
+                    "sweep": "chunk",
+                    "heads": heads,
+                    **launch._asdict(),
+                    "ms": 1e3 * took,
+                    "tflops": step.flops / took / 1e12,
+                }
 
 
 def _decode(step: Step, splits: int, launch: Launch, layer: int) -> None:

@@ -26,8 +26,22 @@ from meshwright.events.span_ring import FIXED_HEADER, HEADER_BYTES, MAGIC, RECOR
 from meshwright.launch.progress_file import JobProgress, ProgressFile, RankSnapshot
 from meshwright.launch.run_snapshot import SnapshotReader
 
-PHASES = ("data", "collective_wait", "forward", "receive", "collective_wait", "collective_wait", "backward", "send",
-          "collective_wait", "gradient_norm", "optimizer", "collective_wait", "clock", "step")  # fmt: skip
+PHASES = (
+    "data",
+    "collective_wait",
+    "forward",
+    "receive",
+    "collective_wait",
+    "collective_wait",
+    "backward",
+    "send",
+    "collective_wait",
+    "gradient_norm",
+    "optimizer",
+    "collective_wait",
+    "clock",
+    "step",
+)
 """Records of a step."""
 STEP_NS, NEW_STEPS, OLDER = 10**9, 5, 5
 
@@ -95,9 +109,7 @@ def write_others(folder: Path, ranks: int, steps: int) -> None:
     (folder / "supervision.jsonl").write_text(
         json.dumps({"time": time.time() - steps, "job": "a", "status": "running", "attempt": 1}) + "\n"
     )
-    found = tuple(
-        RankSnapshot(rank, f"host-{rank // 8}", "train", steps, rank % 40, 0.1) for rank in range(ranks)
-    )  # fmt: skip
+    found = tuple(RankSnapshot(rank, f"host-{rank // 8}", "train", steps, rank % 40, 0.1) for rank in range(ranks))
     file = ProgressFile(folder, lambda: JobProgress("a", 1, "running", found))
     file.close()
 
@@ -132,12 +144,21 @@ def main() -> None:
             append_step(folder, distinct, steps, number)
             new.append(refresh())
         console.print(frame(reader.read(), console))
-    print(json.dumps({
-        "ranks": ranks, "steps": steps, "distinct": distinct, "records_per_step": len(PHASES), "first_seconds": round(first, 3),
-        "older_seconds": round(statistics.mean(filling or [0.0]), 3),
-        "unchanged_seconds": round(unchanged, 3), "new_step_seconds": round(statistics.median(new), 3),
-        "largest_seconds": round(max([first, unchanged, *filling, *new]), 3),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "ranks": ranks,
+                "steps": steps,
+                "distinct": distinct,
+                "records_per_step": len(PHASES),
+                "first_seconds": round(first, 3),
+                "older_seconds": round(statistics.mean(filling or [0.0]), 3),
+                "unchanged_seconds": round(unchanged, 3),
+                "new_step_seconds": round(statistics.median(new), 3),
+                "largest_seconds": round(max([first, unchanged, *filling, *new]), 3),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

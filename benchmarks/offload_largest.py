@@ -32,9 +32,21 @@ from meshwright.spec.run import ModelSection
 
 BASE = ["model=llama3-8b", "train.global_batch=1", "train.seq_len=2048", "cluster.gpus_per_node=1"]
 GPT = {
-    "family": "gpt2", "layers": 44, "hidden": 6144, "heads": 64, "kv_heads": 64, "head_dim": 96, "ffn_hidden": 24576, "max_seq_len": 2048,
-    "vocab_size": 50432, "positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "tied": True,
-}  # fmt: skip
+    "family": "gpt2",
+    "layers": 44,
+    "hidden": 6144,
+    "heads": 64,
+    "kv_heads": 64,
+    "head_dim": 96,
+    "ffn_hidden": 24576,
+    "max_seq_len": 2048,
+    "vocab_size": 50432,
+    "positions": "learned",
+    "norm": "layernorm",
+    "mlp": "gelu",
+    "bias": True,
+    "tied": True,
+}
 SMALLER = 0.98
 RATE = 2e-5
 """Learning rate at the end of the warm-up, which is the whole run: models this wide diverge at a usual rate without a long one."""
@@ -103,11 +115,28 @@ def first_that_trains(models: Iterator[list[str]], moments: str, options: argpar
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
             command = [
-                sys.executable, "-m", "meshwright", "train", "--runs", text, "name=largest", *model, *BASE[1:], *others,
-                "data.mix=stdlib", f"train.steps={options.steps}", f"train.warmup_steps={options.steps - 1}", f"train.learning_rate={RATE}",
-                "train.clip_norm=1.0", "train.validate_every=0", "checkpoint.every=0", "checkpoint.at_end=false", "supervision.restarts=0",
-                "plan.offload=optimizer", f"plan.moments={moments}",
-            ]  # fmt: skip
+                sys.executable,
+                "-m",
+                "meshwright",
+                "train",
+                "--runs",
+                text,
+                "name=largest",
+                *model,
+                *BASE[1:],
+                *others,
+                "data.mix=stdlib",
+                f"train.steps={options.steps}",
+                f"train.warmup_steps={options.steps - 1}",
+                f"train.learning_rate={RATE}",
+                "train.clip_norm=1.0",
+                "train.validate_every=0",
+                "checkpoint.every=0",
+                "checkpoint.at_end=false",
+                "supervision.restarts=0",
+                "plan.offload=optimizer",
+                f"plan.moments={moments}",
+            ]
             with (folder / "errors").open("w") as errors:  # steps are printed as they end
                 code = run_for(command, options.limit, sys.stderr, errors)
             metrics, plan = folder / "largest" / "metrics.jsonl", folder / "largest" / "plan.yaml"
@@ -130,9 +159,11 @@ def planned(file: Path) -> dict[str, Any]:
     plan = yaml.safe_load(file.read_text())
     predicted = plan.get("predicted") or {}
     return {
-        "offload_fraction": plan["offload_fraction"], "offload_staging": plan["offload_staging"],
-        "predicted_step_seconds": predicted.get("step_seconds"), "predicted_memory_peak_bytes": predicted.get("memory_peak_bytes"),
-    }  # fmt: skip
+        "offload_fraction": plan["offload_fraction"],
+        "offload_staging": plan["offload_staging"],
+        "predicted_step_seconds": predicted.get("step_seconds"),
+        "predicted_memory_peak_bytes": predicted.get("memory_peak_bytes"),
+    }
 
 
 def figures(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:

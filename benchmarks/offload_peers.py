@@ -55,10 +55,22 @@ def main() -> None:
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     words = [
-        *options.words, "data.mix=stdlib", f"train.steps={options.steps}", f"train.learning_rate={RATE}", f"train.clip_norm={CLIP}",
-        "train.warmup_steps=1", "train.validate_every=0", "checkpoint.every=0", "checkpoint.at_end=false", "cluster.gpus_per_node=1",
-        "plan.micro_batch=1", "plan.recompute=full", "plan.compute=bf16", "plan.offload=optimizer", "plan.offload_fraction=1",
-    ]  # fmt: skip
+        *options.words,
+        "data.mix=stdlib",
+        f"train.steps={options.steps}",
+        f"train.learning_rate={RATE}",
+        f"train.clip_norm={CLIP}",
+        "train.warmup_steps=1",
+        "train.validate_every=0",
+        "checkpoint.every=0",
+        "checkpoint.at_end=false",
+        "cluster.gpus_per_node=1",
+        "plan.micro_batch=1",
+        "plan.recompute=full",
+        "plan.compute=bf16",
+        "plan.offload=optimizer",
+        "plan.offload_fraction=1",
+    ]
     if options.peer:
         train_peer(resolve_data(load_run(None, words), _note), options.peer)
         return
@@ -109,10 +121,13 @@ def figures(run: RunSpec, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     timed = [step["step_seconds"] for step in steps[WARM_UP:] or steps[-1:]]
     median = statistics.median(timed)
     return {
-        "step_seconds": median, "tokens_per_second": run.train.global_batch * run.train.seq_len / median, "timed_steps": len(timed),
-        "step_seconds_all": [step["step_seconds"] for step in steps], "losses": [step["loss"] for step in steps],
+        "step_seconds": median,
+        "tokens_per_second": run.train.global_batch * run.train.seq_len / median,
+        "timed_steps": len(timed),
+        "step_seconds_all": [step["step_seconds"] for step in steps],
+        "losses": [step["loss"] for step in steps],
         "device_peak_bytes": max(step.get("memory_peak_bytes") or 0 for step in steps),
-    }  # fmt: skip
+    }
 
 
 def train_peer(run: RunSpec, method: str) -> None:

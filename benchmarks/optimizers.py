@@ -85,13 +85,23 @@ def overrides_of(job: Job, steps: int, batch: int, seq_len: int) -> list[str]:
     """The run of a job, as overrides of the quick start's."""
     size = batch * job.factor
     return [
-        f"name={job.optimizer}-{job.factor}x-{job.learning_rate:g}-{job.seed}".replace(".", "_"), f"seed={job.seed}",
-        f"train.optimizer.name={job.optimizer}", f"train.learning_rate={job.learning_rate}", f"train.steps={steps}",
-        f"train.warmup_steps={max(1, steps // 10)}", f"train.global_batch={size}", f"train.seq_len={seq_len}",
-        "train.validate_every=0", f"data.validation_tokens={HELD_OUT * seq_len}", "checkpoint.every=0",
-        "checkpoint.at_end=false", "observe.spans=false", "observe.phases=false", "cluster={gpu: cpu, gpus_per_node: 1}",
+        f"name={job.optimizer}-{job.factor}x-{job.learning_rate:g}-{job.seed}".replace(".", "_"),
+        f"seed={job.seed}",
+        f"train.optimizer.name={job.optimizer}",
+        f"train.learning_rate={job.learning_rate}",
+        f"train.steps={steps}",
+        f"train.warmup_steps={max(1, steps // 10)}",
+        f"train.global_batch={size}",
+        f"train.seq_len={seq_len}",
+        "train.validate_every=0",
+        f"data.validation_tokens={HELD_OUT * seq_len}",
+        "checkpoint.every=0",
+        "checkpoint.at_end=false",
+        "observe.spans=false",
+        "observe.phases=false",
+        "cluster={gpu: cpu, gpus_per_node: 1}",
         "supervision.restarts=0",
-    ]  # fmt: skip
+    ]
 
 
 def held_out_loss(metrics: Path) -> float | None:
@@ -169,8 +179,12 @@ def main() -> None:
             results.append(future.result())
             best = summary(results)
             record = {
-                "task": task, "best": best, "comparisons": comparisons(best), "environment": environment(), "runs": results,
-            }  # fmt: skip
+                "task": task,
+                "best": best,
+                "comparisons": comparisons(best),
+                "environment": environment(),
+                "runs": results,
+            }
             write_durable(arguments.out, json.dumps(record, indent=1))
             latest = results[-1]
             print(

@@ -129,8 +129,13 @@ def decode_figures(copy: float) -> Iterator[dict[str, Any]]:
             "cache": str(dtype)[6:],
         }
         took = seconds(run)
-        yield {**line, "ms": took * 1e3, "bytes_per_s": step.bytes / took, "share_of_copy": step.bytes / took / copy,
-               "error": step.error(run(0), 1)}  # fmt: skip
+        yield {
+            **line,
+            "ms": took * 1e3,
+            "bytes_per_s": step.bytes / took,
+            "share_of_copy": step.bytes / took / copy,
+            "error": step.error(run(0), 1),
+        }
         if (sequences, tokens) in TARGETS and block == 64 and heads == HEADS:
             fixed = seconds(partial(run, invariant=True))
             yield {**line, "invariant": True, "ms": fixed * 1e3, "share_of_copy": step.bytes / fixed / copy}
@@ -166,8 +171,14 @@ def write_figures(copy: float) -> Iterator[dict[str, Any]]:
         inputs = (*qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1), tables, positions)
         write = partial(_write, inputs, step, positions)
         took, size = seconds(write), 2.0 * qkv.numel() * qkv.element_size()
-        yield {"kernel": "rotate and write", "tokens": tokens, "ms": took * 1e3, "bytes_per_s": size / took,
-               "share_of_copy": size / took / copy, "error": float((write(0) - write(0, plain=True)).abs().max())}  # fmt: skip
+        yield {
+            "kernel": "rotate and write",
+            "tokens": tokens,
+            "ms": took * 1e3,
+            "bytes_per_s": size / took,
+            "share_of_copy": size / took / copy,
+            "error": float((write(0) - write(0, plain=True)).abs().max()),
+        }
 
 
 def _write(inputs: tuple[Any, ...], step: Step, slots: Tensor, layer: int, *, plain: bool = False) -> Tensor:
@@ -196,9 +207,17 @@ def sweep_figures(copy: float, budget: float, dtypes: Sequence[torch.dtype]) -> 
                 ),
                 LAYERS,
             )
-            yield {"sweep": "decode", "cache": str(dtype)[6:], "sequences": sequences, "tokens": tokens, "block": block,
-                   **launch._asdict(), "splits": splits, "ms": 1e3 * step_seconds,
-                   "share_of_copy": step.bytes / step_seconds / copy}  # fmt: skip
+            yield {
+                "sweep": "decode",
+                "cache": str(dtype)[6:],
+                "sequences": sequences,
+                "tokens": tokens,
+                "block": block,
+                **launch._asdict(),
+                "splits": splits,
+                "ms": 1e3 * step_seconds,
+                "share_of_copy": step.bytes / step_seconds / copy,
+            }
     for queries, prefix in ((2048, 6144), (8192, 0)):
         step = Step(1, prefix + queries, queries, 64, torch.bfloat16, layers=4)
         flops = 4.0 * HEADS * DIM * queries * (prefix + (queries + 1) / 2)
@@ -212,8 +231,14 @@ def sweep_figures(copy: float, budget: float, dtypes: Sequence[torch.dtype]) -> 
                 ),
                 4,
             )
-            yield {"sweep": "chunk", "queries": queries, "prefix": prefix, **launch._asdict(), "ms": 1e3 * step_seconds,
-                   "tflops": flops / step_seconds / 1e12}  # fmt: skip
+            yield {
+                "sweep": "chunk",
+                "queries": queries,
+                "prefix": prefix,
+                **launch._asdict(),
+                "ms": 1e3 * step_seconds,
+                "tflops": flops / step_seconds / 1e12,
+            }
 
 
 def _timed(run: Callable[[int], Any], layers: int) -> float:

@@ -36,51 +36,78 @@ class PublishedRun:
 
 RUNS = (
     PublishedRun(
-        "Llama-3.1-405B, 512 H100, fp8", "model=llama3-405b cluster.gpu=H100 cluster.nodes=64 train.seq_len=8192 train.global_batch=256 "
-        "plan.linear=fp8_tensorwise", "tensor=8 context_ring=2 pipeline=8 schedule=interleaved micro_batch=1", 12.37,
+        "Llama-3.1-405B, 512 H100, fp8",
+        "model=llama3-405b cluster.gpu=H100 cluster.nodes=64 train.seq_len=8192 train.global_batch=256 "
+        "plan.linear=fp8_tensorwise",
+        "tensor=8 context_ring=2 pipeline=8 schedule=interleaved micro_batch=1",
+        12.37,
         "NVIDIA dgxc-benchmarking 25.04",
     ),
     PublishedRun(
-        "Llama-3.1-405B, 8,192 H100", "model=llama3-405b cluster.gpu=H100 cluster.nodes=1024 train.seq_len=8192 train.global_batch=2048",
-        "tensor=8 pipeline=16 schedule=interleaved micro_batch=1", 12.5, "Llama 3 report, table 4, MFU 43%",
+        "Llama-3.1-405B, 8,192 H100",
+        "model=llama3-405b cluster.gpu=H100 cluster.nodes=1024 train.seq_len=8192 train.global_batch=2048",
+        "tensor=8 pipeline=16 schedule=interleaved micro_batch=1",
+        12.5,
+        "Llama 3 report, table 4, MFU 43%",
     ),
     PublishedRun(
-        "Llama-3.1-405B, 16,384 H100", "model=llama3-405b cluster.gpu=H100 cluster.nodes=2048 train.seq_len=8192 train.global_batch=2048",
-        "tensor=8 pipeline=16 schedule=interleaved micro_batch=1", 6.74, "Llama 3 report, table 4, MFU 41%",
+        "Llama-3.1-405B, 16,384 H100",
+        "model=llama3-405b cluster.gpu=H100 cluster.nodes=2048 train.seq_len=8192 train.global_batch=2048",
+        "tensor=8 pipeline=16 schedule=interleaved micro_batch=1",
+        6.74,
+        "Llama 3 report, table 4, MFU 41%",
     ),
     PublishedRun(
         "Llama-3.1-405B, 16,384 H100, 131,072 tokens",
         "model=llama3-405b cluster.gpu=H100 cluster.nodes=2048 train.seq_len=131072 train.global_batch=128",
-        "tensor=8 context_ring=16 pipeline=16 schedule=interleaved micro_batch=1", 15.3, "Llama 3 report, table 4, MFU 38%",
+        "tensor=8 context_ring=16 pipeline=16 schedule=interleaved micro_batch=1",
+        15.3,
+        "Llama 3 report, table 4, MFU 38%",
     ),
     PublishedRun(
-        "Llama-3.1-70B, 64 H100", "model=llama3-70b cluster.gpu=H100 cluster.nodes=8 train.seq_len=8192 train.global_batch=128",
-        "tensor=4 context_ring=2 pipeline=4 schedule=interleaved micro_batch=1", 14.66, "NVIDIA dgxc-benchmarking 25.04",
+        "Llama-3.1-70B, 64 H100",
+        "model=llama3-70b cluster.gpu=H100 cluster.nodes=8 train.seq_len=8192 train.global_batch=128",
+        "tensor=4 context_ring=2 pipeline=4 schedule=interleaved micro_batch=1",
+        14.66,
+        "NVIDIA dgxc-benchmarking 25.04",
     ),
     PublishedRun(
-        "GPT-3 175B, 1,024 A100", "model=gpt3-175b cluster.gpu=A100 cluster.nodes=128 train.seq_len=2048 train.global_batch=768",
-        "tensor=8 pipeline=8 schedule=interleaved micro_batch=1", 11.9, "MegaScale, table 2, Megatron-LM",
+        "GPT-3 175B, 1,024 A100",
+        "model=gpt3-175b cluster.gpu=A100 cluster.nodes=128 train.seq_len=2048 train.global_batch=768",
+        "tensor=8 pipeline=8 schedule=interleaved micro_batch=1",
+        11.9,
+        "MegaScale, table 2, Megatron-LM",
     ),
     PublishedRun(
-        "GPT-3 175B, 12,288 A100", "model=gpt3-175b cluster.gpu=A100 cluster.nodes=1536 train.seq_len=2048 train.global_batch=6144",
-        "tensor=8 pipeline=8 schedule=interleaved micro_batch=1", 8.57, "MegaScale, table 2, Megatron-LM, the same model",
+        "GPT-3 175B, 12,288 A100",
+        "model=gpt3-175b cluster.gpu=A100 cluster.nodes=1536 train.seq_len=2048 train.global_batch=6144",
+        "tensor=8 pipeline=8 schedule=interleaved micro_batch=1",
+        8.57,
+        "MegaScale, table 2, Megatron-LM, the same model",
     ),
     PublishedRun(
         "GPT-3 175B with parallel blocks and a window of 1,024, 12,288 A100",
         "model=gpt3-175b model.parallel_block=true model.sliding_window=1024 cluster.gpu=A100 cluster.nodes=1536 train.seq_len=2048 "
-        "train.global_batch=6144", "tensor=8 pipeline=8 schedule=interleaved micro_batch=1", 6.34,
+        "train.global_batch=6144",
+        "tensor=8 pipeline=8 schedule=interleaved micro_batch=1",
+        6.34,
         "MegaScale, table 2 (its window is not printed)",
     ),
     PublishedRun(
-        "Qwen3-235B-A22B, 256 H100", "model=qwen3-235b-a22b cluster.gpu=H100 cluster.nodes=32 train.seq_len=4096 train.global_batch=2048",
-        "tensor=4 pipeline=8 expert=2 schedule=interleaved micro_batch=1", 29.0, "Megatron-MoE-ModelZoo, DeepEP",
+        "Qwen3-235B-A22B, 256 H100",
+        "model=qwen3-235b-a22b cluster.gpu=H100 cluster.nodes=32 train.seq_len=4096 train.global_batch=2048",
+        "tensor=4 pipeline=8 expert=2 schedule=interleaved micro_batch=1",
+        29.0,
+        "Megatron-MoE-ModelZoo, DeepEP",
     ),
     PublishedRun(
-        "DeepSeek-V3, 2,048 H800", "model=deepseek-v3 cluster.gpu=H800 cluster.nodes=256 train.seq_len=4096 train.global_batch=15360",
-        "tensor=1 context_ring=1 context_ulysses=1 pipeline=16 expert=64 micro_batch=1", 19.91,
+        "DeepSeek-V3, 2,048 H800",
+        "model=deepseek-v3 cluster.gpu=H800 cluster.nodes=256 train.seq_len=4096 train.global_batch=15360",
+        "tensor=1 context_ring=1 context_ulysses=1 pipeline=16 expert=64 micro_batch=1",
+        19.91,
         "DeepSeek-V3 report, 180,000 GPU hours for 10^12 tokens, fp8",
     ),
-)  # fmt: skip
+)
 
 
 def main() -> None:

@@ -45,11 +45,19 @@ PORTS = (None, None, 5, 8, 10, 12.5, 15, 18, 20, 25)
 """GB/s of a device's port, for several nodes; the chip's default where None."""
 FABRICS = (None, None, None, "tcp")
 PINS = {
-    "pipeline": (1, 2, 4, 8), "tensor": (1, 2, 4, 8), "context_ring": (1, 2, 4), "context_ulysses": (1, 2, 4), "shard": (1, 2, 4, 8),
-    "replicate": (1, 2, 4), "schedule": ("1f1b", "interleaved", "zb_h1", "zbv", "breadth_first"), "micro_batch": (1, 2, 4, 8),
-    "recompute": ("none", "selective", "full"), "offload": ("none", "activations", "optimizer"), "gradients": ("shard", "whole"),
+    "pipeline": (1, 2, 4, 8),
+    "tensor": (1, 2, 4, 8),
+    "context_ring": (1, 2, 4),
+    "context_ulysses": (1, 2, 4),
+    "shard": (1, 2, 4, 8),
+    "replicate": (1, 2, 4),
+    "schedule": ("1f1b", "interleaved", "zb_h1", "zbv", "breadth_first"),
+    "micro_batch": (1, 2, 4, 8),
+    "recompute": ("none", "selective", "full"),
+    "offload": ("none", "activations", "optimizer"),
+    "gradients": ("shard", "whole"),
     "reshard": ("false", "true"),
-}  # fmt: skip
+}
 SINGLE_PINS, PIN_PAIRS = 2, 2
 """Number of single pins and of pairs of pins per run."""
 LIMITS = {"pins": 0.02, "more": 0.01}

@@ -184,9 +184,11 @@ def build_engine(options: argparse.Namespace) -> Any:
     from meshwright.spec.engine import EngineOptions
 
     sizes = EngineOptions(
-        sequences=options.sequences, step_tokens=options.step_tokens, context=options.context,
+        sequences=options.sequences,
+        step_tokens=options.step_tokens,
+        context=options.context,
         prefix_cache=bool(options.reuse),
-    )  # fmt: skip
+    )
     return Engine(random_model("tiny" if options.tiny else options.model, context=options.context), options=sizes)
 
 

@@ -51,11 +51,23 @@ TINY: dict[str, dict[str, Any]] = {
     "llama3-8b": MODEL_PRESETS["llama-nano"] | {"vocab_size": 4096},
     "deepseek-v2-lite": MODEL_PRESETS["deepseek-v2-lite"]
     | {
-        "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 24, "ffn_hidden": 96, "vocab_size": 1024, "max_seq_len": 512,
-        "kv_rank": 32, "rope_head_dim": 8, "value_head_dim": 16, "experts": 8, "expert_hidden": 48, "shared_expert_hidden": 96,
+        "layers": 2,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 4,
+        "head_dim": 24,
+        "ffn_hidden": 96,
+        "vocab_size": 1024,
+        "max_seq_len": 512,
+        "kv_rank": 32,
+        "rope_head_dim": 8,
+        "value_head_dim": 16,
+        "experts": 8,
+        "expert_hidden": 48,
+        "shared_expert_hidden": 96,
         "yarn": None,
     },
-}  # fmt: skip
+}
 """Models in the place of the large ones with `--tiny`."""
 USUAL: dict[str, tuple[str, ...]] = {
     "llama3-8b": ("fp8 weights", "int8 weights", "fp8 weights and cache", "invariant"),

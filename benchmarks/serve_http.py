@@ -202,11 +202,18 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "streams": streams, "tokens_each": tokens, "chat": options.chat, "steps_per_second": options.steps_per_second, **figures,
-                "python": platform.python_version(), "uvicorn": version("uvicorn"), "uvloop": version("uvloop"), "cores": os.cpu_count(),
+                "streams": streams,
+                "tokens_each": tokens,
+                "chat": options.chat,
+                "steps_per_second": options.steps_per_second,
+                **figures,
+                "python": platform.python_version(),
+                "uvicorn": version("uvicorn"),
+                "uvloop": version("uvloop"),
+                "cores": os.cpu_count(),
             }
         )
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

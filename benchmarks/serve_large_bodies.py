@@ -63,8 +63,16 @@ def write_model(folder: Path, text: str) -> None:
     tokenizer.write_bytes(train_tokenizer([text], VOCAB))
     vocab = max(json.loads(tokenizer.read_bytes())["model"]["vocab"].values()) + 1
     spec = ModelSpec(
-        family="llama", layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn_hidden=64, vocab_size=vocab, max_seq_len=CONTEXT,
-    )  # fmt: skip
+        family="llama",
+        layers=1,
+        hidden=32,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        ffn_hidden=64,
+        vocab_size=vocab,
+        max_seq_len=CONTEXT,
+    )
     model = Decoder(spec)
     initialise(model, spec, 0)
     export_hf(
@@ -149,9 +157,13 @@ async def measure(port: int, seconds: float) -> dict[str, Any]:
     stop.set()
     await asyncio.gather(*streams)
     return {
-        "health_p99": milliseconds(health, 0.99), "health_max": milliseconds(health, 1.0), "gap_p50": milliseconds(gaps, 0.5),
-        "gap_p99": milliseconds(gaps, 0.99), "gap_max": milliseconds(gaps, 1.0), "gaps": len(gaps),
-    }  # fmt: skip
+        "health_p99": milliseconds(health, 0.99),
+        "health_max": milliseconds(health, 1.0),
+        "gap_p50": milliseconds(gaps, 0.5),
+        "gap_p99": milliseconds(gaps, 0.99),
+        "gap_max": milliseconds(gaps, 1.0),
+        "gaps": len(gaps),
+    }
 
 
 def milliseconds(values: list[float], share: float) -> float:
@@ -226,11 +238,16 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "seconds": seconds, "streams": STREAMS, "context": CONTEXT, **figures, "python": platform.python_version(),
-                "tokenizers": version("tokenizers"), "cores": os.cpu_count(),
+                "seconds": seconds,
+                "streams": STREAMS,
+                "context": CONTEXT,
+                **figures,
+                "python": platform.python_version(),
+                "tokenizers": version("tokenizers"),
+                "cores": os.cpu_count(),
             }
         )
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

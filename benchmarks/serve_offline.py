@@ -42,9 +42,16 @@ from meshwright.spec.rank_environment import RankEnvironment, started_by_launche
 
 LARGEST_TOKEN = 10_000
 TINY: Mapping[str, Any] = {
-    "family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64,
-    "vocab_size": 96, "max_seq_len": 64,
-}  # fmt: skip
+    "family": "llama",
+    "layers": 2,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "ffn_hidden": 64,
+    "vocab_size": 96,
+    "max_seq_len": 64,
+}
 
 
 def main() -> None:

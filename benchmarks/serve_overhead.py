@@ -256,9 +256,7 @@ async def through_http(
     while not server.started or api.client.ready is None:
         await asyncio.sleep(0.01)
     given = ["--clients", str(listening.getsockname()[1]), str(figures["vocab"]), str(figures["rate"])]
-    clients = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, *words, *given, stdout=subprocess.PIPE
-    )  # fmt: skip
+    clients = await asyncio.create_subprocess_exec(sys.executable, __file__, *words, *given, stdout=subprocess.PIPE)
     out, _ = await clients.communicate()
     server.should_exit = True
     await task

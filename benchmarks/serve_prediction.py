@@ -48,9 +48,16 @@ SHARES = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1)
 """Rates over the capacity."""
 CAPACITY_REQUESTS = 2000
 TINY = {
-    "family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 128,
-    "vocab_size": 96, "max_seq_len": 512,
-}  # fmt: skip
+    "family": "llama",
+    "layers": 2,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "ffn_hidden": 128,
+    "vocab_size": 96,
+    "max_seq_len": 512,
+}
 
 
 def main() -> None:
@@ -58,9 +65,12 @@ def main() -> None:
     values = TINY if options.tiny else MODEL_PRESETS[options.model]
     spec = from_plain(ModelSpec, {**values, "vocab_size": values["vocab_size"] or 4096})
     sizes = EngineOptions(
-        sequences=options.sequences, step_tokens=options.step_tokens, context=min(options.context, spec.max_seq_len),
-        prefix_cache=False, texts=False,
-    )  # fmt: skip
+        sequences=options.sequences,
+        step_tokens=options.step_tokens,
+        context=min(options.context, spec.max_seq_len),
+        prefix_cache=False,
+        texts=False,
+    )
     cluster = from_plain(ClusterSpec, {**found_cluster(), "gpus_per_node": 1})
     clock = ProcessorClock() if options.processor_time else WallClock()
     profile = measure_engine(spec, sizes, cluster, options.profile_seconds, timer=clock.now)
@@ -74,11 +84,17 @@ def main() -> None:
     capacity = highest_rate(deployment, costs, limits, lengths)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     result: dict[str, Any] = {
-        "benchmark": "serve_prediction", "model": "tiny" if options.tiny else options.model, "device": device,
-        "torch": torch.__version__, "limits": to_plain(limits), "capacity": capacity, "rates": [], "left_out": [],
+        "benchmark": "serve_prediction",
+        "model": "tiny" if options.tiny else options.model,
+        "device": device,
+        "torch": torch.__version__,
+        "limits": to_plain(limits),
+        "capacity": capacity,
+        "rates": [],
+        "left_out": [],
         "blocks": [engine._policy.cache.pools[0].blocks, costs.of(deployment.instances[0]).blocks - 1],
         "profile": to_plain(profile),
-    }  # fmt: skip
+    }
     serve(engine, arriving(lengths, capacity, options.seconds / 10, seed=0), clock)  # kernels and caches
     times, details = costs.of(deployment.instances[0]).times, []
     for number, share in enumerate(SHARES, 1):

@@ -40,16 +40,23 @@ def main() -> None:
     spec, prompts = from_plain(ModelSpec, preset), TINY_PROMPTS if options.tiny else PROMPTS
     device, dtype = device_and_dtype()
     result: dict[str, Any] = {
-        "benchmark": "serve_prompts", "model": "llama-nano" if options.tiny else options.model,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__, "forms": {},
-    }  # fmt: skip
+        "benchmark": "serve_prompts",
+        "model": "llama-nano" if options.tiny else options.model,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "forms": {},
+    }
     for name, graphs in (("graphs", True), ("eager", False)):
         begin, model = time.perf_counter(), random_model(spec, device, dtype)
         loaded = time.perf_counter()
         sizes = EngineOptions(
-            sequences=64, step_tokens=BUDGET, context=min(4096, spec.max_seq_len), prefix_cache=False, texts=False,
+            sequences=64,
+            step_tokens=BUDGET,
+            context=min(4096, spec.max_seq_len),
+            prefix_cache=False,
+            texts=False,
             prompt_graphs=graphs,
-        )  # fmt: skip
+        )
         engine = TimedEngine(model, sizes, time.perf_counter)
         result["forms"][name] = {
             "model_seconds": loaded - begin,

@@ -38,9 +38,17 @@ from meshwright.spec.engine import EngineOptions
 from meshwright.spec.model import ModelSpec
 
 SPEC = ModelSpec(
-    family="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=96, max_seq_len=64,
+    family="llama",
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn_hidden=64,
+    vocab_size=96,
+    max_seq_len=64,
     init_std=0.3,
-)  # fmt: skip
+)
 OPTIONS = EngineOptions(sequences=24, step_tokens=96, tokens_per_block=4, cache_blocks=96)
 """At full length the requests of a batch would need about 170 blocks."""
 WAITING = 120

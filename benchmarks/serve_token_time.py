@@ -150,12 +150,16 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "tokens": list(options.lengths), "microseconds_per_token": figures, "largest_growth": round(growth, 2),
-                "repeats": options.repeats, "python": platform.python_version(), "tokenizers": version("tokenizers"),
+                "tokens": list(options.lengths),
+                "microseconds_per_token": figures,
+                "largest_growth": round(growth, 2),
+                "repeats": options.repeats,
+                "python": platform.python_version(),
+                "tokenizers": version("tokenizers"),
                 "cores": os.cpu_count(),
             }
         )
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -47,9 +47,17 @@ def _model(seed: int) -> Any:
     from meshwright.spec.model import ModelSpec
 
     spec = ModelSpec(
-        family="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=VOCAB, max_seq_len=256,
+        family="llama",
+        layers=2,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        ffn_hidden=64,
+        vocab_size=VOCAB,
+        max_seq_len=256,
         init_std=0.3,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         model = Decoder(spec)
     model = model.to(torch.float32).to_empty(device="cpu")

@@ -50,11 +50,15 @@ def compare(folder: Path, name: str) -> dict[str, Any]:
         for part, value in authors[authors_key].items():
             pairs[f"{key}.{part}"] = ours[key][part], value
     return {
-        "trace": name, "steps": len(ours["steps"]), "cause": ours["cause"], "rank": ours["rank"], "stage": ours["stage"],
+        "trace": name,
+        "steps": len(ours["steps"]),
+        "cause": ours["cause"],
+        "rank": ours["rank"],
+        "stage": ours["stage"],
         "contributions": ours["contributions"],
         "ours_and_authors": {key: [round(value, 6) for value in pair] for key, pair in pairs.items()},
         "largest_difference": max(abs(ours_value - theirs) for ours_value, theirs in pairs.values()),
-    }  # fmt: skip
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:

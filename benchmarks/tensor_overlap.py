@@ -174,9 +174,15 @@ class Bench:
             overlapped_ms[min_rows] = 1e3 * self.seconds(call)
         close_peers(self.name)
         return Line(
-            product=product, width=width, direction=direction, plain_ms=1e3 * plain_seconds, beside_ms=overlapped_ms,
-            products_ms=1e3 * self.seconds(products_only), exchange_ms=1e3 * self.seconds(exchange), error=error,
-        )  # fmt: skip
+            product=product,
+            width=width,
+            direction=direction,
+            plain_ms=1e3 * plain_seconds,
+            beside_ms=overlapped_ms,
+            products_ms=1e3 * self.seconds(products_only),
+            exchange_ms=1e3 * self.seconds(exchange),
+            error=error,
+        )
 
     def gather_calls(self, outputs: int) -> Any:
         """(forward, backward) calls of the whole operator, of its products alone, and of its exchanges alone."""

@@ -55,10 +55,13 @@ def test_a_run_calls_back_stops_continues_and_returns_its_result(
 
     def train() -> meshwright.TrainResult:
         return meshwright.train(
-            tiny, [*ONE_RANK, "train.steps=60"], runs=tmp_path, on_step=on_step,
+            tiny,
+            [*ONE_RANK, "train.steps=60"],
+            runs=tmp_path,
+            on_step=on_step,
             on_validation=lambda step, loss: losses.append((step, loss)),
             on_checkpoint=lambda step, folder: saved.append((step, folder)),
-        )  # fmt: skip
+        )
 
     first = train()
     output = "".join(capfd.readouterr())

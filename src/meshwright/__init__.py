@@ -25,9 +25,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _API = ("StopTraining", "TrainResult", "load_run", "plan", "train")
 __all__ = [
-    "BadConfig", "BadInput", "CommunicationFailure", "Damaged", "Interrupted", "MeshwrightError", "NumericalFailure", "OutOfResources",
-    "Preempted", "StopTraining", "TrainResult", "load_run", "plan", "train",
-]  # fmt: skip
+    "BadConfig",
+    "BadInput",
+    "CommunicationFailure",
+    "Damaged",
+    "Interrupted",
+    "MeshwrightError",
+    "NumericalFailure",
+    "OutOfResources",
+    "Preempted",
+    "StopTraining",
+    "TrainResult",
+    "load_run",
+    "plan",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

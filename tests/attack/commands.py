@@ -39,8 +39,11 @@ class Command:
         with output.open("ab") as opened:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, words)],
-                stdout=opened, stderr=opened, env={**os.environ, **(environment or {})}, preexec_fn=limit,
-            )  # fmt: skip
+                stdout=opened,
+                stderr=opened,
+                env={**os.environ, **(environment or {})},
+                preexec_fn=limit,
+            )
 
     @property
     def output(self) -> str:

@@ -28,9 +28,14 @@ EVERY_CALL_AFTER = 1 << 30
 DOCUMENTED = {0, 2, 3, 4, 5}
 """Codes of a run that cannot write: docs/reference/exit-codes.md."""
 PRELOADED = [
-    "meshwright.cli.main", "meshwright.cli.train", "meshwright.launch.job", "meshwright.launch.prepare", "meshwright.launch.attempts",
-    "meshwright.planner.search", "tests.attack.injected",
-]  # fmt: skip
+    "meshwright.cli.main",
+    "meshwright.cli.train",
+    "meshwright.launch.job",
+    "meshwright.launch.prepare",
+    "meshwright.launch.attempts",
+    "meshwright.planner.search",
+    "tests.attack.injected",
+]
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        "check tiny.yaml", "plan tiny.yaml", "data prepare a.jsonl --tokenizer hf --out corpus", "generate hf -p a",
-        "checkpoint from-hf hf converted", "checkpoint list hf", "eval hf", "report hf",
+        "check tiny.yaml",
+        "plan tiny.yaml",
+        "data prepare a.jsonl --tokenizer hf --out corpus",
+        "generate hf -p a",
+        "checkpoint from-hf hf converted",
+        "checkpoint list hf",
+        "eval hf",
+        "report hf",
     ],
-)  # fmt: skip
+)
 def test_little_address_space_is_no_internal_error(files: Path, tmp_path: Path, words: str, megabytes: int) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (megabytes * 10**6,) * 2)

@@ -96,8 +96,11 @@ def test_a_run_on_two_hosts(tmp_path: Path) -> None:
     token.touch(mode=0o600)
     token.write_text(TOKEN)
     environment = {
-        "MESHWRIGHT_COORDINATOR": f"127.0.0.1:{free_port()}", "MESHWRIGHT_TOKEN_FILE": str(token), **KEYS, **SERVICES,
-    }  # fmt: skip
+        "MESHWRIGHT_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "MESHWRIGHT_TOKEN_FILE": str(token),
+        **KEYS,
+        **SERVICES,
+    }
     words = ["train", tiny, "cluster.nodes=2", "cluster.gpus_per_node=1", "train.steps=200", "checkpoint.every=20"]
     words += ["checkpoint.partner=host", "--runs", runs, "--agent"]
     agents = [Command(*words, output=tmp_path / f"{n}.txt", environment=environment) for n in range(2)]

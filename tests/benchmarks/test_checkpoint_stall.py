@@ -108,8 +108,15 @@ def test_our_stall_has_the_same_definition() -> None:
     assert figures["steps"] == 2 + 4
     assert figures["beside_percent"] == pytest.approx(20.0) and figures["copy_step_percent"] == pytest.approx(40.0)
     assert figures["saves"][0] == {
-        "step": 8, "megabytes": 4.0, "staging": 0.2, "writing": 0.4, "waiting": 0.0, "commit": 0.01, "longest": 0.7, "steps": 2,
-    }  # fmt: skip
+        "step": 8,
+        "megabytes": 4.0,
+        "staging": 0.2,
+        "writing": 0.4,
+        "waiting": 0.0,
+        "commit": 0.01,
+        "longest": 0.7,
+        "steps": 2,
+    }
     waiting = our_save_figures(our_records("checkpoint step-00000008: 4 MB in 0.6 s"), 8, "sync")
     assert waiting["stall_seconds"] == [0.6]
 

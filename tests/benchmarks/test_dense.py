@@ -29,14 +29,23 @@ TABLE = {
     "steps": 9,
     "skip": 2,
     "limit": 200,
-    "ours": [MODEL, "cluster.gpus_per_node=gpus", "train.seq_len=16", "plan.compile=false", "plan.compute=fp32",
-             "data.validation_tokens=16", "checkpoint.every=0", "checkpoint.at_end=false", "train.warmup_steps=1"],
+    "ours": [
+        MODEL,
+        "cluster.gpus_per_node=gpus",
+        "train.seq_len=16",
+        "plan.compile=false",
+        "plan.compute=fp32",
+        "data.validation_tokens=16",
+        "checkpoint.every=0",
+        "checkpoint.at_end=false",
+        "train.warmup_steps=1",
+    ],
     "peer": "--model.name llama3",
     "rows": {
         "base": {"sequences": 2, "peer": "--model.flavor 8B", "peer_batch": [2, 1]},
         "lever": {"sequences": 2, "ours": ["train.gc_every=0"], "against": "base"},
     },
-}  # fmt: skip
+}
 LOG = """[rank0]:step:  1  loss: 12.1934  grad_norm:  3.2  memory: 80.10GiB(57.3%)  tps: 1,302  tflops: 75.4  mfu: 7.6%
 [rank0]:step:  5  loss: 11.0  grad_norm:  3.2  memory: 96.31GiB(68.9%)  tps: 10,400  tflops: 75.4  mfu: 7.6%
 [rank0]:step: 10  loss:  9.5  grad_norm:  3.2  memory: 96.31GiB(68.9%)  tps: 10,524  tflops: 75.4  mfu: 7.6%
@@ -56,17 +65,41 @@ def options(tmp_path: Path) -> Namespace:
     table = tmp_path / "tiny.yaml"
     table.write_text(yaml.safe_dump(TABLE), encoding="utf-8")
     return Namespace(
-        table=table, only="*", sides="torchtitan,meshwright", passes=1, budget=1e9, again=False, no_trace=False, no_rates=False,
-        rates_seconds=0.2, keep_traces=None, gpus=None, set=[], runs=tmp_path / "runs", logs=tmp_path, out=tmp_path / "out.jsonl",
-    )  # fmt: skip
+        table=table,
+        only="*",
+        sides="torchtitan,meshwright",
+        passes=1,
+        budget=1e9,
+        again=False,
+        no_trace=False,
+        no_rates=False,
+        rates_seconds=0.2,
+        keep_traces=None,
+        gpus=None,
+        set=[],
+        runs=tmp_path / "runs",
+        logs=tmp_path,
+        out=tmp_path / "out.jsonl",
+    )
 
 
 def run_line(name: str, side: str, number: int, rates: list[float]) -> dict[str, Any]:
     return {
-        "kind": "run", "row": name, "side": side, "pass": number, "rates": rates, "counted_steps": 5 * len(rates), "step_seconds": 1.0,
-        "tokens_per_second_per_gpu": sorted(rates)[len(rates) // 2], "mfu_causal": 0.5, "mfu_full": 0.6, "memory_reserved_peak_gib": 9.0,
-        "loss_first": 12.0, "loss_last": 6.0, "wall_seconds": 100.0,
-    }  # fmt: skip
+        "kind": "run",
+        "row": name,
+        "side": side,
+        "pass": number,
+        "rates": rates,
+        "counted_steps": 5 * len(rates),
+        "step_seconds": 1.0,
+        "tokens_per_second_per_gpu": sorted(rates)[len(rates) // 2],
+        "mfu_causal": 0.5,
+        "mfu_full": 0.6,
+        "memory_reserved_peak_gib": 9.0,
+        "loss_first": 12.0,
+        "loss_last": 6.0,
+        "wall_seconds": 100.0,
+    }
 
 
 def test_passes_visit_the_sides_in_turn(dense: Any, options: Namespace) -> None:
@@ -161,9 +194,11 @@ def test_the_table_has_medians_over_all_passes_and_the_ratio_last(
     dense: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
-        run_line("base", "torchtitan", 1, [100.0, 100.0, 110.0]), run_line("base", "torchtitan", 2, [110.0, 110.0]),
-        run_line("base", "meshwright", 1, [121.0] * 4), run_line("lever", "meshwright", 1, [60.5] * 4),
-    ]  # fmt: skip
+        run_line("base", "torchtitan", 1, [100.0, 100.0, 110.0]),
+        run_line("base", "torchtitan", 2, [110.0, 110.0]),
+        run_line("base", "meshwright", 1, [121.0] * 4),
+        run_line("lever", "meshwright", 1, [60.5] * 4),
+    ]
     dense.show("tiny", ["base", "lever"], lines, {"base": None, "lever": "base"})
     printed = capsys.readouterr().out.splitlines()
     base, lever = (next(line for line in printed if line.startswith(name)) for name in ("base", "lever"))

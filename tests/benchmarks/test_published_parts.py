@@ -22,10 +22,13 @@ def test_the_features_together_explain_the_published_step_within_a_tenth() -> No
     run = load_run(None, QUESTION.split())
     mesh = (MeshAxis(axis="pipeline", size=16, crosses="node"), MeshAxis(axis="shard", size=128, crosses="node"))
     plan = Plan(
-        mesh=mesh, batch=BatchPlan(global_batch=15360, micro_batch=1, accumulate=120), compile=True,
-        schedule=with_stages(run, "zbv", 16, 2, mesh), experts=ExpertPlan(expert=64, expert_shard=2),
+        mesh=mesh,
+        batch=BatchPlan(global_batch=15360, micro_batch=1, accumulate=120),
+        compile=True,
+        schedule=with_stages(run, "zbv", 16, 2, mesh),
+        experts=ExpertPlan(expert=64, expert_shard=2),
         layers=(LayerStrategy(reshard=False, gradients="whole", recompute="full"),),
-    )  # fmt: skip
+    )
     lines = [
         (description, breakdown.compute + sum(breakdown.exposed.values()) + breakdown.bubble + breakdown.host)
         for description, breakdown in steps_to_published(run, plan)

@@ -35,20 +35,35 @@ def profile_for(work: Work) -> MachineProfile:
             products.append(ProductTime(format=linear.format, m=m, k=k, n=n, seconds=seconds, burst_seconds=seconds))
     attention = work.attention
     attention = AttentionTime(
-        format="bf16", seq=attention.seq, heads=attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim,
+        format="bf16",
+        seq=attention.seq,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
         tokens=attention.tokens,
-        forward_seconds=1e-6, backward_seconds=2e-6,
-    )  # fmt: skip
+        forward_seconds=1e-6,
+        backward_seconds=2e-6,
+    )
     rings = [
         CollectiveTime(op=op, ranks=2, nodes=1, bytes=size, seconds=1e-5 + size / 1e11)
         for op in RINGS
         for size in (1 << 10, 1 << 30)
     ]
     return MachineProfile(
-        date="2026-01-02T03:04:05Z", gpu="H200", device="NVIDIA H200", devices=2, nodes=1, cores=8, memory_bytes=1 << 37,
-        products=tuple(products), attention=(attention,), collectives=tuple(rings), copy_bytes_per_s=MEMORY, pass_bytes_per_s=MEMORY,
+        date="2026-01-02T03:04:05Z",
+        gpu="H200",
+        device="NVIDIA H200",
+        devices=2,
+        nodes=1,
+        cores=8,
+        memory_bytes=1 << 37,
+        products=tuple(products),
+        attention=(attention,),
+        collectives=tuple(rings),
+        copy_bytes_per_s=MEMORY,
+        pass_bytes_per_s=MEMORY,
         adamw_parameters_per_s=UPDATE,
-    )  # fmt: skip
+    )
 
 
 def test_needed_seconds_are_the_work_over_the_rates() -> None:

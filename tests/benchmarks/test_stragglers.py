@@ -19,8 +19,20 @@ from meshwright.workload.layouts import Layouts
 MODEL = shape_from_dimensions(dimensions_by_name("GPT-175B"))
 MACHINE = machine_of(ClusterSpec(gpu="A100", nodes=32, gpus_per_node=8))
 K = replace(constants("ampere", "megatron_lm"), jitter=0.0)
-PLAN = Layouts(tensor=8.0, pipeline=8.0, virtual=1.0, context=1.0, expert=1.0, data=4.0, zero=0.0, shards=4.0, micro_batch=1.0,
-               global_batch=256.0, seq=2048.0, recompute=0.0)  # fmt: skip
+PLAN = Layouts(
+    tensor=8.0,
+    pipeline=8.0,
+    virtual=1.0,
+    context=1.0,
+    expert=1.0,
+    data=4.0,
+    zero=0.0,
+    shards=4.0,
+    micro_batch=1.0,
+    global_batch=256.0,
+    seq=2048.0,
+    recompute=0.0,
+)
 
 
 @pytest.mark.parametrize(("ranks", "tolerance"), [(2, 0.05), (5, 0.015), (10, 0.01), (100, 0.01), (10000, 0.01)])

@@ -19,18 +19,36 @@ from meshwright.workload.layouts import Layouts
 
 MODEL = shape_from_dimensions(dimensions_by_name("Llama-like-8.86B"))
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=8, gpus_per_node=8))
-PLAN = Layouts(tensor=8.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=2.0, zero=1.0, shards=2.0, micro_batch=4.0,
-               global_batch=256.0, seq=4096.0, recompute=0.0, balanced=1.0)  # fmt: skip
+PLAN = Layouts(
+    tensor=8.0,
+    pipeline=1.0,
+    virtual=1.0,
+    context=1.0,
+    expert=1.0,
+    data=2.0,
+    zero=1.0,
+    shards=2.0,
+    micro_batch=4.0,
+    global_batch=256.0,
+    seq=4096.0,
+    recompute=0.0,
+    balanced=1.0,
+)
 
 
 @pytest.mark.parametrize(
     ("changed", "splits"),
     [
-        ({}, False), ({"micro_batch": 16.0}, True), ({"tensor": 1.0, "micro_batch": 16.0}, False),
-        ({"pipeline": 4.0, "tensor": 4.0}, False), ({"pipeline": 4.0, "data": 8.0}, True), ({"pipeline": 2.0}, True),
-        ({"tensor": 16.0, "data": 32.0}, True), ({"tensor": 32.0, "data": 16.0}, False),
+        ({}, False),
+        ({"micro_batch": 16.0}, True),
+        ({"tensor": 1.0, "micro_batch": 16.0}, False),
+        ({"pipeline": 4.0, "tensor": 4.0}, False),
+        ({"pipeline": 4.0, "data": 8.0}, True),
+        ({"pipeline": 2.0}, True),
+        ({"tensor": 16.0, "data": 32.0}, True),
+        ({"tensor": 32.0, "data": 16.0}, False),
     ],
-)  # fmt: skip
+)
 def test_the_rule(changed: dict[str, float], splits: bool) -> None:
     assert splits_sequence(MODEL, MACHINE, replace(PLAN, **changed)) is splits
 
@@ -43,8 +61,18 @@ def test_split_runs_take_less_memory_and_more_time() -> None:
 
 
 def test_a_row_says_what_was_assumed() -> None:
-    record = {"source": "HF playbook", "model": "Llama-like-8.86B", "gpu": "H100", "gpus": "16", "tp": "8", "pp": "1", "dp": "2",
-           "micro_batch": "4", "global_batch": "256", "seq": "4096"}  # fmt: skip
+    record = {
+        "source": "HF playbook",
+        "model": "Llama-like-8.86B",
+        "gpu": "H100",
+        "gpus": "16",
+        "tp": "8",
+        "pp": "1",
+        "dp": "2",
+        "micro_batch": "4",
+        "global_batch": "256",
+        "seq": "4096",
+    }
     assert "sequence kept whole" in read_record(record).assumed
     assert "sequence split by tensor parallelism" in read_record({**record, "gpus": "32", "pp": "2"}).assumed
 

@@ -24,9 +24,20 @@ RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 PACKAGE = Path(__file__).parents[2] / "src" / "meshwright"
 MEASURED = ("iter_time_s", "tokens_per_s", "tflops_per_gpu", "mfu", "mem_gb")
 RECORD = {
-    "source": "a paper", "model": "Llama-3-8B", "gpu": "H100", "gpus": "16", "tp": "2", "pp": "1", "dp": "8", "micro_batch": "1",
-    "global_batch": "64", "seq": "4096", "layers": "32", "hidden": "4096", "dtype": "bf16",
-}  # fmt: skip
+    "source": "a paper",
+    "model": "Llama-3-8B",
+    "gpu": "H100",
+    "gpus": "16",
+    "tp": "2",
+    "pp": "1",
+    "dp": "8",
+    "micro_batch": "1",
+    "global_batch": "64",
+    "seq": "4096",
+    "layers": "32",
+    "hidden": "4096",
+    "dtype": "bf16",
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +91,15 @@ def test_blanks_take_stated_defaults() -> None:
 @pytest.mark.parametrize(
     ("changed", "word"),
     [
-        ({"gpu": "Abacus 9000"}, "Abacus 9000"), ({"gpu": ""}, "gpu"), ({"tp": ""}, "tp"), ({"gpus": "many"}, "many"),
-        ({"model": "Mine", "layers": ""}, "Mine"), ({"global_batch": "0"}, "global_batch"), ({"seq": "nan"}, "seq"),
+        ({"gpu": "Abacus 9000"}, "Abacus 9000"),
+        ({"gpu": ""}, "gpu"),
+        ({"tp": ""}, "tp"),
+        ({"gpus": "many"}, "many"),
+        ({"model": "Mine", "layers": ""}, "Mine"),
+        ({"global_batch": "0"}, "global_batch"),
+        ({"seq": "nan"}, "seq"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_expressed_says_why(changed: dict[str, str], word: str) -> None:
     (prediction,) = predict_records([{**RECORD, **changed}])
     assert prediction.seconds is None
@@ -138,10 +154,15 @@ def test_a_time_may_come_from_tokens() -> None:
 @pytest.mark.parametrize(
     ("text", "gigabytes"),
     [
-        ("NVLink; 800 Gb/s per node", 12.5), ("NVSwitch; 8x HDR200 InfiniBand (Selene)", 25), ("NVLink; CX-7 400 Gb/s per GPU", 50),
-        ("NVLink4; 8x50 GB/s InfiniBand per node", 50), ("RoCE 1600 Gb/s per node", 25), ("NVLink4; EFA between nodes", 50),
-        ("NVLink (single node)", None), ("", None),
+        ("NVLink; 800 Gb/s per node", 12.5),
+        ("NVSwitch; 8x HDR200 InfiniBand (Selene)", 25),
+        ("NVLink; CX-7 400 Gb/s per GPU", 50),
+        ("NVLink4; 8x50 GB/s InfiniBand per node", 50),
+        ("RoCE 1600 Gb/s per node", 25),
+        ("NVLink4; EFA between nodes", 50),
+        ("NVLink (single node)", None),
+        ("", None),
     ],
-)  # fmt: skip
+)
 def test_networks_in_words(text: str, gigabytes: float | None) -> None:
     assert port_bandwidth(text, 8) == (None if gigabytes is None else gigabytes * 1e9)

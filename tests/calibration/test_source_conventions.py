@@ -15,9 +15,21 @@ from meshwright.workload.layouts import Layouts
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 RECORD = {
-    "source": "a paper", "model": "Qwen3-30B-A3B", "gpu": "H100", "gpus": "16", "tp": "1", "pp": "1", "dp": "16", "micro_batch": "1",
-    "global_batch": "64", "seq": "4096", "layers": "48", "hidden": "2048", "ep": "8", "dtype": "bf16",
-}  # fmt: skip
+    "source": "a paper",
+    "model": "Qwen3-30B-A3B",
+    "gpu": "H100",
+    "gpus": "16",
+    "tp": "1",
+    "pp": "1",
+    "dp": "16",
+    "micro_batch": "1",
+    "global_batch": "64",
+    "seq": "4096",
+    "layers": "48",
+    "hidden": "2048",
+    "ep": "8",
+    "dtype": "bf16",
+}
 
 
 @pytest.fixture(scope="module")

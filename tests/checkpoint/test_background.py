@@ -68,8 +68,11 @@ def test_no_update_reaches_a_snapshot(tmp_path: Path, monkeypatch: pytest.Monkey
     rank.saver.stager.from_host.buffer_first_groups(buffered)
     in_buffers = sum(name.rpartition(".")[2] in group for name in rank.tensors for group in GROUPS[:buffered])
     assert rank.saver.stager.from_host.buffered_bytes == 4 * sum(
-        tensor.numel() for name, tensor in rank.tensors.items() for group in GROUPS[:buffered] if name.rpartition(".")[2] in group
-    )  # fmt: skip
+        tensor.numel()
+        for name, tensor in rank.tensors.items()
+        for group in GROUPS[:buffered]
+        if name.rpartition(".")[2] in group
+    )
     copied_tensors = len(rank.tensors) + in_buffers
     copy, stop_at, reached, go_on = staging._copy, [0], threading.Event(), threading.Event()
     count = [0]

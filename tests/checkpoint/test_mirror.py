@@ -98,12 +98,21 @@ def test_an_invalid_index_is_refused(tmp_path: Path, text: bytes) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "s3://key:secret@bucket/prefix", "bucket/prefix", "s3://bucket/prefix?token=secret", "key:secret@bucket", "",
-        "simplecache::s3://key:secret@bucket/prefix", "blockcache::simplecache::s3://key:secret@bucket",
-        "simplecache://secret@x::s3://bucket/prefix", "s3://bucket/prefix::s3://key:secret@other", "s3://key:sec/secret@bucket",
-        "simplecache::s3://bucket?secret=x", "simplecache://?secret=x::s3://bucket/a", "simplecache::bucket/prefix",
+        "s3://key:secret@bucket/prefix",
+        "bucket/prefix",
+        "s3://bucket/prefix?token=secret",
+        "key:secret@bucket",
+        "",
+        "simplecache::s3://key:secret@bucket/prefix",
+        "blockcache::simplecache::s3://key:secret@bucket",
+        "simplecache://secret@x::s3://bucket/prefix",
+        "s3://bucket/prefix::s3://key:secret@other",
+        "s3://key:sec/secret@bucket",
+        "simplecache::s3://bucket?secret=x",
+        "simplecache://?secret=x::s3://bucket/a",
+        "simplecache::bucket/prefix",
     ],
-)  # fmt: skip
+)
 def test_a_url_has_a_protocol_and_no_credentials(url: str) -> None:
     with pytest.raises(BadInput, match="checkpoint.mirror") as refused:
         check_url(url)
@@ -113,10 +122,15 @@ def test_a_url_has_a_protocol_and_no_credentials(url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "protocol"),
     [
-        ("s3://bucket/prefix", "s3"), ("s3://bucket", "s3"), ("gs://a-b.c/d@e:f", "gs"), ("file:///data/x", "file"),
-        ("memory://x", "memory"), ("simplecache::s3://bucket/x", "s3"), ("http://host:9000/x", "http"),
+        ("s3://bucket/prefix", "s3"),
+        ("s3://bucket", "s3"),
+        ("gs://a-b.c/d@e:f", "gs"),
+        ("file:///data/x", "file"),
+        ("memory://x", "memory"),
+        ("simplecache::s3://bucket/x", "s3"),
+        ("http://host:9000/x", "http"),
     ],
-)  # fmt: skip
+)
 def test_the_protocol_of_a_url(url: str, protocol: str) -> None:
     assert check_url(url) == protocol
 

@@ -103,8 +103,12 @@ def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:
     save = writers.stage(2)
     writers.arenas[2].begin_snapshot()  # as if this rank's writer had been stopped and the next snapshot had begun
     assert writers.carry_out(save) == {
-        "event": "failed", "step": 2, "exit_code": 3, "lease_lost": False, "message": "saving step 2: rank 2 could not write its part"
-    }  # fmt: skip
+        "event": "failed",
+        "step": 2,
+        "exit_code": 3,
+        "lease_lost": False,
+        "message": "saving step 2: rank 2 could not write its part",
+    }
     reply = writers.replies[2].last("failed")
     assert reply is not None and "the snapshot of step 2 is no longer in host memory" in reply["message"]
     writers.arenas[2].complete_snapshot()

@@ -77,11 +77,20 @@ class Writers:
         for rank, writer in enumerate(self.writers):
             replica = replicas[rank] if replicas else None
             setup = Setup(
-                str(run / "checkpoints"), rank, ranks, entries[rank],
-                encoded_contents(contents) if 0 in (rank, replica) else {}, asdict(lease),
-                keep, 1, "2.0", peer_seconds=peer_seconds, folder_seconds=1.0, replica=replica,
+                str(run / "checkpoints"),
+                rank,
+                ranks,
+                entries[rank],
+                encoded_contents(contents) if 0 in (rank, replica) else {},
+                asdict(lease),
+                keep,
+                1,
+                "2.0",
+                peer_seconds=peer_seconds,
+                folder_seconds=1.0,
+                replica=replica,
                 replica_headers=[] if replica is None else entries[replica],
-            )  # fmt: skip
+            )
             writer.do(setup)
 
     def stage(self, step: int) -> Save:

@@ -29,9 +29,18 @@ from meshwright.spec.fields import to_plain
 from tests.flips import PLACES, Case, assert_no_internal_error
 
 INCIDENT = {
-    "time": 1.5, "attempt": 1, "step": 3, "cause": "rank 0 died", "confidence": "certain", "rank": 0, "host": "a",
-    "action": "forward", "reason": "code -9", "answer": "restart", "ranks": [],
-}  # fmt: skip
+    "time": 1.5,
+    "attempt": 1,
+    "step": 3,
+    "cause": "rank 0 died",
+    "confidence": "certain",
+    "rank": 0,
+    "host": "a",
+    "action": "forward",
+    "reason": "code -9",
+    "answer": "restart",
+    "ranks": [],
+}
 
 
 def monitor(run: Path) -> None:
@@ -74,11 +83,18 @@ def files_of_a_run(run: Path) -> list[Case]:
     (run / FOLDER / "0001-3").mkdir(parents=True)
     (run / FOLDER / "0001-3" / FILE).write_text(json.dumps(INCIDENT))
     readers: dict[str, Callable[[Path], object]] = {
-        "config.yaml": start, "text_format.json": start, FIRST_COMMIT: start,
+        "config.yaml": start,
+        "text_format.json": start,
+        FIRST_COMMIT: start,
         "plan.yaml": lambda run: (load_plan(run / "plan.yaml"), read_run(run)),
-        "metrics.jsonl": next_metrics, "wall_time.jsonl": monitor, "summary.json": monitor, "environment.json": monitor,
-        STATE_FILE: monitor, PROGRESS: monitor, f"{FOLDER}/0001-3/{FILE}": monitor,
-    }  # fmt: skip
+        "metrics.jsonl": next_metrics,
+        "wall_time.jsonl": monitor,
+        "summary.json": monitor,
+        "environment.json": monitor,
+        STATE_FILE: monitor,
+        PROGRESS: monitor,
+        f"{FOLDER}/0001-3/{FILE}": monitor,
+    }
     return [(run / name, lambda read=read: read(run)) for name, read in readers.items()]
 
 

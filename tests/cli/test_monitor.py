@@ -27,9 +27,18 @@ from tests.cli.command import meshwright
 from tests.launch.test_metrics_endpoint import parse
 
 INCIDENT = {
-    "time": 0.0, "step": 12, "attempt": 1, "cause": "hang", "rank": 3, "host": "node-0", "action": "backward 0.1",
-    "confidence": "certain", "reason": "a long reason " * 20, "answer": "restart 1 of 3", "evidence": "runs/x/incidents/0001-12",
-}  # fmt: skip
+    "time": 0.0,
+    "step": 12,
+    "attempt": 1,
+    "cause": "hang",
+    "rank": 3,
+    "host": "node-0",
+    "action": "backward 0.1",
+    "confidence": "certain",
+    "reason": "a long reason " * 20,
+    "answer": "restart 1 of 3",
+    "evidence": "runs/x/incidents/0001-12",
+}
 
 
 def picture(snapshot: RunSnapshot, width: int, height: int, **options: object) -> list[str]:

@@ -75,8 +75,10 @@ def test_eval_by_the_plan_is_that_of_one_device(run: Path, pool: Pool, monkeypat
 def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:
     """As the only rank of a plan for one."""
     file = tmp_path / "one.yaml"
-    file.write_text("mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 1, micro_batch: 1, accumulate: 1}\n"
-                    "precision: {compute: fp32}\n")  # fmt: skip
+    file.write_text(
+        "mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 1, micro_batch: 1, accumulate: 1}\n"
+        "precision: {compute: fp32}\n"
+    )
     arguments = ["generate", run, "-p", "the quick", "--tokens", 5, "--json"]
     launched = meshwright(*arguments, "--plan", file, env={"RANK": "0", "WORLD_SIZE": "1"})
     assert launched.code == 0, launched.err

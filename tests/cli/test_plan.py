@@ -58,9 +58,18 @@ def test_the_text_answers_every_question_within_the_terminal(columns: int, monke
     assert answer.code == 0, answer.err
     assert max(map(len, answer.out.splitlines())) <= columns
     for heading in (
-        "a step", "MFU", "plan", "mesh, outermost axis first", "memory of each pipeline rank", "where the step goes", "why this plan",
-        "runner-ups, and why they were not chosen", "what limits the step", "what a change would gain", "where the numbers come from",
-    ):  # fmt: skip
+        "a step",
+        "MFU",
+        "plan",
+        "mesh, outermost axis first",
+        "memory of each pipeline rank",
+        "where the step goes",
+        "why this plan",
+        "runner-ups, and why they were not chosen",
+        "what limits the step",
+        "what a change would gain",
+        "where the numbers come from",
+    ):
         assert heading in answer.out
     assert "pipeline 2" in answer.out and "zbv" in answer.out and "node 1" in answer.out
     assert re.search(r"rank 0: layers 0-\d, (\d+-)?15 ", answer.out)  # both arms of the V
@@ -85,12 +94,22 @@ def test_layers_with_a_number_format_of_their_own_say_so() -> None:
 
 
 def test_many_layer_ranges_are_a_row_for_each_strategy() -> None:
-    kinds = [LayerStrategy(range=text, recompute=recompute) for text, recompute in (
-        ("0", "full"), ("1-3", "none"), ("4", "full"), ("5", "full"), ("6", "none"), ("7", "full"),
-    )]  # fmt: skip
+    kinds = [
+        LayerStrategy(range=text, recompute=recompute)
+        for text, recompute in (
+            ("0", "full"),
+            ("1-3", "none"),
+            ("4", "full"),
+            ("5", "full"),
+            ("6", "none"),
+            ("7", "full"),
+        )
+    ]
     plan = Plan(
-        mesh=(MeshAxis(axis="shard", size=2),), batch=BatchPlan(global_batch=2, micro_batch=1, accumulate=1), layers=tuple(kinds)
-    )  # fmt: skip
+        mesh=(MeshAxis(axis="shard", size=2),),
+        batch=BatchPlan(global_batch=2, micro_batch=1, accumulate=1),
+        layers=tuple(kinds),
+    )
     texts = [text for key, text in facts(load_run(None, [*ONE_RANK, "model.layers=8"]), plan) if key == "layers"]
     assert texts == ["0, 4-5, 7: recompute full, reshard", "1-3, 6: recompute none, reshard"]
     alike = replace(plan, layers=(LayerStrategy(range="0-3"), LayerStrategy(range="4-7")))
@@ -336,7 +355,7 @@ def test_the_shortest_training() -> None:
         (["--gpus", "3"], "nearest whole number of nodes is 2 GPUs"),
         (["cluster.gpu=cpu", "--gpus", "2..4"], "CPU"),
     ],
-)  # fmt: skip
+)
 def test_options_that_do_not_go_together_are_refused(options: list[str], output: str) -> None:
     answer = meshwright("plan", *ONE_RANK, *options)
     assert answer.code == 2 and output in answer.err

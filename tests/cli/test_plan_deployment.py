@@ -20,8 +20,15 @@ serve:
   limits: {ttft_seconds: 0.5, tpot_seconds: 0.0065}
 """
 KEYS = {
-    "instances", "goodput_per_gpu", "low", "high", "binding", "alternatives", "margin_over_colocated", "search_seconds",
-}  # fmt: skip
+    "instances",
+    "goodput_per_gpu",
+    "low",
+    "high",
+    "binding",
+    "alternatives",
+    "margin_over_colocated",
+    "search_seconds",
+}
 
 
 @pytest.fixture

@@ -74,9 +74,13 @@ def test_a_list_has_state_step_loss_tokens_and_size_of_every_run(tmp_path: Path)
         listed = meshwright("runs", tmp_path, "--json").json["runs"]
         text = meshwright("runs", tmp_path).out
     assert {run["name"]: run["state"] for run in listed} == {
-        "a-sweep/first": "stopped", "broken": "failed", "done": "finished", "going": "running", "killed": "stopped",
+        "a-sweep/first": "stopped",
+        "broken": "failed",
+        "done": "finished",
+        "going": "running",
+        "killed": "stopped",
         "preempted": "stopped",
-    }  # fmt: skip
+    }
     done = next(run for run in listed if run["name"] == "done")
     assert (done["step"], done["steps"], done["loss"], done["tokens"]) == (10, 10, 2.5, 96)
     assert done["bytes"] == sum(file.stat().st_size for file in (tmp_path / "done").iterdir())

@@ -89,9 +89,14 @@ def test_mistakes_of_a_server_that_do_not_depend_on_each_other(folder: Path) -> 
     Path("serve.yaml").write_text("\n".join([*lines, "follow: true", "block_cache: here"]))
     answer = meshwright("serve", folder, "--config", "serve.yaml")
     assert positions(answer) == [
-        "serve.yaml:2:9 tensor", "serve.yaml:3:13 admin_port", "serve.yaml:4:7 host", "serve.yaml:5:7 role",
-        "serve.yaml:6:14 draft_model", "serve.yaml:7:9 follow", "serve.yaml:8:14 block_cache",
-    ]  # fmt: skip
+        "serve.yaml:2:9 tensor",
+        "serve.yaml:3:13 admin_port",
+        "serve.yaml:4:7 host",
+        "serve.yaml:5:7 role",
+        "serve.yaml:6:14 draft_model",
+        "serve.yaml:7:9 follow",
+        "serve.yaml:8:14 block_cache",
+    ]
 
 
 def test_mistakes_of_a_router_that_do_not_depend_on_each_other() -> None:
@@ -211,8 +216,10 @@ def test_mistakes_of_a_load_test_that_do_not_depend_on_each_other(folder: Path) 
     assert positions(meshwright(*words)) == ["serve.yaml:3:11 model.layers", "serve.yaml:4:11 model.hidden"]
     Path("serve.yaml").write_text(Path("serve.yaml").read_text().replace("  layers: 3\n  hidden: 128\n", ""))
     assert positions(meshwright(*words)) == [
-        "d.yaml:2:1 instances", "d.yaml:2:12 instances.0.tensor", "d.yaml:4:12 instances.2.expert",
-    ]  # fmt: skip
+        "d.yaml:2:1 instances",
+        "d.yaml:2:12 instances.0.tensor",
+        "d.yaml:4:12 instances.2.expert",
+    ]
 
 
 def test_files_of_another_command(folder: Path) -> None:

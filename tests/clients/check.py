@@ -45,14 +45,22 @@ def run_load(programs: Path, url: str, model: Path, out: Path) -> None:
     """A load run of GuideLLM; ends this process if a request failed."""
     result = out / "load.json"
     call(
-        programs / "guidellm", "run", "--disable-console",
-        "--backend", f"kind=openai_http,target={url},model={NAME},request_format=/v1/completions",
-        "--profile", f"kind=concurrent,streams={STREAMS}",
-        "--constraint", f"kind=max_requests,count={REQUESTS}",
-        "--data", "kind=synthetic_text,prompt_tokens=20,output_tokens=12",
-        "--tokenizer", f"kind=huggingface_auto,model={model}",
-        "--output", f"kind=json,path={result}",
-    )  # fmt: skip
+        programs / "guidellm",
+        "run",
+        "--disable-console",
+        "--backend",
+        f"kind=openai_http,target={url},model={NAME},request_format=/v1/completions",
+        "--profile",
+        f"kind=concurrent,streams={STREAMS}",
+        "--constraint",
+        f"kind=max_requests,count={REQUESTS}",
+        "--data",
+        "kind=synthetic_text,prompt_tokens=20,output_tokens=12",
+        "--tokenizer",
+        f"kind=huggingface_auto,model={model}",
+        "--output",
+        f"kind=json,path={result}",
+    )
     (benchmark,) = json.loads(result.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     if (totals["successful"], totals["errored"]) != (REQUESTS, 0):
@@ -70,9 +78,19 @@ def run_evaluation(programs: Path, url: str, model: Path, out: Path) -> None:
         f"model={NAME},base_url={url}/v1/completions,tokenizer={model},tokenizer_backend=huggingface,max_length=192"
     )
     call(
-        programs / "lm_eval", "--model", "local-completions", "--model_args", arguments,
-        "--tasks", "arithmetic", "--include_path", out, "--output_path", out / "results", "--log_samples",
-    )  # fmt: skip
+        programs / "lm_eval",
+        "--model",
+        "local-completions",
+        "--model_args",
+        arguments,
+        "--tasks",
+        "arithmetic",
+        "--include_path",
+        out,
+        "--output_path",
+        out / "results",
+        "--log_samples",
+    )
     (result,) = (out / "results").rglob("results_*.json")
     scores = json.loads(result.read_text())
     metrics, samples = scores["results"]["arithmetic"], scores["n-samples"]["arithmetic"]
@@ -115,9 +133,13 @@ def model_of(folder: Path, form: str) -> Path:
 def call(*command: object) -> str:
     """Output of a program without access to the hub; all of it is shown if it fails."""
     environment = {
-        **os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false",
-    }  # fmt: skip
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LANGSMITH_TRACING": "false",
+    }
     result = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"{command[0]}: code {result.returncode}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}")

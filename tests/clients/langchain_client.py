@@ -95,7 +95,9 @@ if __name__ == "__main__":
     run_checks(
         {"tools over two turns": tools_over_two_turns, "streamed tools": streamed_tools},
         {
-            "streams": streams, "20 prompts": many_prompts, "log probabilities": log_probabilities,
+            "streams": streams,
+            "20 prompts": many_prompts,
+            "log probabilities": log_probabilities,
             **{f"structured output by {name}": structured(name) for name in ("json_schema", "function_calling")},
         },
-    )  # fmt: skip
+    )

@@ -315,9 +315,13 @@ STORED = {**SMALL, "kv_heads": 4, "head_dim": 8, "rope_theta": 50_000.0, "norm_e
         ("heads: 8", "model.heads", ["4, which hf:w has"]),
         ("family: qwen3", "model.family", ["llama, which hf:w has"]),
         ("sliding_window: 16", "model.sliding_window", ["none, which hf:w has"]),
-        ("preset: llama-nano", "model.preset", ["no preset beside it", "llama-nano, with layers 4 where the weights have 2"]),
+        (
+            "preset: llama-nano",
+            "model.preset",
+            ["no preset beside it", "llama-nano, with layers 4 where the weights have 2"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_key_beside_initial_weights_must_be_theirs(given: str, key: str, words: list[str]) -> None:
     reader = lambda folder: STORED  # noqa: E731
     with pytest.raises(BadConfig) as caught:
@@ -492,10 +496,22 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
     with pytest.raises(BadConfig, match=r"schedule\.name: expected .* do not overlap; use zbv, got dualpipe_v"):
         load_plan(write("plan.yaml", f"{PLAN}\nschedule: {{name: dualpipe_v}}\n"))
     for edit, key, output in (
-        (("global_batch: 4", "global_batch: 5"), "global_batch", "a multiple of replicate × shard = 2, got 5 (nearest: 6)"),
-        (("micro_batch: 1", "micro_batch: 3"), "micro_batch", "a divisor of the 2 sequences of a rank, got 3 (nearest: 2)"),
-        (("micro_batch: 1", "micro_batch: 2"), "accumulate", "1: global_batch 4 ÷ (replicate × shard 2 × micro_batch 2), got 2"),
-    ):  # fmt: skip
+        (
+            ("global_batch: 4", "global_batch: 5"),
+            "global_batch",
+            "a multiple of replicate × shard = 2, got 5 (nearest: 6)",
+        ),
+        (
+            ("micro_batch: 1", "micro_batch: 3"),
+            "micro_batch",
+            "a divisor of the 2 sequences of a rank, got 3 (nearest: 2)",
+        ),
+        (
+            ("micro_batch: 1", "micro_batch: 2"),
+            "accumulate",
+            "1: global_batch 4 ÷ (replicate × shard 2 × micro_batch 2), got 2",
+        ),
+    ):
         with pytest.raises(BadConfig, match=re.escape(f"batch.{key}: expected {output}")):
             load_plan(write("plan.yaml", PLAN.replace(*edit)))
     with pytest.raises(BadConfig, match=r"mesh\.1\.axis: expected each axis once, got shard again"):

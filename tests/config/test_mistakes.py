@@ -168,11 +168,16 @@ def test_optimizer_keys_are_those_of_its_name(tmp_path: Path) -> None:
         ("beta2: 0.5", "beta2", "a key of train; its path is train.optimizer.beta2", "train.optimizer.beta2"),
         ("epsilon: 1", "epsilon", "a key of train; its path is train.optimizer.epsilon", "train.optimizer.epsilon"),
         ("optimizer: {name: adam}", "optimizer.name", "adamw | lamb | muon | sgd", "adamw"),
-        ("optimizer: {name: sgd, beta1: 0.5}", "optimizer.beta1", "a key of train.optimizer (name, momentum, nesterov)", None),
+        (
+            "optimizer: {name: sgd, beta1: 0.5}",
+            "optimizer.beta1",
+            "a key of train.optimizer (name, momentum, nesterov)",
+            None,
+        ),
         ("optimizer: {name: moun, momentm: 1}", "optimizer.momentm", "a key of train.optimizer", "momentum"),
         ("optimizer: {name: lamb, beta2: 1}", "optimizer.beta2", "number (≥ 0, < 1)", None),
         ("optimizer: muon", "optimizer", "a section whose name is adamw | lamb | muon | sgd", None),
-    ):  # fmt: skip
+    ):
         *_, mistake = mistakes_in(tmp_path / "run.yaml", text % train)
         assert (mistake.key, mistake.expected, mistake.nearest) == (f"train.{key}", expected, nearest)
 

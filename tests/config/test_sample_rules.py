@@ -32,7 +32,12 @@ mistakes = partial(mistakes_of_run, text=RUN)
     ("overrides", "key", "expected", "nearest"),
     [
         (["train.global_batch=8"], "train.global_batch_tokens", "no train.global_batch beside it", None),
-        (["train.global_batch_tokens=999"], "train.global_batch_tokens", "at least the longest sample, train.seq_len = 1000", "1000"),
+        (
+            ["train.global_batch_tokens=999"],
+            "train.global_batch_tokens",
+            "at least the longest sample, train.seq_len = 1000",
+            "1000",
+        ),
         (["data.packing=stream"], "data.packing", "none, as train.global_batch_tokens gives", "none"),
         (["data.document_mask=false"], "data.document_mask", "true, as data.packing is none", "true"),
         (["plan.micro_batch=2"], "plan.micro_batch", "1, as data.packing is none", "1"),
@@ -40,7 +45,7 @@ mistakes = partial(mistakes_of_run, text=RUN)
         (["plan.context_ring=2"], "plan.context_ring", "1, as data.packing is none", "1"),
         (["model.prediction_depth=1"], "data.packing", "stream, as model.prediction_depth is not 0", "stream"),
     ],
-)  # fmt: skip
+)
 def test_a_broken_rule(tmp_path: Path, overrides: list[str], key: str, expected: str, nearest: str | None) -> None:
     (mistake,) = mistakes(tmp_path, *overrides)
     assert mistake.key == key and expected in mistake.expected and mistake.nearest == nearest

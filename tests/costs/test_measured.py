@@ -118,9 +118,16 @@ def processor_cluster(folder: Path) -> ClusterSpec:
         for m in (256, 512)
     )
     profile = MachineProfile(
-        date="2026-01-02T03:04:05Z", gpu="cpu", device="a processor", devices=2, nodes=1, cores=4, memory_bytes=32 << 30,
-        products=product_times, pass_bytes_per_s=8e9,
-    )  # fmt: skip
+        date="2026-01-02T03:04:05Z",
+        gpu="cpu",
+        device="a processor",
+        devices=2,
+        nodes=1,
+        cores=4,
+        memory_bytes=32 << 30,
+        products=product_times,
+        pass_bytes_per_s=8e9,
+    )
     return ClusterSpec(gpu="cpu", gpus_per_node=2, profile=write_profile(profile, folder))
 
 

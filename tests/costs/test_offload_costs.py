@@ -30,8 +30,20 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 MODEL = shape_from_dimensions(dimensions_by_name("Llama-3-8B"))
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=1, gpus_per_node=8))
 K = constants("hopper", "torchtitan")
-ON_DEVICE = Layouts(tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=8.0, zero=3.0, shards=8.0, micro_batch=1.0,
-                global_batch=32.0, seq=8192.0, recompute=0.0)  # fmt: skip
+ON_DEVICE = Layouts(
+    tensor=1.0,
+    pipeline=1.0,
+    virtual=1.0,
+    context=1.0,
+    expert=1.0,
+    data=8.0,
+    zero=3.0,
+    shards=8.0,
+    micro_batch=1.0,
+    global_batch=32.0,
+    seq=8192.0,
+    recompute=0.0,
+)
 OFFLOADED = replace(ON_DEVICE, offload_activations=1.0)
 
 
@@ -142,9 +154,12 @@ def test_launches_of_updates_delay_the_forward_where_all_state_is_staged() -> No
     ]
     run = load_run(None, words)
     plan = Plan(
-        mesh=(MeshAxis(axis="shard", size=1),), batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1), offload_staging=64.0,
-        layers=(LayerStrategy(recompute="full", offload="optimizer", reshard=False),), precision=Precision(moments="bf16"),
-    )  # fmt: skip
+        mesh=(MeshAxis(axis="shard", size=1),),
+        batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1),
+        offload_staging=64.0,
+        layers=(LayerStrategy(recompute="full", offload="optimizer", reshard=False),),
+        precision=Precision(moments="bf16"),
+    )
     priced = pricing(run.model, run.train, plan, run.cluster)
     assert priced is not None
     costs, units = UnitCosts(run.model, plan, priced), ("embed", *range(28), "head")

@@ -52,10 +52,16 @@ def test_the_simulated_step_has_the_optimizer_s_time() -> None:
     plan = Plan(mesh=(MeshAxis(axis="shard", size=8),), batch=BatchPlan(global_batch=8, micro_batch=1, accumulate=1))
     seconds = {}
     for name in ("adamw", "muon"):
-        run = load_run(None, [
-            "model=llama3-1b", "model.vocab_size=128256", "train.global_batch=8", "cluster={gpu: H100, gpus_per_node: 8}",
-            f"train.optimizer.name={name}",
-        ])  # fmt: skip
+        run = load_run(
+            None,
+            [
+                "model=llama3-1b",
+                "model.vocab_size=128256",
+                "train.global_batch=8",
+                "cluster={gpu: H100, gpus_per_node: 8}",
+                f"train.optimizer.name={name}",
+            ],
+        )
         seconds[name] = simulate_plan(run.model, run.train, plan, run.cluster).step_seconds
     work = optimizer_work(run.model, MuonSpec())
     iterations = work.flops * run.model.layers / 8 / CHIPS["H100"].peak_flops["bf16"]

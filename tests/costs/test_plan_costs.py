@@ -182,11 +182,12 @@ def test_the_band_is_narrow_only_for_plans_similar_to_own_runs() -> None:
 
 def test_sources_name_the_runs_behind_the_band() -> None:
     cases = {
-        "tensor ranks": (NODE, {"tensor": 2, "shard": 4}), "several hosts": (TWO_NODES, {"shard": 16}),
+        "tensor ranks": (NODE, {"tensor": 2, "shard": 4}),
+        "several hosts": (TWO_NODES, {"shard": 16}),
         "not measured with ampere devices": (replace(NODE, gpu="A100"), {"shard": 8}),
         "no run on ascend": (replace(NODE, gpu="Ascend910"), {"shard": 8}),
         "runs of meshwright": (NODE, {"shard": 8}),
-    }  # fmt: skip
+    }
     for text, (cluster, mesh) in cases.items():
         assert text in sources(cluster, "bf16", plan_of(mesh))["80% band"]
     assert "80% band" not in sources(ClusterSpec(gpus_per_node=8), "bf16", plan_of({"shard": 8}))

@@ -35,9 +35,15 @@ LLAMA_8B = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 H200 = ClusterSpec(gpu="H200", gpus_per_node=8)
 FAST = 1e30
 NOTHING = StepConstants(
-    weight_bytes_per_s=FAST, flops_per_s=FAST, cache_bytes_per_s=FAST, attention_flops_per_s=FAST, decode_seconds=0.0,
-    prompt_seconds=0.0, sequence_seconds=0.0, chunk_seconds=0.0,
-)  # fmt: skip
+    weight_bytes_per_s=FAST,
+    flops_per_s=FAST,
+    cache_bytes_per_s=FAST,
+    attention_flops_per_s=FAST,
+    decode_seconds=0.0,
+    prompt_seconds=0.0,
+    sequence_seconds=0.0,
+    chunk_seconds=0.0,
+)
 
 
 def test_work_of_a_dense_model() -> None:
@@ -210,9 +216,15 @@ def test_usual_constants_are_near_the_steps_measured_on_an_h200() -> None:
 def test_the_fit_finds_the_constants_that_made_the_steps() -> None:
     work = device_work(LLAMA_8B)
     made = StepConstants(
-        weight_bytes_per_s=3e12, flops_per_s=5e14, cache_bytes_per_s=4e12, attention_flops_per_s=3e14,
-        decode_seconds=1e-3, prompt_seconds=8e-3, sequence_seconds=2e-5, chunk_seconds=1e-3,
-    )  # fmt: skip
+        weight_bytes_per_s=3e12,
+        flops_per_s=5e14,
+        cache_bytes_per_s=4e12,
+        attention_flops_per_s=3e14,
+        decode_seconds=1e-3,
+        prompt_seconds=8e-3,
+        sequence_seconds=2e-5,
+        chunk_seconds=1e-3,
+    )
     times = StepTimes(work, made)
     shapes = [(count, count * length, ()) for count in (1, 8, 64, 256) for length in (64, 2000)]
     shapes += [(count, 500 * count, (tokens,)) for count in (0, 64) for tokens in (16, 1024, 8192)]

@@ -11,10 +11,34 @@ from meshwright.costs.stack_footprint import MemoryConstants, footprint
 from meshwright.workload.layouts import Layouts
 
 MODEL = shape_from_dimensions(dimensions_by_name("Llama-3-8B"))
-CONSTANTS = MemoryConstants(held=6.0, owned=12.0, sharding=0.0, wide=3.0, hidden=0.0, narrow=1.0, live=0.0, logits=8.0,
-                gathered=2.0, slack=0.0, base=0.0, base_rank=0.0)  # fmt: skip
-DATA_PARALLEL = Layouts(tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=8.0, zero=0.0, shards=8.0, micro_batch=1.0,
-              global_batch=64.0, seq=4096.0, recompute=0.0)  # fmt: skip
+CONSTANTS = MemoryConstants(
+    held=6.0,
+    owned=12.0,
+    sharding=0.0,
+    wide=3.0,
+    hidden=0.0,
+    narrow=1.0,
+    live=0.0,
+    logits=8.0,
+    gathered=2.0,
+    slack=0.0,
+    base=0.0,
+    base_rank=0.0,
+)
+DATA_PARALLEL = Layouts(
+    tensor=1.0,
+    pipeline=1.0,
+    virtual=1.0,
+    context=1.0,
+    expert=1.0,
+    data=8.0,
+    zero=0.0,
+    shards=8.0,
+    micro_batch=1.0,
+    global_batch=64.0,
+    seq=4096.0,
+    recompute=0.0,
+)
 
 
 def total(plan: Layouts) -> float:

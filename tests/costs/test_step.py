@@ -48,9 +48,18 @@ def test_uneven_virtual_stages_make_no_rank_slower() -> None:
 
 def layout(**changed: Any) -> Layouts:
     columns: dict[str, Any] = {
-        "tensor": 1, "pipeline": 1, "virtual": 1, "context": 1, "expert": 1, "data": 8, "zero": 1, "micro_batch": 1,
-        "global_batch": 64, "seq": 4096, "recompute": 0,
-    }  # fmt: skip
+        "tensor": 1,
+        "pipeline": 1,
+        "virtual": 1,
+        "context": 1,
+        "expert": 1,
+        "data": 8,
+        "zero": 1,
+        "micro_batch": 1,
+        "global_batch": 64,
+        "seq": 4096,
+        "recompute": 0,
+    }
     columns |= changed
     columns.setdefault("shards", columns["data"] * columns["context"])
     return Layouts(**{name: float(value) for name, value in columns.items()})
@@ -62,11 +71,22 @@ def cost(plan: Layouts, k: Constants = K, cluster: ClusterSpec = CLUSTER) -> Any
 
 plans = st.builds(
     lambda tensor, pipeline, data, micro, rounds, zero, recompute: layout(
-        tensor=tensor, pipeline=pipeline, data=data, micro_batch=micro, global_batch=data * micro * rounds, zero=zero,
-        recompute=recompute),
-    st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 8, 64]), st.sampled_from([1, 2, 4]),
-    st.integers(1, 32), st.sampled_from([0, 1, 3]), st.sampled_from([0, SELECTIVE, ALL_BUT_ATTENTION, FULL]),
-)  # fmt: skip
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        micro_batch=micro,
+        global_batch=data * micro * rounds,
+        zero=zero,
+        recompute=recompute,
+    ),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 8, 64]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 32),
+    st.sampled_from([0, 1, 3]),
+    st.sampled_from([0, SELECTIVE, ALL_BUT_ATTENTION, FULL]),
+)
 
 
 @given(plans)

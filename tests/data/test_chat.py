@@ -275,9 +275,12 @@ def test_show_displays_the_mask(tmp_path: Path) -> None:
     left_out = [document for document in long if not any(bit for _, bit in document[:37])]
     lost = sum(len(document) - (0 if document in left_out else 37) for document in long)
     assert shown["packing"][str(tmp_path / "out")] == {
-        "conversations": len(CHATS) - len(left_out), "sequences": 3, "truncated": len(long) - len(left_out), "left_out": len(left_out),
+        "conversations": len(CHATS) - len(left_out),
+        "sequences": 3,
+        "truncated": len(long) - len(left_out),
+        "left_out": len(left_out),
         "lost_tokens": lost,
-    }  # fmt: skip
+    }
     assert len(long) > len(left_out) > 0
     for sample in shown["samples"]:
         part = [pair for text in sample["documents"] for pair in stored[text["id"] - 1][text["start"] : text["end"]]]

@@ -72,9 +72,16 @@ def test_calls_of_tools_in_every_form(tmp_path: Path) -> None:
         "text": {"role": "assistant", "content": None, "tool_calls": [called]},
     }
     chats: list[dict[str, Any]] = [
-        {"messages": [*turns(QUESTION), answer, {"role": "tool", "content": "3"}, {"role": "assistant", "content": ANSWER}]}
+        {
+            "messages": [
+                *turns(QUESTION),
+                answer,
+                {"role": "tool", "content": "3"},
+                {"role": "assistant", "content": ANSWER},
+            ]
+        }
         for answer in answers.values()
-    ]  # fmt: skip
+    ]
     call = {"from": "function_call", "value": json.dumps(TOOL_CALL["function"])}
     chats.append({"conversations": [SENT[0], call, {"from": "observation", "value": "3"}, SENT[1]]})
     expected, *others = (
@@ -102,16 +109,22 @@ def test_a_template_that_needs_arguments_as_text(tmp_path: Path) -> None:
         ({"dialog": turns("a", "b")}, "or --text-key dialog, if that is a list of messages"),
         ({"mesages": turns("a", "b")}, "(nearest: 'mesages')"),
         ({"question": "a", "answer": "b"}, "or --text-key KEY for a list of messages"),
-        ({"conversations": [{"from": "narrator", "value": "a"}]}, "conversations[0].from: expected one of human, user, gpt"),
+        (
+            {"conversations": [{"from": "narrator", "value": "a"}]},
+            "conversations[0].from: expected one of human, user, gpt",
+        ),
         ({"conversations": [{"from": "human"}]}, "conversations[0].content: expected text"),
-        ({"conversations": [{"from": "function_call", "value": "add(1)"}]}, "conversations[0].value: expected JSON of a call"),
+        (
+            {"conversations": [{"from": "function_call", "value": "add(1)"}]},
+            "conversations[0].value: expected JSON of a call",
+        ),
         ({"conversations": {}}, "conversations: expected a list of messages"),
         ({"instruction": "a", "output": 3}, "output: expected text, got int"),
         ({"prompt": [], "completion": "b"}, "prompt: expected a list of messages"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history: unknown key"),
         ({"prompt": "a", "completion": "b", "system": 1}, "system: expected text, got int"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_chat_is_named(tmp_path: Path, record: dict[str, Any], words: str) -> None:
     with pytest.raises(BadInput) as error:
         prepared(tmp_path, "chats.jsonl", json.dumps(record))

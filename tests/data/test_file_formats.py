@@ -163,8 +163,12 @@ def test_endings() -> None:
     assert {format_of(f"x{ending}").refused for ending in REFUSED} == set(REFUSED.values())
     assert {format_of(f"x.md{ending}").layout for ending in COMPRESSIONS} == {"text"}
     assert [format_of(name).layout for name in ("json", ".json", "a.json/b", "a.b.JSON", "a.parquet")] == [
-        "text", "text", "text", "json", "parquet",
-    ]  # fmt: skip
+        "text",
+        "text",
+        "text",
+        "json",
+        "parquet",
+    ]
 
 
 def test_a_byte_order_mark_is_no_text_and_utf16_is_named(tmp_path: Path) -> None:

@@ -27,11 +27,23 @@ from tests.data.chats import CHATML, CHATS, marked, write_chats, write_tokenizer
 from tests.flips import PLACES, Case, assert_no_internal_error
 
 CONFIG = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64,
-    "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 500, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
-    "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32}, "num_nextn_predict_layers": 1,
-}  # fmt: skip
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 500,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32},
+    "num_nextn_predict_layers": 1,
+}
 
 
 def read_samples(out: Path, packing: str = "stream") -> None:

@@ -41,12 +41,15 @@ def steps_of_all_ranks(
         Loader(
             Windows(
                 source,
-                global_batch=global_batch, data_rank=rank, data_ranks=ranks, micro_batch=micro_batch,
+                global_batch=global_batch,
+                data_rank=rank,
+                data_ranks=ranks,
+                micro_batch=micro_batch,
             ),
             start_sample=start,
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     result = [torch.cat([micro.tokens for loader in loaders for micro in next(loader)]) for _ in range(steps)]
     for loader in loaders:
         assert loader.consumed == start + steps * global_batch

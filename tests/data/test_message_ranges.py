@@ -19,7 +19,14 @@ REASON = "{{ '<think>\n' + (m.reasoning or '') + '\n</think>\n\n' }}"
 ENDED = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>", "<|tool|>", "<|answer|>")
 TEMPLATES: dict[str, tuple[str, list[str]]] = {
     "reasoning of the last answer only": (
-        EACH + HEADER + "{% if loop.last and m.role == 'assistant' %}" + REASON + "{% endif %}" + CONTENT + "{% endfor %}" + LAST,
+        EACH
+        + HEADER
+        + "{% if loop.last and m.role == 'assistant' %}"
+        + REASON
+        + "{% endif %}"
+        + CONTENT
+        + "{% endfor %}"
+        + LAST,
         ["B<|im_end|>", "<think>\n\n</think>\n\nD<|im_end|>"],
     ),
     "a prompt that begins the reasoning, which answers lack": (
@@ -27,8 +34,13 @@ TEMPLATES: dict[str, tuple[str, list[str]]] = {
         ["B<|im_end|>", "D<|im_end|>"],
     ),
     "empty reasoning in every answer, and a prompt that begins it": (
-        EACH + HEADER + "{% if m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}" + CONTENT + "{% endfor %}"
-        + LAST + "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}",
+        EACH
+        + HEADER
+        + "{% if m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}"
+        + CONTENT
+        + "{% endfor %}"
+        + LAST
+        + "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}",
         ["<think></think>B<|im_end|>", "<think></think>D<|im_end|>"],
     ),
     "the header of an answer behind every text": (
@@ -36,11 +48,19 @@ TEMPLATES: dict[str, tuple[str, list[str]]] = {
         ["B<|im_end|>", "D<|im_end|>"],
     ),
     "an end of the text": (
-        EACH + HEADER + CONTENT + "{% endfor %}" + LAST + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
+        EACH
+        + HEADER
+        + CONTENT
+        + "{% endfor %}"
+        + LAST
+        + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
         ["B<|im_end|>", "D<|im_end|>\n</s>"],
     ),
     "another end of the last answer": (
-        EACH + HEADER + "{{ m.content + ('</s>' if loop.last and m.role == 'assistant' else '<|im_end|>') }}{% endfor %}" + LAST,
+        EACH
+        + HEADER
+        + "{{ m.content + ('</s>' if loop.last and m.role == 'assistant' else '<|im_end|>') }}{% endfor %}"
+        + LAST,
         ["B<|im_end|>", "D</s>"],
     ),
     "answers that the next message ends": (
@@ -53,8 +73,11 @@ TEMPLATES: dict[str, tuple[str, list[str]]] = {
         "{% for m in messages if m.role != 'system' %}" + HEADER + CONTENT + "{% endfor %}" + LAST,
         ["B<|im_end|>", "D<|im_end|>"],
     ),
-    "trimmed contents": (EACH + HEADER + "{{ m.content | trim + '<|im_end|>\n' }}{% endfor %}" + LAST, ["B<|im_end|>", "D<|im_end|>"]),
-}  # fmt: skip
+    "trimmed contents": (
+        EACH + HEADER + "{{ m.content | trim + '<|im_end|>\n' }}{% endfor %}" + LAST,
+        ["B<|im_end|>", "D<|im_end|>"],
+    ),
+}
 
 
 def answers(template: str, messages: list[dict[str, Any]], tools: Any = None, ranges: Any = None) -> list[str]:
@@ -92,7 +115,7 @@ def test_calls_of_tools_and_results_in_the_same_turn() -> None:
         "{{ '<call>' + m.tool_calls[0].function.name + '</call>' }}"
         "{% elif m.role == 'tool' %}{{ '<|tool|>' + messages[1].tool_calls[0].function.name + m.content }}"
         "{% else %}{{ '=' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}" + LAST
-    )  # fmt: skip
+    )
     call = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}
     chat = [
         *turns("A"),

@@ -66,8 +66,12 @@ def unigram() -> Tokenizer:
 
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
-    "byte level": byte_level, "sentence piece": sentence_piece, "normalized": lowercase, "strips": stripping, "unigram": unigram,
-}  # fmt: skip
+    "byte level": byte_level,
+    "sentence piece": sentence_piece,
+    "normalized": lowercase,
+    "strips": stripping,
+    "unigram": unigram,
+}
 UNKNOWN = {"sentence piece": ["<|endoftext|>"], "unigram": ["<unk>"]}
 """Special tokens that stand for characters that the tokenizer does not know."""
 PARTS = [

@@ -83,7 +83,8 @@ CASES = {
     ),
     "Llama 3": lambda: Case(
         with_bos(byte_level()),
-        configured(eos_token="<|eot|>", bos_token="<s>") | {"generation_config.json": {"eos_token_id": ["</s>", "<|eot|>"]}},
+        configured(eos_token="<|eot|>", bos_token="<s>")
+        | {"generation_config.json": {"eos_token_id": ["</s>", "<|eot|>"]}},
         "</s>",
         "<|eot|>",
         plain(HEADERS),
@@ -110,7 +111,7 @@ CASES = {
         byte_level(), configured(eos_token="<|endoftext|>"), "<|endoftext|>", "<|im_end|>", plain(CHATML)
     ),
     "without an end": lambda: Case(byte_level(), {}, "<|eot|>", "<|eot|>", UNUSUAL, eos="<|eot|>"),
-}  # fmt: skip
+}
 
 
 def write_folder(folder: Path, case: Case) -> Path:
@@ -136,8 +137,13 @@ def prepared(folder: Path, case: Case, kind: str) -> Path:
     else:
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 20))
     prepare(
-        [str(source)], str(folder / "tokenizer"), out, held_out=0.2, eos=case.eos, chat=ChatRequest() if kind == "chat" else None
-    )  # fmt: skip
+        [str(source)],
+        str(folder / "tokenizer"),
+        out,
+        held_out=0.2,
+        eos=case.eos,
+        chat=ChatRequest() if kind == "chat" else None,
+    )
     return out
 
 

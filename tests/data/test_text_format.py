@@ -24,8 +24,11 @@ from tests.data.chats import CHATML, HEADERS, INSTRUCT, byte_level, plain, sente
 NAMES = ["a", "<|endoftext|>", "<|im_end|>", "</s>", "<|eot_id|>", "<pad>"]
 TEXT, TURN, CLOSE, EOT, PAD = range(1, 6)
 CONFIG, GENERATION, TOKENIZER, SPECIAL = (
-    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 
 
 def words(*names: str) -> Tokenizer:
@@ -76,7 +79,7 @@ def with_bos(tokenizer: Tokenizer, *, suffix: str = "") -> Tokenizer:
         ({CONFIG: {"eos_token_id": [2**70, -1, True, None, "3", 2]}}, TURN, [TURN]),
         ({TOKENIZER: [], CONFIG: {"eos_token_id": None}}, TEXT, [TEXT]),
     ],
-)  # fmt: skip
+)
 def test_the_files_name_the_ends(tmp_path: Path, files: dict[str, Any], document: int, stops: list[int]) -> None:
     folder_of(tmp_path, words(*NAMES), files)
     derived = derive(tmp_path, words(*NAMES))
@@ -125,10 +128,14 @@ def test_the_flag_names_the_end_of_a_document(tmp_path: Path) -> None:
             "</s>",
         ),
         # A template that cannot be rendered names no turn.
-        ("{{ raise_exception('no') }}", {TOKENIZER: {"eos_token": "<|eot|>"}, CONFIG: {"eos_token_id": "</s>"}}, "<|eot|>"),
+        (
+            "{{ raise_exception('no') }}",
+            {TOKENIZER: {"eos_token": "<|eot|>"}, CONFIG: {"eos_token_id": "</s>"}},
+            "<|eot|>",
+        ),
         ("{% if %}", {TOKENIZER: {"eos_token": "<|eot|>"}, CONFIG: {"eos_token_id": "</s>"}}, "<|eot|>"),
     ],
-)  # fmt: skip
+)
 def test_a_turn_end_does_not_end_documents_where_a_file_names_another(
     tmp_path: Path, template: str, files: dict[str, Any], end: str
 ) -> None:

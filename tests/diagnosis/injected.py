@@ -11,8 +11,14 @@ from meshwright.schedules.action import Action
 from tests.diagnosis.played import Faults, Job
 
 CAUSES = {
-    "compute", "communication", "data", "garbage_collection", "stage_imbalance", "sequence_imbalance", "host",
-}  # fmt: skip
+    "compute",
+    "communication",
+    "data",
+    "garbage_collection",
+    "stage_imbalance",
+    "sequence_imbalance",
+    "host",
+}
 MakeFaults = Callable[[int, np.random.Generator], Faults]
 
 SHARDED = (Job(dp=2), Job(dp=4), Job(dp=8, micro_batches=2))

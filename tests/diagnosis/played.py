@@ -21,10 +21,22 @@ from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timing import Link, uniform_timing
 
 PHASES = (
-    "step", "data", "forward", "backward", "weight_gradient", "collective_wait", "send", "receive", "gradient_norm", "optimizer",
-    "checkpoint", "validation", "garbage_collection", "clock",
+    "step",
+    "data",
+    "forward",
+    "backward",
+    "weight_gradient",
+    "collective_wait",
+    "send",
+    "receive",
+    "gradient_norm",
+    "optimizer",
+    "checkpoint",
+    "validation",
+    "garbage_collection",
+    "clock",
     "attention_work",
-)  # fmt: skip
+)
 PHASE_OF = {
     "forward": "forward",
     "backward": "backward",
@@ -33,10 +45,19 @@ PHASE_OF = {
 }
 RECORD = np.dtype(
     [
-        ("start_ns", "<i8"), ("duration_ns", "<i8"), ("amount", "<i8"), ("step", "<u4"), ("action", "<i4"), ("stage", "<i2"),
-        ("micro_batch", "<i2"), ("unit", "<i2"), ("peer", "<i2"), ("count", "<u2"), ("phase", "u1"),
+        ("start_ns", "<i8"),
+        ("duration_ns", "<i8"),
+        ("amount", "<i8"),
+        ("step", "<u4"),
+        ("action", "<i4"),
+        ("stage", "<i2"),
+        ("micro_batch", "<i2"),
+        ("unit", "<i2"),
+        ("peer", "<i2"),
+        ("count", "<u2"),
+        ("phase", "u1"),
     ]
-)  # fmt: skip
+)
 SMALL_SECONDS = 0.002
 """Every small collective and message."""
 
@@ -146,11 +167,15 @@ def play(
         start = end
     return [
         RankRecords(
-            job.rank(stage, dp), stage, dp, f"host-{job.rank(stage, dp) // job.ranks_per_host}",
-            np.array(records[stage, dp], dtype=RECORD), PHASES,
+            job.rank(stage, dp),
+            stage,
+            dp,
+            f"host-{job.rank(stage, dp) // job.ranks_per_host}",
+            np.array(records[stage, dp], dtype=RECORD),
+            PHASES,
         )
         for stage, dp in job.ranks
-    ]  # fmt: skip
+    ]
 
 
 def _play_step(

@@ -92,6 +92,9 @@ def test_groups_begin_at_multiples_of_their_size() -> None:
     found = heat_map(np.arange(7, 30), np.ones((1, 23)), 5, 6)
     assert found.steps == ((8, 11), (12, 15), (16, 19), (20, 23), (24, 27), (28, 29))
     assert [heat_map(np.arange(3), np.ones((64, 3)), rows, 9).ranks[0] for rows in (64, 22, 16, 5)] == [
-        (0, 0), (0, 2), (0, 3), (0, 15),
-    ]  # fmt: skip
+        (0, 0),
+        (0, 2),
+        (0, 3),
+        (0, 15),
+    ]
     assert heat_map(np.zeros(0, int), np.zeros((3, 0)), 5, 5).steps == ()

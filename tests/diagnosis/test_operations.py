@@ -10,8 +10,14 @@ from meshwright.spec.errors import BadInput
 
 def small_table(names: tuple[str, ...] = ("forward-compute", "backward-compute", "forward-compute")) -> OperationTable:
     return operation_table(
-        type_names=names, rank=[0] * 3, dp=[0] * 3, stage=[0] * 3, step=[4, 4, 5], start_ns=[20, 0, 10], duration_ns=[1, 2, 3]
-    )  # fmt: skip
+        type_names=names,
+        rank=[0] * 3,
+        dp=[0] * 3,
+        stage=[0] * 3,
+        step=[4, 4, 5],
+        start_ns=[20, 0, 10],
+        duration_ns=[1, 2, 3],
+    )
 
 
 def test_sequence_numbers_count_by_type_rank_and_step_in_the_order_of_start() -> None:

@@ -53,10 +53,21 @@ LOCAL_GLOBAL = replace(
 MIXTURES = [
     replace(LLAMA, family="mixtral", layers=8, experts=8, experts_per_token=2, expert_hidden=6, max_seq_len=SEQ),
     replace(
-        LLAMA, family="qwen3_moe", qk_norm=True, tied=True, layers=5, experts=8, experts_per_token=3, expert_hidden=6, kv_heads=1,
-        first_dense_layers=2, normalised_routing=False, shared_expert_hidden=4, max_seq_len=SEQ,
+        LLAMA,
+        family="qwen3_moe",
+        qk_norm=True,
+        tied=True,
+        layers=5,
+        experts=8,
+        experts_per_token=3,
+        expert_hidden=6,
+        kv_heads=1,
+        first_dense_layers=2,
+        normalised_routing=False,
+        shared_expert_hidden=4,
+        max_seq_len=SEQ,
     ),
-]  # fmt: skip
+]
 SIZES: dict[AxisName, tuple[int, ...]] = {
     "pipeline": (1, 1, 2, 2, 4),
     "replicate": (1, 1, 2),

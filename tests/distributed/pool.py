@@ -23,10 +23,15 @@ from typing import Any
 LIMIT_SECONDS = 120
 freeze_objects = gc.freeze
 IMPORTED = [
-    "torch._dynamo", "torch.distributed.fsdp", "meshwright.training.loop", "tests.distributed.cases_training",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "meshwright.training.loop",
+    "tests.distributed.cases_training",
     # Several files have their cases in themselves; these import what all of them do.
-    "tests.distributed.test_context", "tests.distributed.test_hosts", "tests.distributed.test_checkpoint_stages",
-]  # fmt: skip
+    "tests.distributed.test_context",
+    "tests.distributed.test_hosts",
+    "tests.distributed.test_checkpoint_stages",
+]
 
 
 def pack(value: Any) -> bytes:

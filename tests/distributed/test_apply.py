@@ -50,9 +50,14 @@ WHOLE = [("embed.weight", 37), ("norm.weight", 16), ("head.weight", 37)] + [
     (f"layers.{layer}.{name}.weight", size)
     for layer in (0, 1)
     for name, size in {
-        "attention_norm": 16, "attention.qkv": 32, "attention.out": 16, "mlp_norm": 16, "mlp.gate_up": 48, "mlp.down": 16
+        "attention_norm": 16,
+        "attention.qkv": 32,
+        "attention.out": 16,
+        "mlp_norm": 16,
+        "mlp.gate_up": 48,
+        "mlp.down": 16,
     }.items()
-]  # fmt: skip
+]
 
 
 def refusal_text(world: World, tested_plan: Plan) -> str:

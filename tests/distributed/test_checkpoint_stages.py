@@ -118,9 +118,18 @@ def test_fsdp_stages_load_into_one_fsdp_model(pool: Pool, tmp_path: Path):
 def test_what_stages_wrote_is_read_from_files_alone(pool: Pool, tmp_path: Path):
     """Verification, the Hugging Face export and `model.init: checkpoint:` need no ranks and no Plan."""
     spec = ModelSpec(
-        family="qwen3", layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn_hidden=6, vocab_size=27,
-        max_seq_len=16, qk_norm=True, tied=True,
-    )  # fmt: skip
+        family="qwen3",
+        layers=2,
+        hidden=8,
+        heads=2,
+        kv_heads=1,
+        head_dim=4,
+        ffn_hidden=6,
+        vocab_size=27,
+        max_seq_len=16,
+        qk_norm=True,
+        tied=True,
+    )
     train = TrainSpec(steps=9, global_batch=4, seq_len=16)
     config = resolved_yaml(RunSpec(name="staged", model=from_plain(ModelSection, to_plain(spec)), train=train))
     (tmp_path / "staged").mkdir()

@@ -23,8 +23,17 @@ from tests.network import OwnSockets
 
 SEQ, MICRO, ACCUMULATE = 128, 4, 4
 MODEL = ModelSpec(
-    family="llama", layers=4, hidden=128, heads=4, kv_heads=4, head_dim=32, ffn_hidden=256, vocab_size=512, max_seq_len=SEQ, tied=True
-)  # fmt: skip
+    family="llama",
+    layers=4,
+    hidden=128,
+    heads=4,
+    kv_heads=4,
+    head_dim=32,
+    ffn_hidden=256,
+    vocab_size=512,
+    max_seq_len=SEQ,
+    tied=True,
+)
 PREDICTING = replace(MODEL, tied=False, prediction_depth=2)
 
 

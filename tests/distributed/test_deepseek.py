@@ -28,10 +28,27 @@ from tests.slow import quick_first
 STEPS, BIAS_STEP, PREDICTION_LOSS = 2, 0.05, 0.4
 FLOAT64 = Precision(compute="fp64", reduce="fp64")
 V3 = replace(
-    LLAMA, family="deepseek_v3", layers=5, kv_heads=4, head_dim=6, max_seq_len=SEQ, kv_rank=5, q_rank=7, rope_head_dim=4,
-    value_head_dim=3, experts=8, experts_per_token=3, expert_hidden=6, shared_expert_hidden=4, first_dense_layers=1, router="sigmoid",
-    expert_groups=4, groups_per_token=2, routing_scale=2.5, yarn=YarnScaling(factor=4.0, original_max_seq_len=8, mscale_all_dim=0.5),
-)  # fmt: skip
+    LLAMA,
+    family="deepseek_v3",
+    layers=5,
+    kv_heads=4,
+    head_dim=6,
+    max_seq_len=SEQ,
+    kv_rank=5,
+    q_rank=7,
+    rope_head_dim=4,
+    value_head_dim=3,
+    experts=8,
+    experts_per_token=3,
+    expert_hidden=6,
+    shared_expert_hidden=4,
+    first_dense_layers=1,
+    router="sigmoid",
+    expert_groups=4,
+    groups_per_token=2,
+    routing_scale=2.5,
+    yarn=YarnScaling(factor=4.0, original_max_seq_len=8, mscale_all_dim=0.5),
+)
 V2 = replace(
     V3,
     family="deepseek_v2",
@@ -139,8 +156,15 @@ def sharded(
                     gradients[name] = [(box.offsets, elements.clone()) for box, elements in parts.pieces()]
 
         figures = train_step(
-            engine, optimizer, mesh, batches, learning_rate=RATE, clip_norm=CLIP, recorder=NullRecorder(), before_update=keep_gradients
-        ).values.tolist()  # fmt: skip
+            engine,
+            optimizer,
+            mesh,
+            batches,
+            learning_rate=RATE,
+            clip_norm=CLIP,
+            recorder=NullRecorder(),
+            before_update=keep_gradients,
+        ).values.tolist()
         weights = {
             name: [(box.offsets, elements.clone()) for box, elements in parts.pieces()]
             for name, parts in engine.weights.items()

@@ -32,18 +32,86 @@ LOW = Precision(compute="fp32", linear="fp8_tensorwise", gather="fp8")
 NARROW = Precision(compute="fp32", reduce_replicas="bf16")
 NARROW_LOW = replace(LOW, reduce_replicas="bf16")
 SEEDS = [
-    1861, 3897, 2369, 539, 152, 3836, 129, 1185, 2505, 910, 2435, 136, 142, 1708, 3629, 151, 452, 103, 631, 20, 54, 363, 365, 544, 85,
-]  # fmt: skip
+    1861,
+    3897,
+    2369,
+    539,
+    152,
+    3836,
+    129,
+    1185,
+    2505,
+    910,
+    2435,
+    136,
+    142,
+    1708,
+    3629,
+    151,
+    452,
+    103,
+    631,
+    20,
+    54,
+    363,
+    365,
+    544,
+    85,
+]
 SEEDS_OF_KINDS = range(12)
 """For a model whose layers differ: together they have every axis."""
 SEEDS_COMPILED = [492, 2220, 98, 129, 180, 710, 3832, 2382, 1410, 394, 388, 342]
 SEEDS_RESUMED = [3, 0, 6, 9, 12, 15, 18, 21]
 SEEDS_LOW = [
-    481, 275, 1251, 3289, 2499, 418, 115, 672, 1593, 264, 1247, 27, 174, 278, 331, 494, 857, 1783, 0, 2, 43, 82, 130, 143,
-]  # fmt: skip
+    481,
+    275,
+    1251,
+    3289,
+    2499,
+    418,
+    115,
+    672,
+    1593,
+    264,
+    1247,
+    27,
+    174,
+    278,
+    331,
+    494,
+    857,
+    1783,
+    0,
+    2,
+    43,
+    82,
+    130,
+    143,
+]
 SEEDS_NARROW = [
-    1809, 259, 3725, 2065, 2138, 152, 2760, 651, 280, 395, 415, 310, 681, 1082, 1228, 388, 631, 1526, 59, 76, 176, 3998,
-]  # fmt: skip
+    1809,
+    259,
+    3725,
+    2065,
+    2138,
+    152,
+    2760,
+    651,
+    280,
+    395,
+    415,
+    310,
+    681,
+    1082,
+    1228,
+    388,
+    631,
+    1526,
+    59,
+    76,
+    176,
+    3998,
+]
 """Seeds from `tests.docs.seeds`: together their plans contain every possible pair of features. The quickest come first."""
 FP8 = [*((seed, False) for seed in SEEDS_LOW), *((seed, True) for seed in range(4))]
 SUMS = [

@@ -40,9 +40,22 @@ LLAMA = ModelSpec(
     init_std=0.2,
 )  # 37 rows over 4 ranks: uneven shards
 GPT = ModelSpec(
-    family="gpt2", layers=2, hidden=12, heads=3, kv_heads=3, head_dim=4, ffn_hidden=20, vocab_size=29, max_seq_len=SEQ, positions="learned",
-    norm="layernorm", mlp="gelu", bias=True, tied=True, init_std=0.2,
-)  # fmt: skip
+    family="gpt2",
+    layers=2,
+    hidden=12,
+    heads=3,
+    kv_heads=3,
+    head_dim=4,
+    ffn_hidden=20,
+    vocab_size=29,
+    max_seq_len=SEQ,
+    positions="learned",
+    norm="layernorm",
+    mlp="gelu",
+    bias=True,
+    tied=True,
+    init_std=0.2,
+)
 ADAMW = AdamWSpec()
 TRAIN = TrainSpec(
     steps=STEPS,

@@ -130,9 +130,10 @@ def plan_text(value: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("spec", "plan", "choice"), [*quick_first(1, CASES, unpack=True), *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED)],
+    ("spec", "plan", "choice"),
+    [*quick_first(1, CASES, unpack=True), *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED)],
     ids=plan_text,
-)  # fmt: skip
+)
 def test_copies_equal_one_device(pool: Pool, spec: ModelSpec, plan: Plan, choice: str) -> None:
     compare(pool.run(copied, plan.ranks, spec, plan, choice), one_device(spec)[:STEPS], 1e-9)
 

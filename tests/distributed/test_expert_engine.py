@@ -64,8 +64,15 @@ def test_a_micro_batch_is_computed_while_the_tokens_of_another_travel() -> None:
 
     run_in_turn([stream("a"), stream("b")])
     assert events == [
-        "a sent", "b sent", "a arrived", "a returning", "b arrived", "b returning", "a arrived", "b arrived",
-    ]  # fmt: skip
+        "a sent",
+        "b sent",
+        "a arrived",
+        "a returning",
+        "b arrived",
+        "b returning",
+        "a arrived",
+        "b arrived",
+    ]
 
 
 def test_decodes_are_divided_and_steps_with_prompts_are_not() -> None:

@@ -71,7 +71,7 @@ LAYOUTS = {
     "tensor": [*OWNERS, "plan.shard=2", "plan.tensor=2", "plan.expert=1"],
     "a rank without router rows": [*OWNERS, "model.experts=6", "plan.expert=2"],
     "pipeline, average": [*OWNERS, "plan.shard=2", "plan.pipeline=2", "plan.expert=2", "train.ema_decay=0.9"],
-}  # fmt: skip
+}
 QUICK = ["expert ranks", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])]
 
 

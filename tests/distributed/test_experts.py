@@ -35,9 +35,15 @@ MIXTRAL = replace(
     LLAMA, family="mixtral", layers=4, hidden=8, heads=2, kv_heads=1, experts=5, experts_per_token=2, expert_hidden=6
 )
 QWEN3_MOE = replace(
-    MIXTRAL, family="qwen3_moe", qk_norm=True, experts=6, experts_per_token=3, first_dense_layers=1, normalised_routing=False,
+    MIXTRAL,
+    family="qwen3_moe",
+    qk_norm=True,
+    experts=6,
+    experts_per_token=3,
+    first_dense_layers=1,
+    normalised_routing=False,
     shared_expert_hidden=4,
-)  # fmt: skip
+)
 CASES = [
     Case("1f1b", shard=2, recompute="selective", micro=2),
     Case("1f1b", replicate=2, shard=2),
@@ -294,9 +300,13 @@ def test_routing_is_counted_once(
 
 
 SHALLOW = [
-    "model.family=mixtral", "model.experts=4", "model.experts_per_token=2", "model.expert_hidden=16", "train.steps=20",
+    "model.family=mixtral",
+    "model.experts=4",
+    "model.experts_per_token=2",
+    "model.expert_hidden=16",
+    "train.steps=20",
     "data.validation_tokens=128",
-]  # fmt: skip
+]
 SMALL = [*SHALLOW, "model.layers=4"]
 
 
@@ -340,10 +350,12 @@ LAID = {
 CHAINS = [
     [("two expert ranks", ["none"]), ("tensor", ["two expert ranks"])],
     [
-        ("two expert ranks", ["none"]), ("none", ["two expert ranks"]),
-        ("context", ["tensor", "two that split halves"]), ("tensor", ["two expert ranks"]),
+        ("two expert ranks", ["none"]),
+        ("none", ["two expert ranks"]),
+        ("context", ["tensor", "two that split halves"]),
+        ("tensor", ["two expert ranks"]),
     ],
-]  # fmt: skip
+]
 """Plans under which a run goes on, each with those under which what it wrote is opened."""
 
 

@@ -133,9 +133,15 @@ def on_ranks(world: World, spec: ModelSpec, plan: Plan, masked: bool) -> list[di
 
     for step in range(2):
         figures = train_step(
-            engine, optimizer, mesh, batches, learning_rate=0.0, clip_norm=None, recorder=NullRecorder(),
+            engine,
+            optimizer,
+            mesh,
+            batches,
+            learning_rate=0.0,
+            clip_norm=None,
+            recorder=NullRecorder(),
             before_update=keep_gradients,
-        )  # fmt: skip
+        )
         assert engine.executor.rank_model.routing is not None and figures.loads is not None
         values = figures.values.tolist()
         results[step] |= {"loss": values[0], "norm": values[1], "z_loss": values[-1], "weights": {}, "figures": values}

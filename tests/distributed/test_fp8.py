@@ -136,9 +136,16 @@ def test_the_bounds_notice_products_that_are_not_in_fp8(pool: Pool) -> None:
 
 
 MIXTURE = replace(
-    LLAMA, family="qwen3_moe", qk_norm=True, layers=4, experts=6, experts_per_token=2, expert_hidden=8, first_dense_layers=1,
+    LLAMA,
+    family="qwen3_moe",
+    qk_norm=True,
+    layers=4,
+    experts=6,
+    experts_per_token=2,
+    expert_hidden=8,
+    first_dense_layers=1,
     shared_expert_hidden=4,
-)  # fmt: skip
+)
 MIXTURE_CASES = [
     Case("1f1b", shard=2, expert=2, micro=MICRO),
     Case("1f1b", shard=2, micro=MICRO, recompute="selective"),

@@ -254,9 +254,15 @@ def clipped_steps(
         ]
         skips, limit = step % SKIPPED_EVERY == 4, 0.3 if step % 3 else 100.0
         figures = train_step(
-            engine, optimizer, mesh, batches, learning_rate=1e-3, clip_norm=limit, recorder=NullRecorder(),
+            engine,
+            optimizer,
+            mesh,
+            batches,
+            learning_rate=1e-3,
+            clip_norm=limit,
+            recorder=NullRecorder(),
             norm_limit=1e-6 if skips else float("inf"),
-        ).values  # fmt: skip
+        ).values
         final_state[f"figures {step}"] = figures
         clipped, skipped = clipped + int(figures[1] > limit and not skips), skipped + int(figures[5] > 0)
     final_state |= {parts.name: parts.read().clone() for parts in optimizer.state()}

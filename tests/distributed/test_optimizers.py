@@ -150,8 +150,12 @@ def test_a_run_with_asynchronous_checkpoints_resumes_bit_for_bit(
     """With a moving average of the weights; snapshots of every step are copied beside the next one."""
     tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
     options = [
-        *ranks(2), f"train.optimizer.name={optimizer}", "train.ema_decay=0.5", "checkpoint.mode=async", "checkpoint.every=1",
-    ]  # fmt: skip
+        *ranks(2),
+        f"train.optimizer.name={optimizer}",
+        "train.ema_decay=0.5",
+        "checkpoint.mode=async",
+        "checkpoint.every=1",
+    ]
     whole = merge_tensors(trainer(pool, tiny, tmp_path / "whole", *options))
     trainer(pool, tiny, tmp_path / "parts", *options, stop_at=3)
     resumed = trainer(pool, tiny, tmp_path / "parts", *options)

@@ -20,9 +20,13 @@ from tests.training.tiny import make_tiny, prepared, ranks, tiny_run
 
 TOKENS = 300
 SAMPLES = [
-    "data.packing=none", "train.global_batch=none", f"train.global_batch_tokens={TOKENS}", "train.seq_len=60",
-    "model.max_seq_len=64", "plan.compute=fp64",
-]  # fmt: skip
+    "data.packing=none",
+    "train.global_batch=none",
+    f"train.global_batch_tokens={TOKENS}",
+    "train.seq_len=60",
+    "model.max_seq_len=64",
+    "plan.compute=fp64",
+]
 
 
 @pytest.fixture(scope="session")

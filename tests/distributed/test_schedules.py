@@ -59,9 +59,13 @@ class Case:
     @property
     def plan(self) -> Plan:
         sizes = {
-            "pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard, "context_ring": self.ring,
-            "context_ulysses": self.ulysses, "tensor": self.tensor,
-        }  # fmt: skip
+            "pipeline": self.pipeline,
+            "replicate": self.replicate,
+            "shard": self.shard,
+            "context_ring": self.ring,
+            "context_ulysses": self.ulysses,
+            "tensor": self.tensor,
+        }
         data, shard_ranks = self.replicate * self.shard, self.shard * self.ring * self.ulysses
         axes = [MeshAxis(axis=name, size=sizes[name]) for name in self.order]  # type: ignore[arg-type]
         return Plan(
@@ -227,8 +231,15 @@ def left_to_the_collector(world, plan: Plan) -> list[str]:
             for columns in zip(*micro_batches, strict=True)
         ]
         train_step(
-            engine, optimizer, mesh, batches, learning_rate=RATE, clip_norm=1.0, recorder=NullRecorder(), stop_flag=lambda: 0
-        )  # fmt: skip
+            engine,
+            optimizer,
+            mesh,
+            batches,
+            learning_rate=RATE,
+            clip_norm=1.0,
+            recorder=NullRecorder(),
+            stop_flag=lambda: 0,
+        )
 
     one_step(0)
     gc.collect()

@@ -77,11 +77,16 @@ def on_ranks(world: Any, plan: Plan, steps: list[Samples], offloads: bool) -> li
         whole = assemble_whole({name: weight.grad for name, weight in engine.model.named_parameters()}, SPEC, mesh)
         clip = clip_factor(norm, CLIP)
         copied = {name.split()[1].split("/")[0] for name in recorder.names}
-        results.append({
-            "loss": mesh.sum_over_all(loss).item(), "norm": norm.item(), "weights": {},
-            "gradients": {name: gradient * clip for name, gradient in whole.items()},
-            "copied": sorted(copied), "long": [f"0.{n}" for n, slot in enumerate(slots) if slot.capacity > CAPACITY],
-        })  # fmt: skip
+        results.append(
+            {
+                "loss": mesh.sum_over_all(loss).item(),
+                "norm": norm.item(),
+                "weights": {},
+                "gradients": {name: gradient * clip for name, gradient in whole.items()},
+                "copied": sorted(copied),
+                "long": [f"0.{n}" for n, slot in enumerate(slots) if slot.capacity > CAPACITY],
+            }
+        )
         for weight in engine.model.parameters():
             weight.grad = None
     return results

@@ -37,10 +37,18 @@ SPECS = [
 ]
 ROUNDED = quick_first(
     1,
-    [("llama", "fp8"), ("gpt2", "fp8"), ("parallel", "fp8"), ("shared expert", "fp8"), ("deepseek v3", "fp8"),
-     ("mixtral", "int8"), ("shared expert", "int8"), ("deepseek v3", "int8")],
+    [
+        ("llama", "fp8"),
+        ("gpt2", "fp8"),
+        ("parallel", "fp8"),
+        ("shared expert", "fp8"),
+        ("deepseek v3", "fp8"),
+        ("mixtral", "int8"),
+        ("shared expert", "int8"),
+        ("deepseek v3", "int8"),
+    ],
     unpack=True,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("spec", [*SPECS, pytest.param(ONE_KEY_HEAD, id="one key head", marks=pytest.mark.slow)])

@@ -59,8 +59,13 @@ def printed(command: Block) -> str:
         environment["OMP_NUM_THREADS"] = "1"
         completed = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command.text],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
-        )  # fmt: skip
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
     assert completed.returncode == 0, f"{command.location}: code {completed.returncode}\n{completed.stderr}"
     return completed.stdout if completed.stdout.strip() else refusal(completed.stderr)
 

@@ -162,11 +162,13 @@ ORDERS: dict[str, Feature] = {
     **{f"`{name}` pipeline": schedule(name) for name in get_args(ScheduleName) if name != "paired"},
 }
 NOTHING = {
-    ("uneven stages", "depth-first without pipeline"), ("uneven stages", "layered accumulation without pipeline"),
+    ("uneven stages", "depth-first without pipeline"),
+    ("uneven stages", "layered accumulation without pipeline"),
     ("uneven stages", "paired micro-batches"),
-    ("mixture of experts", "expert parallelism"), ("`linear: fp8_tensorwise`", "`gather: fp8`"),
+    ("mixture of experts", "expert parallelism"),
+    ("`linear: fp8_tensorwise`", "`gather: fp8`"),
     *combinations(("`recompute: selective`", "`recompute: all_but_attention`", "`recompute: full`"), 2),
-}  # fmt: skip
+}
 """Pairs that have no combination."""
 
 

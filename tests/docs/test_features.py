@@ -14,9 +14,14 @@ from meshwright.launch.prepare import training_plan
 from meshwright.spec.errors import BadInput
 
 BASE = [
-    "model=llama-nano", "model.layers=8", "model.vocab_size=512", "train.steps=100", "train.global_batch=8", "cluster.gpu=cpu",
+    "model=llama-nano",
+    "model.layers=8",
+    "model.vocab_size=512",
+    "train.steps=100",
+    "train.global_batch=8",
+    "cluster.gpu=cpu",
     "cluster.gpus_per_node=2",
-]  # fmt: skip
+]
 
 
 def test_the_table_of_pairs_agrees_with_the_equality_tests() -> None:

@@ -33,9 +33,18 @@ HEADER = {"rank": 3, "ranks": 8, "host": "a", "coordinates": {"shard": 3}}
 
 def record(number: int, phase: str = "forward") -> SpanRecord:
     return SpanRecord(
-        1_790_000_000_000_000_000 + number, number, number * 7, number, number % 1000, number % 5, number % 17, -1, number % 3,
-        1, phase,
-    )  # fmt: skip
+        1_790_000_000_000_000_000 + number,
+        number,
+        number * 7,
+        number,
+        number % 1000,
+        number % 5,
+        number % 17,
+        -1,
+        number % 3,
+        1,
+        phase,
+    )
 
 
 def numbers(path: Path) -> list[int]:

@@ -64,11 +64,16 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "schema": (
         COMPLETIONS,
         {
-            "prompt": "JSON:", "temperature": 0, "max_tokens": 60,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["one", "two", 3]}}},
+            "prompt": "JSON:",
+            "temperature": 0,
+            "max_tokens": 60,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"enum": ["one", "two", 3]}},
+            },
         },
     ),
-}  # fmt: skip
+}
 
 
 class Server:
@@ -376,8 +381,10 @@ def main() -> int:
             print(file=sys.stderr)
             after = fuzz.references()
             wrong += [
-                f"{key}: {after[key]} after the {name}, before {before[key]}" for key in before if after[key] != before[key]
-            ]  # fmt: skip
+                f"{key}: {after[key]} after the {name}, before {before[key]}"
+                for key in before
+                if after[key] != before[key]
+            ]
             memory.append(server.resident_bytes())
         for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             if (value := metric(server.url, gauge)) != 0:
@@ -392,10 +399,17 @@ def main() -> int:
         print_failures(fuzz)
     print(*wrong, sep="\n")
     figures = {
-        "seed": options.seed, "bodies": options.bodies, "schemas": options.schemas, "statuses": dict(sorted(fuzz.statuses.items())),
-        "failures": len(fuzz.failures), "slow_beside_others": fuzz.slow_beside_others, "memory_ratio": round(second / first, 4),
-        "memory_bytes": second, "starts": server.starts, "seconds": round(time.monotonic() - start),
-    }  # fmt: skip
+        "seed": options.seed,
+        "bodies": options.bodies,
+        "schemas": options.schemas,
+        "statuses": dict(sorted(fuzz.statuses.items())),
+        "failures": len(fuzz.failures),
+        "slow_beside_others": fuzz.slow_beside_others,
+        "memory_ratio": round(second / first, 4),
+        "memory_bytes": second,
+        "starts": server.starts,
+        "seconds": round(time.monotonic() - start),
+    }
     print(json.dumps(figures))
     return int(bool(fuzz.failures or wrong))
 

@@ -13,13 +13,42 @@ Schema = dict[str, Any] | bool
 MORE_TOKENS = 48
 """New tokens of every eighth stream: some limits are met only while a text grows."""
 PATTERNS = (
-    "^a*$", "^(a+)+$", "^(a|aa)*b$", "(x+x+)+y", "^(([a-z])+.)+[A-Z]([a-z])+$", "^(a?){30}a{30}$", "^[a-z]{1,1000}$", "^(a{1,100}){1,100}$",
-    "^(.{0,1000}){1000}$", "a{99999}", "a{1,2147483647}", "a{3,1}", "(?=a)b", "(?<!a)b", r"(a)\1", "(", "[", "*", "(?P<n>a)(?P=n)",
+    "^a*$",
+    "^(a+)+$",
+    "^(a|aa)*b$",
+    "(x+x+)+y",
+    "^(([a-z])+.)+[A-Z]([a-z])+$",
+    "^(a?){30}a{30}$",
+    "^[a-z]{1,1000}$",
+    "^(a{1,100}){1,100}$",
+    "^(.{0,1000}){1000}$",
+    "a{99999}",
+    "a{1,2147483647}",
+    "a{3,1}",
+    "(?=a)b",
+    "(?<!a)b",
+    r"(a)\1",
+    "(",
+    "[",
+    "*",
+    "(?P<n>a)(?P=n)",
     r"\p{L}+",
-    r"^\d{4}-\d{2}-\d{2}$", r"^[^\x00-\x7F]+$", "^$", "", ".*.*.*.*=.*", "(" * 300 + "a" + ")" * 300, "|".join("abcdefgh" * 300),
-    "^[\\s\\S]{500,}$", "(((((a*)*)*)*)*)*", "^(0|1(01*0)*1)+$", "[a-zA-Z0-9._%+-]+@[a-z]+", r"\u{110000}", r"(?i:straße)", "😀{5,}",
+    r"^\d{4}-\d{2}-\d{2}$",
+    r"^[^\x00-\x7F]+$",
+    "^$",
+    "",
+    ".*.*.*.*=.*",
+    "(" * 300 + "a" + ")" * 300,
+    "|".join("abcdefgh" * 300),
+    "^[\\s\\S]{500,}$",
+    "(((((a*)*)*)*)*)*",
+    "^(0|1(01*0)*1)+$",
+    "[a-zA-Z0-9._%+-]+@[a-z]+",
+    r"\u{110000}",
+    r"(?i:straße)",
+    "😀{5,}",
     "^\\S+$",
-)  # fmt: skip
+)
 FORMATS = (
     "date-time",
     "date",
@@ -108,9 +137,13 @@ def honest(random: Random, depth: int) -> dict[str, Any]:
     if form == 9:
         node = {
             "type": "object",
-            "properties": {"value": honest(random, depth - 1), "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}},
-            "required": ["value", "next"], "additionalProperties": False,
-        }  # fmt: skip
+            "properties": {
+                "value": honest(random, depth - 1),
+                "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]},
+            },
+            "required": ["value", "next"],
+            "additionalProperties": False,
+        }
         return {"$defs": {"n": node}, "$ref": "#/$defs/n"}
     names = [
         random.choice(("name", "size", "items", "ok", "größe", "a b")) + str(index)
@@ -144,10 +177,7 @@ def _pattern(random: Random) -> Schema:
 
 def _large_enum(random: Random) -> Schema:
     count, kind = random.choice((100, 1_000, 3_000, 8_000)), random.randrange(4)
-    values: list[Any] = [
-        [index, f"value {index}", {"id": index}, "x" * (index % 40)][kind]
-        for index in range(count)
-    ]  # fmt: skip
+    values: list[Any] = [[index, f"value {index}", {"id": index}, "x" * (index % 40)][kind] for index in range(count)]
     return {"enum": values}
 
 
@@ -165,16 +195,33 @@ def _many_keys(random: Random) -> Schema:
 
 
 def _references(random: Random) -> Schema:
-    return random.choice((
-        {"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
-        {"$ref": "#/$defs/missing"}, {"$ref": "https://example.com/schema.json"}, {"$ref": "file:///etc/passwd"}, {"$ref": 3}, {"$ref": ""},
-        {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}, {"anyOf": [{"$ref": "#"}, {"type": "string"}]}, {"not": {"$ref": "#"}},
-        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-        {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(25)} | {"d25": {"type": "null"}},
-        "$ref": "#/$defs/d0"},
-        {"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(25)} | {"d25": {}}, "$ref": "#/$defs/d0"},
-        {"$id": "https://example.com/x", "$anchor": "a", "$dynamicRef": "#a"}, {"$defs": {"é/~": {}}, "$ref": "#/$defs/%C3%A9~1~0"},
-    ))  # fmt: skip
+    return random.choice(
+        (
+            {"$ref": "#"},
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+            {"$ref": "#/$defs/missing"},
+            {"$ref": "https://example.com/schema.json"},
+            {"$ref": "file:///etc/passwd"},
+            {"$ref": 3},
+            {"$ref": ""},
+            {"allOf": [{"$ref": "#"}, {"$ref": "#"}]},
+            {"anyOf": [{"$ref": "#"}, {"type": "string"}]},
+            {"not": {"$ref": "#"}},
+            {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+            {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+            {
+                "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(25)}
+                | {"d25": {"type": "null"}},
+                "$ref": "#/$defs/d0",
+            },
+            {
+                "$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(25)} | {"d25": {}},
+                "$ref": "#/$defs/d0",
+            },
+            {"$id": "https://example.com/x", "$anchor": "a", "$dynamicRef": "#a"},
+            {"$defs": {"é/~": {}}, "$ref": "#/$defs/%C3%A9~1~0"},
+        )
+    )
 
 
 def _deep(random: Random) -> Schema:
@@ -184,9 +231,14 @@ def _deep(random: Random) -> Schema:
 
 _DEEP = "deep-schema-goes-here:"
 _NESTED = (
-    ('{"type": "array", "items": ', "}"), ('{"type": "object", "properties": {"a": ', "}}"), ('{"anyOf": [', "]}"), ('{"allOf": [', "]}"),
-    ('{"oneOf": [', "]}"), ('{"not": ', "}"), ('{"additionalProperties": ', "}"),
-)  # fmt: skip
+    ('{"type": "array", "items": ', "}"),
+    ('{"type": "object", "properties": {"a": ', "}}"),
+    ('{"anyOf": [', "]}"),
+    ('{"allOf": [', "]}"),
+    ('{"oneOf": [', "]}"),
+    ('{"not": ', "}"),
+    ('{"additionalProperties": ', "}"),
+)
 
 
 def _encoded(body: dict[str, Any]) -> bytes:
@@ -224,28 +276,70 @@ def _number_limits(random: Random) -> Schema:
 
 
 def _nonsense(random: Random) -> Schema:
-    return random.choice((
-        {}, True, False, {"type": "no such"}, {"type": []}, {"type": ["string", "no such"]}, {"type": None}, {"type": {"type": "string"}},
-        {"properties": []}, {"properties": {"a": 3}}, {"required": "a"}, {"required": ["missing"], "additionalProperties": False},
-        {"enum": []},
-        {"enum": {}}, {"anyOf": []}, {"allOf": [False]}, {"not": {}}, {"const": None}, {"items": 3}, {"prefixItems": [{}] * 500},
-        {"format": 3},
-        {"if": {"type": "string"}, "then": {"minLength": 3}, "else": False}, {"dependentSchemas": {"a": {"required": ["b"]}}},
-        {"minLength": "3"},
-        {"type": "string", "minLength": 3, "maxLength": 2}, {"minimum": "x"}, {"contains": {"type": "null"}},
-        {"unevaluatedProperties": False},
-        {"type": "string", "minLength": -1}, {"type": "string", "maxLength": 1.5}, {"type": "array", "minItems": 2, "maxItems": 1},
-        {"type": "string", "contentEncoding": "base64"}, {"x-guidance": {"whitespace_flexible": False}}, {"x-guidance": 3},
-        {"lark": "start: /a/"},
-        {"type": "object", "properties": {"\0": {}, "": {}, "🙂" * 50: {}, "a" * 5_000: {}}, "required": ["", "\0"]},
-        {"const": "x" * 60_000},
-        {"type": "object", "minProperties": 10**6}, {"type": "object", "maxProperties": 0, "required": ["a"]}, {"enum": ["\ud800"]},
-        {"type": "object", "propertyNames": {"pattern": "^(a+)+$"}}, {"description": "x" * 70_000},
-        {"$schema": "http://json-schema.org/draft-03/"},
-    ))  # fmt: skip
+    return random.choice(
+        (
+            {},
+            True,
+            False,
+            {"type": "no such"},
+            {"type": []},
+            {"type": ["string", "no such"]},
+            {"type": None},
+            {"type": {"type": "string"}},
+            {"properties": []},
+            {"properties": {"a": 3}},
+            {"required": "a"},
+            {"required": ["missing"], "additionalProperties": False},
+            {"enum": []},
+            {"enum": {}},
+            {"anyOf": []},
+            {"allOf": [False]},
+            {"not": {}},
+            {"const": None},
+            {"items": 3},
+            {"prefixItems": [{}] * 500},
+            {"format": 3},
+            {"if": {"type": "string"}, "then": {"minLength": 3}, "else": False},
+            {"dependentSchemas": {"a": {"required": ["b"]}}},
+            {"minLength": "3"},
+            {"type": "string", "minLength": 3, "maxLength": 2},
+            {"minimum": "x"},
+            {"contains": {"type": "null"}},
+            {"unevaluatedProperties": False},
+            {"type": "string", "minLength": -1},
+            {"type": "string", "maxLength": 1.5},
+            {"type": "array", "minItems": 2, "maxItems": 1},
+            {"type": "string", "contentEncoding": "base64"},
+            {"x-guidance": {"whitespace_flexible": False}},
+            {"x-guidance": 3},
+            {"lark": "start: /a/"},
+            {
+                "type": "object",
+                "properties": {"\0": {}, "": {}, "🙂" * 50: {}, "a" * 5_000: {}},
+                "required": ["", "\0"],
+            },
+            {"const": "x" * 60_000},
+            {"type": "object", "minProperties": 10**6},
+            {"type": "object", "maxProperties": 0, "required": ["a"]},
+            {"enum": ["\ud800"]},
+            {"type": "object", "propertyNames": {"pattern": "^(a+)+$"}},
+            {"description": "x" * 70_000},
+            {"$schema": "http://json-schema.org/draft-03/"},
+        )
+    )
 
 
 _HOSTILE = (
-    _text_limits, _text_limits, _pattern, _pattern, _large_enum, _many_keys, _references, _deep, _wide, _array_limits, _number_limits,
+    _text_limits,
+    _text_limits,
+    _pattern,
+    _pattern,
+    _large_enum,
+    _many_keys,
+    _references,
+    _deep,
+    _wide,
+    _array_limits,
+    _number_limits,
     _nonsense,
-)  # fmt: skip
+)

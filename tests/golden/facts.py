@@ -124,8 +124,14 @@ def digest(value: Any) -> str:
 def row_of(parameter: ParameterSpec) -> list[Any]:
     fused = [list(block) for block in parameter.blocks]
     return [
-        parameter.name, list(parameter.shape), parameter.fill, parameter.std, fused, parameter.decay, parameter.trained,
-    ]  # fmt: skip
+        parameter.name,
+        list(parameter.shape),
+        parameter.fill,
+        parameter.std,
+        fused,
+        parameter.decay,
+        parameter.trained,
+    ]
 
 
 def model_facts(name: str) -> Facts:
@@ -284,9 +290,15 @@ def _short(plan: Plan) -> str:
     mesh = ".".join(f"{axis.axis}{axis.size}" for axis in plan.mesh if axis.size > 1)
     layer, batch = plan.layers[0], plan.batch
     return " ".join(
-        (mesh, plan.schedule.name, f"{batch.micro_batch}x{batch.accumulate}", layer.recompute, layer.offload,
-         plan.precision.linear)
-    )  # fmt: skip
+        (
+            mesh,
+            plan.schedule.name,
+            f"{batch.micro_batch}x{batch.accumulate}",
+            layer.recompute,
+            layer.offload,
+            plan.precision.linear,
+        )
+    )
 
 
 def plan_facts(number: str) -> Facts:

@@ -40,10 +40,13 @@ def test_operators_equal_their_plain_twins_however_late_a_rank_is(tmp_path: Path
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.test_async_tensor", str(tmp_path / "store")],
-            env=os.environ | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(GPUS)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
@@ -125,9 +128,12 @@ def numbers(
         return torch.randn(*shape, generator=draw, device=device, dtype=torch.float32).to(dtype)
 
     return {
-        "x": normal(batch, local_tokens, outer_width), "y": normal(batch, GPUS * local_tokens, inner_width),
-        "rows": normal(inner_width, outer_width), "columns": normal(outer_width, inner_width), "bias": normal(inner_width),
-    }  # fmt: skip
+        "x": normal(batch, local_tokens, outer_width),
+        "y": normal(batch, GPUS * local_tokens, inner_width),
+        "rows": normal(inner_width, outer_width),
+        "columns": normal(outer_width, inner_width),
+        "bias": normal(inner_width),
+    }
 
 
 def all_of(

@@ -49,9 +49,14 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None, fraction: 
     update_counts = [new_count(torch.device("cuda")) for _ in truth]
     release = {name: (lambda copy=copy: copy) for name, copy in weights.items()} if masters else {}
     optimizer = HostAdamW(
-        host_weights, dict.fromkeys(host_weights, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON),
-        fraction=fraction, staging=staging,
-    )  # fmt: skip
+        host_weights,
+        dict.fromkeys(host_weights, 0.1),
+        release,
+        chunk=chunk,
+        coefficients=Coefficients(BETAS, EPSILON),
+        fraction=fraction,
+        staging=staging,
+    )
     optimizer.deferred = True
     optimizer.release_master_weights()
     if masters:
@@ -66,9 +71,14 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None, fraction: 
         with count_updates(update_counts, skip):
             moment_lists = (list(moments[moment].values()) for moment in MOMENTS)
             update(
-                list(truth.values()), list(gradients.values()), *moment_lists, update_counts, coefficients=Coefficients(BETAS, EPSILON),
-                weight_decay=0.1, inputs=inputs,
-            )  # fmt: skip
+                list(truth.values()),
+                list(gradients.values()),
+                *moment_lists,
+                update_counts,
+                coefficients=Coefficients(BETAS, EPSILON),
+                weight_decay=0.1,
+                inputs=inputs,
+            )
     for name, weight in truth.items():
         for moment in MOMENTS:
             assert torch.equal(optimizer.state(moment, name), moments[moment][name].cpu()), (moment, name)
@@ -159,9 +169,15 @@ def test_narrow_moments_have_the_bits_of_the_reference(masters: bool, moments: M
         with count_updates(counts, inputs.skip):
             for name in names:
                 update(
-                    [truth[name]], [gradients[name]], [held[name][MOMENTS[0]]], [held[name][MOMENTS[1]]], counts,
-                    coefficients=coefficients, weight_decay=0.1, inputs=inputs,
-                )  # fmt: skip
+                    [truth[name]],
+                    [gradients[name]],
+                    [held[name][MOMENTS[0]]],
+                    [held[name][MOMENTS[1]]],
+                    counts,
+                    coefficients=coefficients,
+                    weight_decay=0.1,
+                    inputs=inputs,
+                )
                 start, size = (
                     optimizer.part(MOMENTS[0], name).storage_offset(),
                     -(-truth[name].numel() // ALIGNED) * ALIGNED,

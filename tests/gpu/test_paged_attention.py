@@ -30,9 +30,17 @@ class Step:
     """A layer's cache, NaN in all places that a sequence does not use, and the tensors of a step."""
 
     def __init__(
-        self, lengths: list[int], counts: list[int], heads: int, kv_heads: int, dim: int, block: int, dtype: torch.dtype,
-        window: int | None = None, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        lengths: list[int],
+        counts: list[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        block: int,
+        dtype: torch.dtype,
+        window: int | None = None,
+        seed: int = 0,
+    ) -> None:
         draw = torch.Generator("cuda").manual_seed(seed)
         needed = [-(-length // block) for length in lengths]
         order = torch.randperm(sum(needed) + 1, generator=draw, device="cuda", dtype=torch.int32)

@@ -21,9 +21,18 @@ def cases() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores and options: every option alone and with others, ties, removed tokens, zeros of both signs."""
     torch.manual_seed(0)
     options = [
-        (0, 1.0, 0.0), (1, 1.0, 0.0), (7, 1.0, 0.0), (1000, 1.0, 0.0), (0, 0.0, 0.0), (0, 0.3, 0.0), (0, 0.999, 0.0),
-        (0, 1.0, 0.05), (0, 1.0, 1.0), (50, 0.8, 0.01), (5, 0.999999, 0.2),
-    ]  # fmt: skip
+        (0, 1.0, 0.0),
+        (1, 1.0, 0.0),
+        (7, 1.0, 0.0),
+        (1000, 1.0, 0.0),
+        (0, 0.0, 0.0),
+        (0, 0.3, 0.0),
+        (0, 0.999, 0.0),
+        (0, 1.0, 0.05),
+        (0, 1.0, 1.0),
+        (50, 0.8, 0.01),
+        (5, 0.999999, 0.2),
+    ]
     scores = 3 * torch.randn(len(options), 222)
     scores = torch.cat((scores, scores.round(), scores.relu() * torch.tensor([1.0, -1.0, 0.0]).repeat(74)))
     scores[:, 5::7] = float("-inf")

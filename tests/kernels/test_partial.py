@@ -64,9 +64,15 @@ def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp, plain=T
         for source in range(ranks):
             queries, keys, causal = visible_block(rank, source, q_part.shape[1])
             q_grad, k_grad, v_grad = partial_gradients(
-                grads[rank][:, queries], q_part[:, queries], k_parts[source][:, keys], v_parts[source][:, keys],
-                accumulator.out[:, queries], logsumexp_of(accumulator.logsumexp)[..., queries], causal, plain=plain,
-            )  # fmt: skip
+                grads[rank][:, queries],
+                q_part[:, queries],
+                k_parts[source][:, keys],
+                v_parts[source][:, keys],
+                accumulator.out[:, queries],
+                logsumexp_of(accumulator.logsumexp)[..., queries],
+                causal,
+                plain=plain,
+            )
             gradients[0][rank][:, queries] += q_grad
             gradients[1][source][:, keys] += k_grad
             gradients[2][source][:, keys] += v_grad

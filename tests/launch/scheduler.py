@@ -17,9 +17,14 @@ from meshwright.spec.run import RunSpec
 
 HERE = Path(__file__).parent
 WORDS = (
-    "model=llama3-8b", "name=nightly_8B", "cluster.gpu=H100", "cluster.nodes=4", "cluster.gpus_per_node=8",
-    "train.global_batch=32", "train.seq_len=8192",
-)  # fmt: skip
+    "model=llama3-8b",
+    "name=nightly_8B",
+    "cluster.gpu=H100",
+    "cluster.nodes=4",
+    "cluster.gpus_per_node=8",
+    "train.global_batch=32",
+    "train.seq_len=8192",
+)
 PLAN = Plan(
     mesh=(MeshAxis(axis="shard", size=32),),
     batch=BatchPlan(global_batch=32, micro_batch=1, accumulate=1),

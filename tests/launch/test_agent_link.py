@@ -72,9 +72,7 @@ class Silence:
             poll=self._poll, report=self._report, obey=lambda directive: None, close_attempt=lambda: None
         )
         client = SimpleNamespace(report=self._ask)
-        self.link = hosts._Link(
-            cast(Any, agent), cast(Any, client), start, ("10.0.0.1", 29400), COMMAND, lambda: None
-        )  # fmt: skip
+        self.link = hosts._Link(cast(Any, agent), cast(Any, client), start, ("10.0.0.1", 29400), COMMAND, lambda: None)
 
     @property
     def seconds(self) -> float:

@@ -93,9 +93,13 @@ def test_evidence_has_the_stacks_of_all_threads_and_waits_for_no_stopped_process
         _, channel = os.pipe()
         env = {**os.environ, STACKS: f"/proc/{os.getpid()}/fd/{stacks}", CHANNEL: str(channel)}
         process = subprocess.Popen(
-            [sys.executable, "-c", script], env=env, pass_fds=[channel],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, "-c", script],
+            env=env,
+            pass_fds=[channel],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         processes.append(process)
         subjects.append(RankProcess(process.pid, RankState(rank), stacks))
     try:

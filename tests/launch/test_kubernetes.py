@@ -162,8 +162,10 @@ def test_a_train_job_names_its_runtime_whose_job_is_the_trainer() -> None:
     rendered = objects(trainjob_yaml(job_of("supervision.spares=2"), CONTAINER))
     runtime, train_job = rendered["TrainingRuntime"], rendered["TrainJob"]
     assert train_job["spec"]["runtimeRef"] == {
-        "apiGroup": "trainer.kubeflow.org", "kind": runtime["kind"], "name": runtime["metadata"]["name"],
-    }  # fmt: skip
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
     assert train_job["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 6
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     labels = node["template"].pop("metadata")["labels"]

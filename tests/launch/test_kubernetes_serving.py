@@ -95,8 +95,11 @@ def test_the_router_knows_all_roles_and_the_cache_has_memory() -> None:
     assert (given["address"], given["gib"]) == ("0.0.0.0:8200", 64)
     assert pod(cache)["containers"][0]["resources"]["limits"] == {"memory": "66560Mi"}
     assert {name for kind, name in objects(COLOCATED) if kind != "Service"} == {
-        "chat", "chat-plan", "chat-both", "chat-router"
-    }  # fmt: skip
+        "chat",
+        "chat-plan",
+        "chat-both",
+        "chat-router",
+    }
 
 
 def test_servers_get_the_plan_and_the_keys(tmp_path: Path) -> None:

@@ -84,9 +84,13 @@ def test_the_other_ranks_are_told_the_cause_and_may_finish(tmp_path: Path, capfd
 def test_a_listener_gets_every_message_of_every_rank(tmp_path: Path) -> None:
     messages: list[tuple[int, Message]] = []
     code = run_ranks(
-        "tests.launch.fake_rank", ["steps", str(tmp_path)], cluster=ClusterSpec(gpus_per_node=2), logs=tmp_path / "logs", threads=1,
+        "tests.launch.fake_rank",
+        ["steps", str(tmp_path)],
+        cluster=ClusterSpec(gpus_per_node=2),
+        logs=tmp_path / "logs",
+        threads=1,
         listener=lambda rank, message: messages.append((rank, message)),
-    )  # fmt: skip
+    )
     assert code == 0
     assert [message for rank, message in messages if rank == 0] == [Step(n, {"loss": 1.0 / n}) for n in range(1, 6)]
     assert [message for rank, message in messages if rank == 1] == [Step(n) for n in range(1, 6)]
@@ -98,9 +102,13 @@ def test_what_a_listener_raises_ends_the_ranks(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_ranks(
-            "tests.launch.fake_rank", ["steps", str(tmp_path)], cluster=ClusterSpec(gpus_per_node=2), logs=tmp_path / "logs",
-            threads=1, listener=refuse,
-        )  # fmt: skip
+            "tests.launch.fake_rank",
+            ["steps", str(tmp_path)],
+            cluster=ClusterSpec(gpus_per_node=2),
+            logs=tmp_path / "logs",
+            threads=1,
+            listener=refuse,
+        )
 
 
 def test_other_ranks_write_to_their_logs(tmp_path: Path) -> None:
@@ -120,9 +128,14 @@ def test_no_rank_outlives_a_failure(tmp_path: Path) -> None:
 def test_enough_ends_the_ranks_and_is_no_failure(tmp_path: Path) -> None:
     ready_files = [tmp_path / f"ready-{rank}" for rank in (0, 1)]
     code = run_ranks(
-        "tests.launch.fake_rank", ["wait", str(tmp_path)], cluster=ClusterSpec(gpus_per_node=2), logs=tmp_path / "logs", threads=1,
-        quiet=True, enough=lambda: all(file.exists() for file in ready_files),
-    )  # fmt: skip
+        "tests.launch.fake_rank",
+        ["wait", str(tmp_path)],
+        cluster=ClusterSpec(gpus_per_node=2),
+        logs=tmp_path / "logs",
+        threads=1,
+        quiet=True,
+        enough=lambda: all(file.exists() for file in ready_files),
+    )
     assert code == 0 and (tmp_path / "logs" / "rank-00000.log").exists()
     for rank in (0, 1):
         with pytest.raises(ProcessLookupError):
@@ -154,9 +167,15 @@ def test_a_training_rank_whose_launcher_dies_before_the_run_begins_ends_with_0()
     command = [sys.executable, "-m", "meshwright.training.rank", "cpu"]
     reading, writing = os.pipe()
     answer = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60,
-        env={**os.environ, CHANNEL: str(writing)}, pass_fds=[writing],
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, CHANNEL: str(writing)},
+        pass_fds=[writing],
+    )
     os.close(reading)
     os.close(writing)
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")

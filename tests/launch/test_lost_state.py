@@ -94,7 +94,13 @@ CASES: dict[str, tuple[Callable[[Path], Any], Outcome, Outcome, Outcome, Outcome
     "never saved": (lambda run: None, None, None, BadInput, BadInput),
     "good": (nothing, 2, 2, 2, 2),
     "only one, which was about to be replaced": (left_by_a_crash_in_a_replacement, 2, 2, 2, 2),
-    "all COMMITTED missing": (each(lambda path: (path / COMMITTED).unlink(), *STEPS), Damaged, Damaged, Damaged, Damaged),
+    "all COMMITTED missing": (
+        each(lambda path: (path / COMMITTED).unlink(), *STEPS),
+        Damaged,
+        Damaged,
+        Damaged,
+        Damaged,
+    ),
     "all folders gone": (each(shutil.rmtree, *STEPS), Damaged, Damaged, Damaged, Damaged),
     "all cut": (each(cut, *STEPS), Damaged, Damaged, Damaged, Damaged),
     "all flipped": (each(flip, *STEPS), 2, Damaged, Damaged, 2),
@@ -106,9 +112,13 @@ CASES: dict[str, tuple[Callable[[Path], Any], Outcome, Outcome, Outcome, Outcome
     "newest of a newer format": (each(to_newer_format, 2), NewerFormat, BadInput, NewerFormat, NewerFormat),
     "older of a newer format": (each(to_newer_format, 1), 2, 2, 2, 2),
     "newest cut, older of a newer format": (
-        lambda run: (cut(path_of(run, 2)), to_newer_format(path_of(run, 1))), NewerFormat, BadInput, NewerFormat, NewerFormat,
+        lambda run: (cut(path_of(run, 2)), to_newer_format(path_of(run, 1))),
+        NewerFormat,
+        BadInput,
+        NewerFormat,
+        NewerFormat,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +150,12 @@ def outcome_of(work: Callable[[], Any]) -> Outcome:
 
 def same_outcome(found: Outcome, expected: Outcome) -> bool:
     return found == expected or (
-        isinstance(found, type) and isinstance(expected, type) and issubclass(found, MeshwrightError)
-        and (issubclass(found, expected) or issubclass(expected, found)) and found.exit_code == expected.exit_code
-    )  # fmt: skip
+        isinstance(found, type)
+        and isinstance(expected, type)
+        and issubclass(found, MeshwrightError)
+        and (issubclass(found, expected) or issubclass(expected, found))
+        and found.exit_code == expected.exit_code
+    )
 
 
 def description(mirror: str | None = None) -> Any:
@@ -155,9 +168,14 @@ def ranks_load(run: Path, monkeypatch: pytest.MonkeyPatch, at_most: int | None =
     monkeypatch.setattr(resuming, "find_snapshot", lambda ranks, run_id: None)
     monkeypatch.setattr(resuming, "_continue_from", lambda session, state: loaded.append(state["step"]))
     session: Any = SimpleNamespace(
-        store=CheckpointStore(run / "checkpoints", lease=lease), state=lambda: tensors, lease=lease, folder=run,
-        run=description(), step=0, world=SimpleNamespace(control=None, device_group=None, leads=True),
-    )  # fmt: skip
+        store=CheckpointStore(run / "checkpoints", lease=lease),
+        state=lambda: tensors,
+        lease=lease,
+        folder=run,
+        run=description(),
+        step=0,
+        world=SimpleNamespace(control=None, device_group=None, leads=True),
+    )
     tier = resuming.resume(session, at_most)
     assert (tier is None) == (not loaded)
     return loaded[0] if loaded else None
@@ -215,13 +233,21 @@ def test_a_start_writes_again_that_the_run_had_a_checkpoint(tmp_path: Path, reco
 @pytest.mark.parametrize(
     ("file", "line", "had_checkpoint"),
     [
-        ("metrics.jsonl", to_line({"kind": "event", "step": 1, "text": "checkpoint step-00000001: 1 MB in 0.1 s"}), True),
-        ("metrics.jsonl", to_line({"kind": "event", "step": 1, "text": "no checkpoint of step 1: the disk is full"}), False),
+        (
+            "metrics.jsonl",
+            to_line({"kind": "event", "step": 1, "text": "checkpoint step-00000001: 1 MB in 0.1 s"}),
+            True,
+        ),
+        (
+            "metrics.jsonl",
+            to_line({"kind": "event", "step": 1, "text": "no checkpoint of step 1: the disk is full"}),
+            False,
+        ),
         ("supervision.jsonl", json.dumps({"status": "running", "checkpoints": [1]}), True),
         ("supervision.jsonl", json.dumps({"status": "running", "checkpoints": []}), False),
         ("supervision.jsonl", "\udcff{[", False),
     ],
-)  # fmt: skip
+)
 def test_a_run_of_an_earlier_release_tells_of_its_lost_checkpoints(
     tmp_path: Path, file: str, line: str, had_checkpoint: bool
 ) -> None:
@@ -318,12 +344,16 @@ def test_a_lost_folder_starts_from_a_good_copy_or_not_at_all(
     ("change", "error", "text"),
     [
         (lambda store: (store / INDEX).unlink(), Damaged, "its index checkpoints.json is missing"),
-        (lambda store: ((store / INDEX).unlink(), (store / INDEX).mkdir()), CommunicationFailure, "reading checkpoints.json"),
+        (
+            lambda store: ((store / INDEX).unlink(), (store / INDEX).mkdir()),
+            CommunicationFailure,
+            "reading checkpoints.json",
+        ),
         (lambda store: (store / INDEX).write_text("{"), Damaged, "not JSON"),
         (lambda store: edit_index(store, []), Damaged, "lists no checkpoints"),
         (lambda store: (store / INDEX).write_text('{"format": 2}'), BadInput, "format 2"),
     ],
-)  # fmt: skip
+)
 def test_a_mirror_that_cannot_be_read_is_not_empty(
     tmp_path: Path, mirrored: str, change: Callable[[Path], Any], error: type[MeshwrightError], text: str
 ) -> None:

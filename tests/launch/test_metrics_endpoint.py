@@ -102,10 +102,12 @@ def test_nothing_listens_without_an_address(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("text", "address"),
     [
-        (":9400", ("127.0.0.1", 9400)), ("0.0.0.0:0", ("0.0.0.0", 0)), ("[::1]:65535", ("::1", 65535)),
+        (":9400", ("127.0.0.1", 9400)),
+        ("0.0.0.0:0", ("0.0.0.0", 0)),
+        ("[::1]:65535", ("::1", 65535)),
         ("node-7.cluster:80", ("node-7.cluster", 80)),
     ],
-)  # fmt: skip
+)
 def test_addresses(text: str, address: tuple[str, int]) -> None:
     assert listen_address(text) == address
 

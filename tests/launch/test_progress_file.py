@@ -22,9 +22,7 @@ from meshwright.policies.supervision import Rules
 
 def test_a_coordinator_writes_where_its_ranks_are(tmp_path: Path) -> None:
     now = [10.0]
-    coordinator = Coordinator(
-        tmp_path, Rules(2, 8, RestartPolicy(3)), 1, lambda state: tmp_path, clock=lambda: now[0]
-    )  # fmt: skip
+    coordinator = Coordinator(tmp_path, Rules(2, 8, RestartPolicy(3)), 1, lambda state: tmp_path, clock=lambda: now[0])
     for host in "ab":
         coordinator.receive(Report(host, port=1))
     while coordinator.state.status != "running":

@@ -82,9 +82,12 @@ def search(sequences: int, most_steps: int, part: int = 0) -> None:
 
     @seed(part)
     @settings(
-        max_examples=sequences, deadline=None, database=None, phases=[Phase.generate, Phase.shrink],
+        max_examples=sequences,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(st.sampled_from([1, 1, 2, 3]), st.binary(min_size=most_steps // 2, max_size=most_steps), st.booleans())
     def attempt(hosts: int, steps: bytes, disk_fails: bool) -> None:
         named = [(CHOICES[step % len(CHOICES)], step // len(CHOICES)) for step in steps]

@@ -73,9 +73,17 @@ FORMS = {
 
 def spec_of() -> ModelSpec:
     return ModelSpec(
-        family="llama", layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn_hidden=32, vocab_size=512, max_seq_len=64,
+        family="llama",
+        layers=2,
+        hidden=16,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        ffn_hidden=32,
+        vocab_size=512,
+        max_seq_len=64,
         init_std=0.1,
-    )  # fmt: skip
+    )
 
 
 def model_folder(folder: Path, form: Form) -> Path:

@@ -17,14 +17,31 @@ from meshwright.spec.model import parameters
 from tests.models.tiny import DEEPSEEK_LITE, DEEPSEEK_V2, DEEPSEEK_V3, built, some_tokens
 
 SMALL = {
-    "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "intermediate_size": 40, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "kv_lora_rank": 20,
-    "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12, "first_k_dense_replace": 1, "initializer_range": 0.2,
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "initializer_range": 0.2,
     "max_position_embeddings": 512,
-}  # fmt: skip
+}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 5e3, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 20.0, "beta_slow": 1.0,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 5e3,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 20.0,
+    "beta_slow": 1.0,
+}
 
 
 def their_model(name: str) -> Any:
@@ -33,15 +50,26 @@ def their_model(name: str) -> Any:
     grouped = {"n_group": 4, "topk_group": 2}
     config = {
         "v2": lambda: t.DeepseekV2Config(
-            q_lora_rank=28, topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=2,
-            rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}, **grouped, **SMALL,
+            q_lora_rank=28,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=3.0,
+            n_shared_experts=2,
+            rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+            **grouped,
+            **SMALL,
         ),
         "v2 lite": lambda: t.DeepseekV2Config(q_lora_rank=None, rope_parameters={**YARN, "mscale": 0.9}, **SMALL),
         "v3": lambda: t.DeepseekV3Config(
-            q_lora_rank=28, num_mtp_layers=0, rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}, **grouped, **SMALL
+            q_lora_rank=28,
+            num_mtp_layers=0,
+            rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+            **grouped,
+            **SMALL,
         ),
-        "v3 plain": lambda: t.DeepseekV3Config(q_lora_rank=None, norm_topk_prob=False, num_mtp_layers=0, **grouped, **SMALL),
-    }[name]()  # fmt: skip
+        "v3 plain": lambda: t.DeepseekV3Config(
+            q_lora_rank=None, norm_topk_prob=False, num_mtp_layers=0, **grouped, **SMALL
+        ),
+    }[name]()
     torch.manual_seed(0)
     model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     for parameter_name, buffer in model.named_buffers():
@@ -72,13 +100,21 @@ def as_ours(name: str, theirs: dict[str, torch.Tensor], queries: str) -> torch.T
     _, layer, part = name.split(".", 2)
     attention, mlp, shared = "self_attn.", "mlp.", "mlp.shared_experts."
     names = {
-        "attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"], "attention.out": [attention + "o_proj"],
-        "attention.down": [attention + "q_a_proj", attention + "kv_a_proj_with_mqa"], "attention.q": [attention + queries],
-        "attention.kv_down": [attention + "kv_a_proj_with_mqa"], "attention.kv_up": [attention + "kv_b_proj"],
-        "attention.q_norm": [attention + "q_a_layernorm"], "attention.kv_norm": [attention + "kv_a_layernorm"],
-        "mlp.gate_up": [mlp + "gate_proj", mlp + "up_proj"], "mlp.down": [mlp + "down_proj"], "moe.router": [mlp + "gate"],
-        "moe.shared.gate_up": [shared + "gate_proj", shared + "up_proj"], "moe.shared.down": [shared + "down_proj"],
-    }  # fmt: skip
+        "attention_norm": ["input_layernorm"],
+        "mlp_norm": ["post_attention_layernorm"],
+        "attention.out": [attention + "o_proj"],
+        "attention.down": [attention + "q_a_proj", attention + "kv_a_proj_with_mqa"],
+        "attention.q": [attention + queries],
+        "attention.kv_down": [attention + "kv_a_proj_with_mqa"],
+        "attention.kv_up": [attention + "kv_b_proj"],
+        "attention.q_norm": [attention + "q_a_layernorm"],
+        "attention.kv_norm": [attention + "kv_a_layernorm"],
+        "mlp.gate_up": [mlp + "gate_proj", mlp + "up_proj"],
+        "mlp.down": [mlp + "down_proj"],
+        "moe.router": [mlp + "gate"],
+        "moe.shared.gate_up": [shared + "gate_proj", shared + "up_proj"],
+        "moe.shared.down": [shared + "down_proj"],
+    }
     experts = {"moe.experts.gate_up": "mlp.experts.gate_up_proj", "moe.experts.down": "mlp.experts.down_proj"}
     at = f"model.layers.{layer}."
     if part in experts:

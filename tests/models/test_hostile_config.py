@@ -13,9 +13,16 @@ from meshwright.models.families import folder_fields
 from meshwright.spec.errors import BadInput, Damaged
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
-    "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
 MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
 
 
@@ -32,16 +39,27 @@ def read(folder: Path, text: str) -> None:
     ("config", "words"),
     [
         ({**LLAMA, "num_hidden_layers": 10**9}, r"layers is 1000000000: expected integer \(≥ 1, ≤ 1000\)"),
-        ({**LLAMA, "max_position_embeddings": 2**70}, "max_position_embeddings: expected a positive integer of at most 1,000,000,000"),
-        ({**LLAMA, "num_attention_heads": 10**9, "num_key_value_heads": 7, "head_dim": 2}, "kv_heads is 7: expected a divisor"),
+        (
+            {**LLAMA, "max_position_embeddings": 2**70},
+            "max_position_embeddings: expected a positive integer of at most 1,000,000,000",
+        ),
+        (
+            {**LLAMA, "num_attention_heads": 10**9, "num_key_value_heads": 7, "head_dim": 2},
+            "kv_heads is 7: expected a divisor",
+        ),
         ({**LLAMA, "rms_norm_eps": 1e300}, "rms_norm_eps: expected a positive number, got 1e[+]300"),
         ({**LLAMA, "hidden_size": "9" * 10**6}, r"hidden_size: expected a positive integer .*, got '9{96}\.\.\.$"),
         ({**LLAMA, "vocab_size": 10**9, "hidden_size": 10**9, "head_dim": 2}, r"parameters: expected at most 1e\+15"),
         ({**MIXTRAL, "num_local_experts": 10**9}, "experts is 1000000000: expected at most 1,000,000 in all 2 layers"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 0.5, "low_freq_factor": 1, "high_freq_factor": 4}},
-         r"rope_scaling.factor is 0.5: expected number \(≥ 1\)"),
+        (
+            {
+                **LLAMA,
+                "rope_scaling": {"rope_type": "llama3", "factor": 0.5, "low_freq_factor": 1, "high_freq_factor": 4},
+            },
+            r"rope_scaling.factor is 0.5: expected number \(≥ 1\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_numbers_have_bounds(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     read(tmp_path, json.dumps(LLAMA))
     with pytest.raises(BadInput, match=words):

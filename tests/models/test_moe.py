@@ -169,10 +169,17 @@ def their_model(model_name: str, layers: int, weight: float) -> Any:
     import transformers as t
 
     small = {
-        "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4, "initializer_range": 0.2,
-        "intermediate_size": 40, "num_key_value_heads": 2, "num_experts_per_tok": 2, "router_aux_loss_coef": weight,
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "initializer_range": 0.2,
+        "intermediate_size": 40,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": weight,
         "output_router_logits": bool(weight),
-    }  # fmt: skip
+    }
     config = {
         "mixtral": lambda: t.MixtralConfig(num_local_experts=5, **small),
         "qwen3 moe": lambda: t.Qwen3MoeConfig(num_experts=6, moe_intermediate_size=24, norm_topk_prob=True, **small),
@@ -194,11 +201,15 @@ def as_ours(name: str, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
     if part == "attention.qkv.weight":
         return torch.cat([theirs[f"{at}self_attn.{x}_proj.weight"] for x in "qkv"])
     names = {
-        "attention_norm.weight": "input_layernorm.weight", "attention.out.weight": "self_attn.o_proj.weight",
-        "mlp_norm.weight": "post_attention_layernorm.weight", "moe.router.weight": "mlp.gate.weight",
-        "moe.experts.gate_up": "mlp.experts.gate_up_proj", "moe.experts.down": "mlp.experts.down_proj",
-        "attention.q_norm.weight": "self_attn.q_norm.weight", "attention.k_norm.weight": "self_attn.k_norm.weight",
-    }  # fmt: skip
+        "attention_norm.weight": "input_layernorm.weight",
+        "attention.out.weight": "self_attn.o_proj.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+        "moe.router.weight": "mlp.gate.weight",
+        "moe.experts.gate_up": "mlp.experts.gate_up_proj",
+        "moe.experts.down": "mlp.experts.down_proj",
+        "attention.q_norm.weight": "self_attn.q_norm.weight",
+        "attention.k_norm.weight": "self_attn.k_norm.weight",
+    }
     return theirs[at + names[part]]
 
 

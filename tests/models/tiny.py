@@ -55,25 +55,52 @@ MIXTRAL = replace(
     LLAMA, family="mixtral", ffn_hidden=32, experts=5, experts_per_token=2, expert_hidden=32, sliding_window=21
 )
 QWEN3_MOE = replace(
-    LLAMA, family="qwen3_moe", head_dim=24, qk_norm=True, norm_eps=1e-6, experts=6, experts_per_token=3, expert_hidden=24,
-    first_dense_layers=1, normalised_routing=False,
-)  # fmt: skip
+    LLAMA,
+    family="qwen3_moe",
+    head_dim=24,
+    qk_norm=True,
+    norm_eps=1e-6,
+    experts=6,
+    experts_per_token=3,
+    expert_hidden=24,
+    first_dense_layers=1,
+    normalised_routing=False,
+)
 SHARED = replace(
     PARALLEL, experts=4, experts_per_token=1, expert_hidden=40, shared_expert_hidden=16, mlp="gelu", bias=True
 )
 DEEPSEEK_V2 = replace(
-    LLAMA, family="deepseek_v2", kv_heads=4, norm_eps=1e-6, kv_rank=20, q_rank=28, rope_head_dim=6, value_head_dim=12,
-    experts=8, experts_per_token=3, expert_hidden=24, shared_expert_hidden=48, first_dense_layers=1, normalised_routing=False,
-    expert_groups=4, groups_per_token=2, routing_scale=3.0,
+    LLAMA,
+    family="deepseek_v2",
+    kv_heads=4,
+    norm_eps=1e-6,
+    kv_rank=20,
+    q_rank=28,
+    rope_head_dim=6,
+    value_head_dim=12,
+    experts=8,
+    experts_per_token=3,
+    expert_hidden=24,
+    shared_expert_hidden=48,
+    first_dense_layers=1,
+    normalised_routing=False,
+    expert_groups=4,
+    groups_per_token=2,
+    routing_scale=3.0,
     yarn=YarnScaling(factor=8.0, original_max_seq_len=64, mscale=0.7, mscale_all_dim=0.7),
-)  # fmt: skip
+)
 DEEPSEEK_LITE = replace(
     DEEPSEEK_V2, q_rank=0, expert_groups=1, groups_per_token=1, yarn=None, routing_scale=1.0, first_dense_layers=0
 )
 DEEPSEEK_V3 = replace(
-    DEEPSEEK_V2, family="deepseek_v3", router="sigmoid", normalised_routing=True, routing_scale=2.5, shared_expert_hidden=24,
+    DEEPSEEK_V2,
+    family="deepseek_v3",
+    router="sigmoid",
+    normalised_routing=True,
+    routing_scale=2.5,
+    shared_expert_hidden=24,
     yarn=YarnScaling(factor=8.0, original_max_seq_len=64, mscale=1.0, mscale_all_dim=0.5),
-)  # fmt: skip
+)
 LATENT = {"deepseek v2": DEEPSEEK_V2, "deepseek lite": DEEPSEEK_LITE, "deepseek v3": DEEPSEEK_V3}
 """Models with latent attention."""
 MIXTURES = {"mixtral": MIXTRAL, "qwen3 moe": QWEN3_MOE, "shared expert": SHARED}

@@ -16,9 +16,12 @@ def write_spans(folder: Path, job: Job, ranks: list[RankRecords], clocks_ns: Map
     assert PHASES == SPAN_PHASES
     for rank in ranks:
         header = {
-            "rank": rank.rank, "ranks": len(ranks), "host": rank.host, "phases": list(PHASES),
+            "rank": rank.rank,
+            "ranks": len(ranks),
+            "host": rank.host,
+            "phases": list(PHASES),
             "coordinates": {"pipeline": rank.stage, "shard": rank.dp},
-        }  # fmt: skip
+        }
         ahead = (clocks_ns or {}).get(rank.host, 0)
         path = ring_path(folder, 1, 1, rank.rank)
         path.parent.mkdir(parents=True, exist_ok=True)

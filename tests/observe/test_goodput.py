@@ -154,9 +154,16 @@ def failed_for_good(run: Run) -> None:
 
 
 STORIES = [
-    undisturbed, restarted, failed_twice_before_a_step, undone_twice, rolled_back, skipping, continued_the_next_day, noticed_while_training,
+    undisturbed,
+    restarted,
+    failed_twice_before_a_step,
+    undone_twice,
+    rolled_back,
+    skipping,
+    continued_the_next_day,
+    noticed_while_training,
     failed_for_good,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("story", STORIES)
@@ -171,12 +178,17 @@ def test_every_second_is_in_its_category(tmp_path: Path, story: Callable[[Run], 
 
 LINES = st.builds(
     lambda kind, time, step, seconds, first, skipped: {
-        "kind": kind, "time": BEGIN + time, "step": step, "seconds": seconds, "first_step_seconds": first, "data_seconds": first,
+        "kind": kind,
+        "time": BEGIN + time,
+        "step": step,
+        "seconds": seconds,
+        "first_step_seconds": first,
+        "data_seconds": first,
         "skipped": skipped,
     },
     st.sampled_from(["start", "step", "save", "validation", "rollback", "end"]),
     *(st.floats(0, 1000), st.integers(0, 20), st.floats(0, 400), st.floats(0, 50), st.booleans()),
-)  # fmt: skip
+)
 
 
 @given(st.lists(LINES, min_size=1, max_size=30), st.lists(st.floats(0, 1000).map(BEGIN.__add__), max_size=4))

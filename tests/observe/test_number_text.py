@@ -28,9 +28,16 @@ def test_size(count, text):
 
 @pytest.mark.parametrize(
     ("seconds", "text", "clock"),
-    [(2e-5, "20.0 µs", "0:00"), (0.82, "820 ms", "0:01"), (12.44, "12.4 s", "0:12"), (59.97, "1m 00s", "1:00"),
-     (185, "3m 05s", "3:05"), (7654, "2h 07m", "2:07:34"), (270_000, "3d 03h", "3d 03:00")],
-)  # fmt: skip
+    [
+        (2e-5, "20.0 µs", "0:00"),
+        (0.82, "820 ms", "0:01"),
+        (12.44, "12.4 s", "0:12"),
+        (59.97, "1m 00s", "1:00"),
+        (185, "3m 05s", "3:05"),
+        (7654, "2h 07m", "2:07:34"),
+        (270_000, "3d 03h", "3d 03:00"),
+    ],
+)
 def test_duration_and_clock(seconds, text, clock):
     assert (number_text.duration(seconds), number_text.clock(seconds)) == (text, clock)
 

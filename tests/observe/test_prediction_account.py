@@ -32,17 +32,29 @@ PREDICTED = Predicted(
 TIMELINE: dict[str, Any] = {
     "steps": [8, 9],
     "measured": {
-        "step_seconds": 0.93, "bubble": 0.1, "compute": 0.72, "closing": 0.03, "idle": 0.06,
-        "exposed_pipeline": 0.02, "exposed_shard": 0.1, "exposed_replicate": 0.0,
+        "step_seconds": 0.93,
+        "bubble": 0.1,
+        "compute": 0.72,
+        "closing": 0.03,
+        "idle": 0.06,
+        "exposed_pipeline": 0.02,
+        "exposed_shard": 0.1,
+        "exposed_replicate": 0.0,
     },
-}  # fmt: skip
+}
 
 
 def step(number: int, seconds: float = 0.92, **more: Any) -> dict[str, Any]:
     return {
-        "step": number, "step_seconds": seconds, "tokens_per_second_per_gpu": 920 / seconds, "mfu": 0.368 / seconds,
-        "memory_peak_bytes": 70 * GIB, "memory_allocated_peak_bytes": 63 * GIB, "phases": PHASES, **more,
-    }  # fmt: skip
+        "step": number,
+        "step_seconds": seconds,
+        "tokens_per_second_per_gpu": 920 / seconds,
+        "mfu": 0.368 / seconds,
+        "memory_peak_bytes": 70 * GIB,
+        "memory_allocated_peak_bytes": 63 * GIB,
+        "phases": PHASES,
+        **more,
+    }
 
 
 def of(*records: dict[str, Any]) -> TypicalStep:
@@ -170,10 +182,19 @@ def test_it_survives_a_line_of_metrics(timeline: dict[str, Any] | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [{"steps": "ab"}, {"steps": [1]}, {"memory_bytes": {"measured": None}}, {"step_seconds": 3}, {"other": 1},
-               {"parts": [{"name": "x", "measured": {"a": "b"}}]}, {"mfu": {"measured": 1e99}}, {"parts": 5}],
+    "damage",
+    [
+        {"steps": "ab"},
+        {"steps": [1]},
+        {"memory_bytes": {"measured": None}},
+        {"step_seconds": 3},
+        {"other": 1},
+        {"parts": [{"name": "x", "measured": {"a": "b"}}]},
+        {"mfu": {"measured": 1e99}},
+        {"parts": 5},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_line_that_holds_no_account_is_refused(damage: dict[str, Any]) -> None:
     plain = {**to_plain(compare_with_prediction(PREDICTED, of(step(6)))), **damage}
     with pytest.raises(ValueError, match="not an account"):

@@ -346,10 +346,18 @@ def test_an_empty_folder_still_gives_a_page(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("plan.yaml", "mesh: 5"), ("plan.yaml", "- [\n"), ("plan.yaml", "{mesh: [], batch: {}}"), ("config.yaml", "a: ["),
-     ("plan.yaml", yaml.safe_dump(plan(batch={"global_batch": "x", "micro_batch": 1, "accumulate": 1}))),
-     ("summary.json", "[1]"), ("environment.json", "{"), ("samples.json", "{}"), ("environment.json", "\x00\xff")],
-)  # fmt: skip
+    [
+        ("plan.yaml", "mesh: 5"),
+        ("plan.yaml", "- [\n"),
+        ("plan.yaml", "{mesh: [], batch: {}}"),
+        ("config.yaml", "a: ["),
+        ("plan.yaml", yaml.safe_dump(plan(batch={"global_batch": "x", "micro_batch": 1, "accumulate": 1}))),
+        ("summary.json", "[1]"),
+        ("environment.json", "{"),
+        ("samples.json", "{}"),
+        ("environment.json", "\x00\xff"),
+    ],
+)
 def test_an_unreadable_file_is_named(folder, name, text):
     (folder / name).write_bytes(text.encode("latin-1"))
     assert f"{name}: " in page_of(folder).text.partition("Not in this report")[2]

@@ -10,9 +10,14 @@ from meshwright.spec.optimizers import LambSpec, MuonSpec, OptimizerSpec, SgdSpe
 
 
 def update(
-    parameter: ParameterSpec, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], optimizer: OptimizerSpec,
-    rate: float, decay: float,
-) -> None:  # fmt: skip
+    parameter: ParameterSpec,
+    weight: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    optimizer: OptimizerSpec,
+    rate: float,
+    decay: float,
+) -> None:
     """One in-place update; `state` is empty before the first."""
     decay *= parameter.decay
     state["step"] = state.get("step", torch.zeros(())) + 1

@@ -188,8 +188,13 @@ UPDATES = 100
 SOME, ALL = 8 * ALIGNED * 10, 1 << 20
 """Bytes of staging for eight of ten chunks, and for each."""
 FORMS: list[tuple[Moments, float, int]] = [
-    ("fp32", 1.0, SOME), ("fp32", 1.0, ALL), ("fp32", 0.4, 0), ("bf16", 1.0, ALL), ("int8", 0.4, SOME), ("fp32", 0.6, ALL),
-]  # fmt: skip
+    ("fp32", 1.0, SOME),
+    ("fp32", 1.0, ALL),
+    ("fp32", 0.4, 0),
+    ("bf16", 1.0, ALL),
+    ("int8", 0.4, SOME),
+    ("fp32", 0.6, ALL),
+]
 
 
 def noisy_gradients(step: int) -> tuple[dict[str, torch.Tensor], StepInputs]:

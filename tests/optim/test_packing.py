@@ -162,8 +162,12 @@ def test_random_bits_differ_by_step_and_position() -> None:
     assert bool(((bits.float().mean((0, 1)) - 0.5).abs() < 0.01).all())
 
 
-CASES = [(*FORMS[0], True), *((*FORMS[index], False) for index in (0, 2, 4)), *((*form, True) for form in FORMS[1:]),
-         *((*form, False) for form in FORMS[1::2])]  # fmt: skip
+CASES = [
+    (*FORMS[0], True),
+    *((*FORMS[index], False) for index in (0, 2, 4)),
+    *((*form, True) for form in FORMS[1:]),
+    *((*form, False) for form in FORMS[1::2]),
+]
 
 
 @pytest.mark.parametrize(("master", "form", "skip"), quick_first(4, CASES, unpack=True))
@@ -197,9 +201,20 @@ def test_the_kernel_equals_the_passes(master: bool, form: Moments, skip: bool, m
         before = weights.clone()
         if by_kernel:
             update_record(
-                packing, fields, weights, gradient, position, rates=table.rates, seeds=table.seeds, index=1,
-                factor=table.factor, skip=inputs.skip, betas=coefficients.betas, epsilon=1e-8, decay_factor=1 - 1e-2 * 0.1,
-            )  # fmt: skip
+                packing,
+                fields,
+                weights,
+                gradient,
+                position,
+                rates=table.rates,
+                seeds=table.seeds,
+                index=1,
+                factor=table.factor,
+                skip=inputs.skip,
+                betas=coefficients.betas,
+                epsilon=1e-8,
+                decay_factor=1 - 1e-2 * 0.1,
+            )
         else:
             _update_in_passes(packing, fields, weights, gradient.clone(), table, "weight", position, 0.1)
         results.append({**fields, "weights": weights})

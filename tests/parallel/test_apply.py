@@ -16,8 +16,17 @@ from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, Recompute
 
 SPEC = ModelSpec(
-    family="llama", layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn_hidden=24, vocab_size=37, max_seq_len=12, init_std=0.2
-)  # fmt: skip
+    family="llama",
+    layers=2,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    ffn_hidden=24,
+    vocab_size=37,
+    max_seq_len=12,
+    init_std=0.2,
+)
 
 
 def plan(mode: Recompute, *, compiled: bool = False) -> Plan:

@@ -34,12 +34,20 @@ def test_a_compiler_warning_for_every_block_is_not_logged(caplog: pytest.LogCapt
 
 MODELS = {
     "qwen3 moe": replace(
-        QWEN3_MOE, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, first_dense_layers=0, experts=16, experts_per_token=8,
+        QWEN3_MOE,
+        layers=1,
+        hidden=256,
+        head_dim=48,
+        heads=4,
+        kv_heads=1,
+        first_dense_layers=0,
+        experts=16,
+        experts_per_token=8,
         expert_hidden=104,
     ),
     "llama": replace(LLAMA, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, ffn_hidden=300),
     "parallel": replace(PARALLEL, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, ffn_hidden=300),
-}  # fmt: skip
+}
 MODES: tuple[Recompute, ...] = ("selective", "none", "all_but_attention")
 MAX_EXCESS, BYTES_PER_ROUTER_CHOICE = 0.05, 32
 """Bytes that the prediction leaves out: at most this share of the saved bytes, and bytes per choice of a router.

@@ -19,11 +19,23 @@ from meshwright.workload.plan_bytes import fullest
 
 
 def run_of(*words: str) -> RunSpec:
-    return load_run(None, [
-        "model=llama3-3b", "model.max_seq_len=65536", "train.seq_len=65536", "train.global_batch=2", "cluster.gpu=H200",
-        "cluster.gpus_per_node=1", "cluster.memory_gib=34", "cluster.host_memory_gib=120", "plan.offload=optimizer",
-        "plan.schedule=1f1b", "plan.micro_batch=1", *words,
-    ])  # fmt: skip
+    return load_run(
+        None,
+        [
+            "model=llama3-3b",
+            "model.max_seq_len=65536",
+            "train.seq_len=65536",
+            "train.global_batch=2",
+            "cluster.gpu=H200",
+            "cluster.gpus_per_node=1",
+            "cluster.memory_gib=34",
+            "cluster.host_memory_gib=120",
+            "plan.offload=optimizer",
+            "plan.schedule=1f1b",
+            "plan.micro_batch=1",
+            *words,
+        ],
+    )
 
 
 @pytest.fixture(scope="module")

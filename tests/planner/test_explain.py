@@ -100,7 +100,7 @@ def test_recomputation_that_memory_asks_for_is_a_limit() -> None:
         (plan_of(1.04, shard=0.14), "+40.0 ms: exposed shard +40.0 ms"),
         (plan_of(0.995, shard=0.1), "cannot be told apart (within 1%): the simpler plan is taken"),
     ],
-)  # fmt: skip
+)
 def test_the_part_that_is_longest_behind_is_named(other: Plan, why: str) -> None:
     assert reason_against(ask(), Candidate(plan_of(1.0, shard=0.1)), Candidate(other)) == why
 

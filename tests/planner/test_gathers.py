@@ -36,12 +36,18 @@ def test_copy_engines_gather_where_that_is_more_than_a_predictions_doubt() -> No
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("plan.shard=8 cluster.emulate_nodes=2", "gathers by kernels: the ranks that share weights are on several nodes"),
+        (
+            "plan.shard=8 cluster.emulate_nodes=2",
+            "gathers by kernels: the ranks that share weights are on several nodes",
+        ),
         ("plan.shard=8 cluster.gpu=A100", "gathers by kernels: copy engines were not measured for them on A100"),
         ("plan.replicate=8 plan.shard=1 model=llama3-1b", ""),
-        ("plan.shard=8 cluster.gpu=cpu cluster.memory_gib=900 model=llama-nano model.vocab_size=512 train.seq_len=256", ""),
+        (
+            "plan.shard=8 cluster.gpu=cpu cluster.memory_gib=900 model=llama-nano model.vocab_size=512 train.seq_len=256",
+            "",
+        ),
     ],
-)  # fmt: skip
+)
 def test_kernels_gather_where_copy_engines_cannot(words: str, reason: str) -> None:
     plan = chosen(words)
     assert (

@@ -37,9 +37,15 @@ from meshwright.spec.plan import MeshAxis, Offload, PlanPins
 from meshwright.spec.run import RunSpec
 
 LONG = [
-    "model=llama3-8b", "model.max_seq_len=131072", "train.seq_len=131072", "train.global_batch=1", "train.steps=10", "cluster.gpu=H200",
-    "cluster.gpus_per_node=4", "plan.context_ulysses=4",
-]  # fmt: skip
+    "model=llama3-8b",
+    "model.max_seq_len=131072",
+    "train.seq_len=131072",
+    "train.global_batch=1",
+    "train.steps=10",
+    "cluster.gpu=H200",
+    "cluster.gpus_per_node=4",
+    "plan.context_ulysses=4",
+]
 """Llama-3-8B at 128K on four H200s: activations do not fit the devices, and miss by a little with selective recompute."""
 
 
@@ -133,11 +139,22 @@ def test_the_error_names_the_host_where_only_its_memory_is_too_small() -> None:
 @pytest.mark.parametrize("offload", ["activations", "optimizer", "both"])
 @pytest.mark.parametrize("schedule", quick_first(1, ["1f1b", "interleaved", "breadth_first"]))
 def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: str) -> None:
-    run = load_run(None, [
-        "model=llama3-8b", "train.global_batch=32", "train.seq_len=4096", "cluster.gpu=H200", "cluster.gpus_per_node=8",
-        f"plan.offload={offload}", f"plan.schedule={schedule}", "plan.pipeline=2", "plan.shard=4", "plan.micro_batch=1",
-        f"plan.accumulation={'host' if offload == 'both' else 'device'}",
-    ])  # fmt: skip
+    run = load_run(
+        None,
+        [
+            "model=llama3-8b",
+            "train.global_batch=32",
+            "train.seq_len=4096",
+            "cluster.gpu=H200",
+            "cluster.gpus_per_node=8",
+            f"plan.offload={offload}",
+            f"plan.schedule={schedule}",
+            "plan.pipeline=2",
+            "plan.shard=4",
+            "plan.micro_batch=1",
+            f"plan.accumulation={'host' if offload == 'both' else 'device'}",
+        ],
+    )
     space = points(run)
     setting = replace(PLAIN.high_memory, offload=offload)
     strategy = Strategy(setting, setting)
@@ -155,8 +172,13 @@ def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: s
 
 
 DEEP = [
-    "model=llama3-8b", "train.global_batch=1", "train.seq_len=8192", "train.steps=10", "cluster.gpu=H200", "cluster.gpus_per_node=1",
-]  # fmt: skip
+    "model=llama3-8b",
+    "train.global_batch=1",
+    "train.seq_len=8192",
+    "train.steps=10",
+    "cluster.gpu=H200",
+    "cluster.gpus_per_node=1",
+]
 """Llama-3-8B's widths on one H200."""
 
 
@@ -181,9 +203,15 @@ def test_free_memory_stages_state_that_is_pinned_to_the_host() -> None:
     Depth first one forward hides the launches of all updates, breadth first four do.
     """
     words = [
-        "model=llama3-3b", "train.seq_len=8192", "train.global_batch=4", "train.steps=10", "cluster.gpu=H200", "cluster.gpus_per_node=1",
-        "plan.micro_batch=1", "plan.recompute=selective",
-    ]  # fmt: skip
+        "model=llama3-3b",
+        "train.seq_len=8192",
+        "train.global_batch=4",
+        "train.steps=10",
+        "cluster.gpu=H200",
+        "cluster.gpus_per_node=1",
+        "plan.micro_batch=1",
+        "plan.recompute=selective",
+    ]
     on_host = ["plan.offload=optimizer", "plan.offload_fraction=1"]
     depth_first, breadth_first = ([*words, f"plan.schedule={name}"] for name in ("1f1b", "breadth_first"))
     without, layered, staged, none = (

@@ -16,8 +16,12 @@ from meshwright.spec.model import parameter_count
 from meshwright.spec.run import ModelSection
 
 ALONE = [
-    "cluster.gpu=H200", "cluster.gpus_per_node=1", "cluster.host_memory_gib=128", "train.global_batch=1", "train.seq_len=2048",
-]  # fmt: skip
+    "cluster.gpu=H200",
+    "cluster.gpus_per_node=1",
+    "cluster.host_memory_gib=128",
+    "train.global_batch=1",
+    "train.seq_len=2048",
+]
 WORK = 4.0
 """Bytes per parameter of bf16 weights and gradients on the device."""
 

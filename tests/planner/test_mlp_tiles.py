@@ -18,10 +18,19 @@ LONG = 1 << 19
 
 
 def run_of(seq_len: int, *words: str) -> RunSpec:
-    return load_run(None, [
-        "model=llama3-8b", "cluster.gpu=H200", "cluster.gpus_per_node=1", "cluster.host_memory_gib=1000", "train.global_batch=1",
-        f"model.max_seq_len={seq_len}", f"train.seq_len={seq_len}", *words,
-    ])  # fmt: skip
+    return load_run(
+        None,
+        [
+            "model=llama3-8b",
+            "cluster.gpu=H200",
+            "cluster.gpus_per_node=1",
+            "cluster.host_memory_gib=1000",
+            "train.global_batch=1",
+            f"model.max_seq_len={seq_len}",
+            f"train.seq_len={seq_len}",
+            *words,
+        ],
+    )
 
 
 def plan_with(tile: int, **changes: object) -> Plan:

@@ -73,9 +73,12 @@ def test_orders_that_cross_alike_are_named_once() -> None:
 
 
 MIXED = ClusterSpec(
-    gpu="H100", nodes=4, gpus_per_node=8, network=NetworkSpec(port_gb_per_s=50),
+    gpu="H100",
+    nodes=4,
+    gpus_per_node=8,
+    network=NetworkSpec(port_gb_per_s=50),
     groups=(NodeGroup(nodes=2, gpu="A100", port_gb_per_s=25),),
-)  # fmt: skip
+)
 
 
 def test_stages_of_one_kind_of_node_come_first() -> None:

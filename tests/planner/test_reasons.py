@@ -82,9 +82,12 @@ def test_experts_that_cannot_be_spread_are_what_is_told(words: list[str], messag
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("zbv plan.stages=[[0-7],[8-15]]", "exactly 2 stages per rank, got 1; nearest: 2; plan.stages lists the stages of each rank"),
+        (
+            "zbv plan.stages=[[0-7],[8-15]]",
+            "exactly 2 stages per rank, got 1; nearest: 2; plan.stages lists the stages of each rank",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_schedule_that_cannot_be_made_says_which_number_is_wrong(words: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         search(ask(*f"plan.schedule={words}".split()))

@@ -23,10 +23,19 @@ SHORT_AND_LONG = LengthHistogram.of([(64, 1024, 997), (65_536, 65_536, 3)])
 
 
 def run_of(*words: str) -> RunSpec:
-    return load_run(None, [
-        "model.preset=llama3-8b", "model.max_seq_len=65536", "cluster.gpu=H200", "cluster.nodes=2", "cluster.gpus_per_node=4",
-        "train.seq_len=65536", "train.global_batch=16", *words,
-    ])  # fmt: skip
+    return load_run(
+        None,
+        [
+            "model.preset=llama3-8b",
+            "model.max_seq_len=65536",
+            "cluster.gpu=H200",
+            "cluster.nodes=2",
+            "cluster.gpus_per_node=4",
+            "train.seq_len=65536",
+            "train.global_batch=16",
+            *words,
+        ],
+    )
 
 
 def test_batches_are_drawn_by_seed_and_number_and_have_all_tokens() -> None:
@@ -93,11 +102,20 @@ def lengths_file(folder: Path) -> Path:
 
 
 def samples_run(folder: Path, seq_len: int) -> RunSpec:
-    return load_run(None, [
-        "model.preset=llama3-8b", "model.max_seq_len=65536", "cluster.gpu=H200", "cluster.nodes=2", "cluster.gpus_per_node=4",
-        f"train.seq_len={seq_len}", f"train.global_batch_tokens={16 * seq_len}", "data.packing=none",
-        f"data.lengths={lengths_file(folder)}",
-    ])  # fmt: skip
+    return load_run(
+        None,
+        [
+            "model.preset=llama3-8b",
+            "model.max_seq_len=65536",
+            "cluster.gpu=H200",
+            "cluster.nodes=2",
+            "cluster.gpus_per_node=4",
+            f"train.seq_len={seq_len}",
+            f"train.global_batch_tokens={16 * seq_len}",
+            "data.packing=none",
+            f"data.lengths={lengths_file(folder)}",
+        ],
+    )
 
 
 def test_the_search_divides_samples_that_take_too_long_on_one_rank(tmp_path: Path) -> None:
@@ -117,9 +135,16 @@ def test_the_search_keeps_short_samples_on_data_ranks(tmp_path: Path) -> None:
 
 def test_lengths_of_the_data_are_those_of_its_index(tmp_path: Path) -> None:
     megatron.write(tmp_path / "a", [[[1] * 64], [[1] * 65], [[1] * 300]], code=8)
-    run = load_run(None, [
-        "model.preset=llama3-8b", "cluster.gpu=H200", "data.packing=none", f"data.mix={tmp_path}", "train.global_batch_tokens=65536",
-    ])  # fmt: skip
+    run = load_run(
+        None,
+        [
+            "model.preset=llama3-8b",
+            "cluster.gpu=H200",
+            "data.packing=none",
+            f"data.mix={tmp_path}",
+            "train.global_batch_tokens=65536",
+        ],
+    )
     histogram = expected_histogram(run)
     assert histogram is not None and histogram.shares.tolist() == pytest.approx([1 / 3] * 3)
     assert histogram.last.tolist() == [64, 128, 512]

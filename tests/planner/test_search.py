@@ -216,8 +216,10 @@ def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp
     ends = [End(reshard, "none") for reshard in (False, True)]
     plans = [
         plan_at(question, space, index, Strategy(end, end, gradients), budget)
-        for index in range(len(space)) for end in ends for gradients in ("shard", "whole")
-    ]  # fmt: skip
+        for index in range(len(space))
+        for end in ends
+        for gradients in ("shard", "whole")
+    ]
     fastest = min(step_seconds(reprice(question, plan)) for plan in plans if fits(question, plan, budget))
     assert search(question, trainable=True).best.seconds <= fastest * (1 + SAME_TIME_TOLERANCE) * 1.001
 

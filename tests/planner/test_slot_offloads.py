@@ -33,11 +33,21 @@ def samples_run(folder: Path, nodes: int, *words: str) -> RunSpec:
     """Three of a thousand samples have up to 256K tokens."""
     ranges = [{"first": 64, "last": 1024, "documents": 997}, {"first": 32_768, "last": 262_144, "documents": 3}]
     (folder / "lengths.json").write_text(json.dumps({"ranges": ranges}))
-    return load_run(None, [
-        "model.preset=llama3-8b", "model.max_seq_len=262144", "cluster.gpu=H100", f"cluster.nodes={nodes}", "cluster.gpus_per_node=8",
-        "train.seq_len=262144", f"train.global_batch_tokens={16 << 18}", "data.packing=none",
-        f"data.lengths={folder / 'lengths.json'}", *words,
-    ])  # fmt: skip
+    return load_run(
+        None,
+        [
+            "model.preset=llama3-8b",
+            "model.max_seq_len=262144",
+            "cluster.gpu=H100",
+            f"cluster.nodes={nodes}",
+            "cluster.gpus_per_node=8",
+            "train.seq_len=262144",
+            f"train.global_batch_tokens={16 << 18}",
+            "data.packing=none",
+            f"data.lengths={folder / 'lengths.json'}",
+            *words,
+        ],
+    )
 
 
 @pytest.mark.slow

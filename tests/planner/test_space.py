@@ -75,10 +75,15 @@ def test_training_is_offered_its_own_axes() -> None:
 @pytest.mark.parametrize(
     "pins",
     [
-        {"tensor": 8, "pipeline": 1}, {"context_ring": 4}, {"context_ulysses": 2, "shard": 4}, {"replicate": 2}, {"micro_batch": 4},
-        {"schedule": "gpipe", "pipeline": 2}, {"offload": "optimizer"},
+        {"tensor": 8, "pipeline": 1},
+        {"context_ring": 4},
+        {"context_ulysses": 2, "shard": 4},
+        {"replicate": 2},
+        {"micro_batch": 4},
+        {"schedule": "gpipe", "pipeline": 2},
+        {"offload": "optimizer"},
     ],
-)  # fmt: skip
+)
 def test_pins_are_kept(pins: dict[str, object]) -> None:
     space = points(run(**pins))
     assert len(space)

@@ -11,8 +11,13 @@ from meshwright.planner.staging_choice import plans_with_staging, with_more_reco
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
 
 WORDS = [
-    "model=llama-nano", "train.seq_len=64", "train.global_batch=1", "train.steps=10", "cluster.gpu=H200", "cluster.gpus_per_node=1",
-]  # fmt: skip
+    "model=llama-nano",
+    "train.seq_len=64",
+    "train.global_batch=1",
+    "train.steps=10",
+    "cluster.gpu=H200",
+    "cluster.gpus_per_node=1",
+]
 
 
 def plan_with(*layers: LayerStrategy) -> Plan:

@@ -35,13 +35,17 @@ def questions(draw: st.DrawFn) -> RunSpec:
     per_node = draw(st.sampled_from([1, 2, 4]))
     network = draw(st.sampled_from([None, NetworkSpec(fabric="tcp", port_gb_per_s=1.0)]))
     cluster = ClusterSpec(
-        gpu=draw(st.sampled_from(["A100", "H200"])), nodes=draw(st.sampled_from([1, 2])), gpus_per_node=per_node,
-        memory_gib=draw(st.sampled_from([4.5, 6, 10, 40])), network=network,
-    )  # fmt: skip
+        gpu=draw(st.sampled_from(["A100", "H200"])),
+        nodes=draw(st.sampled_from([1, 2])),
+        gpus_per_node=per_node,
+        memory_gib=draw(st.sampled_from([4.5, 6, 10, 40])),
+        network=network,
+    )
     pins = PlanPins(
-        recompute=draw(st.sampled_from([None, None, None, "full"])), reshard=draw(st.sampled_from([None, None, True])),
+        recompute=draw(st.sampled_from([None, None, None, "full"])),
+        reshard=draw(st.sampled_from([None, None, True])),
         pipeline=draw(st.sampled_from([None, None, 2])),
-    )  # fmt: skip
+    )
     train = TrainSpec(
         steps=1, global_batch=draw(st.sampled_from([4, 8, 16])), seq_len=draw(st.sampled_from([1024, 4096]))
     )
@@ -50,17 +54,31 @@ def questions(draw: st.DrawFn) -> RunSpec:
 
 def model_of(layers: int, heads: int, kv_heads: int, *, tied: bool) -> ModelSection:
     return ModelSection(
-        family="llama", layers=layers, hidden=heads * 128, heads=heads, kv_heads=kv_heads, head_dim=128, ffn_hidden=heads * 384,
-        vocab_size=32000, max_seq_len=8192, norm="rmsnorm", mlp="swiglu", positions="rope", tied=tied,
-    )  # fmt: skip
+        family="llama",
+        layers=layers,
+        hidden=heads * 128,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        ffn_hidden=heads * 384,
+        vocab_size=32000,
+        max_seq_len=8192,
+        norm="rmsnorm",
+        mlp="swiglu",
+        positions="rope",
+        tied=tied,
+    )
 
 
 WHOLE_IS_LESS = RunSpec(
-    name="x", model=model_of(3, 8, 2, tied=True), train=TrainSpec(steps=1, global_batch=16, seq_len=4096), plan=PlanPins(pipeline=2),
+    name="x",
+    model=model_of(3, 8, 2, tied=True),
+    train=TrainSpec(steps=1, global_batch=16, seq_len=4096),
+    plan=PlanPins(pipeline=2),
     cluster=ClusterSpec(
         gpu="H200", nodes=2, gpus_per_node=4, memory_gib=4.5, network=NetworkSpec(fabric="tcp", port_gb_per_s=1.0)
     ),
-)  # fmt: skip
+)
 """The fastest plan fits only with whole gradients: sharded ones need reduction buffers that are larger than the saving."""
 
 

@@ -99,8 +99,16 @@ def test_it_is_a_share_and_never_below_first_order(mttf: float, interval: float,
 @given(st.integers(0, 8), st.floats(1, 3000), st.floats(0, 600))
 def test_a_spare_never_costs_time_and_many_are_enough(spares: int, replace_seconds: float, wait: float) -> None:
     model = FailureModel(
-        1000, 2000.0, 60.0, 0.1, (FailureClass("host", 1.0, 10, 30, 5, loses_host=True),), spares, replace_seconds, wait, 40.0
-    )  # fmt: skip
+        1000,
+        2000.0,
+        60.0,
+        0.1,
+        (FailureClass("host", 1.0, 10, 30, 5, loses_host=True),),
+        spares,
+        replace_seconds,
+        wait,
+        40.0,
+    )
     assert host_factor(replace(model, spares=spares + 1)) >= host_factor(model) - 1e-12
     assert isclose(host_factor(replace(model, spares=40)), 1.0, abs_tol=1e-6)
 

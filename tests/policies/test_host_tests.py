@@ -28,7 +28,7 @@ from meshwright.policies.job_events import (
     Tick,
     Trained,
     Unplannable,
-)  # fmt: skip
+)
 from meshwright.policies.restart import Incident, RestartPolicy
 from meshwright.policies.supervision import RETURN_SECONDS, Rules, State, decide, is_excluded
 

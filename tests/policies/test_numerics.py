@@ -34,9 +34,15 @@ def test_limits_of_a_step_do_not_depend_on_when_they_are_computed() -> None:
 @pytest.mark.parametrize(
     ("loss", "norm", "verdict"),
     [
-        (1.0, 1.0, "good"), (math.nan, 1.0, "nonfinite"), (1.0, math.inf, "nonfinite"), (math.nan, math.nan, "nonfinite"),
-        (11.0, 1.0, "spike"), (1.0, 21.0, "spike"), (10.0, 20.0, "good"), (-math.inf, 1.0, "nonfinite"),
+        (1.0, 1.0, "good"),
+        (math.nan, 1.0, "nonfinite"),
+        (1.0, math.inf, "nonfinite"),
+        (math.nan, math.nan, "nonfinite"),
+        (11.0, 1.0, "spike"),
+        (1.0, 21.0, "spike"),
+        (10.0, 20.0, "good"),
+        (-math.inf, 1.0, "nonfinite"),
     ],
-)  # fmt: skip
+)
 def test_verdicts(loss: float, norm: float, verdict: str) -> None:
     assert judge(loss, norm, Limits(10.0, 20.0)) == verdict

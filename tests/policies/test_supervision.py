@@ -37,9 +37,15 @@ HOSTS = ("a", "b", "c", "d")
 RULES = Rules(hosts=2, global_batch=8, policy=RestartPolicy(3), test_at_end=True)
 host, attempt = st.sampled_from(HOSTS), st.integers(1, 6)
 incident = st.builds(
-    Incident, st.sampled_from([1, 3, 5, 6, -9, -11, 75]), st.sampled_from(["it failed", "CUDA error: it failed"]),
-    st.just(0), host, st.integers(1, 3), st.just("train"), st.booleans(),
-)  # fmt: skip
+    Incident,
+    st.sampled_from([1, 3, 5, 6, -9, -11, 75]),
+    st.sampled_from(["it failed", "CUDA error: it failed"]),
+    st.just(0),
+    host,
+    st.integers(1, 3),
+    st.just("train"),
+    st.booleans(),
+)
 EVENTS: st.SearchStrategy[list[Event]] = st.lists(
     st.one_of(
         st.builds(Ready, host, st.booleans()),

@@ -27,9 +27,23 @@ from meshwright.spec.profile import (
 
 NODES = ClusterSpec(gpu="H200", nodes=2, gpus_per_node=8, network=NetworkSpec(port_gb_per_s=12.5))
 TRUE = {
-    "gemm": 0.68, "gemm_low": 0.91, "narrow": 210.0, "attention": 0.57, "hbm": 0.83, "link": 0.71, "start_us": 11.0, "link_us": 3.0,
-    "net": 0.4, "net_ring": 1.0, "net_us": 17.0, "overlap_tax": 0.22, "net_tax": 0.07, "net_sum": 1.4, "update": 33.0, "slow": 1.0,
-}  # fmt: skip
+    "gemm": 0.68,
+    "gemm_low": 0.91,
+    "narrow": 210.0,
+    "attention": 0.57,
+    "hbm": 0.83,
+    "link": 0.71,
+    "start_us": 11.0,
+    "link_us": 3.0,
+    "net": 0.4,
+    "net_ring": 1.0,
+    "net_us": 17.0,
+    "overlap_tax": 0.22,
+    "net_tax": 0.07,
+    "net_sum": 1.4,
+    "update": 33.0,
+    "slow": 1.0,
+}
 """Constants unlike the fitted ones, so that a constant that is not read from the profile is noticed."""
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (2048, 4096, 512), (8192, 256, 4096), (512, 8192, 2048))
 FORMATS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
@@ -50,16 +64,33 @@ def made_profile() -> MachineProfile:
     k, machine = true_constants(), machine_of(NODES)
     hbm = CHIPS["H200"].hbm * TRUE["hbm"]
     return MachineProfile(
-        date="2026-01-02T03:04:05Z", gpu="H200", device="NVIDIA H200", devices=8, nodes=2, cores=96, memory_bytes=150 << 30,
-        link_bytes_per_s=number(machine.link), port_bytes_per_s=number(machine.nic), versions={"torch": "2.11.0"},
+        date="2026-01-02T03:04:05Z",
+        gpu="H200",
+        device="NVIDIA H200",
+        devices=8,
+        nodes=2,
+        cores=96,
+        memory_bytes=150 << 30,
+        link_bytes_per_s=number(machine.link),
+        port_bytes_per_s=number(machine.nic),
+        versions={"torch": "2.11.0"},
         products=tuple(_product(shape, dtype, k) for shape in SHAPES for dtype in FORMATS),
         attention=tuple(_attention(8192, head, machine, window) for window in (None, 1024) for head in (64, 128)),
-        copy_bytes_per_s=hbm * 1.02, pass_bytes_per_s=hbm, adamw_parameters_per_s=hbm / TRUE["update"], launch_seconds=5e-6,
+        copy_bytes_per_s=hbm * 1.02,
+        pass_bytes_per_s=hbm,
+        adamw_parameters_per_s=hbm / TRUE["update"],
+        launch_seconds=5e-6,
         collectives=tuple(_rings(k, machine)),
-        host_links=(HostLink(devices=1, to_host=50e9, to_device=51e9), HostLink(devices=8, to_host=22e9, to_device=21e9)),
-        interference=(_beside("all_gather", 1, TRUE["overlap_tax"]), _beside("reduce_scatter", 2, TRUE["net_tax"]),
-                      _beside("to_host", 1, 0.4)),
-    )  # fmt: skip
+        host_links=(
+            HostLink(devices=1, to_host=50e9, to_device=51e9),
+            HostLink(devices=8, to_host=22e9, to_device=21e9),
+        ),
+        interference=(
+            _beside("all_gather", 1, TRUE["overlap_tax"]),
+            _beside("reduce_scatter", 2, TRUE["net_tax"]),
+            _beside("to_host", 1, 0.4),
+        ),
+    )
 
 
 def _product(shape: tuple[int, int, int], dtype: Literal["bf16", "fp8"], k: Constants) -> ProductTime:
@@ -77,9 +108,16 @@ def _attention(seq: int, head: int, machine: Machine, window: int | None) -> Att
     seen = 1 - (1 - window / seq) ** 2 if window else 1.0
     forward = 2 * tokens * seq * seen * heads * head / (machine.half_peak * TRUE["attention"]) * (1 + 32 / head)
     return AttentionTime(
-        format="bf16", seq=seq, heads=heads, kv_heads=8, head_dim=head, tokens=tokens, window=window, forward_seconds=forward,
+        format="bf16",
+        seq=seq,
+        heads=heads,
+        kv_heads=8,
+        head_dim=head,
+        tokens=tokens,
+        window=window,
+        forward_seconds=forward,
         backward_seconds=2.5 * forward,
-    )  # fmt: skip
+    )
 
 
 def _rings(k: Constants, machine: Machine) -> list[CollectiveTime]:
@@ -98,5 +136,11 @@ def _rings(k: Constants, machine: Machine) -> list[CollectiveTime]:
 
 def _beside(op: Literal["all_gather", "reduce_scatter", "to_host"], nodes: int, tax: float) -> Interference:
     return Interference(
-        op=op, ranks=8, nodes=nodes, bytes=1 << 28, compute_seconds=3e-3, other_seconds=2e-3, together_seconds=3e-3 + tax * 2e-3
-    )  # fmt: skip
+        op=op,
+        ranks=8,
+        nodes=nodes,
+        bytes=1 << 28,
+        compute_seconds=3e-3,
+        other_seconds=2e-3,
+        together_seconds=3e-3 + tax * 2e-3,
+    )

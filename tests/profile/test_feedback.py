@@ -18,9 +18,11 @@ from meshwright.spec.run import ModelSection, RunSpec
 from tests.profile.made import made_profile
 
 RUN = RunSpec(
-    name="mine", model=from_plain(ModelSection, MODEL_PRESETS["llama3-8b"]),
-    train=TrainSpec(steps=9, global_batch=16, seq_len=4096), cluster=ClusterSpec(gpu="H200", gpus_per_node=8),
-)  # fmt: skip
+    name="mine",
+    model=from_plain(ModelSection, MODEL_PRESETS["llama3-8b"]),
+    train=TrainSpec(steps=9, global_batch=16, seq_len=4096),
+    cluster=ClusterSpec(gpu="H200", gpus_per_node=8),
+)
 PLAN = Plan(mesh=(MeshAxis(axis="shard", size=8),), batch=BatchPlan(global_batch=16, micro_batch=2, accumulate=1))
 OTHER = Correction(run="other", date="2026", predicted_seconds=1.0, measured_seconds=2.0, factor=2.0)
 

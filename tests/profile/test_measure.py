@@ -114,9 +114,13 @@ def test_a_runs_own_shapes_are_measured_so_that_its_work_is_priced(
     )
     work = step_work(model, TrainSpec(steps=1, global_batch=2, seq_len=16), plan)
     profile = loaded(tiny(Team(torch.device("cpu")), work), tmp_path)
-    assert {(entry.m, entry.k, entry.n, entry.format) for entry in profile.products} == {(32, 64, 512, "fp32"), (32, 256, 64, "fp32"),
-                                                                             (32, 64, 192, "fp32"), (32, 96, 64, "fp32"),
-                                                                             (32, 64, 128, "fp32")}  # fmt: skip
+    assert {(entry.m, entry.k, entry.n, entry.format) for entry in profile.products} == {
+        (32, 64, 512, "fp32"),
+        (32, 256, 64, "fp32"),
+        (32, 64, 192, "fp32"),
+        (32, 96, 64, "fp32"),
+        (32, 64, 128, "fp32"),
+    }
     assert [(entry.seq, entry.tokens, entry.heads, entry.window) for entry in profile.attention] == [(16, 32, 4, seen)]
     seconds = seconds_needed(work, profile)
     assert seconds["gemm"] == pytest.approx(3 * sum(entry.seconds for entry in profile.products), rel=1e-4)

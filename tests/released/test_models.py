@@ -91,10 +91,15 @@ def test_chat_tuning_of_a_released_model(smollm2: Path, tmp_path: Path) -> None:
     """Some steps on two cores teach it a fixed form of answer, with which it stops."""
     names = ("Ada", "Bo", "Cy", "Dee", "Eve", "Fay", "Gus", "Hal")
     chats = [
-        {"conversations": [{"from": "human", "value": f"I am {name}. What is {number} plus 3?"},
-                           {"from": "gpt", "value": f"Ahoy {name}, it is {number + 3}, arr!"}]}
-        for number in range(1, 7) for name in names
-    ]  # fmt: skip
+        {
+            "conversations": [
+                {"from": "human", "value": f"I am {name}. What is {number} plus 3?"},
+                {"from": "gpt", "value": f"Ahoy {name}, it is {number + 3}, arr!"},
+            ]
+        }
+        for number in range(1, 7)
+        for name in names
+    ]
     (tmp_path / "chats.json").write_text(json.dumps(chats))
     meshwright(tmp_path, "data", "prepare", "chats.json", "--chat", "--tokenizer", str(smollm2), "--out", "chats")
     (tmp_path / "tune.yaml").write_text(

@@ -134,16 +134,28 @@ def test_an_overlap_runs_unit_by_unit_in_opposite_directions():
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
-        ("1f1b", {"gather": "step"},
-         "U0/0 U0/1 F0.0/0 F0.0/1 B0.0/1 B0.0/0 F0.1/0 F0.1/1 B0.1/1 D0/1 G0/1 B0.1/0 D0/0 G0/0 N O"),
-        ("1f1b", {"gather": "never", "reduce": "stretch"},
-         "F0.0/0 F0.0/1 B0.0/1 G0/1 B0.0/0 G0/0 F0.1/0 F0.1/1 B0.1/1 G0/1 B0.1/0 G0/0 N O"),
-        ("breadth_first", {"order": "layered"},
-         "U0/0 U0/1 F0.0/0 F0.1/0 D0/0 U0/0 F0.0/1 F0.1/1 B0.0/1 B0.1/1 D0/1 G0/1 B0.0/0 B0.1/0 D0/0 G0/0 N O"),
-        ("paired", {"reduce": "stretch"},
-         "U0/0 U0/1 F0.0/0&F0.1/0 D0/0 U0/0 F0.0/1&F0.1/1 B0.0/1&B0.1/1 D0/1 G0/1 B0.0/0&B0.1/0 D0/0 G0/0 N O"),
+        (
+            "1f1b",
+            {"gather": "step"},
+            "U0/0 U0/1 F0.0/0 F0.0/1 B0.0/1 B0.0/0 F0.1/0 F0.1/1 B0.1/1 D0/1 G0/1 B0.1/0 D0/0 G0/0 N O",
+        ),
+        (
+            "1f1b",
+            {"gather": "never", "reduce": "stretch"},
+            "F0.0/0 F0.0/1 B0.0/1 G0/1 B0.0/0 G0/0 F0.1/0 F0.1/1 B0.1/1 G0/1 B0.1/0 G0/0 N O",
+        ),
+        (
+            "breadth_first",
+            {"order": "layered"},
+            "U0/0 U0/1 F0.0/0 F0.1/0 D0/0 U0/0 F0.0/1 F0.1/1 B0.0/1 B0.1/1 D0/1 G0/1 B0.0/0 B0.1/0 D0/0 G0/0 N O",
+        ),
+        (
+            "paired",
+            {"reduce": "stretch"},
+            "U0/0 U0/1 F0.0/0&F0.1/0 D0/0 U0/0 F0.0/1&F0.1/1 B0.0/1&B0.1/1 D0/1 G0/1 B0.0/0&B0.1/0 D0/0 G0/0 N O",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_rank_two_units_two_micro_batches(name, options, expected):
     assert expand(build(name, 1, 2), 2, **options).actions == (parse_all(expected),)
 

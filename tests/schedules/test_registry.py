@@ -39,8 +39,14 @@ def test_the_nearest_sizes_are_valid():
 
 def test_default_is_the_fewest_stages_per_rank():
     assert {name: build(name, 2, 4).stages // 2 for name in PIPELINES} == {
-        "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "zbv": 2, "dualpipe_v": 2, "breadth_first": 1,
-    }  # fmt: skip
+        "gpipe": 1,
+        "1f1b": 1,
+        "interleaved": 2,
+        "zb_h1": 1,
+        "zbv": 2,
+        "dualpipe_v": 2,
+        "breadth_first": 1,
+    }
 
 
 def test_a_schedule_knows_its_name_and_sizes():

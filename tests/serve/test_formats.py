@@ -116,9 +116,17 @@ def errors(engine: Engine, rounded: Decoder, exact: Decoder) -> tuple[float, flo
 
 
 WEIGHTS = [
-    ("llama", "fp8"), ("shared expert", "int8"), ("gpt2", "fp8"), ("parallel", "int8"), ("shared expert", "fp8"),
-    ("mixtral", "int8"), ("parallel", "fp8"), ("mixtral", "fp8"), ("llama", "int8"), ("gpt2", "int8"),
-]  # fmt: skip
+    ("llama", "fp8"),
+    ("shared expert", "int8"),
+    ("gpt2", "fp8"),
+    ("parallel", "int8"),
+    ("shared expert", "fp8"),
+    ("mixtral", "int8"),
+    ("parallel", "fp8"),
+    ("mixtral", "fp8"),
+    ("llama", "int8"),
+    ("gpt2", "int8"),
+]
 
 
 @pytest.mark.parametrize(("name", "weights"), quick_first(4, WEIGHTS, unpack=True))

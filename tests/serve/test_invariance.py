@@ -38,8 +38,11 @@ def equal(ours: dict[int, Tensor], theirs: dict[int, Tensor]) -> bool:
 
 FP8 = {"weights": "fp8", "kv_cache": "fp8"}
 FORMATS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
-    ({}, SIZES), (FP8, SIZES[-1:]), (FP8, SIZES[:-1]), ({"weights": "int8"}, SIZES),
-]  # fmt: skip
+    ({}, SIZES),
+    (FP8, SIZES[-1:]),
+    (FP8, SIZES[:-1]),
+    ({"weights": "int8"}, SIZES),
+]
 
 
 @pytest.mark.parametrize(("formats", "cases"), quick_first(2, FORMATS, unpack=True))

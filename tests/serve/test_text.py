@@ -17,8 +17,16 @@ from meshwright.serve.text import TextStream, continuation, text_stream
 SAMPLES = ["the quick brown fox, naïve café 日本語 🙂🙃", "seven wizards\n\tjump  over"] * 3
 FORMS = ("gpt2", "llama2", "mistral", "gemma", "metaspace")
 TEXTS = [
-    *SAMPLES[:2], " the", "  two  spaces ", "é🙂 ▁ <0x41> 👩‍👩‍👧", "the<tool>fox <tool> é<tool>🙂", "<s>the</s> fox<s>", " ", "", "\n\n x",
-]  # fmt: skip
+    *SAMPLES[:2],
+    " the",
+    "  two  spaces ",
+    "é🙂 ▁ <0x41> 👩‍👩‍👧",
+    "the<tool>fox <tool> é<tool>🙂",
+    "<s>the</s> fox<s>",
+    " ",
+    "",
+    "\n\n x",
+]
 
 
 def tokenizer_of(form: str) -> Tokenizer:
@@ -115,8 +123,11 @@ def test_every_token_has_its_own_bytes_and_name(byte_level: TokenBytes) -> None:
     llama = TokenBytes(tokenizer_of("llama2"))
     at = llama.tokenizer.token_to_id
     assert [llama.name(at(piece)) for piece in ("▁the", "the", "<s>", "<0xE2>")] == [
-        (" the", b" the"), ("the", b"the"), ("<s>", b"<s>"), ("bytes:\\xe2", b"\xe2"),
-    ]  # fmt: skip
+        (" the", b" the"),
+        ("the", b"the"),
+        ("<s>", b"<s>"),
+        ("bytes:\\xe2", b"\xe2"),
+    ]
     assert llama.name(9999) == ("token_id:9999", b"")
 
 

@@ -90,9 +90,17 @@ async def call(
         sent.append(message)
 
     scope = {
-        "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
-        "headers": [(b"host", b"localhost"), *headers], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http",
-    }  # fmt: skip
+        "type": "http",
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), *headers],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+        "scheme": "http",
+    }
     await app(scope, receive, send)
     body = b"".join(message.get("body", b"") for message in sent[1:])
     return Answer(sent[0]["status"], dict(sent[0]["headers"]), body)

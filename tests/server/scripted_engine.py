@@ -16,8 +16,15 @@ from tests.server.chat_templates import SPECIAL_TOKENS, TEMPLATES
 from tests.server.helpers import SIZES, byte_tokenizer, running_api
 
 SPECIAL = (
-    "[TOOL_CALLS]", "<|python_tag|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<s>", "</s>",
-)  # fmt: skip
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|eot_id|>",
+    "<s>",
+    "</s>",
+)
 ARGUMENTS = {"city": "Paris"}
 RESULT = "22 degrees"
 """Answer of the tool."""

@@ -106,9 +106,11 @@ def test_only_a_stop_of_the_request_is_reported(
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (TEXT, "stop", reported)
     assert answer["usage"] == {
-        "prompt_tokens": 3, "completion_tokens": len(TOKENS), "total_tokens": 3 + len(TOKENS),
+        "prompt_tokens": 3,
+        "completion_tokens": len(TOKENS),
+        "total_tokens": 3 + len(TOKENS),
         "prompt_tokens_details": {"cached_tokens": CACHED},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True])

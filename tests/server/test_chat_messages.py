@@ -132,10 +132,13 @@ def test_text_parts_are_lines() -> None:
         ({"role": "robot", "content": "x"}, "messages[0].role"),
         ({"role": "assistant", "tool_calls": {}}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
-        ({"role": "assistant", "tool_calls": [{"function": {"arguments": ""}}]}, "messages[0].tool_calls[0].function.name"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": ""}}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
         ({"role": "assistant", "function_call": {"name": "x", "arguments": ""}}, "messages[0].function_call"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_messages_are_named(message: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as raised:
         read_messages([message])

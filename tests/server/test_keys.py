@@ -53,10 +53,19 @@ def test_a_key_that_no_client_can_send_is_refused(text: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        ("127.0.0.1:8000", 200), ("127.0.0.2:8000", 200), ("127.1.2.3", 200), ("localhost", 200), ("LOCALHOST:1", 200), ("[::1]:80", 200),
-        ("128.0.0.1", 400), ("example.org", 400), ("127.0.0.1.example.org:80", 400), ("", 400), ("0.0.0.0", 400),
+        ("127.0.0.1:8000", 200),
+        ("127.0.0.2:8000", 200),
+        ("127.1.2.3", 200),
+        ("localhost", 200),
+        ("LOCALHOST:1", 200),
+        ("[::1]:80", 200),
+        ("128.0.0.1", 400),
+        ("example.org", 400),
+        ("127.0.0.1.example.org:80", 400),
+        ("", 400),
+        ("0.0.0.0", 400),
     ],
-)  # fmt: skip
+)
 def test_a_loopback_server_takes_requests_for_every_loopback_address(host: str, status: int) -> None:
     """Another name is DNS rebinding: a page of that name asks this machine."""
 
@@ -75,9 +84,14 @@ def test_a_loopback_server_takes_requests_for_every_loopback_address(host: str, 
 
 def test_children_get_no_secrets() -> None:
     secrets = {
-        "AWS_SECRET_ACCESS_KEY": "s", "AWS_SESSION_TOKEN": "s", "WANDB_API_KEY": "s", "HF_TOKEN": "s", "DB_PASSWORD": "s",
-        "AZURE_STORAGE_CONNECTION_STRING": "s", **dict.fromkeys(OWN_KEYS, "s"),
-    }  # fmt: skip
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_SESSION_TOKEN": "s",
+        "WANDB_API_KEY": "s",
+        "HF_TOKEN": "s",
+        "DB_PASSWORD": "s",
+        "AZURE_STORAGE_CONNECTION_STRING": "s",
+        **dict.fromkeys(OWN_KEYS, "s"),
+    }
     kept = {"PATH": "p", "MESHWRIGHT_TOKEN_FILE": "f", "KEYBOARD": "k", "TOKENIZERS_PARALLELISM": "t", "MONKEY": "m"}
     assert without_secrets(secrets | kept) == kept
     assert without_own_keys({**kept, "WANDB_API_KEY": "s", "MESHWRIGHT_API_KEY": "s"}) == {**kept, "WANDB_API_KEY": "s"}

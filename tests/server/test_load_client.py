@@ -66,8 +66,12 @@ def test_requests_go_to_the_server_with_the_fewest_and_their_times_are_noted() -
     test, received = asyncio.run(replay([wait_for_second, answer], requests))
     assert [[len(body["prompt"]) for body in bodies] for bodies in received] == [[5], [6]]
     assert received[0][0] | {"prompt": None} == {
-        "prompt": None, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "stream": True,
-    }  # fmt: skip
+        "prompt": None,
+        "max_tokens": 3,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     assert failures(test.measured) == {"failed": 0, "first_error": None}
     for entry in test.measured:
         assert 0 <= entry.sent <= entry.first_token <= entry.end < float("inf")

@@ -66,18 +66,46 @@ def texts(server: RunningServer, **body: Any) -> list[str]:
 
 
 LANGCHAIN = {
-    "model": NAME, "prompt": ["a"] * 20, "temperature": 0.7, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "n": 1,
-    "best_of": 1, "max_tokens": 256, "logit_bias": {}, "seed": None, "logprobs": None,
-}  # fmt: skip
+    "model": NAME,
+    "prompt": ["a"] * 20,
+    "temperature": 0.7,
+    "top_p": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "n": 1,
+    "best_of": 1,
+    "max_tokens": 256,
+    "logit_bias": {},
+    "seed": None,
+    "logprobs": None,
+}
 GUIDELLM = {
-    "model": NAME, "prompt": "a", "stream": True, "max_tokens": 3, "max_completion_tokens": 3, "stop": None, "ignore_eos": True,
+    "model": NAME,
+    "prompt": "a",
+    "stream": True,
+    "max_tokens": 3,
+    "max_completion_tokens": 3,
+    "stop": None,
+    "ignore_eos": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-}  # fmt: skip
+}
 VLLM = {
-    "prompt": "a", "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "spaces_between_special_tokens": True,
-    "detokenize": True, "prompt_logprobs": None, "truncate_prompt_tokens": None, "return_token_ids": False, "min_p": 0,
-    "repetition_penalty": 1.0, "guided_decoding_backend": "xgrammar", "structured_outputs": None, "logprobs": False, "store": False,
-}  # fmt: skip
+    "prompt": "a",
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "spaces_between_special_tokens": True,
+    "detokenize": True,
+    "prompt_logprobs": None,
+    "truncate_prompt_tokens": None,
+    "return_token_ids": False,
+    "min_p": 0,
+    "repetition_penalty": 1.0,
+    "guided_decoding_backend": "xgrammar",
+    "structured_outputs": None,
+    "logprobs": False,
+    "store": False,
+}
 
 
 @pytest.mark.parametrize("body", [LANGCHAIN, GUIDELLM, VLLM], ids=["langchain", "guidellm", "vllm"])
@@ -162,9 +190,12 @@ def test_fields_of_the_engine(reader: RequestReader) -> None:
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs.disable_any_whitespace"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_named(reader: RequestReader, keys: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as raised:
         completion(reader, **keys)
@@ -239,9 +270,12 @@ def test_choices_are_taken_literally(server: RunningServer, form: str) -> None:
         ({"structured_outputs": {"grammar": 'start: "on" | "off"'}}, lambda text: text in ("on", "off")),
         ({"guided_json": {"enum": [17]}}, lambda text: json.loads(text) == 17),
         ({"guided_json": '{"enum": [17]}'}, lambda text: json.loads(text) == 17),
-        ({"structured_outputs": {"json": {"const": "x"}, "disable_fallback": False}}, lambda text: json.loads(text) == "x"),
+        (
+            {"structured_outputs": {"json": {"const": "x"}, "disable_fallback": False}},
+            lambda text: json.loads(text) == "x",
+        ),
     ],
-)  # fmt: skip
+)
 def test_grammars_of_vllms_keys_are_followed(server: RunningServer, keys: dict[str, Any], accepted: Any) -> None:
     for text in texts(server, **keys, max_tokens=60, temperature=5, seed=2, n=3):
         assert accepted(text), text

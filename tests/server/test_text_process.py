@@ -55,10 +55,20 @@ def chat(content: str, **keys: Any) -> bytes:
 def completion(source: random.Random) -> bytes:
     """A body with some valid keys."""
     keys = {
-        "max_tokens": source.randint(1, 9), "n": source.randint(1, 4), "temperature": source.random(), "stop": ["x", "\u00e9"],
-        "seed": source.getrandbits(60), "stop_token_ids": [1, source.randrange(257)], "logprobs": 3, "ignore_eos": True, "stream": True,
-        "logit_bias": {str(source.randrange(257)): 2.5}, "skip_special_tokens": False, "add_special_tokens": False, "user": "someone",
-    }  # fmt: skip
+        "max_tokens": source.randint(1, 9),
+        "n": source.randint(1, 4),
+        "temperature": source.random(),
+        "stop": ["x", "\u00e9"],
+        "seed": source.getrandbits(60),
+        "stop_token_ids": [1, source.randrange(257)],
+        "logprobs": 3,
+        "ignore_eos": True,
+        "stream": True,
+        "logit_bias": {str(source.randrange(257)): 2.5},
+        "skip_special_tokens": False,
+        "add_special_tokens": False,
+        "user": "someone",
+    }
     chosen = {key: value for key, value in keys.items() if source.random() < 0.4}
     text = "".join(source.choices("ab \n\u00e9\U0001f600", k=source.randint(1, 99)))
     return json.dumps({"prompt": source.choice([text, [text, "b"], [5, 6], [[5], [6, 7]]]), **chosen}).encode()
@@ -117,15 +127,21 @@ def test_a_text_process_reads_what_the_http_process_reads(files: ModelFiles, cou
     bodies = [
         *((path, malformed(source, path)) for path in source.choices(list(BODIES), k=count // 2)),
         *(("/v1/completions", completion(source)) for _ in range(count // 2)),
-        ("/v1/completions", b'{"prompt": ["a", "b\xc3\xa9"], "n": 2, "stop": ["x"], "logit_bias": {"7": 1.5}, "echo": true}'),
+        (
+            "/v1/completions",
+            b'{"prompt": ["a", "b\xc3\xa9"], "n": 2, "stop": ["x"], "logit_bias": {"7": 1.5}, "echo": true}',
+        ),
         ("/v1/completions", json.dumps({"prompt": long}).encode()),
         ("/v1/completions", json.dumps({"prompt": [5] * SHORT_BODY}).encode()),
-        ("/v1/chat/completions", chat("hello", tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required")),
+        (
+            "/v1/chat/completions",
+            chat("hello", tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required"),
+        ),
         ("/v1/chat/completions", chat("hello", response_format={"type": "json_object"}, stream=True)),
         ("/v1/chat/completions", chat(long)),
         ("/tokenize", chat(long, return_token_strs=True)),
         ("/detokenize", json.dumps({"tokens": [7] * SHORT_BODY}).encode()),
-    ]  # fmt: skip
+    ]
 
     async def read(workers: TextWorkers) -> list[Any]:
         return [plain(await outcome(workers, body, WORK[path])) for path, body in bodies]
@@ -318,9 +334,16 @@ def test_caches_by_values_of_clients_are_bounded(files: ModelFiles) -> None:
         for number in range(first, first + 1_000):
             text = f"value {number}"
             shared = {
-                "max_tokens": 1 + number % 100, "seed": number, "stop": [text], "stop_token_ids": [number % 257], "user": text,
-                "temperature": 1 / (1 + number), "logit_bias": {str(number % 257): 1}, "top_k": number, "metadata": {text: text},
-            }  # fmt: skip
+                "max_tokens": 1 + number % 100,
+                "seed": number,
+                "stop": [text],
+                "stop_token_ids": [number % 257],
+                "user": text,
+                "temperature": 1 / (1 + number),
+                "logit_bias": {str(number % 257): 1},
+                "top_k": number,
+                "metadata": {text: text},
+            }
             schema = {"type": "object", "properties": {text: {"type": "string"}}}
             reader.completion(json.dumps({"prompt": text, **shared}).encode())
             tool = {"type": "function", "function": {"name": f"f{number}", "parameters": schema}}

@@ -133,7 +133,7 @@ LIMITED = {
         TokenReach(False, 6, 6),
     ),
     "unigram": (unigram(), TokenReach(False, 6, 6)),
-}  # fmt: skip
+}
 UNLIMITED = {
     "text is removed before": byte_level(split(pre_tokenizers.Split(" ", "removed"))),
     "white space is removed before": byte_level(split(pre_tokenizers.WhitespaceSplit())),

@@ -47,10 +47,14 @@ TEXTS: list[tuple[Notation, str, Expected]] = [
     ("llama3", f"As JSON: {body(FIRST)}", (f"As JSON: {body(FIRST)}", [])),
     ("mistral", f"[TOOL_CALLS][{body(FIRST)}, {body(SECOND)}]", ("", [FIRST, SECOND])),
     ("mistral", f"Wait.[TOOL_CALLS] [{body(FIRST)}]", ("Wait.", [FIRST])),
-    ("mistral", f"[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS)}[TOOL_CALLS]look_up{json.dumps(ROME)}", ("", [FIRST, SECOND])),
+    (
+        "mistral",
+        f"[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS)}[TOOL_CALLS]look_up{json.dumps(ROME)}",
+        ("", [FIRST, SECOND]),
+    ),
     ("mistral", "A list: [1, 2]", ("A list: [1, 2]", [])),
     ("array", f"[{body(FIRST)},\n {body(SECOND)}]", ("", [FIRST, SECOND])),
-]  # fmt: skip
+]
 
 
 def read(notation: Notation, pieces: list[str], **options: Any) -> Expected:
@@ -72,7 +76,11 @@ OTHER_TEXTS: list[tuple[Notation, str, Expected]] = [
         f"<tool_call>{body(FIRST)[:-1]}</tool_call>\n<tool_call>{body(SECOND)}",
         (f"<tool_call>{body(FIRST)[:-1]}</tool_call>", [SECOND]),
     ),
-    ("hermes", f'<tool_call>{{"name": "x</tool_call><tool_call>{body(SECOND)}', ('<tool_call>{"name": "x</tool_call>', [SECOND])),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "x</tool_call><tool_call>{body(SECOND)}',
+        ('<tool_call>{"name": "x</tool_call>', [SECOND]),
+    ),
     ("hermes", f"<tool_call>{body(FIRST)}</tool_call> \n<tool_call>{{}}", (" \n<tool_call>{}", [FIRST])),
     ("hermes", f"<tool_call><tool_call>{body(FIRST)}\n\n</tool_call>", ("", [FIRST])),
     ("hermes", "<tool_call><tool_call>{}<tool_call>", ("<tool_call><tool_call>{}<tool_call>", [])),
@@ -95,7 +103,7 @@ OTHER_TEXTS: list[tuple[Notation, str, Expected]] = [
     ("array", f"[{body(FIRST)}, {body(SECOND)[:-3]}", (f", {body(SECOND)[:-3]}", [FIRST])),
     ("array", "[1, 2]", ("[1, 2]", [])),
     ("array", f" [{body(MARKED)}]\n", ("", [MARKED])),
-]  # fmt: skip
+]
 
 
 def pieces_of(text: str, draws: random.Random) -> list[str]:
@@ -119,9 +127,31 @@ def test_calls_are_found_however_the_text_arrives(notation: Notation, text: str,
 def test_mixed_texts_are_read_alike_in_all_pieces(notation: Notation) -> None:
     draws = random.Random(notation)
     parts = [
-        "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ",", ";", " ", "\n", "{", "}", '"', "\\",
-        "f", "text é", body(FIRST), body(MARKED), body(SECOND)[:-2], '{"a": 1}', "{}", "<tool", "[TOOL",
-    ]  # fmt: skip
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[",
+        "]",
+        ",",
+        ";",
+        " ",
+        "\n",
+        "{",
+        "}",
+        '"',
+        "\\",
+        "f",
+        "text é",
+        body(FIRST),
+        body(MARKED),
+        body(SECOND)[:-2],
+        '{"a": 1}',
+        "{}",
+        "<tool",
+        "[TOOL",
+    ]
     for _ in range(1000):
         text = "".join(draws.choices(parts, k=draws.randrange(1, 12)))
         expected = read(notation, [text])

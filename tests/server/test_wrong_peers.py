@@ -29,9 +29,16 @@ from meshwright.server.store_client import Fetch, StoreClient
 from meshwright.server.transfers import TransferFigures, Transfers, TransferSetup
 
 PROMPT = {
-    "job": 1, "tokens": [5, 6], "count": 2, "first_block": 0, "sampling": {}, "stop_ids": [], "grammar": None,
-    "priority": 0, "salt": "",
-}  # fmt: skip
+    "job": 1,
+    "tokens": [5, 6],
+    "count": 2,
+    "first_block": 0,
+    "sampling": {},
+    "stop_ids": [],
+    "grammar": None,
+    "priority": 0,
+    "salt": "",
+}
 
 
 class Engine:
@@ -138,11 +145,21 @@ def sender(tmp_path: Path) -> Iterator[Sender]:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"tokens": ["5"]}, {"tokens": [5, -1]}, {"tokens": "5"}, {"count": "2"}, {"count": 1.5}, {"first_block": None},
-        {"sampling": {"heat": 1}}, {"sampling": None}, {"stop_ids": None}, {"grammar": [1, 2]}, {"grammar": ["regex"]},
-        {"priority": "1"}, {"salt": None},
+        {"tokens": ["5"]},
+        {"tokens": [5, -1]},
+        {"tokens": "5"},
+        {"count": "2"},
+        {"count": 1.5},
+        {"first_block": None},
+        {"sampling": {"heat": 1}},
+        {"sampling": None},
+        {"stop_ids": None},
+        {"grammar": [1, 2]},
+        {"grammar": ["regex"]},
+        {"priority": "1"},
+        {"salt": None},
     ],
-)  # fmt: skip
+)
 def test_a_wrong_prompt_ends_the_connection_and_is_not_submitted(sender: Sender, wrong: dict[str, Any]) -> None:
     connection, peer = sender.connect()
     sender.say(connection, peer, {"prefill": PROMPT | wrong})

@@ -25,15 +25,32 @@ def simple_times(
     The host launches a step with a prompt in `launch` seconds.
     """
     work = DeviceWork(
-        stored_bytes=0.0, dense_bytes=0.0, dense_flops=token, head_bytes=0.0, head_flops=0.0, expert_bytes=0.0,
-        expert_flops=0.0, expert_slots=0.0, chosen_share=0.0, cache_bytes=position, kv_heads=1, attention_flops=0.0,
+        stored_bytes=0.0,
+        dense_bytes=0.0,
+        dense_flops=token,
+        head_bytes=0.0,
+        head_flops=0.0,
+        expert_bytes=0.0,
+        expert_flops=0.0,
+        expert_slots=0.0,
+        chosen_share=0.0,
+        cache_bytes=position,
+        kv_heads=1,
+        attention_flops=0.0,
         window=None,
-    )  # fmt: skip
+    )
     constants = StepConstants(
-        weight_bytes_per_s=1.0, flops_per_s=1.0, cache_bytes_per_s=1.0, attention_flops_per_s=1.0, decode_seconds=step,
-        prompt_seconds=launch, sequence_seconds=0.0, chunk_seconds=0.0,
-        text_bytes_per_s=position / longest if longest else 0.0, decode_programs=1,
-    )  # fmt: skip
+        weight_bytes_per_s=1.0,
+        flops_per_s=1.0,
+        cache_bytes_per_s=1.0,
+        attention_flops_per_s=1.0,
+        decode_seconds=step,
+        prompt_seconds=launch,
+        sequence_seconds=0.0,
+        chunk_seconds=0.0,
+        text_bytes_per_s=position / longest if longest else 0.0,
+        decode_programs=1,
+    )
     return StepTimes(work, constants)
 
 

@@ -96,13 +96,17 @@ def test_one_instance_has_the_times_of_the_player(seed: int) -> None:
     played = play(
         policy,
         [
-            Request(number, [number * 100 + index for index in range(request.input_tokens)], request.output_tokens,
-                    arrival=request.arrival_seconds)
+            Request(
+                number,
+                [number * 100 + index for index in range(request.input_tokens)],
+                request.output_tokens,
+                arrival=request.arrival_seconds,
+            )
             for number, request in enumerate(requests)
         ],
         times.seconds,
         longest_repeat=1,
-    )  # fmt: skip
+    )
     assert policy.preemptions
     np.testing.assert_allclose([each.first_token for each in served.requests], [each.first_token for each in played])
     np.testing.assert_allclose([each.end for each in served.requests], [each.end for each in played])

@@ -71,9 +71,14 @@ def test_reductions_hide_under_later_backwards_and_the_last_is_exposed_by_axis()
     schedule = expand(build("gpipe", 1, 1), 2, gather="never")
     unit_seconds = [[1.0, 1.0]]
     timing = Timing(
-        forward=unit_seconds, backward_input=unit_seconds, backward_weight=unit_seconds, reduce=[[0.75, 0.75]], replicate=[[0.5, 0.5]],
-        norm_seconds=0.125, optim_seconds=[0.25],
-    )  # fmt: skip
+        forward=unit_seconds,
+        backward_input=unit_seconds,
+        backward_weight=unit_seconds,
+        reduce=[[0.75, 0.75]],
+        replicate=[[0.5, 0.5]],
+        norm_seconds=0.125,
+        optim_seconds=[0.25],
+    )
     timeline = simulate(schedule, timing)
     assert timeline.exposed == {"pipeline": 0.0, "shard": 0.75, "replicate": 0.5}
     assert timeline.step_seconds == 2 + 4 + 1.25 + 0.125 + 0.25
@@ -132,9 +137,13 @@ def test_with_a_single_reduce_buffer_compute_waits_for_the_previous_reduction():
 
 
 COPIED = Timing(
-    forward=[[1.0] * 2], backward_input=[[1.0] * 2], backward_weight=[[1.0] * 2], copy_out=[[0.25, 0.5]], copy_in=[[2.0, 4.0]],
+    forward=[[1.0] * 2],
+    backward_input=[[1.0] * 2],
+    backward_weight=[[1.0] * 2],
+    copy_out=[[0.25, 0.5]],
+    copy_in=[[2.0, 4.0]],
     accumulate=[[8.0, 16.0]],
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("gather, gathers", [("never", 0), ("step", 1), ("stretch", 6)])
@@ -202,11 +211,19 @@ def test_parts_of_a_step_add_up_and_compute_never_overlaps(name):
     collective_seconds = [[0.5, 0.5]] * schedule.stages
     slow = [[0.65, 0.65] if rank == 1 else [0.5, 0.5] for rank in schedule.rank_of]
     timing = replace(
-        uniform_timing(schedule.stages, 2), forward=slow, backward_input=slow, backward_weight=slow,
-        unshard=collective_seconds, reduce=collective_seconds,
-        replicate=collective_seconds, boundary_bytes=[0.3] * (schedule.stages - 1),
-        link=Link(0.0, 1.0), gather_slowdown=1.2, reduce_slowdown=1.2, optim_seconds=[1.0] * 3,
-    )  # fmt: skip
+        uniform_timing(schedule.stages, 2),
+        forward=slow,
+        backward_input=slow,
+        backward_weight=slow,
+        unshard=collective_seconds,
+        reduce=collective_seconds,
+        replicate=collective_seconds,
+        boundary_bytes=[0.3] * (schedule.stages - 1),
+        link=Link(0.0, 1.0),
+        gather_slowdown=1.2,
+        reduce_slowdown=1.2,
+        optim_seconds=[1.0] * 3,
+    )
     timeline = simulate(schedule, timing)
     assert sum(timeline.breakdown.values()) == pytest.approx(timeline.step_seconds)
     assert all(seconds >= -1e-9 for seconds in timeline.breakdown.values())
@@ -259,10 +276,15 @@ def test_times_equal_those_of_an_iterative_reference(name, ranks, batches, cut, 
     table = st.lists(st.lists(seconds, min_size=2, max_size=2), min_size=schedule.stages, max_size=schedule.stages)
     bounds = st.lists(seconds, min_size=schedule.stages - 1, max_size=schedule.stages - 1)
     timing = Timing(
-        forward=data.draw(table), backward_input=data.draw(table), backward_weight=data.draw(table),
-        unshard=data.draw(table), reduce=data.draw(table), boundary_bytes=data.draw(bounds), link=Link(0.25, 1.0),
+        forward=data.draw(table),
+        backward_input=data.draw(table),
+        backward_weight=data.draw(table),
+        unshard=data.draw(table),
+        reduce=data.draw(table),
+        boundary_bytes=data.draw(bounds),
+        link=Link(0.25, 1.0),
         shared_communicator=False,
-    )  # fmt: skip
+    )
     timeline = simulate(schedule, timing)
     expected = _times_by_iteration(schedule, timing)
     for rank in range(ranks):

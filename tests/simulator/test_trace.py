@@ -20,9 +20,14 @@ def test_a_trace_has_a_process_for_each_rank_and_lanes_without_overlap(name, tmp
     schedule = expand(build(name, 3, 6), 2)
     halves = [[0.5, 0.5]] * schedule.stages
     timing = replace(
-        uniform_timing(schedule.stages, 2), unshard=halves, reduce=halves, replicate=halves, optim_seconds=[1.0] * 3,
-        boundary_bytes=[1.0] * (schedule.stages - 1), link=Link(0.125, 4.0),
-    )  # fmt: skip
+        uniform_timing(schedule.stages, 2),
+        unshard=halves,
+        reduce=halves,
+        replicate=halves,
+        optim_seconds=[1.0] * 3,
+        boundary_bytes=[1.0] * (schedule.stages - 1),
+        link=Link(0.125, 4.0),
+    )
     write_trace(simulate(schedule, timing), tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}

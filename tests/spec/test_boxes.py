@@ -21,11 +21,21 @@ def models(draw: st.DrawFn) -> tuple[ModelSpec, int]:
     heads = max(ranks, kv_heads) * draw(st.integers(1, 2))
     mlp = draw(st.sampled_from(["swiglu", "gelu"]))
     spec = ModelSpec(
-        family="llama", layers=1, hidden=draw(st.integers(1, 9)), heads=heads, kv_heads=kv_heads, head_dim=2, bias=draw(st.booleans()),
-        ffn_hidden=ranks * draw(st.integers(1, 3)), vocab_size=draw(st.integers(ranks, 17)), max_seq_len=4, mlp=mlp,
-        qk_norm=draw(st.booleans()), positions=draw(st.sampled_from(["rope", "learned"])),
+        family="llama",
+        layers=1,
+        hidden=draw(st.integers(1, 9)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=2,
+        bias=draw(st.booleans()),
+        ffn_hidden=ranks * draw(st.integers(1, 3)),
+        vocab_size=draw(st.integers(ranks, 17)),
+        max_seq_len=4,
+        mlp=mlp,
+        qk_norm=draw(st.booleans()),
+        positions=draw(st.sampled_from(["rope", "learned"])),
         norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
-    )  # fmt: skip
+    )
     return spec, ranks
 
 
@@ -57,9 +67,19 @@ def test_ranks_hold_every_element_and_count_it_once(model: tuple[ModelSpec, int]
 def test_expert_ranks_and_their_shards_hold_every_expert_once(expert: int, shards: int) -> None:
     """Shards hold whole experts if their number divides the experts, else rows of each expert."""
     spec = ModelSpec(
-        family="mixtral", layers=1, hidden=8, heads=2, kv_heads=2, head_dim=2, ffn_hidden=8, vocab_size=9, max_seq_len=4, experts=8,
-        experts_per_token=2, expert_hidden=6,
-    )  # fmt: skip
+        family="mixtral",
+        layers=1,
+        hidden=8,
+        heads=2,
+        kv_heads=2,
+        head_dim=2,
+        ffn_hidden=8,
+        vocab_size=9,
+        max_seq_len=4,
+        experts=8,
+        experts_per_token=2,
+        expert_hidden=6,
+    )
     for parameter in (parameter for parameter in parameters(spec) if parameter.expert):
         holders, sizes = np.zeros(parameter.shape, int), []
         for expert_rank, shard in np.ndindex(expert, shards):

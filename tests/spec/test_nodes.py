@@ -14,9 +14,12 @@ from meshwright.spec.network import FABRIC_US, NetworkSpec, NodeGroup
 from meshwright.spec.nodes import memory_limits, node_type_runs, node_types_by_rank, rank_clusters, slowest_rank_cluster
 
 MIXED = ClusterSpec(
-    gpu="H100", nodes=4, gpus_per_node=8, network=NetworkSpec(fabric="infiniband", port_gb_per_s=50),
+    gpu="H100",
+    nodes=4,
+    gpus_per_node=8,
+    network=NetworkSpec(fabric="infiniband", port_gb_per_s=50),
     groups=(NodeGroup(nodes=2, gpu="A100-40GB", port_gb_per_s=25, link_gb_per_s=200),),
-)  # fmt: skip
+)
 HALVES = Layout((("pipeline", 2), ("shard", 16)), 8)
 """A stage on each kind of node."""
 ACROSS = Layout((("shard", 4), ("pipeline", 2), ("tensor", 4)), 8)

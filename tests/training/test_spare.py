@@ -39,8 +39,11 @@ class Spare:
         env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "meshwright.training.rank", "cpu", "spare"],
-            env=env, pass_fds=[writing], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            env=env,
+            pass_fds=[writing],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
         os.close(writing)
 
     def begin(self, message: Begin) -> None:

@@ -23,9 +23,14 @@ def measured(monkeypatch: pytest.MonkeyPatch, sums: list[list[float]]) -> tuple[
     result = evaluate._evaluation(held_out, torch.tensor(sums, dtype=torch.float64))  # type: ignore[arg-type]
     monkeypatch.setattr(loop, "evaluate", lambda *_, **__: result)
     session: Any = SimpleNamespace(
-        held_out=held_out, recorder=NullRecorder(), engine=None, mesh=None, step=3, world=SimpleNamespace(device=None),
+        held_out=held_out,
+        recorder=NullRecorder(),
+        engine=None,
+        mesh=None,
+        step=3,
+        world=SimpleNamespace(device=None),
         plan=SimpleNamespace(batch=SimpleNamespace(micro_batch=1), samples=None),
-    )  # fmt: skip
+    )
     reported: list[Any] = []
     reporter: Any = SimpleNamespace(
         event=lambda step, text: reported.append(text), validation=lambda step, result: reported.append(result)

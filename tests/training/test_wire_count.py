@@ -37,9 +37,17 @@ class Sent:
 
 
 OVERRIDES = [
-    "cluster.gpus_per_node=2", "cluster.emulate_nodes=2", "plan.micro_batch=2", "train.steps=6", "train.seq_len=128",
-    "model.max_seq_len=128", "model.hidden=128", "model.head_dim=32", "model.layers=4", "train.validate_every=3",
-]  # fmt: skip
+    "cluster.gpus_per_node=2",
+    "cluster.emulate_nodes=2",
+    "plan.micro_batch=2",
+    "train.steps=6",
+    "train.seq_len=128",
+    "model.max_seq_len=128",
+    "model.hidden=128",
+    "model.head_dim=32",
+    "model.layers=4",
+    "train.validate_every=3",
+]
 
 
 @pytest.fixture

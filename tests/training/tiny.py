@@ -45,9 +45,15 @@ def cpu_profile(file: Path) -> Path:
     """`file` with a profile of a CPU of two ranks: its times are predicted then."""
     product = ProductTime(format="fp32", m=512, k=512, n=512, seconds=5e-3, burst_seconds=5e-3)
     profile = MachineProfile(
-        date="2026-01-02T03:04:05Z", gpu="cpu", device="a processor", devices=2, nodes=1, cores=4, memory_bytes=32 << 30,
+        date="2026-01-02T03:04:05Z",
+        gpu="cpu",
+        device="a processor",
+        devices=2,
+        nodes=1,
+        cores=4,
+        memory_bytes=32 << 30,
         products=(product,),
-    )  # fmt: skip
+    )
     file.write_text(to_json(profile), encoding="utf-8")
     return file
 

@@ -32,7 +32,7 @@ from meshwright.spec.plan import (
     Plan,
     Recompute,
     SchedulePlan,
-)  # fmt: skip
+)
 from meshwright.workload.layer_messages import weight_collectives
 from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts, layout_of, layouts_of, strategy_columns
@@ -52,9 +52,10 @@ def plans(draw: Any, model: ModelSpec, strategy: LayerStrategy) -> Plan:
     sizes = {axis: draw(st.sampled_from((1, 2) if axis.startswith("context") else (1, 2, 4))) for axis in AXES}
     accumulate = draw(st.sampled_from((1, 2, 4, 8)))
     names = [
-        name for name in NAMES
+        name
+        for name in NAMES
         if name != "dualpipe_v" and not refusal(name, sizes["pipeline"], accumulate, STAGES_PER_RANK.get(name, 1))
-    ]  # fmt: skip
+    ]
     name = draw(st.sampled_from(names))
     table = balanced_stages(name, sizes["pipeline"], model.layers, HEAD)
     stages = tuple(tuple(f"{stage.start}-{stage.stop - 1}" for stage in stages) for stages in table)
@@ -64,18 +65,23 @@ def plans(draw: Any, model: ModelSpec, strategy: LayerStrategy) -> Plan:
     return Plan(
         mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in sizes.items()),
         batch=BatchPlan(
-            global_batch=micro * accumulate * sizes["replicate"] * sizes["shard"], micro_batch=micro, accumulate=accumulate
+            global_batch=micro * accumulate * sizes["replicate"] * sizes["shard"],
+            micro_batch=micro,
+            accumulate=accumulate,
         ),
         schedule=SchedulePlan(name=name, stages=() if len(table) == len(table[0]) == 1 else stages),
         layers=(strategy,),
         experts=ExpertPlan(expert=expert, expert_shard=shards // expert) if model.experts else None,
-    )  # fmt: skip
+    )
 
 
 strategies = st.builds(
-    LayerStrategy, reshard=st.booleans(), gradients=st.sampled_from(("shard", "whole")),
-    recompute=st.sampled_from(get_args(Recompute)), offload=st.sampled_from(("none", "activations", "both")),
-)  # fmt: skip
+    LayerStrategy,
+    reshard=st.booleans(),
+    gradients=st.sampled_from(("shard", "whole")),
+    recompute=st.sampled_from(get_args(Recompute)),
+    offload=st.sampled_from(("none", "activations", "both")),
+)
 
 
 @given(st.data(), st.sampled_from(sorted(MODELS)), strategies)
@@ -95,13 +101,19 @@ def test_search_columns_and_step_times_equal_those_of_single_plans(
     vee = np.array([layout.vee for layout in single])
     strides = [field.name for field in fields(Layouts) if field.name.endswith("_stride")]
     batched = layouts_of(
-        model, TRAIN, drawn[0].precision, column, schedule=schedule, virtual=np.where(column("pipeline") > 1, virtual, 1),
+        model,
+        TRAIN,
+        drawn[0].precision,
+        column,
+        schedule=schedule,
+        virtual=np.where(column("pipeline") > 1, virtual, 1),
         expert=np.array([plan.experts.expert if plan.experts else 1 for plan in drawn]),
         micro_batch=np.array([plan.batch.micro_batch for plan in drawn]),
         accumulate=np.array([plan.batch.accumulate for plan in drawn]),
         layers=balanced_layers(model.layers, HEAD, column("pipeline"), virtual, vee),
-        **{stride: np.array([getattr(layout, stride) for layout in single]) for stride in strides}, **strategy_columns(strategy),
-    )  # fmt: skip
+        **{stride: np.array([getattr(layout, stride) for layout in single]) for stride in strides},
+        **strategy_columns(strategy),
+    )
     for field in fields(Layouts):
         values = np.broadcast_to(getattr(batched, field.name), len(drawn))
         assert values == pytest.approx([getattr(layout, field.name) for layout in single]), field.name

@@ -29,8 +29,17 @@ MODEL = ModelSpec(
     family="llama", layers=8, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=64, max_seq_len=SEQ
 )
 TIED = ModelSpec(
-    family="llama", layers=8, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=64, max_seq_len=SEQ, tied=True
-)  # fmt: skip
+    family="llama",
+    layers=8,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn_hidden=64,
+    vocab_size=64,
+    max_seq_len=SEQ,
+    tied=True,
+)
 COUNT = parameter_count(MODEL)
 
 

@@ -53,16 +53,19 @@ def random_plan(model: ModelSpec, dice: random.Random) -> Plan | None:
     shards = sizes["shard"] * sizes["context_ring"]
     expert = dice.choice([size for size in (1, 2, 4, 8) if shards % size == 0])
     strategy = LayerStrategy(
-        reshard=dice.random() < 0.5, gradients=dice.choice(("shard", "whole")), recompute=dice.choice(("none", "selective", "full")),
+        reshard=dice.random() < 0.5,
+        gradients=dice.choice(("shard", "whole")),
+        recompute=dice.choice(("none", "selective", "full")),
         offload=dice.choice(("none", "none", "activations", "optimizer", "both")),
-    )  # fmt: skip
+    )
     batch = micro * accumulate * sizes["replicate"] * sizes["shard"]
     return Plan(
         mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in sizes.items()),
         batch=BatchPlan(global_batch=batch, micro_batch=micro, accumulate=accumulate),
-        schedule=SchedulePlan(name=name), layers=(strategy,),
+        schedule=SchedulePlan(name=name),
+        layers=(strategy,),
         experts=ExpertPlan(expert=expert, expert_shard=shards // expert) if model.experts else None,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

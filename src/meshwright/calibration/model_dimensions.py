@@ -72,14 +72,20 @@ FAMILIES: tuple[tuple[str, Dims], ...] = (
     (r"mixtral8x7b", _moe(_dense(32, 4096, 32, 8, 14336, 32000), 8, 2, 14336)),
     (r"mixtral8x22b", _moe(_dense(56, 6144, 48, 8, 16384, 32768), 8, 2, 16384)),
     (r"grok1(314b)?", _moe(_dense(64, 6144, 48, 8, 32768, 131072, head_dim=128), 8, 2, 32768)),
-    (r"deepseekv3|deepseekr1|deepseekv31", _moe(
-        _dense(61, 7168, 128, 128, 18432, 129280), 256, 8, 2048, 2048, 3, **_LATENT_ATTENTION)),
-    (r"deepseekv2lite|deepseekv316b|deepseekmoe16b", _moe(
-        _dense(27, 2048, 16, 16, 10944, 102400), 64, 6, 1408, 2816, 1, **{**_LATENT_ATTENTION, "q_rank": 0})),
+    (
+        r"deepseekv3|deepseekr1|deepseekv31",
+        _moe(_dense(61, 7168, 128, 128, 18432, 129280), 256, 8, 2048, 2048, 3, **_LATENT_ATTENTION),
+    ),
+    (
+        r"deepseekv2lite|deepseekv316b|deepseekmoe16b",
+        _moe(_dense(27, 2048, 16, 16, 10944, 102400), 64, 6, 1408, 2816, 1, **{**_LATENT_ATTENTION, "q_rank": 0}),
+    ),
     (r"deepseekv2", _moe(_dense(60, 5120, 128, 128, 12288, 102400), 160, 6, 1536, 3072, 1, **_LATENT_ATTENTION)),
     (r"kimik2", _moe(_dense(61, 7168, 64, 64, 18432, 163840), 384, 8, 2048, 2048, 1, **_LATENT_ATTENTION)),
-    (r"qwen3next80b(a3b)?", _moe(
-        _dense(48, 2048, 16, 2, 5120, 151936, head_dim=256), 512, 10, 512, 512, attention_every=4)),
+    (
+        r"qwen3next80b(a3b)?",
+        _moe(_dense(48, 2048, 16, 2, 5120, 151936, head_dim=256), 512, 10, 512, 512, attention_every=4),
+    ),
     (r"qwen330b(a3b)?", _moe(_dense(48, 2048, 32, 4, 6144, 151936, head_dim=128), 128, 8, 768)),
     (r"qwen3235b(a22b)?", _moe(_dense(94, 4096, 64, 4, 12288, 151936, head_dim=128), 128, 8, 1536)),
     (r"qwen38b", _dense(36, 4096, 32, 8, 12288, 151936)),
@@ -87,13 +93,30 @@ FAMILIES: tuple[tuple[str, Dims], ...] = (
     (r"qwen332b", _dense(64, 5120, 64, 8, 25600, 151936, head_dim=128)),
     (r"qwen2?57b", _dense(28, 3584, 28, 4, 18944, 152064)),
     (r"qwen2?572b", _dense(80, 8192, 64, 8, 29568, 152064)),
-    (r"gptoss120b", _moe(_dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880, full_attention=0.5, expert_bias=1)),
-    (r"gptoss20b", _moe(_dense(24, 2880, 64, 8, 2880, 201088, head_dim=64), 32, 4, 2880, full_attention=0.5, expert_bias=1)),
-    (r"nemotron3nano(30ba3b)?", _moe(
-        _dense(52, 2688, 32, 2, 1856, 131072, head_dim=128, gated=0), 128, 6, 1856, 3712, hybrid=(6, 23, 23))),
-    (r"nemotron3super(120ba12b)?", _moe(
-        _dense(88, 4096, 32, 2, 2688, 131072, head_dim=128, gated=0), 512, 22, 2688, 5376, hybrid=(8, 40, 40),
-        expert_in=1024)),
+    (
+        r"gptoss120b",
+        _moe(_dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880, full_attention=0.5, expert_bias=1),
+    ),
+    (
+        r"gptoss20b",
+        _moe(_dense(24, 2880, 64, 8, 2880, 201088, head_dim=64), 32, 4, 2880, full_attention=0.5, expert_bias=1),
+    ),
+    (
+        r"nemotron3nano(30ba3b)?",
+        _moe(_dense(52, 2688, 32, 2, 1856, 131072, head_dim=128, gated=0), 128, 6, 1856, 3712, hybrid=(6, 23, 23)),
+    ),
+    (
+        r"nemotron3super(120ba12b)?",
+        _moe(
+            _dense(88, 4096, 32, 2, 2688, 131072, head_dim=128, gated=0),
+            experts=512,
+            top_k=22,
+            expert_ffn=2688,
+            shared_ffn=5376,
+            hybrid=(8, 40, 40),
+            expert_in=1024,
+        ),
+    ),
     (r"smollm2135m", _dense(30, 576, 9, 3, 1536, 49152, tied=1)),
     (r"mpt70b", _gpt(80, 8192, 64, 50368)),
     (r"mpt30b", _gpt(48, 7168, 56, 50368)),
@@ -104,7 +127,7 @@ FAMILIES: tuple[tuple[str, Dims], ...] = (
     (r"mpt760m", _gpt(24, 1536, 12, 50368)),
     (r"mpt350m", _gpt(24, 1024, 16, 50368)),
     (r"mpt125m", _gpt(12, 768, 12, 50368)),
-)  # fmt: skip
+)
 """(pattern of the whole simplified name, dimensions), most specific first."""
 
 

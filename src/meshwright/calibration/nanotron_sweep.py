@@ -13,9 +13,19 @@ from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
 UNSPLIT_CONSTANTS = MemoryConstants(
-    held=7.0, owned=13.0, sharding=0.0, wide=1.5, hidden=9.0, narrow=1.0, live=2.5, logits=14.0, gathered=0.0, slack=0.0, base=0.25,
+    held=7.0,
+    owned=13.0,
+    sharding=0.0,
+    wide=1.5,
+    hidden=9.0,
+    narrow=1.0,
+    live=2.5,
+    logits=14.0,
+    gathered=0.0,
+    slack=0.0,
+    base=0.25,
     base_rank=0.0,
-)  # fmt: skip
+)
 """Memory constants of a run with whole activations: bf16 weights, fp32 gradients and states, 16-bit activations."""
 FAILING_SHARE = 0.88
 """Share of a device's memory above which the sweep's runs failed."""

@@ -27,10 +27,22 @@ Bytes = bytes | bytearray | memoryview
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _UNREADABLE = {
-    errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.ESTALE,  # the disk or the file server failed
-    errno.EACCES, errno.EPERM,  # another user's file
-    errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,  # a socket, device, folder or link instead of a file
-}  # fmt: skip
+    # The disk or the file server failed.
+    errno.EIO,
+    errno.ENODATA,
+    errno.EBADMSG,
+    errno.EUCLEAN,
+    errno.ESTALE,
+    # Another user's file.
+    errno.EACCES,
+    errno.EPERM,
+    # A socket, device, folder or link instead of a file.
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+}
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,17 @@ class MemorySnapshot:
         owners = {shard_name(rank): reader for rank, reader in enumerate(self.readers)}
         try:
             load_tensors(
-                ranks, opened, tensors, recorder, prefix="", convert=False, activity=f"loading {blocks.path}",
-                device_group=device_group, files=blocks, owners=owners,
-            )  # fmt: skip
+                ranks,
+                opened,
+                tensors,
+                recorder,
+                prefix="",
+                convert=False,
+                activity=f"loading {blocks.path}",
+                device_group=device_group,
+                files=blocks,
+                owners=owners,
+            )
         except Damaged:
             self._discard()
             raise

@@ -237,9 +237,15 @@ class CheckpointStore:
         self, opened: OpenCheckpoint, tensors: Mapping[str, LocalTensor], *, prefix: str, convert: bool, activity: str
     ) -> None:
         load_tensors(
-            self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, activity=activity,
+            self._ranks,
+            opened,
+            tensors,
+            self._recorder,
+            prefix=prefix,
+            convert=convert,
+            activity=activity,
             device_group=self._device_group,
-        )  # fmt: skip
+        )
 
     def _existing_checkpoint(self, activity: str, step: int) -> Path | None:
         """The checkpoint of `step` if there is a good one."""

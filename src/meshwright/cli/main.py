@@ -23,14 +23,26 @@ from meshwright.spec.failures import COMMAND_MEMORY_HINT, as_meshwright_error
 
 GROUPS = {
     "Runs": (
-        "quickstart", "train", "coordinate", "launch", "check", "chaos", "runs", "compare", "sweep", "report", "trace", "monitor",
-        "incidents", "stragglers",
+        "quickstart",
+        "train",
+        "coordinate",
+        "launch",
+        "check",
+        "chaos",
+        "runs",
+        "compare",
+        "sweep",
+        "report",
+        "trace",
+        "monitor",
+        "incidents",
+        "stragglers",
     ),
     "Plans": ("plan", "simulate", "profile", "predict"),
     "Models": ("eval", "bench", "generate", "chat", "serve", "route", "cache", "bench-serve"),
     "Data and checkpoints": ("data", "tokenizer", "checkpoint"),
     "Schemas": ("schema",),
-}  # fmt: skip
+}
 """Commands by subject, in the order of the help and of docs/reference/cli.md."""
 COMMANDS = {name: name for names in GROUPS.values() for name in names} | {
     "eval": "evaluate",

@@ -73,12 +73,16 @@ def _figure_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
     filled = round(size * min(1.0, share))
     bar = Text.assemble(counted, "  [", ("=" * filled, "blue"), " " * (size - filled), f"] {share:4.0%}", (left, "dim"))
     values = (
-        ("tok/s", figures.tokens_per_second, number_text.short), ("MFU", figures.mfu, number_text.percent),
-        ("goodput", figures.goodput, number_text.percent), ("step", figures.step_seconds, number_text.duration),
-        ("loss", figures.loss, "{:.4f}".format), ("val", figures.validation_loss, "{:.4f}".format),
-        ("grad", figures.grad_norm, "{:.3g}".format), ("checkpoint", figures.checkpoint_step, "{:,}".format),
+        ("tok/s", figures.tokens_per_second, number_text.short),
+        ("MFU", figures.mfu, number_text.percent),
+        ("goodput", figures.goodput, number_text.percent),
+        ("step", figures.step_seconds, number_text.duration),
+        ("loss", figures.loss, "{:.4f}".format),
+        ("val", figures.validation_loss, "{:.4f}".format),
+        ("grad", figures.grad_norm, "{:.3g}".format),
+        ("checkpoint", figures.checkpoint_step, "{:,}".format),
         ("restarts", figures.restarts, str),
-    )  # fmt: skip
+    )
     lines = [Text()]
     for name, value, form in values:
         cell = Text.assemble((f"{name} ", "dim"), "-" if value is None else form(value))  # pyrefly: ignore

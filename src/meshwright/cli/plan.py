@@ -127,9 +127,16 @@ def plan(
     from meshwright.config.deployment_file import asks_for_deployment
 
     given = {
-        "--for": for_, "--include-untrainable": include_untrainable, "--gpus": gpus, "--objective": objective != "time",
-        "--critical-batch": critical_batch, "--tokens": tokens, "--price": price, "--probe": probe, "--explain": explain,
-    }  # fmt: skip
+        "--for": for_,
+        "--include-untrainable": include_untrainable,
+        "--gpus": gpus,
+        "--objective": objective != "time",
+        "--critical-batch": critical_batch,
+        "--tokens": tokens,
+        "--price": price,
+        "--probe": probe,
+        "--explain": explain,
+    }
     if largest:
         _print_largest(words, {**given, "--out": out, "--html": html}, as_json=as_json)
         return

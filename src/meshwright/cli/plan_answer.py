@@ -72,9 +72,17 @@ class PlanQuestion:
 
     @classmethod
     def of(
-        cls, for_: str | None, gpus: str | None, objective: str, critical_batch: float | None, tokens: float | None, price: float | None,
-        probe: int | None = None, include_untrainable: bool = False, steps_assumed: bool = False,
-    ) -> PlanQuestion:  # fmt: skip
+        cls,
+        for_: str | None,
+        gpus: str | None,
+        objective: str,
+        critical_batch: float | None,
+        tokens: float | None,
+        price: float | None,
+        probe: int | None = None,
+        include_untrainable: bool = False,
+        steps_assumed: bool = False,
+    ) -> PlanQuestion:
         """Raises BadInput for invalid values, and for options that cannot be combined."""
         if for_ not in (None, "train"):
             raise BadInput(f"--for {for_}: expected train, the only command that a plan can be for")

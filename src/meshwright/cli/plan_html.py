@@ -43,7 +43,10 @@ def page(answer: Answer) -> str:
     """The HTML of the page."""
     run, plan = answer.run, answer.plan
     parts = [
-        _header(answer), _tiles(answer), _scaling(answer), _trainings(answer),
+        _header(answer),
+        _tiles(answer),
+        _scaling(answer),
+        _trainings(answer),
         plan_section(plan, as_nodes(run.cluster).gpus_per_node, BOXES_DRAWN),
         f'<div class="grid">{_links(answer)}{_facts(answer)}</div>',
         f'<div class="grid">{_step(answer)}{_memory(answer)}</div>',
@@ -52,7 +55,7 @@ def page(answer: Answer) -> str:
         _runner_ups(answer),
         _samples(answer),
         table("Where the numbers come from", (), sources_of(answer).items()),
-    ]  # fmt: skip
+    ]
     return document(f"plan · {_name(answer)}", parts)
 
 

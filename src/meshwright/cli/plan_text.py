@@ -50,9 +50,19 @@ TOKENS_NEEDED = "days and GPU-hours need the tokens of the whole training: --tok
 SMALLEST_GAIN = 0.005
 """Gain below which a change counts as no gain."""
 MEMORY_LETTERS = {
-    "weights": "W", "gradients": "G", "optimizer": "O", "gathered": "U", "activations": "A", "logits": "L", "transfers": "T",
-    "experts": "E", "framework": "F", "ema": "M", "predictions": "P", "snapshot": "S",
-}  # fmt: skip
+    "weights": "W",
+    "gradients": "G",
+    "optimizer": "O",
+    "gathered": "U",
+    "activations": "A",
+    "logits": "L",
+    "transfers": "T",
+    "experts": "E",
+    "framework": "F",
+    "ema": "M",
+    "predictions": "P",
+    "snapshot": "S",
+}
 """Letters of the parts of a memory bar."""
 
 
@@ -305,11 +315,15 @@ def _scaling(console: Console, answer: Answer) -> None:
         hours = point.gpu_hours(tokens) if tokens else None
         whole_training = [two_digits(hours / point.gpus / 24), two_digits(hours)] if hours else []
         table.add_row(
-            f"{point.gpus:,}", axes_line(point.answer.best.plan), seconds_text(point.seconds),
-            f"{point.tokens_per_second / point.gpus:,.0f}", f"{point.mfu:.1%}" if point.mfu else "", *whole_training,
+            f"{point.gpus:,}",
+            axes_line(point.answer.best.plan),
+            seconds_text(point.seconds),
+            f"{point.tokens_per_second / point.gpus:,.0f}",
+            f"{point.mfu:.1%}" if point.mfu else "",
+            *whole_training,
             *([money(hours or 0.0, price)] if price and tokens else []),
             "◀" if point.gpus == answer.plan.ranks and len(points) > 1 else "",
-        )  # fmt: skip
+        )
     console.print(Padding(table, (0, 0, 0, 1)))
     note = f"days and GPU-hours for {tokens:.3g} tokens" if tokens else TOKENS_NEEDED
     console.print(f"  ({note})", style="dim")
@@ -342,9 +356,15 @@ def _trainings(console: Console, answer: Answer) -> None:
     for training in answer.trainings[:LONGEST_TABLE]:
         cost = [money(training.gpu_hours, price)] if price else []
         table.add_row(
-            f"{training.point.gpus:,}", f"{training.batch:,}", f"{training.batch * answer.run.train.seq_len:.3g}", f"{training.steps:,.0f}",
-            seconds_text(training.point.seconds or 0.0), f"{training.seconds / 86400:.3g}", f"{two_digits(training.gpu_hours)}", *cost,
-        )  # fmt: skip
+            f"{training.point.gpus:,}",
+            f"{training.batch:,}",
+            f"{training.batch * answer.run.train.seq_len:.3g}",
+            f"{training.steps:,.0f}",
+            seconds_text(training.point.seconds or 0.0),
+            f"{training.seconds / 86400:.3g}",
+            f"{two_digits(training.gpu_hours)}",
+            *cost,
+        )
     console.print(Padding(table, (0, 0, 0, 1)))
     console.print(
         f"  (steps by McCandlish et al. 2018 with a critical batch of {answer.question.critical_batch:.3g} tokens)",

@@ -201,9 +201,12 @@ def answer_of_ranks(module: str, question: object, cluster: ClusterSpec, weights
     threads = max(1, usable_cores() // cluster.ranks)
     print(f"loading {weights} on {cluster.ranks} ranks", file=sys.stderr)
     code = run_ranks(
-        "meshwright.training.answer_rank", [module, str(question_file), str(answer_file)],
-        cluster=cluster, logs=folder / "logs", threads=threads,
-    )  # fmt: skip
+        "meshwright.training.answer_rank",
+        [module, str(question_file), str(answer_file)],
+        cluster=cluster,
+        logs=folder / "logs",
+        threads=threads,
+    )
     answer = json.loads(answer_file.read_text(encoding="utf-8")) if code == EXIT_DONE else None
     if code not in (EXIT_INTERNAL, EXIT_COMMUNICATION):
         shutil.rmtree(folder)

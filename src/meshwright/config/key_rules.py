@@ -50,9 +50,17 @@ MOST_RANKS = 2**20
 MOST_SEQUENCES = 2**14
 """Sequences of one rank in one step. A schedule lists every micro-batch, so their number is limited."""
 _WIDTHS = (
-    "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size", "max_seq_len",
-    "experts", "expert_hidden", "shared_expert_hidden",
-)  # fmt: skip
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn_hidden",
+    "vocab_size",
+    "max_seq_len",
+    "experts",
+    "expert_hidden",
+    "shared_expert_hidden",
+)
 
 
 def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:

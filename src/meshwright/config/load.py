@@ -33,10 +33,22 @@ from meshwright.spec.run import ModelSection, RunSpec
 _COMPARED_SECTIONS = ("seed", "model", "data", "train")
 _MOVED_KEYS = ("beta1", "beta2", "epsilon")
 _NOT_COMPARED = {
-    "model.preset", "data.validation", "data.validation_tokens", "data.tokenizer_mismatch", "data.changed",
-    "train.validate_every", "train.gc_every", "train.on_nonfinite", "train.on_spike", "train.spike_factor",
-    "train.keep_cores", "train.timeout_seconds", "train.loss_chunk", "train.expert_load", "data.lengths",
-}  # fmt: skip
+    "model.preset",
+    "data.validation",
+    "data.validation_tokens",
+    "data.tokenizer_mismatch",
+    "data.changed",
+    "train.validate_every",
+    "train.gc_every",
+    "train.on_nonfinite",
+    "train.on_spike",
+    "train.spike_factor",
+    "train.keep_cores",
+    "train.timeout_seconds",
+    "train.loss_chunk",
+    "train.expert_load",
+    "data.lengths",
+}
 
 
 def load_run(

@@ -147,9 +147,20 @@ def cpu_constants(k: Constants) -> Constants:
     """Constants of CPU ranks: compute and launches share the processor, so host time and fixed step cost are 0."""
     zero = 0.0
     return replace(
-        k, slow=1.0, gemm=1.0, attention=1.0, hbm=1.0, link=1.0, net=1.0, tail_us=KERNEL_US, host_us=zero, host_tensor_us=zero,
-        host_micro_us=zero, step_ms=zero, fixed_order=zero,
-    )  # fmt: skip
+        k,
+        slow=1.0,
+        gemm=1.0,
+        attention=1.0,
+        hbm=1.0,
+        link=1.0,
+        net=1.0,
+        tail_us=KERNEL_US,
+        host_us=zero,
+        host_tensor_us=zero,
+        host_micro_us=zero,
+        step_ms=zero,
+        fixed_order=zero,
+    )
 
 
 def _chips(cluster: ClusterSpec, number_format: str) -> list[Chip]:

@@ -114,21 +114,34 @@ def chip_of_profile(profile: MachineProfile) -> Chip:
     guessed = guessed_processor(profile.cores // profile.devices)
     host_rates = [min(entry.to_host, entry.to_device) for entry in profile.host_links]
     return Chip(
-        profile.gpu, "cpu" if profile.gpu == "cpu" else "unknown", profile.memory_bytes // sharing_devices, peaks or guessed.peak_flops,
+        profile.gpu,
+        "cpu" if profile.gpu == "cpu" else "unknown",
+        profile.memory_bytes // sharing_devices,
+        peaks or guessed.peak_flops,
         hbm=max(profile.copy_bytes_per_s or 0.0, profile.pass_bytes_per_s or 0.0) or guessed.hbm,
         link=_best_ring_rate(profile, across_nodes=False) or guessed.link,
         nic=_best_ring_rate(profile, across_nodes=True) or guessed.nic,
-        per_node=profile.devices, domain=profile.devices, host=max(host_rates, default=guessed.host),
-    )  # fmt: skip
+        per_node=profile.devices,
+        domain=profile.devices,
+        host=max(host_rates, default=guessed.host),
+    )
 
 
 def guessed_processor(cores: int) -> Chip:
     """An unmeasured CPU rank with `cores` cores: guessed round rates, which suffice to compare plans."""
     rate = 40e9 * max(1, cores)
     return Chip(
-        "cpu", "cpu", (4 << 30) * max(1, cores), {"fp32": rate, "bf16": rate, "fp64": rate / 2}, hbm=10e9, link=2e9, nic=1e9,
-        per_node=1, domain=1, host=10e9,
-    )  # fmt: skip
+        "cpu",
+        "cpu",
+        (4 << 30) * max(1, cores),
+        {"fp32": rate, "bf16": rate, "fp64": rate / 2},
+        hbm=10e9,
+        link=2e9,
+        nic=1e9,
+        per_node=1,
+        domain=1,
+        host=10e9,
+    )
 
 
 def guessed_device(name: str, memory_bytes: int) -> Chip:

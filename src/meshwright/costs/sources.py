@@ -12,8 +12,16 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import Plan
 
 GROUPS = (
-    "matrix products", "attention", "device memory", "optimizer", "links inside a node", "network", "overlap", "host link", "software",
-)  # fmt: skip
+    "matrix products",
+    "attention",
+    "device memory",
+    "optimizer",
+    "links inside a node",
+    "network",
+    "overlap",
+    "host link",
+    "software",
+)
 """Groups of numbers with one source.
 
 No profile measures `software`: element-wise passes, host time, fixed cost of a step.

@@ -254,9 +254,11 @@ def _weights_traffic(
     kernel_tax = np.where((group.domains > 1) & (k.own_engine > 0), k.net_tax, k.overlap_tax)
     copy_tax = np.where(by_copy_engine & (expert_ranks <= 1), k.overlap_tax * k.copy_tax, kernel_tax)
     return (
-        _Traffic(np.where(sharded, gathers * gathered, 0.0), np.where(sharded, layout.gather_once * gathered, 0.0), copy_tax),
+        _Traffic(
+            np.where(sharded, gathers * gathered, 0.0), np.where(sharded, layout.gather_once * gathered, 0.0), copy_tax
+        ),
         _Traffic(np.where(sharded, reductions * scatter, 0.0), np.where(sharded, once * scatter, 0.0), kernel_tax),
-    )  # fmt: skip
+    )
 
 
 def _gather_seconds(

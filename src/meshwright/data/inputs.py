@@ -22,9 +22,19 @@ STDLIB = "stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 CACHES = {"__pycache__"}
 Reason = Literal[
-    "hidden", "empty", "the same as another", "binary", "format not read", "no column", "no chats", "damaged", "broken link",
-    "link loop", "no regular file", "cannot be read",
-]  # fmt: skip
+    "hidden",
+    "empty",
+    "the same as another",
+    "binary",
+    "format not read",
+    "no column",
+    "no chats",
+    "damaged",
+    "broken link",
+    "link loop",
+    "no regular file",
+    "cannot be read",
+]
 HARMLESS: tuple[Reason, ...] = ("hidden", "empty", "the same as another")
 """Reasons that leave out no text that the inputs name."""
 

@@ -154,9 +154,12 @@ class _Replay:
         if sender is not None:
             lost = Waiting(first.rank, sender, "message")
             return _answer(
-                self.status[sender], self._label(sender), (lost, *waiting[first.rank]), "likely",
+                self.status[sender],
+                self._label(sender),
+                (lost, *waiting[first.rank]),
+                "likely",
                 f"it sent a message in step {self.step} that has not arrived at rank {first.rank}",
-            )  # fmt: skip
+            )
         alone = len(chosen) == 1 and (first in candidates)
         certain: Confidence = "certain" if alone and (waiting[first.rank] or marked) else "likely"
         return _answer(first, self._label(first.rank), waiting[first.rank], certain)

@@ -163,11 +163,20 @@ def operation_table(
         _check_lengths({"type": codes, "rank": rank, "step": step, "start_ns": start_ns})
         sequence = sequence_numbers(codes, rank, step, start_ns)
     return OperationTable(
-        rank=rank, dp=dp, stage=stage, step=step, type=codes, start_ns=start_ns, duration_ns=duration_ns, sequence=sequence,
-        chunk=unknown if chunk is None else chunk, virtual_stage=unknown if virtual_stage is None else virtual_stage,
-        microbatch=unknown if microbatch is None else microbatch, attention_work=unknown,
+        rank=rank,
+        dp=dp,
+        stage=stage,
+        step=step,
+        type=codes,
+        start_ns=start_ns,
+        duration_ns=duration_ns,
+        sequence=sequence,
+        chunk=unknown if chunk is None else chunk,
+        virtual_stage=unknown if virtual_stage is None else virtual_stage,
+        microbatch=unknown if microbatch is None else microbatch,
+        attention_work=unknown,
         host_of_rank=host_of_rank or {},
-    )  # fmt: skip
+    )
 
 
 def _check_lengths(columns: Mapping[str, Any]) -> None:

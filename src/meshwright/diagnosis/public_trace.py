@@ -74,10 +74,18 @@ def read_trace(path: Path, job: TraceJob) -> OperationTable:
         if highest != size:
             raise BadInput(f"{path}: column {name!r} has values up to {highest - 1}, but the job's {key} is {size}")
     return operation_table(
-        type_names=columns["optype"], rank=columns["rank"], dp=columns["dp_rank"], stage=columns["stage"], step=columns["step"],
-        chunk=columns["mc"], virtual_stage=columns["gmc"], microbatch=columns["mb_id"], sequence=columns["seq_id"],
-        start_ns=_nanoseconds(columns["start_ts"]), duration_ns=_nanoseconds(columns["duration"]),
-    )  # fmt: skip
+        type_names=columns["optype"],
+        rank=columns["rank"],
+        dp=columns["dp_rank"],
+        stage=columns["stage"],
+        step=columns["step"],
+        chunk=columns["mc"],
+        virtual_stage=columns["gmc"],
+        microbatch=columns["mb_id"],
+        sequence=columns["seq_id"],
+        start_ns=_nanoseconds(columns["start_ts"]),
+        duration_ns=_nanoseconds(columns["duration"]),
+    )
 
 
 def _nanoseconds(seconds: np.ndarray) -> np.ndarray:

@@ -80,11 +80,20 @@ def measure_steps(table: OperationTable, graph: StepGraph) -> MeasuredSteps:
     virtual_stage, microbatch = np.full(len(graph.nodes), -1), np.full(len(graph.nodes), -1)
     virtual_stage[node], microbatch[node] = table.virtual_stage[known], table.microbatch[known]
     return MeasuredSteps(
-        graph=graph, steps=steps[complete], skipped_steps=int((~complete).sum()), present=present, start=start, duration=duration,
-        work=_work(graph, start, duration), launch_delay=_launch_delay(graph, start, duration, present),
-        step_seconds=(start + duration).max(axis=(0, 1)), rank=rank,
-        virtual_stage=virtual_stage, microbatch=microbatch, attention_work=attention_work[..., complete],
-    )  # fmt: skip
+        graph=graph,
+        steps=steps[complete],
+        skipped_steps=int((~complete).sum()),
+        present=present,
+        start=start,
+        duration=duration,
+        work=_work(graph, start, duration),
+        launch_delay=_launch_delay(graph, start, duration, present),
+        step_seconds=(start + duration).max(axis=(0, 1)),
+        rank=rank,
+        virtual_stage=virtual_stage,
+        microbatch=microbatch,
+        attention_work=attention_work[..., complete],
+    )
 
 
 def _incomplete(graph: StepGraph, present: np.ndarray, steps: np.ndarray) -> str:

@@ -56,12 +56,16 @@ def _with_coordinates(spans: list[RankSpans]) -> list[RankRecords]:
         by_stage[rank_spans.header["coordinates"].get("pipeline", 0)].append(rank_spans)
     return [
         RankRecords(
-            rank=rank_spans.rank, stage=stage, dp=dp, host=rank_spans.header["host"], records=_without_first_step(rank_spans),
+            rank=rank_spans.rank,
+            stage=stage,
+            dp=dp,
+            host=rank_spans.header["host"],
+            records=_without_first_step(rank_spans),
             phases=rank_spans.header["phases"],
         )
         for stage, ranks in sorted(by_stage.items())
         for dp, rank_spans in enumerate(ranks)
-    ]  # fmt: skip
+    ]
 
 
 def _without_first_step(spans: RankSpans) -> np.ndarray:

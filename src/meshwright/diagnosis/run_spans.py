@@ -74,12 +74,20 @@ def table_of_spans(ranks: Sequence[RankRecords], last_steps: int) -> OperationTa
         return np.concatenate([getattr(columns, name) for _, columns in parts])
 
     table = OperationTable(
-        rank=repeated("rank"), dp=repeated("dp"), stage=repeated("stage"), step=joined("step"), type=joined("type"),
-        chunk=np.full(sum(counts), -1), virtual_stage=joined("virtual_stage"), microbatch=joined("microbatch"),
-        sequence=joined("sequence"), start_ns=joined("start_ns"), duration_ns=joined("duration_ns"),
+        rank=repeated("rank"),
+        dp=repeated("dp"),
+        stage=repeated("stage"),
+        step=joined("step"),
+        type=joined("type"),
+        chunk=np.full(sum(counts), -1),
+        virtual_stage=joined("virtual_stage"),
+        microbatch=joined("microbatch"),
+        sequence=joined("sequence"),
+        start_ns=joined("start_ns"),
+        duration_ns=joined("duration_ns"),
         attention_work=joined("attention_work"),
         host_of_rank={rank.rank: rank.host for rank in ranks},
-    )  # fmt: skip
+    )
     return _attribute_collections(table)
 
 
@@ -166,10 +174,15 @@ def _columns(records: np.ndarray, types: np.ndarray) -> _Columns:
         steps = records["step"][indices]
         sequence[indices] = np.arange(len(indices)) - np.searchsorted(steps, steps)
     return _Columns(
-        step=records["step"], type=types, sequence=sequence, virtual_stage=records["stage"], microbatch=records["micro_batch"],
-        start_ns=records["start_ns"].astype(np.int64), duration_ns=records["duration_ns"].astype(np.int64),
+        step=records["step"],
+        type=types,
+        sequence=sequence,
+        virtual_stage=records["stage"],
+        microbatch=records["micro_batch"],
+        start_ns=records["start_ns"].astype(np.int64),
+        duration_ns=records["duration_ns"].astype(np.int64),
         attention_work=np.full(len(types), -1),
-    )  # fmt: skip
+    )
 
 
 def _attention_work(operations: _Columns, work: np.ndarray) -> np.ndarray:
@@ -188,10 +201,15 @@ def _attention_work(operations: _Columns, work: np.ndarray) -> np.ndarray:
 def _at_compute(records: np.ndarray, name: str, ordinal: np.ndarray, duration_ns: np.ndarray) -> _Columns:
     """Operations before or in the compute operations with the positions `ordinal` in their step."""
     return _Columns(
-        step=records["step"], type=np.full(len(records), CODE_OF[name]), sequence=ordinal, virtual_stage=records["stage"],
-        microbatch=np.full(len(records), -1), start_ns=records["start_ns"].astype(np.int64), duration_ns=duration_ns,
+        step=records["step"],
+        type=np.full(len(records), CODE_OF[name]),
+        sequence=ordinal,
+        virtual_stage=records["stage"],
+        microbatch=np.full(len(records), -1),
+        start_ns=records["start_ns"].astype(np.int64),
+        duration_ns=duration_ns,
         attention_work=np.full(len(records), -1),
-    )  # fmt: skip
+    )
 
 
 def _owners(records: np.ndarray, compute: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -90,15 +90,25 @@ def diagnose(table: OperationTable, graph: StepGraph, needed_steps: int = 1) -> 
     flagged, findings = find_cause(measured, table.host_of_rank)
     flagged = flagged if len(measured.steps) >= needed_steps else None
     return Diagnosis(
-        slowdown=result.slowdown, cause=flagged.cause if flagged else None,
-        rank=flagged.rank if flagged else None, stage=flagged.stage if flagged else None,
-        contributions=_largest(findings), by_type=result.by_type, by_rank=result.by_rank, by_stage=result.by_stage,
-        by_dp_rank=result.by_dp, m_w=result.worst_rank_share, m_s=result.last_stage_share,
-        launch_slowdown=result.launch_slowdown, step_seconds=float(measured.step_seconds.mean()),
-        replayed_seconds=result.seconds, ideal_seconds=result.ideal_seconds,
-        steps=tuple(measured.steps.tolist()), skipped_steps=measured.skipped_steps,
+        slowdown=result.slowdown,
+        cause=flagged.cause if flagged else None,
+        rank=flagged.rank if flagged else None,
+        stage=flagged.stage if flagged else None,
+        contributions=_largest(findings),
+        by_type=result.by_type,
+        by_rank=result.by_rank,
+        by_stage=result.by_stage,
+        by_dp_rank=result.by_dp,
+        m_w=result.worst_rank_share,
+        m_s=result.last_stage_share,
+        launch_slowdown=result.launch_slowdown,
+        step_seconds=float(measured.step_seconds.mean()),
+        replayed_seconds=result.seconds,
+        ideal_seconds=result.ideal_seconds,
+        steps=tuple(measured.steps.tolist()),
+        skipped_steps=measured.skipped_steps,
         needed_steps=needed_steps,
-    )  # fmt: skip
+    )
 
 
 def _largest(findings: list[Finding]) -> dict[str, float]:

@@ -132,6 +132,12 @@ def analyse(measured: MeasuredSteps) -> WhatIf:
         int(measured.rank[stage, dp]): min(by_stage[stage], by_dp[dp]) for stage in by_stage for dp in range(dp_size)
     }
     return WhatIf(
-        measured=measured, ideal=ideal, seconds=float(replay(graph, measured.work).mean()), ideal_seconds=ideal_seconds,
-        by_type=by_type, by_stage=by_stage, by_dp=by_dp, by_rank=dict(sorted(by_rank.items())),
-    )  # fmt: skip
+        measured=measured,
+        ideal=ideal,
+        seconds=float(replay(graph, measured.work).mean()),
+        ideal_seconds=ideal_seconds,
+        by_type=by_type,
+        by_stage=by_stage,
+        by_dp=by_dp,
+        by_rank=dict(sorted(by_rank.items())),
+    )

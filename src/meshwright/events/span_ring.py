@@ -40,11 +40,21 @@ CLOSE_SECONDS = 2.0
 
 RECORD = np.dtype(
     [
-        ("start_ns", "<i8"), ("duration_ns", "<i8"), ("amount", "<i8"), ("step", "<u4"), ("action", "<i4"),
-        ("stage", "<i2"), ("micro_batch", "<i2"), ("unit", "<i2"), ("peer", "<i2"), ("count", "<u2"), ("phase", "u1"),
-        ("reserved", "u1"), ("check", "<u4"),
+        ("start_ns", "<i8"),
+        ("duration_ns", "<i8"),
+        ("amount", "<i8"),
+        ("step", "<u4"),
+        ("action", "<i4"),
+        ("stage", "<i2"),
+        ("micro_batch", "<i2"),
+        ("unit", "<i2"),
+        ("peer", "<i2"),
+        ("count", "<u2"),
+        ("phase", "u1"),
+        ("reserved", "u1"),
+        ("check", "<u4"),
     ]
-)  # fmt: skip
+)
 """A record: the fields of `events.span.SpanRecord`, `phase` as an index into `SPAN_PHASES`, and a checksum."""
 _PACK = struct.Struct("<qqqIihhhhHBBI")
 _INDICES = struct.Struct("<QQQ")

@@ -55,9 +55,18 @@ def fused_add_copies_rms_norm(
 
 @triton.jit
 def _add_copies_rms_norm(
-    x, copies, shared, weight, total, normed, eps, COPIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    x,
+    copies,
+    shared,
+    weight,
+    total,
+    normed,
+    eps,
+    COPIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, offset = column < WIDTH, token * WIDTH + column
     factor = tl.load(weight + column, mask=inside, other=0.0)

@@ -115,11 +115,39 @@ def _store_halves(target, first, second, half: tl.constexpr, used, scale, SCALED
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_write(
-    q, k, v, cosines, sines, positions, cache, slots, out, rotated_keys, scales, q_norm, k_norm, eps, q_stride, k_stride, v_stride,
-    block_stride, value_stride, head_stride, QUERY_PARTS: tl.constexpr, KEY_PARTS: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    ROTARY: tl.constexpr, KEEP_KEYS: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
-) -> None:  # fmt: skip
+    q,
+    k,
+    v,
+    cosines,
+    sines,
+    positions,
+    cache,
+    slots,
+    out,
+    rotated_keys,
+    scales,
+    q_norm,
+    k_norm,
+    eps,
+    q_stride,
+    k_stride,
+    v_stride,
+    block_stride,
+    value_stride,
+    head_stride,
+    QUERY_PARTS: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROTARY: tl.constexpr,
+    KEEP_KEYS: tl.constexpr,
+    SCALED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
     await_previous(DEPENDENT)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2

@@ -175,11 +175,31 @@ def _parts(x: Operand) -> tuple[Tensor, Tensor | None]:
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    x, weight, bias, chosen, weights, places, partial, arrivals, tokens, hidden, experts, scale, COPIES: tl.constexpr,
-    SLOTS: tl.constexpr, NORMALISED: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
-    PADDED_GROUPS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    INNER: tl.constexpr, DEPENDENT: tl.constexpr,
-) -> None:  # fmt: skip
+    x,
+    weight,
+    bias,
+    chosen,
+    weights,
+    places,
+    partial,
+    arrivals,
+    tokens,
+    hidden,
+    experts,
+    scale,
+    COPIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    INNER: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
     split, part = tl.program_id(0), tl.program_id(1)
     row, expert, slot = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     inner = split * INNER + tl.arange(0, INNER)
@@ -236,9 +256,16 @@ def _route(
 
 @triton.jit
 def _pick(
-    keys, scores, free, WIDE: tl.constexpr, GATHER: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
+    keys,
+    scores,
+    free,
+    WIDE: tl.constexpr,
+    GATHER: tl.constexpr,
+    COPIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tuple:
     """`router_triton.pick_copies` with one reduction for each copy, of an integer made of a key and an expert's number.
 
     The integer has 64 bits if WIDE, or 32 with the upper 16 bits of a key, which are all of bf16. Without GATHER keys are
@@ -277,9 +304,16 @@ def _pick(
 
 @triton.jit
 def _in_best_groups(
-    keys, group, free, two: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    keys,
+    group,
+    free,
+    two: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
     """Whether each expert `(ROWS, BLOCK)` is in one of the KEPT best groups of its token.
 
     A group's score is its highest key, or with `two` the sum of its two highest.
@@ -305,11 +339,30 @@ def _in_best_groups(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _copies_product(
-    x, weight, x_scale, weight_scale, chosen, gates, places, out, tokens, columns, inner, COPIES: tl.constexpr,
-    BY_COPY: tl.constexpr, DIRECT: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    INNER: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, SUM: tl.constexpr, IMPRECISE: tl.constexpr,
+    x,
+    weight,
+    x_scale,
+    weight_scale,
+    chosen,
+    gates,
+    places,
+    out,
+    tokens,
+    columns,
+    inner,
+    COPIES: tl.constexpr,
+    BY_COPY: tl.constexpr,
+    DIRECT: tl.constexpr,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INNER: tl.constexpr,
+    EVEN: tl.constexpr,
+    GATED: tl.constexpr,
+    SUM: tl.constexpr,
+    IMPRECISE: tl.constexpr,
     DEPENDENT: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """A tile of outputs of one expert for all copies that it computes.
 
     With BY_COPY there is a program for each copy, and that of an expert's first copy computes all. With DIRECT rows are tokens.
@@ -344,26 +397,69 @@ def _copies_product(
                 same = used[None, :] & (rank[None, :] == row[:, None])
                 copy, row_used = tl.sum(tl.where(same, (lane * COPIES + place)[None, :], 0), 1), row < count
             _multiply_rows(
-                x, weight, x_scale, weight_scale, gates, out, matrix, copy, row_used, columns, inner, COPIES, COLUMNS,
-                ROWS, INNER, EVEN, GATED, SUM, IMPRECISE,
-            )  # fmt: skip
+                x,
+                weight,
+                x_scale,
+                weight_scale,
+                gates,
+                out,
+                matrix,
+                copy,
+                row_used,
+                columns,
+                inner,
+                COPIES,
+                COLUMNS,
+                ROWS,
+                INNER,
+                EVEN,
+                GATED,
+                SUM,
+                IMPRECISE,
+            )
 
 
 @triton.jit
 def _multiply_rows(
-    x, weight, x_scale, weight_scale, gates, out, matrix, copy, used, columns, inner, COPIES: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    SUM: tl.constexpr, IMPRECISE: tl.constexpr,
-) -> None:  # fmt: skip
+    x,
+    weight,
+    x_scale,
+    weight_scale,
+    gates,
+    out,
+    matrix,
+    copy,
+    used,
+    columns,
+    inner,
+    COPIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INNER: tl.constexpr,
+    EVEN: tl.constexpr,
+    GATED: tl.constexpr,
+    SUM: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+) -> None:
     """Store a tile of outputs of the copies `(ROWS,)` that are `used`, by the rows `matrix` of all weights."""
     dtype = out.dtype.element_ty
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     source = copy // COPIES if GATED else copy
     matrix_rows: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     sums = sum_tiles(
-        x + source.to(tl.int64) * inner, weight + matrix * inner, 0, tl.cdiv(inner, INNER), used, inner, matrix_rows,
-        ROWS, INNER, EVEN, IMPRECISE, SUM,
-    )  # fmt: skip
+        x + source.to(tl.int64) * inner,
+        weight + matrix * inner,
+        0,
+        tl.cdiv(inner, INNER),
+        used,
+        inner,
+        matrix_rows,
+        ROWS,
+        INNER,
+        EVEN,
+        IMPRECISE,
+        SUM,
+    )
     if x_scale is not None:
         factor = tl.load(x_scale + source, mask=used, other=0.0)
         if not GATED:  # the scale of a row times its weight is the scale of the weighted row

@@ -143,9 +143,17 @@ def _backward_graph(
     ]
     q, k, v, out, grad = inputs
     results = graph.sdpa_backward(
-        name="gradients", q=q, k=k, v=v, o=out, dO=grad, stats=logsumexp, attn_scale=kinds[0][0][-1] ** -0.5,
-        use_causal_mask=causal, use_deterministic_algorithm=True,
-    )  # fmt: skip
+        name="gradients",
+        q=q,
+        k=k,
+        v=v,
+        o=out,
+        dO=grad,
+        stats=logsumexp,
+        attn_scale=kinds[0][0][-1] ** -0.5,
+        use_causal_mask=causal,
+        use_deterministic_algorithm=True,
+    )
     for result, (shape, stride) in zip(results, kinds[6:], strict=True):
         result.set_output(True).set_dim(list(shape)).set_stride(list(stride)).set_data_type(narrow)
     graph.validate()

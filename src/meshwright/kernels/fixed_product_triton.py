@@ -113,9 +113,19 @@ def _arrivals(device: torch.device) -> Tensor:
 
 @triton.jit
 def sum_tiles(
-    x, weight, begin, end, token_used, inner, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr,
-    EVEN: tl.constexpr, IMPRECISE: tl.constexpr, SUM: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    x,
+    weight,
+    begin,
+    end,
+    token_used,
+    inner,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INNER: tl.constexpr,
+    EVEN: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+    SUM: tl.constexpr,
+) -> tl.tensor:
     """Products `(COLUMNS, TOKENS)` in SUM of the tiles `begin` to end - 1; x and weight point to the rows of the operands."""
     sums = tl.zeros([COLUMNS, TOKENS], SUM)
     step = tl.arange(0, INNER)
@@ -152,10 +162,29 @@ def store_product(
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _product(
-    x, weight, x_scale, weight_scale, bias, out, partial, arrivals, tokens, columns, inner, splits, COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr, IMPRECISE: tl.constexpr, SUM: tl.constexpr,
-    ACROSS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
-) -> None:  # fmt: skip
+    x,
+    weight,
+    x_scale,
+    weight_scale,
+    bias,
+    out,
+    partial,
+    arrivals,
+    tokens,
+    columns,
+    inner,
+    splits,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INNER: tl.constexpr,
+    EVEN: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+    SUM: tl.constexpr,
+    ACROSS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
     number, column_tiles, token_tiles = tl.program_id(0), tl.cdiv(columns, COLUMNS), tl.cdiv(tokens, TOKENS)
     first_tile = number // (GROUP * column_tiles) * GROUP
     group = tl.minimum(token_tiles - first_tile, GROUP)

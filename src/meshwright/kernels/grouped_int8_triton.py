@@ -74,9 +74,21 @@ def _find_rows(
 
 @triton.jit
 def _grouped_product(
-    x, matrices, x_scale, scales, offsets, out, columns, inner, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr,
-) -> None:  # fmt: skip
+    x,
+    matrices,
+    x_scale,
+    scales,
+    offsets,
+    out,
+    columns,
+    inner,
+    GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INNER: tl.constexpr,
+    EVEN: tl.constexpr,
+) -> None:
     group, first, end = _find_rows(offsets, tl.program_id(0), TOKENS, GROUPS, PADDED_GROUPS)
     if group < GROUPS:
         token = first + tl.arange(0, TOKENS)

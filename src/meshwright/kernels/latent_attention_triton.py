@@ -145,9 +145,17 @@ def _shape(q: Tensor, q_rotated: Tensor, cache_layer: Tensor, launch: Launch) ->
 
 @triton.jit
 def _load_columns(
-    base, blocks, start, length, block_stride, BLOCK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    SIZE: tl.constexpr, DIMS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    base,
+    blocks,
+    start,
+    length,
+    block_stride,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+) -> tl.tensor:
     """SIZE columns from `base` on of the tokens `start` to start + TILE - 1, `(TILE, DIMS)`; 0 from token `length` on."""
     token, dim = tl.arange(0, TILE), tl.arange(0, DIMS)
     if BLOCK % TILE == 0:
@@ -169,10 +177,24 @@ def _load_queries(q, offsets, used, SIZE: tl.constexpr, DIMS: tl.constexpr, SCAL
 
 @triton.jit
 def _attend(
-    queries, rotary, cache, table, begin, end, position, length, block_stride, scale, RANK: tl.constexpr,
-    DIMS: tl.constexpr, ROTATED: tl.constexpr, ROTARY_DIMS: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
+    queries,
+    rotary,
+    cache,
+    table,
+    begin,
+    end,
+    position,
+    length,
+    block_stride,
+    scale,
+    RANK: tl.constexpr,
+    DIMS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ROTARY_DIMS: tl.constexpr,
+    TILE: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Mean of the latents of the tiles `begin` to end - 1, weighted by scores; the highest scores, and sums of weights.
 
     The mean is 0 for queries at a `position` before all of these tokens.
@@ -209,11 +231,31 @@ def _attend(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "lengths"])
 def _decode(
-    q, q_rotated, cache, tables, lengths, out, logarithms, scale, q_stride, q_head_stride, rotary_stride,
-    rotary_head_stride, table_stride, block_stride, HEADS: tl.constexpr, RANK: tl.constexpr, DIMS: tl.constexpr,
-    ROTATED: tl.constexpr, ROTARY_DIMS: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, SPLIT: tl.constexpr,
-) -> None:  # fmt: skip
+    q,
+    q_rotated,
+    cache,
+    tables,
+    lengths,
+    out,
+    logarithms,
+    scale,
+    q_stride,
+    q_head_stride,
+    rotary_stride,
+    rotary_head_stride,
+    table_stride,
+    block_stride,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    DIMS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ROTARY_DIMS: tl.constexpr,
+    TILE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
     part, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, dim = tl.num_programs(1), tl.arange(0, DIMS)
     head = part * PAIRS + tl.arange(0, PAIRS)
@@ -226,9 +268,24 @@ def _decode(
     rotary = _load_queries(q_rotated, rotary_offsets, used, ROTATED, ROTARY_DIMS, SCALED)
     table, position = tables + long_sequence * table_stride, tl.full([PAIRS], 0, tl.int32) + length - 1
     mean, highest, total = _attend(
-        queries, rotary, cache, table, begin, end, position, length, block_stride, scale, RANK, DIMS, ROTATED,
-        ROTARY_DIMS, TILE, PAIRS, BLOCK,
-    )  # fmt: skip
+        queries,
+        rotary,
+        cache,
+        table,
+        begin,
+        end,
+        position,
+        length,
+        block_stride,
+        scale,
+        RANK,
+        DIMS,
+        ROTATED,
+        ROTARY_DIMS,
+        TILE,
+        PAIRS,
+        BLOCK,
+    )
     target = long_sequence * HEADS + head
     if SPLIT:
         target = (long_sequence * splits + split) * HEADS + head
@@ -245,11 +302,33 @@ def _decode(
     do_not_specialize=["sequences", "table_stride"], do_not_specialize_on_alignment=["tables", "lengths", "starts"]
 )
 def _chunks(
-    q, q_rotated, cache, tables, lengths, starts, out, scale, sequences, q_stride, q_head_stride, rotary_stride,
-    rotary_head_stride, table_stride, block_stride, HEADS: tl.constexpr, RANK: tl.constexpr, DIMS: tl.constexpr,
-    ROTATED: tl.constexpr, ROTARY_DIMS: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, SEQUENCES: tl.constexpr, GROUP: tl.constexpr,
-) -> None:  # fmt: skip
+    q,
+    q_rotated,
+    cache,
+    tables,
+    lengths,
+    starts,
+    out,
+    scale,
+    sequences,
+    q_stride,
+    q_head_stride,
+    rotary_stride,
+    rotary_head_stride,
+    table_stride,
+    block_stride,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    DIMS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ROTARY_DIMS: tl.constexpr,
+    TILE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
     part: tl.constexpr = PAIRS // GROUP
     # The last queries of a prompt see the most tokens, so their programs start first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -267,8 +346,23 @@ def _chunks(
     table, position = tables + sequence.to(tl.int64) * table_stride, length - count + query
     last = length - count + tl.minimum(first + part, count) - 1
     mean, _, _ = _attend(
-        queries, rotary, cache, table, 0, (last + TILE) // TILE, position, length, block_stride, scale, RANK, DIMS,
-        ROTATED, ROTARY_DIMS, TILE, PAIRS, BLOCK,
-    )  # fmt: skip
+        queries,
+        rotary,
+        cache,
+        table,
+        0,
+        (last + TILE) // TILE,
+        position,
+        length,
+        block_stride,
+        scale,
+        RANK,
+        DIMS,
+        ROTATED,
+        ROTARY_DIMS,
+        TILE,
+        PAIRS,
+        BLOCK,
+    )
     target = (source * HEADS + head)[:, None] * RANK + dim[None, :]
     tl.store(out + target, mean.to(out.dtype.element_ty), mask=used[:, None] & (dim < RANK)[None, :])

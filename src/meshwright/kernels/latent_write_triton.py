@@ -76,10 +76,31 @@ def _store_limited(target, x, used, SCALED: tl.constexpr) -> None:
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_write(
-    q, key, latent, cosines, sines, positions, cache, slots, out, rotated_key, q_stride, head_stride, key_stride,
-    latent_stride, block_stride, PARTS: tl.constexpr, HEADS: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr,
-    RANK: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
-) -> None:  # fmt: skip
+    q,
+    key,
+    latent,
+    cosines,
+    sines,
+    positions,
+    cache,
+    slots,
+    out,
+    rotated_key,
+    q_stride,
+    head_stride,
+    key_stride,
+    latent_stride,
+    block_stride,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    RANK: tl.constexpr,
+    DIMS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> None:
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = ROTATED // 2
     pair = tl.arange(0, PAIRS)

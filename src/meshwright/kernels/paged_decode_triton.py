@@ -132,9 +132,18 @@ def tile_blocks(table, start, low, end, BLOCK: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit
 def load_tile(
-    base, blocks, start, low, end, block_stride, BLOCK: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, MASKED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    base,
+    blocks,
+    start,
+    low,
+    end,
+    block_stride,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
     """The tokens `start` to start + TILE - 1 of keys or values, `(TILE, DIMS)`; with MASKED, tokens outside [low, end) are 0.
 
     `base` points to the keys or values of the head in block 0.
@@ -169,11 +178,31 @@ def split_tiles(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "lengths"])
 def _decode(
-    q, cache, tables, lengths, scales, out, logarithms, scale, q_stride, table_stride, block_stride, value_stride,
-    head_stride, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
-    SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
-) -> None:  # fmt: skip
+    q,
+    cache,
+    tables,
+    lengths,
+    scales,
+    out,
+    logarithms,
+    scale,
+    q_stride,
+    table_stride,
+    block_stride,
+    value_stride,
+    head_stride,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
     await_previous(DEPENDENT)
     head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, splits = tl.num_programs(0), tl.num_programs(1)
@@ -232,9 +261,20 @@ def _decode(
 
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths"])
 def combine_splits(
-    partial, logarithms, lengths, out, splits, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
-) -> None:  # fmt: skip
+    partial,
+    logarithms,
+    lengths,
+    out,
+    splits,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
     """The sum of the splits' results, weighted by the sums of their exponentials, of one query head."""
     await_previous(DEPENDENT)
     row, head, sequence, heads = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)

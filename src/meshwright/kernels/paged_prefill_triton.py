@@ -93,10 +93,27 @@ def find_chunk(
 
 @triton.jit
 def _attend(
-    sums, highest, total, queries, begin, end, position, low, length, keys_begin, value_stride, table, block_stride,
-    scale, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    sums,
+    highest,
+    total,
+    queries,
+    begin,
+    end,
+    position,
+    low,
+    length,
+    keys_begin,
+    value_stride,
+    table,
+    block_stride,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add the tiles `begin` to end - 1; with MASKED, some of their tokens are not visible to some of the queries."""
     token = tl.arange(0, TILE)
     blocks = tile_blocks(table, begin * TILE, low, length, BLOCK, TILE)
@@ -129,11 +146,30 @@ def _attend(
     do_not_specialize=["sequences", "table_stride"], do_not_specialize_on_alignment=["tables", "lengths", "starts"]
 )
 def _prefill(
-    q, cache, tables, lengths, starts, scales, out, scale, sequences, q_stride, table_stride, block_stride,
-    value_stride, head_stride, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    q,
+    cache,
+    tables,
+    lengths,
+    starts,
+    scales,
+    out,
+    scale,
+    sequences,
+    q_stride,
+    table_stride,
+    block_stride,
+    value_stride,
+    head_stride,
+    SEQUENCES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     head, heads = tl.program_id(0), tl.num_programs(0)
     part: tl.constexpr = PAIRS // GROUP
     # The last queries of a prompt see the most tokens, so their programs start first.
@@ -166,19 +202,73 @@ def _prefill(
         begin = low // TILE
         full_begin = tl.maximum(tl.minimum((tl.maximum(last - WINDOW + 1, 0) + TILE - 1) // TILE, full_end), begin)
         sums, highest, total = _attend(
-            sums, highest, total, queries, begin, full_begin, position, low, length, keys_begin, value_stride,
-            table, block_stride, scale, HEAD_DIM, DIMS, WINDOW, TILE, BLOCK, True,
-        )  # fmt: skip
+            sums,
+            highest,
+            total,
+            queries,
+            begin,
+            full_begin,
+            position,
+            low,
+            length,
+            keys_begin,
+            value_stride,
+            table,
+            block_stride,
+            scale,
+            HEAD_DIM,
+            DIMS,
+            WINDOW,
+            TILE,
+            BLOCK,
+            True,
+        )
         begin = full_begin
         full_end = tl.maximum(full_end, begin)
     sums, highest, total = _attend(
-        sums, highest, total, queries, begin, full_end, position, low, length, keys_begin, value_stride, table,
-        block_stride, scale, HEAD_DIM, DIMS, WINDOW, TILE, BLOCK, False,
-    )  # fmt: skip
+        sums,
+        highest,
+        total,
+        queries,
+        begin,
+        full_end,
+        position,
+        low,
+        length,
+        keys_begin,
+        value_stride,
+        table,
+        block_stride,
+        scale,
+        HEAD_DIM,
+        DIMS,
+        WINDOW,
+        TILE,
+        BLOCK,
+        False,
+    )
     sums, highest, total = _attend(
-        sums, highest, total, queries, full_end, end, position, low, length, keys_begin, value_stride, table,
-        block_stride, scale, HEAD_DIM, DIMS, WINDOW, TILE, BLOCK, True,
-    )  # fmt: skip
+        sums,
+        highest,
+        total,
+        queries,
+        full_end,
+        end,
+        position,
+        low,
+        length,
+        keys_begin,
+        value_stride,
+        table,
+        block_stride,
+        scale,
+        HEAD_DIM,
+        DIMS,
+        WINDOW,
+        TILE,
+        BLOCK,
+        True,
+    )
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     if SCALED:
         sums = sums * tl.load(scales + heads + head)

@@ -51,9 +51,22 @@ def pick(
     chosen = torch.empty_like(weights, dtype=torch.int64)
     if weights.numel():
         _choose[(triton.cdiv(seq, tokens), batch)](
-            logits, bias, weights, chosen, sums, counts, seq, experts, scale, copies, triton.next_power_of_2(copies), normalised,
-            tokens, block, num_warps=4,
-        )  # fmt: skip
+            logits,
+            bias,
+            weights,
+            chosen,
+            sums,
+            counts,
+            seq,
+            experts,
+            scale,
+            copies,
+            triton.next_power_of_2(copies),
+            normalised,
+            tokens,
+            block,
+            num_warps=4,
+        )
     return weights, chosen
 
 
@@ -72,9 +85,21 @@ def choice_gradient(
     out = torch.empty_like(logits)
     if out.numel():
         _choose_backward[(triton.cdiv(seq, tokens), batch)](
-            weights_grad.contiguous(), sums_grad.contiguous(), logits, chosen, out, seq, experts, scale, chosen.shape[2], sigmoid,
-            normalised, tokens, block, num_warps=4,
-        )  # fmt: skip
+            weights_grad.contiguous(),
+            sums_grad.contiguous(),
+            logits,
+            chosen,
+            out,
+            seq,
+            experts,
+            scale,
+            chosen.shape[2],
+            sigmoid,
+            normalised,
+            tokens,
+            block,
+            num_warps=4,
+        )
     return out
 
 
@@ -93,7 +118,7 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
     _scan[(experts,)](counts, before, totals, parts, experts, SCAN_BLOCK, num_warps=4)
     _order[(parts,)](
         chosen, before, totals, order, positions, offsets, count, experts, copies, tokens, block, num_warps=8
-    )  # fmt: skip
+    )
     return order, positions, offsets
 
 
@@ -115,9 +140,21 @@ def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _choose(
-    logits, bias, weights, chosen, sums, counts, seq, experts, scale, copies: tl.constexpr, slots: tl.constexpr,
-    normalised: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr,
-) -> None:  # fmt: skip
+    logits,
+    bias,
+    weights,
+    chosen,
+    sums,
+    counts,
+    seq,
+    experts,
+    scale,
+    copies: tl.constexpr,
+    slots: tl.constexpr,
+    normalised: tl.constexpr,
+    tokens: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
     sequence, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     token, expert, slot = part * tokens + tl.arange(0, tokens), tl.arange(0, block), tl.arange(0, slots)
     exists, is_expert = (token < seq)[:, None], (expert < experts)[None, :]
@@ -141,9 +178,20 @@ def _choose(
 
 @triton.jit
 def _choose_backward(
-    weights_grad, sums_grad, logits, chosen, out, seq, experts, scale, copies: tl.constexpr, sigmoid: tl.constexpr,
-    normalised: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr,
-) -> None:  # fmt: skip
+    weights_grad,
+    sums_grad,
+    logits,
+    chosen,
+    out,
+    seq,
+    experts,
+    scale,
+    copies: tl.constexpr,
+    sigmoid: tl.constexpr,
+    normalised: tl.constexpr,
+    tokens: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
     sequence = tl.program_id(1).to(tl.int64)
     token, expert = tl.program_id(0) * tokens + tl.arange(0, tokens), tl.arange(0, block)
     exists, is_expert = token < seq, (expert < experts)[None, :]

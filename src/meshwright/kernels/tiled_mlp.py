@@ -31,9 +31,16 @@ def tiled_mlp(x: Tensor, first: Linear, second: Linear, tile: int, *, gated: boo
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, first: Tensor, first_bias: Tensor | None, second: Tensor, second_bias: Tensor | None,
-        tile: int, gated: bool, plain: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        first: Tensor,
+        first_bias: Tensor | None,
+        second: Tensor,
+        second_bias: Tensor | None,
+        tile: int,
+        gated: bool,
+        plain: bool,
+    ) -> Tensor:
         ctx.save_for_backward(x, first, first_bias, second, second_bias)
         ctx.options = tile, gated, plain
         return tiled_forward(x, first, first_bias, second, second_bias, tile, gated, plain)
@@ -56,9 +63,15 @@ class _Tiled(torch.autograd.Function):
 
 @torch.library.custom_op("meshwright::tiled_mlp", mutates_args=())
 def tiled_forward(
-    x: Tensor, first: Tensor, first_bias: Tensor | None, second: Tensor, second_bias: Tensor | None,
-    tile: int, gated: bool, plain: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    second: Tensor,
+    second_bias: Tensor | None,
+    tile: int,
+    gated: bool,
+    plain: bool,
+) -> Tensor:
     """The output, shaped like x."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for tokens, part in _tiles(x, tile):
@@ -69,9 +82,15 @@ def tiled_forward(
 
 @tiled_forward.register_fake
 def _(
-    x: Tensor, first: Tensor, first_bias: Tensor | None, second: Tensor, second_bias: Tensor | None,
-    tile: int, gated: bool, plain: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    second: Tensor,
+    second_bias: Tensor | None,
+    tile: int,
+    gated: bool,
+    plain: bool,
+) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -33,9 +33,16 @@ def signal(peers: Tensor, rank: int, number: int, flags: int, load: Tensor | Non
     """
     experts = 0 if load is None else load.shape[0]
     _signal[(peers.shape[0],)](
-        peers, peers if load is None else load, rank, number, flags, counts,
-        EXPERTS=experts, BLOCK=triton.next_power_of_2(max(experts, 1)), num_warps=1,
-    )  # fmt: skip
+        peers,
+        peers if load is None else load,
+        rank,
+        number,
+        flags,
+        counts,
+        EXPERTS=experts,
+        BLOCK=triton.next_power_of_2(max(experts, 1)),
+        num_warps=1,
+    )
 
 
 def wait(flags: Tensor, number: int) -> None:
@@ -60,19 +67,36 @@ def route(
     offsets = torch.empty(local, dtype=torch.int32, device=device)
     totals = torch.empty(3, dtype=torch.int32, device=device)
     _route[(1,)](
-        counts, segments, offsets, totals, exceeded, rank, bound,
-        RANKS=ranks, LOCAL=local, RANK_BLOCK=triton.next_power_of_2(ranks), LOCAL_BLOCK=triton.next_power_of_2(local),
+        counts,
+        segments,
+        offsets,
+        totals,
+        exceeded,
+        rank,
+        bound,
+        RANKS=ranks,
+        LOCAL=local,
+        RANK_BLOCK=triton.next_power_of_2(ranks),
+        LOCAL_BLOCK=triton.next_power_of_2(local),
         num_warps=8,
-    )  # fmt: skip
+    )
     sent, returned = (torch.empty(size, dtype=torch.int64, device=device) for size in (row_count, bound))
     block = triton.next_power_of_2(experts)
     search = max(16, SEARCHED // block)
     for back, (targets, limit) in enumerate(((sent, bound), (returned, 2**31 - 1))):
         if targets.numel():
             _targets[(triton.cdiv(targets.numel(), search),)](
-                segments[back], targets, targets.numel(), limit,
-                RANKS=ranks, LOCAL=local, BACK=bool(back), SEARCH=search, BLOCK=block, num_warps=4,
-            )  # fmt: skip
+                segments[back],
+                targets,
+                targets.numel(),
+                limit,
+                RANKS=ranks,
+                LOCAL=local,
+                BACK=bool(back),
+                SEARCH=search,
+                BLOCK=block,
+                num_warps=4,
+            )
     return offsets, sent, returned, totals
 
 
@@ -93,10 +117,17 @@ def write_rows(
     activations, width = activations.contiguous(), activations.shape[1]
     if activations.numel():
         _write_rows[_programs(activations)](
-            activations, targets, count, peers, first, scales or 0,
-            WIDTH=width, BYTES=(activations if scales is None else torch.empty(0, dtype=fp8)).element_size(),
-            FP8=None if scales is None else _TYPES[fp8], **_launch(width),
-        )  # fmt: skip
+            activations,
+            targets,
+            count,
+            peers,
+            first,
+            scales or 0,
+            WIDTH=width,
+            BYTES=(activations if scales is None else torch.empty(0, dtype=fp8)).element_size(),
+            FP8=None if scales is None else _TYPES[fp8],
+            **_launch(width),
+        )
 
 
 def read_rows(received: Tensor, out: Tensor, totals: Tensor, back: bool, scales: Tensor | None = None) -> None:
@@ -107,9 +138,16 @@ def read_rows(received: Tensor, out: Tensor, totals: Tensor, back: bool, scales:
     """
     if out.numel():
         _read_rows[_programs(out)](
-            received, out, totals, received if scales is None else scales, out.shape[0],
-            WIDTH=out.shape[1], BACK=back, SCALED=scales is not None, **_launch(out.shape[1]),
-        )  # fmt: skip
+            received,
+            out,
+            totals,
+            received if scales is None else scales,
+            out.shape[0],
+            WIDTH=out.shape[1],
+            BACK=back,
+            SCALED=scales is not None,
+            **_launch(out.shape[1]),
+        )
 
 
 _TYPES = {E4M3: tl.float8e4nv, torch.float32: tl.float32}
@@ -150,9 +188,18 @@ def _wait(flags, number) -> None:
 
 @triton.jit(do_not_specialize=["rank", "bound"])
 def _route(
-    counts, segments, offsets, totals, exceeded, rank, bound,
-    RANKS: tl.constexpr, LOCAL: tl.constexpr, RANK_BLOCK: tl.constexpr, LOCAL_BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    counts,
+    segments,
+    offsets,
+    totals,
+    exceeded,
+    rank,
+    bound,
+    RANKS: tl.constexpr,
+    LOCAL: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    LOCAL_BLOCK: tl.constexpr,
+) -> None:
     """Segments `(2, 2, experts)`: by way, the ends of consecutive rows with one target, and target minus row.
 
     On the way out a segment has the rows of an expert, on the way back those of an expert and a source rank.
@@ -196,9 +243,16 @@ def _route(
 
 @triton.jit(do_not_specialize=["limit"])
 def _targets(
-    segments, targets, row_count, limit,
-    RANKS: tl.constexpr, LOCAL: tl.constexpr, BACK: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    segments,
+    targets,
+    row_count,
+    limit,
+    RANKS: tl.constexpr,
+    LOCAL: tl.constexpr,
+    BACK: tl.constexpr,
+    SEARCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     EXPERTS: tl.constexpr = RANKS * LOCAL
     index = tl.program_id(0) * SEARCH + tl.arange(0, SEARCH)
     number = tl.arange(0, BLOCK)
@@ -213,9 +267,17 @@ def _targets(
 
 @triton.jit(do_not_specialize=["first", "scales"])
 def _write_rows(
-    activations, targets, count, peers, first, scales,
-    WIDTH: tl.constexpr, BYTES: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    activations,
+    targets,
+    count,
+    peers,
+    first,
+    scales,
+    WIDTH: tl.constexpr,
+    BYTES: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     index, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < WIDTH
     end = tl.load(count)
@@ -237,9 +299,16 @@ def _write_rows(
 
 @triton.jit(do_not_specialize=["row_count"])
 def _read_rows(
-    received, out, totals, scales, row_count,
-    WIDTH: tl.constexpr, BACK: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    received,
+    out,
+    totals,
+    scales,
+    row_count,
+    WIDTH: tl.constexpr,
+    BACK: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     index, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < WIDTH
     end = row_count if BACK else tl.load(totals + 1)

@@ -141,9 +141,14 @@ def _spy(pid: int) -> subprocess.Popen[str] | None:
         return None
     with suppress(OSError):
         return subprocess.Popen(
-            [*PYSPY, str(pid)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            encoding="utf-8", errors="replace", env=without_secrets(),
-        )  # fmt: skip
+            [*PYSPY, str(pid)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            env=without_secrets(),
+        )
     return None
 
 

@@ -127,10 +127,14 @@ def run_coordinator(
         if prepared is not None:
             announce(prepared)
         coordinator = Coordinator(
-            folder, rules_of(run), run.cluster.gpus_per_node,
+            folder,
+            rules_of(run),
+            run.cluster.gpus_per_node,
             partial(write_attempt, prepared or partial(prepare_run, run, runs, profile=None, note=note)),
-            state=state, finished=finished, hang_seconds=hang_seconds(run),
-        )  # fmt: skip
+            state=state,
+            finished=finished,
+            hang_seconds=hang_seconds(run),
+        )
         handlers["POST /report"] = lambda value: to_plain(coordinator.receive(checked_report(value)))
         handlers["GET /state"] = lambda _: to_plain(coordinator.state)
         progress = ProgressFile(folder, coordinator.progress)

@@ -68,12 +68,19 @@ def statuses(ranks: Sequence[RankState], hosts: Mapping[int, str], seconds: Mapp
     """Return the state of the ranks that have begun, as input of `diagnosis.culprit`."""
     return [
         RankStatus(
-            rank.rank, hosts[rank.rank], rank.progress.phase, rank.progress.step, max(0, rank.progress.action),
-            seconds.get(rank.rank, 0.0), rank.stopped and rank.code is None, rank.failed, rank.pending,
+            rank.rank,
+            hosts[rank.rank],
+            rank.progress.phase,
+            rank.progress.step,
+            max(0, rank.progress.action),
+            seconds.get(rank.rank, 0.0),
+            rank.stopped and rank.code is None,
+            rank.failed,
+            rank.pending,
         )
         for rank in ranks
         if rank.progress is not None
-    ]  # fmt: skip
+    ]
 
 
 def culprit_of_hang(job: JobSchedule | None, ranks: Sequence[RankStatus]) -> Culprit | None:

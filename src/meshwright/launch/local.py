@@ -438,8 +438,14 @@ def _start(
         command = [sys.executable, "-m", module, *arguments]
         with _output(rank, logs) as output:
             process = subprocess.Popen(
-                command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.PIPE, stdout=output, stderr=output
-            )  # fmt: skip
+                command,
+                env=env,
+                pass_fds=passed,
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+            )
     except BaseException:
         os.close(reading)
         raise

@@ -99,9 +99,15 @@ def _query(field: str) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
-            timeout=NVIDIA_SMI_SECONDS, check=False, env=without_secrets(),
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=NVIDIA_SMI_SECONDS,
+            check=False,
+            env=without_secrets(),
+        )
     except subprocess.TimeoutExpired:
         raise OutOfResources(
             f"nvidia-smi gave no answer in {NVIDIA_SMI_SECONDS:g} s: a GPU of this host or its driver hangs; see `dmesg`, or "

@@ -68,10 +68,12 @@ class MetricsEndpoint:
         return [
             Metric("meshwright_rank_step", "gauge", "Step on which a rank of this host works.", step),
             Metric(
-                "meshwright_rank_phase_age_seconds", "gauge",
-                "Time since a rank of this host began its step or phase.", ages,
+                "meshwright_rank_phase_age_seconds",
+                "gauge",
+                "Time since a rank of this host began its step or phase.",
+                ages,
             ),
-        ]  # fmt: skip
+        ]
 
 
 def run_metrics(run: str, figures: RunFigures) -> list[Metric]:
@@ -88,7 +90,7 @@ def run_metrics(run: str, figures: RunFigures) -> list[Metric]:
         ("incidents_total", "counter", "Failures of the run.", figures.incidents),
         ("restarts_total", "counter", "Restarts of all ranks after failures.", figures.restarts),
         ("checkpoint_step", "gauge", "Step of the newest committed checkpoint.", figures.checkpoint_step),
-    ]  # fmt: skip
+    ]
     return [
         Metric(f"meshwright_{name}", metric_type, text, [({"run": run}, None if value is None else float(value))])
         for name, metric_type, text, value in values

@@ -122,7 +122,10 @@ def _to_columns(progress: JobProgress) -> dict[str, Any]:
     places = {host: place for place, host in enumerate(hosts)}
     ranks = progress.ranks
     return {
-        "time": time.time(), "job": progress.job, "attempt": progress.attempt, "status": progress.status,
+        "time": time.time(),
+        "job": progress.job,
+        "attempt": progress.attempt,
+        "status": progress.status,
         "hosts": hosts,
         "rank": [rank.rank for rank in ranks],
         "host": [places[rank.host] for rank in ranks],
@@ -133,7 +136,7 @@ def _to_columns(progress: JobProgress) -> dict[str, Any]:
         "stopped": [rank.stopped for rank in ranks],
         "code": [rank.code for rank in ranks],
         "pending": [_wait_values(rank.pending) for rank in ranks],
-    }  # fmt: skip
+    }
 
 
 def _wait_values(wait: PendingWait | None) -> Sequence[Any] | None:
@@ -145,11 +148,18 @@ def _from_columns(data: Any) -> JobProgress:
     names = ("rank", "host", "phase", "step", "action", "seconds", "stopped", "code", "pending")
     ranks = tuple(
         RankSnapshot(
-            rank, hosts[host], phase, step, action, seconds, stopped, code,
+            rank,
+            hosts[host],
+            phase,
+            step,
+            action,
+            seconds,
+            stopped,
+            code,
             None if pending is None else PendingWait(*pending, since_ns=0),
         )
         for rank, host, phase, step, action, seconds, stopped, code, pending in zip(
             *(data[name] for name in names), strict=True
         )
-    )  # fmt: skip
+    )
     return JobProgress(data["job"], data["attempt"], data["status"], ranks, data["time"])

@@ -104,6 +104,13 @@ def _note(rank: RankSnapshot) -> str:
 
 def _status(rank: RankSnapshot) -> RankStatus:
     return RankStatus(
-        rank.rank, rank.host, rank.phase, rank.step, max(0, rank.action), rank.seconds,
-        rank.stopped and rank.code is None, rank.code is not None and rank.code != 0, rank.pending,
-    )  # fmt: skip
+        rank.rank,
+        rank.host,
+        rank.phase,
+        rank.step,
+        max(0, rank.action),
+        rank.seconds,
+        rank.stopped and rank.code is None,
+        rank.code is not None and rank.code != 0,
+        rank.pending,
+    )

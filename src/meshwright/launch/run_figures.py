@@ -85,19 +85,26 @@ class FigureReader:
         pace = metrics.recent_step_seconds
         return RunFigures(
             name=self._folder.resolve().name,
-            state=_state(job, running, step, steps), running=running, step=step, steps=steps,
+            state=_state(job, running, step, steps),
+            running=running,
+            step=step,
+            steps=steps,
             seconds_left=None if steps is None or pace is None else max(0, steps - step) * pace,
             step_seconds=pace,
-            tokens=metrics.number("tokens"), tokens_per_second=metrics.number("tokens_per_second"),
-            mfu=metrics.number("mfu"), loss=metrics.number("loss"), validation_loss=metrics.validation_loss,
+            tokens=metrics.number("tokens"),
+            tokens_per_second=metrics.number("tokens_per_second"),
+            mfu=metrics.number("mfu"),
+            loss=metrics.number("loss"),
+            validation_loss=metrics.validation_loss,
             grad_norm=metrics.number("grad_norm"),
-            wall_seconds=account.wall_seconds if account else None, goodput=account.goodput if account else None,
+            wall_seconds=account.wall_seconds if account else None,
+            goodput=account.goodput if account else None,
             checkpoint_step=_newest_checkpoint(self._folder / "checkpoints"),
             attempt=job.attempt if job else 0,
             restarts=sum(max(0, len(job.attempts) - 1) for job in self._jobs.values()),
             incidents=_newest_incident(self._folder / INCIDENTS),
             exit_code=job.code if job else None,
-        )  # fmt: skip
+        )
 
     @property
     def expert_loads(self) -> ExpertLoadTable | None:

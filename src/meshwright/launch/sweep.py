@@ -166,8 +166,12 @@ class Sweep:
             # A session of its own: Ctrl-C reaches this process alone, which passes it on.
             run.process = subprocess.Popen(
                 [*command, "--runs", str(self.folder)],
-                env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         run.devices, run.reader = devices, FigureReader(run.folder)
 
     def _has_ended(self, run: SweepRun) -> bool:

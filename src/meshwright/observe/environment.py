@@ -88,7 +88,13 @@ def _commit() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     process = subprocess.run(
-        ["git", "-C", str(folder), *arguments], stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
-        errors="replace", timeout=GIT_SECONDS, check=False, env=without_secrets(),
-    )  # fmt: skip
+        ["git", "-C", str(folder), *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=GIT_SECONDS,
+        check=False,
+        env=without_secrets(),
+    )
     return process.stdout.strip() or None if process.returncode == 0 else None

@@ -56,9 +56,18 @@ class OpenSpan:
         assert self.phase is not None
         stage, peer = (-1, -1) if self.action is None else (self.action.stage, self.action.peer)
         return SpanRecord(
-            start_ns, duration_ns, self.amount, step, self.index, stage, self.micro_batch, self.unit, peer, self.count,
+            start_ns,
+            duration_ns,
+            self.amount,
+            step,
+            self.index,
+            stage,
+            self.micro_batch,
+            self.unit,
+            peer,
+            self.count,
             self.phase,
-        )  # fmt: skip
+        )
 
     def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
         """(start, end) in seconds from `origin`; None if the device has not reached the end."""

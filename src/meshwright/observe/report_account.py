@@ -10,10 +10,22 @@ from meshwright.observe.prediction_account import WARM_UP, Account, Comparison, 
 from meshwright.observe.runfolder import RunFolder
 
 COLOURS = {
-    "compute": "c-forward", "forward": "c-forward", "forward, backward": "c-forward", "backward": "c-backward", "reduce": "c-reduce",
-    "optim": "c-optim", "norm, optimizer": "c-optim", "data": "c-data", "host": "c-host", "bubble": "c-event", "idle": "c-event",
-    "between phases": "c-event", "exposed pipeline": "k5", "exposed shard": "k3", "exposed replicate": "c-checkpoint",
-}  # fmt: skip
+    "compute": "c-forward",
+    "forward": "c-forward",
+    "forward, backward": "c-forward",
+    "backward": "c-backward",
+    "reduce": "c-reduce",
+    "optim": "c-optim",
+    "norm, optimizer": "c-optim",
+    "data": "c-data",
+    "host": "c-host",
+    "bubble": "c-event",
+    "idle": "c-event",
+    "between phases": "c-event",
+    "exposed pipeline": "k5",
+    "exposed shard": "k3",
+    "exposed replicate": "c-checkpoint",
+}
 """CSS class of each component of a part; a measured and a predicted component with the same meaning share a class."""
 OTHER_COLOUR = "c-validate"
 

@@ -19,8 +19,14 @@ from meshwright.spec.plan import Plan
 LEVELS = ((512, "h0"), (2048, "h1"), (8192, "h2"), (32_768, "h3"), (131_072, "h4"), (524_288, "h5"), (math.inf, "h6"))
 """Most tokens of a sample, with the colour class of each level."""
 LABELS = {
-    "h0": "up to 512", "h1": "to 2K", "h2": "to 8K", "h3": "to 32K", "h4": "to 128K", "h5": "to 512K", "h6": "longer",
-}  # fmt: skip
+    "h0": "up to 512",
+    "h1": "to 2K",
+    "h2": "to 8K",
+    "h3": "to 32K",
+    "h4": "to 128K",
+    "h5": "to 512K",
+    "h6": "longer",
+}
 RANKS_DRAWN = 64
 """Most ranks in the picture; of more, evenly spaced ones."""
 HEIGHT, LEAST_BAR, MOST_BAR = 384, 5, 26

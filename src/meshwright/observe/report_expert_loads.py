@@ -13,8 +13,14 @@ from meshwright.observe.runfolder import Record
 LEVELS = ((0.5, "h0"), (0.9, "h1"), (1.1, "h2"), (1.5, "h3"), (2.0, "h4"), (4.0, "h5"), (math.inf, "h6"))
 """Upper limits of the load over the layer's mean, with the colour class of each level."""
 LABELS = {
-    "h0": "under half", "h1": "under 0.9", "h2": "0.9 to 1.1", "h3": "1.1 to 1.5", "h4": "1.5 to 2", "h5": "2 to 4", "h6": "over 4",
-}  # fmt: skip
+    "h0": "under half",
+    "h1": "under 0.9",
+    "h2": "0.9 to 1.1",
+    "h3": "1.1 to 1.5",
+    "h4": "1.5 to 2",
+    "h5": "2 to 4",
+    "h6": "over 4",
+}
 HEIGHT, LEAST_CELL, MOST_CELL = 320, 4, 28
 """Most pixels of the picture's height, where its cells allow, and least and most of a cell's."""
 

@@ -8,9 +8,14 @@ from meshwright.observe import number_text
 from meshwright.observe.goodput import CATEGORIES, Goodput
 
 COLOURS = {
-    "productive": "c-forward", "saving": "c-checkpoint", "detecting": "c-validate", "restarting": "c-optim", "recomputing": "c-backward",
-    "waiting_for_data": "c-reduce", "idle": "c-event",
-}  # fmt: skip
+    "productive": "c-forward",
+    "saving": "c-checkpoint",
+    "detecting": "c-validate",
+    "restarting": "c-optim",
+    "recomputing": "c-backward",
+    "waiting_for_data": "c-reduce",
+    "idle": "c-event",
+}
 
 
 def goodput_card(account: Goodput | None) -> str:

@@ -13,9 +13,14 @@ MOST_ROWS, MOST_COLUMNS = 200, 400
 LEVELS = ((0.9, "h0"), (0.97, "h1"), (1.03, "h2"), (1.1, "h3"), (1.25, "h4"), (1.5, "h5"), (math.inf, "h6"))
 """Upper limits of the ratio to the median rank, with the colour class of each level."""
 LABELS = {
-    "h0": "over 10% shorter", "h1": "3% to 10% shorter", "h2": "within 3%", "h3": "3% to 10% longer", "h4": "10% to 25% longer",
-    "h5": "25% to 50% longer", "h6": "over 50% longer",
-}  # fmt: skip
+    "h0": "over 10% shorter",
+    "h1": "3% to 10% shorter",
+    "h2": "within 3%",
+    "h3": "3% to 10% longer",
+    "h4": "10% to 25% longer",
+    "h5": "25% to 50% longer",
+    "h6": "over 50% longer",
+}
 NOTABLE = 0.02
 """Excess of a rank's median ratio from which the sentence calls it slow."""
 HEIGHT, LEAST_CELL = 320, 4

@@ -302,13 +302,16 @@ def _strategies(plan: Plan) -> list[tuple[str, str]]:
 
 def _strategy_text(strategy: LayerStrategy) -> str:
     weights = {
-        1: "kept after forward, gradients kept whole (ZeRO-1)", 2: "kept after forward (ZeRO-2)",
+        1: "kept after forward, gradients kept whole (ZeRO-1)",
+        2: "kept after forward (ZeRO-2)",
         3: "freed after forward, gathered again for backward (ZeRO-3)",
-    }[zero_stage(strategy)]  # fmt: skip
+    }[zero_stage(strategy)]
     recompute = {
-        "none": "no recompute", "selective": "selective recompute", "all_but_attention": "all but attention recomputed",
+        "none": "no recompute",
+        "selective": "selective recompute",
+        "all_but_attention": "all but attention recomputed",
         "full": "full recompute",
-    }  # fmt: skip
+    }
     linear = f"; linear layers in {strategy.linear}" if strategy.linear else ""
     offloaded = {"none": "", "both": "activations and optimizer"}.get(strategy.offload, strategy.offload)
     host = f"; {offloaded} in host memory" if offloaded else ""

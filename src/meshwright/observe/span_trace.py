@@ -13,9 +13,16 @@ from meshwright.simulator.trace import write_spans
 from meshwright.spec.errors import BadInput
 
 LANES = {
-    "forward": "compute", "backward": "compute", "weight_gradient": "compute", "gradient_norm": "compute", "optimizer": "compute",
-    "collective_wait": "wait", "receive": "wait", "send": "send", "garbage_collection": "host",
-}  # fmt: skip
+    "forward": "compute",
+    "backward": "compute",
+    "weight_gradient": "compute",
+    "gradient_norm": "compute",
+    "optimizer": "compute",
+    "collective_wait": "wait",
+    "receive": "wait",
+    "send": "send",
+    "garbage_collection": "host",
+}
 """By phase the lane of the trace; others are in `step`."""
 
 

@@ -20,14 +20,30 @@ RANKS_DRAWN = 16
 SEAM = 1.0
 """Gap, in units of the width, below which neighbouring blocks of one colour are joined."""
 COLOURS = {
-    "forward": "k0", "forward_only": "k0", "backward": "k4", "backward_input": "k4", "backward_weight": "k1", "overlap": "k2",
-    "norm_barrier": "k6", "optim": "k6", "unshard": "k3", "reduce_grad": "k5", "send": "k7", "recv": "k7",
-}  # fmt: skip
+    "forward": "k0",
+    "forward_only": "k0",
+    "backward": "k4",
+    "backward_input": "k4",
+    "backward_weight": "k1",
+    "overlap": "k2",
+    "norm_barrier": "k6",
+    "optim": "k6",
+    "unshard": "k3",
+    "reduce_grad": "k5",
+    "send": "k7",
+    "recv": "k7",
+}
 """The report's colour class of each operation."""
 NAMES = {
-    "k0": "forward", "k4": "backward (of inputs, where it is split)", "k1": "backward of weights", "k2": "forward beside backward",
-    "k6": "norm, optimizer", "k3": "gathers", "k5": "gradient sums", "k7": "messages",
-}  # fmt: skip
+    "k0": "forward",
+    "k4": "backward (of inputs, where it is split)",
+    "k1": "backward of weights",
+    "k2": "forward beside backward",
+    "k6": "norm, optimizer",
+    "k3": "gathers",
+    "k5": "gradient sums",
+    "k7": "messages",
+}
 
 
 class Block(NamedTuple):
@@ -44,11 +60,15 @@ def timeline_blocks(timeline: Timeline) -> list[Block]:
     """The operations of a timeline that take time."""
     return [
         Block(
-            rank, action.op in COMPUTE or action.op in ("norm_barrier", "optim"), COLOURS[action.op], float(start), float(end)
+            rank,
+            action.op in COMPUTE or action.op in ("norm_barrier", "optim"),
+            COLOURS[action.op],
+            float(start),
+            float(end),
         )
         for rank, _, action, start, end in timeline.records
         if action.op in COLOURS and end > start
-    ]  # fmt: skip
+    ]
 
 
 def draw_timeline(timeline: Timeline, title: str, note: str = "") -> str:

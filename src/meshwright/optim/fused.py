@@ -81,25 +81,59 @@ def corrected_rates(counts: list[Tensor], coefficients: Coefficients, inputs: St
 
 
 def _fast(
-    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
-    coefficients: Coefficients, weight_decay: float, inputs: StepInputs,
-) -> None:  # fmt: skip
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    counts: list[Tensor],
+    *,
+    coefficients: Coefficients,
+    weight_decay: float,
+    inputs: StepInputs,
+) -> None:
     from meshwright.optim.fused_triton import fused_update
 
     fused_update(
-        weights, gradients, first, second, corrected_rates(counts, coefficients, inputs), factor=inputs.factor.float(), skip=inputs.skip,
-        betas=coefficients.betas, epsilon=coefficients.epsilon, decay_factor=1 - inputs.learning_rate * weight_decay,
-    )  # fmt: skip
+        weights,
+        gradients,
+        first,
+        second,
+        corrected_rates(counts, coefficients, inputs),
+        factor=inputs.factor.float(),
+        skip=inputs.skip,
+        betas=coefficients.betas,
+        epsilon=coefficients.epsilon,
+        decay_factor=1 - inputs.learning_rate * weight_decay,
+    )
 
 
 def _plain(
-    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
-    coefficients: Coefficients, weight_decay: float, inputs: StepInputs,
-) -> None:  # fmt: skip
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    counts: list[Tensor],
+    *,
+    coefficients: Coefficients,
+    weight_decay: float,
+    inputs: StepInputs,
+) -> None:
     dtype = weights[0].dtype
     wide = [gradient.to(dtype) for gradient in gradients]
     torch._foreach_mul_(wide, inputs.factor.to(dtype))
     torch._fused_adamw_(
-        weights, wide, first, second, [], counts, lr=inputs.learning_rate, beta1=coefficients.betas[0], beta2=coefficients.betas[1],
-        weight_decay=weight_decay, eps=coefficients.epsilon, amsgrad=False, maximize=False, found_inf=inputs.skip,
-    )  # fmt: skip
+        weights,
+        wide,
+        first,
+        second,
+        [],
+        counts,
+        lr=inputs.learning_rate,
+        beta1=coefficients.betas[0],
+        beta2=coefficients.betas[1],
+        weight_decay=weight_decay,
+        eps=coefficients.epsilon,
+        amsgrad=False,
+        maximize=False,
+        found_inf=inputs.skip,
+    )

@@ -26,9 +26,18 @@ VECTOR = 16
 
 
 def fused_update(
-    weights: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], rates: Tensor, *,
-    factor: Tensor, skip: Tensor, betas: tuple[float, float], epsilon: float, decay_factor: float,
-) -> None:  # fmt: skip
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    rates: Tensor,
+    *,
+    factor: Tensor,
+    skip: Tensor,
+    betas: tuple[float, float],
+    epsilon: float,
+    decay_factor: float,
+) -> None:
     """See `fused.update`. All tensors are contiguous, all gradients have one dtype, all others are fp32.
 
     `rates` (2, tensors) holds the learning rate over the first bias correction, and the inverse root of the second.
@@ -51,17 +60,42 @@ def fused_update(
     # From pinned memory the copy is asynchronous; torch keeps the source until the copy has ended.
     table = torch.tensor(entries, pin_memory=True).to(device, non_blocking=True)
     _adamw[(programs,)](
-        table, rates, factor, skip, len(entries), *betas, *(1 - beta for beta in betas), epsilon, decay_factor, programs,
-        TRITON_DTYPES[gradients[0].dtype], aligned, BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        table,
+        rates,
+        factor,
+        skip,
+        len(entries),
+        *betas,
+        *(1 - beta for beta in betas),
+        epsilon,
+        decay_factor,
+        programs,
+        TRITON_DTYPES[gradients[0].dtype],
+        aligned,
+        BLOCK,
+        num_warps=WARPS,
+    )
 
 
 # One variant for any number of tensors: the update in groups beside a snapshot must not wait for the compiler.
 @triton.jit(do_not_specialize=["entries", "programs"])
 def _adamw(
-    table, rates, factor, skip, entries, beta1, beta2, one_minus_beta1, one_minus_beta2, epsilon, decay_factor, programs,
-    gradient_dtype: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
-) -> None:  # fmt: skip
+    table,
+    rates,
+    factor,
+    skip,
+    entries,
+    beta1,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    epsilon,
+    decay_factor,
+    programs,
+    gradient_dtype: tl.constexpr,
+    aligned: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
     scale = tl.load(factor)
     active_entries = tl.where(tl.load(skip) == 0, entries, 0)
     lanes = tl.arange(0, block)
@@ -81,21 +115,73 @@ def _adamw(
             index = begin + lanes
             # Only whole blocks are loaded without a mask, in vectors.
             if begin + block <= size:
-                _update_lanes(weights + index, gradients + index, first + index, second + index, None,
-                       scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor)  # fmt: skip
+                _update_lanes(
+                    weights + index,
+                    gradients + index,
+                    first + index,
+                    second + index,
+                    None,
+                    scale,
+                    beta1,
+                    beta2,
+                    one_minus_beta1,
+                    one_minus_beta2,
+                    rate,
+                    root,
+                    epsilon,
+                    decay_factor,
+                )
             else:
-                _update_lanes(weights + index, gradients + index, first + index, second + index, index < size,
-                       scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor)  # fmt: skip
+                _update_lanes(
+                    weights + index,
+                    gradients + index,
+                    first + index,
+                    second + index,
+                    index < size,
+                    scale,
+                    beta1,
+                    beta2,
+                    one_minus_beta1,
+                    one_minus_beta2,
+                    rate,
+                    root,
+                    epsilon,
+                    decay_factor,
+                )
 
 
 @triton.jit
 def _update_lanes(
-    weights, gradients, first, second, inside, scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
-) -> None:  # fmt: skip
+    weights,
+    gradients,
+    first,
+    second,
+    inside,
+    scale,
+    beta1,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    rate,
+    root,
+    epsilon,
+    decay_factor,
+) -> None:
     weight, mean, square = updated(
-        tl.load(weights, mask=inside), tl.load(gradients, mask=inside), tl.load(first, mask=inside), tl.load(second, mask=inside),
-        scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
-    )  # fmt: skip
+        tl.load(weights, mask=inside),
+        tl.load(gradients, mask=inside),
+        tl.load(first, mask=inside),
+        tl.load(second, mask=inside),
+        scale,
+        beta1,
+        beta2,
+        one_minus_beta1,
+        one_minus_beta2,
+        rate,
+        root,
+        epsilon,
+        decay_factor,
+    )
     tl.store(first, mean, mask=inside)
     tl.store(second, square, mask=inside)
     tl.store(weights, weight, mask=inside)
@@ -103,8 +189,20 @@ def _update_lanes(
 
 @triton.jit
 def updated(
-    weight, gradient, mean, square, scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
-) -> tl.tuple:  # fmt: skip
+    weight,
+    gradient,
+    mean,
+    square,
+    scale,
+    beta1,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    rate,
+    root,
+    epsilon,
+    decay_factor,
+) -> tl.tuple:
     """AdamW's weight and moments after an update: the arithmetic of every kernel that updates, so that all give the same bits.
 
     Sums of products are written as fused operations: of two products the compiler may fuse either, and it chooses differently by kernel.

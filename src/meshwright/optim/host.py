@@ -447,10 +447,15 @@ class HostAdamW:
             end = segment.offset + -(-segment.count // ALIGNED) * ALIGNED
             weights = self._resident.get(segment.name, self._parts[segment.name])
             update_segment(
-                self._packing, self._memory.fields(number, record, segment.offset, end), _elements(weights, segment),
-                _elements(gradient, segment), pending.table, name=segment.name, position=chunk.start + segment.offset,
+                self._packing,
+                self._memory.fields(number, record, segment.offset, end),
+                _elements(weights, segment),
+                _elements(gradient, segment),
+                pending.table,
+                name=segment.name,
+                position=chunk.start + segment.offset,
                 weight_decay=chunk.weight_decay,
-            )  # fmt: skip
+            )
 
     def _release_gradients(self, chunk: Chunk, pending: _PendingUpdate) -> None:
         """Forget the gradients of which no later chunk has a segment."""

@@ -89,9 +89,14 @@ class Optimizer:
             release = {name: function for name, function in host_offloaded.items() if function is not None}
             betas = train.optimizer.beta1, train.optimizer.beta2
             self._host = HostAdamW(
-                parts, self._decays, release, coefficients=Coefficients(betas, train.optimizer.epsilon), moments=moments,
-                fraction=offload_fraction, staging=offload_staging,
-            )  # fmt: skip
+                parts,
+                self._decays,
+                release,
+                coefficients=Coefficients(betas, train.optimizer.epsilon),
+                moments=moments,
+                fraction=offload_fraction,
+                staging=offload_staging,
+            )
 
     def release_master_weights(self) -> None:
         """Move the current master weights that are host-offloaded to host memory and free them on the device."""

@@ -41,9 +41,16 @@ class StepTable:
 
 
 def update_segment(
-    packing: Packing, fields: Mapping[str, Tensor], weights: Tensor, gradient: Tensor, table: StepTable, *, name: str, position: int,
+    packing: Packing,
+    fields: Mapping[str, Tensor],
+    weights: Tensor,
+    gradient: Tensor,
+    table: StepTable,
+    *,
+    name: str,
+    position: int,
     weight_decay: float,
-) -> None:  # fmt: skip
+) -> None:
     """Update a segment of the parameter `name`. `fields` are its record's in whole blocks; padding stays 0.
 
     `weights` `(count,)` are the bf16 values of the master weights if the record has their remainders, else the weights in the stored dtype.
@@ -54,18 +61,34 @@ def update_segment(
 
         inputs, coefficients = table.inputs, table.coefficients
         update_record(
-            packing, fields, weights, gradient, position, rates=table.rates, seeds=table.seeds, index=table.indices[name],
-            factor=table.factor, skip=inputs.skip, betas=coefficients.betas, epsilon=coefficients.epsilon,
+            packing,
+            fields,
+            weights,
+            gradient,
+            position,
+            rates=table.rates,
+            seeds=table.seeds,
+            index=table.indices[name],
+            factor=table.factor,
+            skip=inputs.skip,
+            betas=coefficients.betas,
+            epsilon=coefficients.epsilon,
             decay_factor=1 - inputs.learning_rate * weight_decay,
-        )  # fmt: skip
+        )
         return
     _update_in_passes(packing, fields, weights, gradient, table, name, position, weight_decay)
 
 
 def _update_in_passes(
-    packing: Packing, fields: Mapping[str, Tensor], weights: Tensor, gradient: Tensor, table: StepTable, name: str, position: int,
+    packing: Packing,
+    fields: Mapping[str, Tensor],
+    weights: Tensor,
+    gradient: Tensor,
+    table: StepTable,
+    name: str,
+    position: int,
     weight_decay: float,
-) -> None:  # fmt: skip
+) -> None:
     """Unpack, update, and pack."""
     count, padded = gradient.numel(), fields[MOMENTS[0]].numel()
     states, rounded = dict(fields), None
@@ -77,9 +100,15 @@ def _update_in_passes(
         unpack(packing, fields, rounded, states)
     index = table.indices[name]
     update(
-        [weights if rounded is None else states[MASTER][:count]], [gradient], [states[MOMENTS[0]][:count]], [states[MOMENTS[1]][:count]],
-        [table.counts[index]], coefficients=table.coefficients, weight_decay=weight_decay, inputs=table.inputs,
-    )  # fmt: skip
+        [weights if rounded is None else states[MASTER][:count]],
+        [gradient],
+        [states[MOMENTS[0]][:count]],
+        [states[MOMENTS[1]][:count]],
+        [table.counts[index]],
+        coefficients=table.coefficients,
+        weight_decay=weight_decay,
+        inputs=table.inputs,
+    )
     if not packing.plain:
         pack(packing, states, fields, rounded, table.seeds[index], position)
     if rounded is not None:

@@ -27,9 +27,21 @@ WIDTHS = {"fp32": 32, "bf16": 16, "int8": 8}
 
 
 def update_record(
-    packing: Packing, fields: Mapping[str, Tensor], weights: Tensor, gradient: Tensor, position: int, *, rates: Tensor, seeds: Tensor,
-    index: int, factor: Tensor, skip: Tensor, betas: tuple[float, float], epsilon: float, decay_factor: float,
-) -> None:  # fmt: skip
+    packing: Packing,
+    fields: Mapping[str, Tensor],
+    weights: Tensor,
+    gradient: Tensor,
+    position: int,
+    *,
+    rates: Tensor,
+    seeds: Tensor,
+    index: int,
+    factor: Tensor,
+    skip: Tensor,
+    betas: tuple[float, float],
+    epsilon: float,
+    decay_factor: float,
+) -> None:
     """Update a segment of a parameter. `fields` are the record's from the segment's first element on.
 
     `weights` `(count,)` are the bf16 values of master weights if the record has remainders, else fp32. `position` is that of the first
@@ -38,11 +50,34 @@ def update_record(
     first, second = fields[MOMENTS[0]], fields[MOMENTS[1]]
     count = gradient.numel()
     _packed_adamw[(triton.cdiv(count, TILE),)](
-        _bits(first), _bits(second), fields.get(MOMENTS[0] + SCALE, first), fields.get(MOMENTS[1] + SCALE, first),
-        fields.get(MASTER, first), weights.view(torch.int16) if packing.master else weights, gradient, rates, seeds, factor, skip,
-        index, rates.shape[1], position, count, *betas, *(1 - beta for beta in betas), epsilon, decay_factor,
-        WIDTHS[packing.moments], packing.master, packing.tie_bits, LEVELS[MOMENTS[0]], LEVELS[MOMENTS[1]], SECOND_MOMENT_SEED, BLOCK, TILE,
-    )  # fmt: skip
+        _bits(first),
+        _bits(second),
+        fields.get(MOMENTS[0] + SCALE, first),
+        fields.get(MOMENTS[1] + SCALE, first),
+        fields.get(MASTER, first),
+        weights.view(torch.int16) if packing.master else weights,
+        gradient,
+        rates,
+        seeds,
+        factor,
+        skip,
+        index,
+        rates.shape[1],
+        position,
+        count,
+        *betas,
+        *(1 - beta for beta in betas),
+        epsilon,
+        decay_factor,
+        WIDTHS[packing.moments],
+        packing.master,
+        packing.tie_bits,
+        LEVELS[MOMENTS[0]],
+        LEVELS[MOMENTS[1]],
+        SECOND_MOMENT_SEED,
+        BLOCK,
+        TILE,
+    )
 
 
 def _bits(field: Tensor) -> Tensor:
@@ -51,34 +86,139 @@ def _bits(field: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["index", "parameters", "position", "count"])
 def _packed_adamw(
-    first, second, first_scales, second_scales, remainders, weights, gradients, rates, seeds, factor, skip, index, parameters,
-    position, count, beta1, beta2, one_minus_beta1, one_minus_beta2, epsilon, decay_factor,
-    width: tl.constexpr, master: tl.constexpr, tie_bits: tl.constexpr, first_levels: tl.constexpr, second_levels: tl.constexpr,
-    second_seed: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
-) -> None:  # fmt: skip
+    first,
+    second,
+    first_scales,
+    second_scales,
+    remainders,
+    weights,
+    gradients,
+    rates,
+    seeds,
+    factor,
+    skip,
+    index,
+    parameters,
+    position,
+    count,
+    beta1,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    epsilon,
+    decay_factor,
+    width: tl.constexpr,
+    master: tl.constexpr,
+    tie_bits: tl.constexpr,
+    first_levels: tl.constexpr,
+    second_levels: tl.constexpr,
+    second_seed: tl.constexpr,
+    block: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
     begin = tl.program_id(0) * tile
     if tl.load(skip) == 0:
         scale, rate, root = tl.load(factor), tl.load(rates + index), tl.load(rates + parameters + index)
         seed = tl.load(seeds + index).to(tl.uint32)
         # Only whole tiles are loaded without a mask, in vectors.
         if begin + tile <= count:
-            _update_tile(first, second, first_scales, second_scales, remainders, weights, gradients, begin, None, count, position, seed,
-                         scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor, width, master,
-                         tie_bits, first_levels, second_levels, second_seed, block, tile)  # fmt: skip
+            _update_tile(
+                first,
+                second,
+                first_scales,
+                second_scales,
+                remainders,
+                weights,
+                gradients,
+                begin,
+                None,
+                count,
+                position,
+                seed,
+                scale,
+                beta1,
+                beta2,
+                one_minus_beta1,
+                one_minus_beta2,
+                rate,
+                root,
+                epsilon,
+                decay_factor,
+                width,
+                master,
+                tie_bits,
+                first_levels,
+                second_levels,
+                second_seed,
+                block,
+                tile,
+            )
         else:
-            _update_tile(first, second, first_scales, second_scales, remainders, weights, gradients, begin,
-                         begin + tl.arange(0, tile) < count, count, position, seed,
-                         scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor, width, master,
-                         tie_bits, first_levels, second_levels, second_seed, block, tile)  # fmt: skip
+            _update_tile(
+                first,
+                second,
+                first_scales,
+                second_scales,
+                remainders,
+                weights,
+                gradients,
+                begin,
+                begin + tl.arange(0, tile) < count,
+                count,
+                position,
+                seed,
+                scale,
+                beta1,
+                beta2,
+                one_minus_beta1,
+                one_minus_beta2,
+                rate,
+                root,
+                epsilon,
+                decay_factor,
+                width,
+                master,
+                tie_bits,
+                first_levels,
+                second_levels,
+                second_seed,
+                block,
+                tile,
+            )
 
 
 @triton.jit
 def _update_tile(
-    first, second, first_scales, second_scales, remainders, weights, gradients, begin, inside, count, position, seed,
-    scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
-    width: tl.constexpr, master: tl.constexpr, tie_bits: tl.constexpr, first_levels: tl.constexpr, second_levels: tl.constexpr,
-    second_seed: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
-) -> None:  # fmt: skip
+    first,
+    second,
+    first_scales,
+    second_scales,
+    remainders,
+    weights,
+    gradients,
+    begin,
+    inside,
+    count,
+    position,
+    seed,
+    scale,
+    beta1,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    rate,
+    root,
+    epsilon,
+    decay_factor,
+    width: tl.constexpr,
+    master: tl.constexpr,
+    tie_bits: tl.constexpr,
+    first_levels: tl.constexpr,
+    second_levels: tl.constexpr,
+    second_seed: tl.constexpr,
+    block: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
     index = begin + tl.arange(0, tile)
     mean = _load(first + index, inside).to(tl.int32)
     square = _load(second + index, inside).to(tl.int32)
@@ -100,9 +240,20 @@ def _update_tile(
     else:
         weight = _load(weights + index, inside)
     weight, new_mean, new_square = updated(
-        weight, _load(gradients + index, inside), mean.to(tl.float32, bitcast=True), square.to(tl.float32, bitcast=True),
-        scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
-    )  # fmt: skip
+        weight,
+        _load(gradients + index, inside),
+        mean.to(tl.float32, bitcast=True),
+        square.to(tl.float32, bitcast=True),
+        scale,
+        beta1,
+        beta2,
+        one_minus_beta1,
+        one_minus_beta2,
+        rate,
+        root,
+        epsilon,
+        decay_factor,
+    )
     mean, square = new_mean.to(tl.int32, bitcast=True), new_square.to(tl.int32, bitcast=True)
     down = tl.zeros_like(mean)
     if master:

@@ -103,9 +103,14 @@ def _route(
 
 
 def _combine(
-    block: Block, x: Tensor, normed: Tensor, returned: Tensor, weights: Tensor, order: ExpertOrder,
+    block: Block,
+    x: Tensor,
+    normed: Tensor,
+    returned: Tensor,
+    weights: Tensor,
+    order: ExpertOrder,
     sent_order: ExpertOrder | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return x + block.moe.combine(_experts_of(block).weighted(returned, sent_order, weights), order, normed)
 
 

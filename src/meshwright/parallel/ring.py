@@ -77,8 +77,17 @@ def _(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain:
 
 @torch.library.custom_op("meshwright::ring_backward", mutates_args=())
 def ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, group: str, rank: int, ranks: int, plain: bool
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    group: str,
+    rank: int,
+    ranks: int,
+    plain: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v. They are summed and sent in the dtype of the log-sum-exps."""
     ring, wide = _RingGroup(group, rank, ranks), logsumexp.dtype
     keys_values, grad = torch.stack((k, v)), grad.contiguous()
@@ -88,9 +97,15 @@ def ring_backward(
         next_keys_values = ring.start_exchange(keys_values) if turn + 1 < ranks else None
         queries, keys, causal = visible_block(rank, (rank - turn) % ranks, q.shape[1])
         gradients = partial_gradients(
-            grad[:, queries], q[:, queries], keys_values[0, :, keys], keys_values[1, :, keys], out[:, queries],
-            logsumexp[..., queries], causal, plain=plain,
-        )  # fmt: skip
+            grad[:, queries],
+            q[:, queries],
+            keys_values[0, :, keys],
+            keys_values[1, :, keys],
+            out[:, queries],
+            logsumexp[..., queries],
+            causal,
+            plain=plain,
+        )
         sums = (
             torch.zeros(keys_values.shape, dtype=wide, device=q.device) if pending_sums is None else pending_sums.wait()
         )
@@ -109,8 +124,17 @@ def ring_backward(
 
 @ring_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, group: str, rank: int, ranks: int, plain: bool
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    group: str,
+    rank: int,
+    ranks: int,
+    plain: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     q_grad, k_grad, v_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return q_grad, k_grad, v_grad
 

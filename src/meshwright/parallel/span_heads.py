@@ -30,8 +30,17 @@ def heads_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *,
 
 
 def heads_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, own: SpanPart, group: str, *, plain: bool
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    own: SpanPart,
+    group: str,
+    *,
+    plain: bool,
+) -> tuple[Tensor, ...]:
     """Gradients of q, k and v, where `out` and `logsumexp` are those of `heads_forward`. Collective."""
     grad, q, k, v, out = tokens_to_heads((grad, q, k, v, out), own, group)
     (logsumexp,) = tokens_to_heads((logsumexp.mT,), own, group)

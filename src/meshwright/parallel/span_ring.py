@@ -44,8 +44,17 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, 
 
 
 def ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, own: SpanPart, group: str, *, plain: bool
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    own: SpanPart,
+    group: str,
+    *,
+    plain: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, where `out` and `logsumexp` are those of `ring_forward`. Collective.
 
     They are summed and sent in the dtype of the log-sum-exps.

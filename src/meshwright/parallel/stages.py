@@ -230,9 +230,15 @@ def _shard_ends(model: Decoder, shard: Callable[..., ShardedUnit]) -> dict[str, 
 
 
 def _shard(
-    modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None,
-    copy_group: dist.ProcessGroup | None, uses: int, sum_dtype: torch.dtype | None,
-) -> ShardedUnit:  # fmt: skip
+    modules: Sequence[nn.Module],
+    spec: ModelSpec,
+    plan: Plan,
+    shards: DeviceMesh,
+    expert_shards: DeviceMesh | None,
+    copy_group: dist.ProcessGroup | None,
+    uses: int,
+    sum_dtype: torch.dtype | None,
+) -> ShardedUnit:
     """Shard a unit over `shards`, but distributed experts over `expert_shards`, the ranks with the same experts.
 
     `copy_group` sends copies of experts, if the plan has any. `sum_dtype` as in `ParameterGroup`.

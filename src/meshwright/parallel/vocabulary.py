@@ -110,9 +110,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, sizes: tuple[int, ...], rank: int, group: str,
-        z_loss: float, trains: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        sizes: tuple[int, ...],
+        rank: int,
+        group: str,
+        z_loss: float,
+        trains: bool,
+    ) -> tuple[Tensor, Tensor]:
         wide, ranks, first = accumulate_dtype(hidden.dtype), len(sizes), sum(sizes[:rank])
         loss, squares = (torch.zeros((), dtype=wide, device=hidden.device) for _ in range(2))
         hidden_grad = torch.empty_like(hidden) if trains else None

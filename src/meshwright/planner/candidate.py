@@ -154,9 +154,15 @@ def idle_fields(plan: Plan) -> Iterator[str]:
         ("schedule", schedule, only_pipelines, plan.axis_size("pipeline"), "pipeline rank"),
         ("gradients", "whole", whole_gradients, shards, "shard"),
         ("gather_engine", "copy", plan.gather_engine == "copy", shards, "shard"),
-        ("reduce_replicas", plan.precision.reduce_replicas, plan.precision.reduce_replicas, plan.axis_size("replicate"), "replica"),
+        (
+            "reduce_replicas",
+            plan.precision.reduce_replicas,
+            plan.precision.reduce_replicas,
+            plan.axis_size("replicate"),
+            "replica",
+        ),
         ("tensor_engine", "copy", plan.tensor_engine == "copy", plan.axis_size("tensor"), "tensor rank"),
-    ):  # fmt: skip
+    ):
         if idle and ranks == 1:
             yield f"plan.{key} = {value} has no effect: the mesh has one {rank_name}"
     if plan.accumulation != "device" and not any(map(plan.sums_shards, plan.layers)):
@@ -318,9 +324,13 @@ def precision_of(run: RunSpec) -> Precision:
     # Products round the weights to fp8 in any case, so gathering them in fp8 loses nothing.
     gather = pins.gather or ("fp8" if linear == "fp8_tensorwise" else "compute")
     return Precision(
-        compute=compute, linear=linear, gather=gather, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas,
+        compute=compute,
+        linear=linear,
+        gather=gather,
+        reduce=pins.reduce or wide,
+        reduce_replicas=pins.reduce_replicas,
         moments=pins.moments or "fp32",
-    )  # fmt: skip
+    )
 
 
 def mlp_tile_of(run: RunSpec) -> int:

@@ -78,9 +78,12 @@ class SpaceCosts:
         for start in range(0, len(self._points), CACHED_POINTS):
             part = np.arange(start, min(start + CACHED_POINTS, len(self._points)))
             cost = step_cost(
-                self._pricing.shape, self._pricing.machine, layouts(self._run, self._points.take(part), high_memory),
-                self._pricing.constants, layers=select(least_recompute, self._layer_keys[1][part]),
-            )  # fmt: skip
+                self._pricing.shape,
+                self._pricing.machine,
+                layouts(self._run, self._points.take(part), high_memory),
+                self._pricing.constants,
+                layers=select(least_recompute, self._layer_keys[1][part]),
+            )
             bounds.append(cost.seconds - (cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer))
         return np.concatenate(bounds)
 
@@ -145,15 +148,26 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
     v_placement = np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
     strides = ("ring", "ulysses", "shard", "replicate", "pipeline")
     return layouts_of(
-        run.model, run.train, precision_of(run), points.column, expert=points.column("expert"), schedule=points.schedule,
-        virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
+        run.model,
+        run.train,
+        precision_of(run),
+        points.column,
+        expert=points.column("expert"),
+        schedule=points.schedule,
+        virtual=points.virtual,
+        micro_batch=points.micro,
+        accumulate=points.accumulate,
         layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, v_placement),
-        weights_by_copy_engine=points.column("copied"), tokens_by_copy_engine=points.column("tokens copied"),
-        offload_fraction=offload_fraction_of(run), offload_staging=offload_staging_of(run),
+        weights_by_copy_engine=points.column("copied"),
+        tokens_by_copy_engine=points.column("tokens copied"),
+        offload_fraction=offload_fraction_of(run),
+        offload_staging=offload_staging_of(run),
         sums_on_host=float(accumulation_of(run) == "host"),
-        slowest_rank_ratio=points.column("pace"), port=points.column("port"),
-        **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
-    )  # fmt: skip
+        slowest_rank_ratio=points.column("pace"),
+        port=points.column("port"),
+        **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides},
+        **strategy_columns(layer),
+    )
 
 
 def select(columns: T, indices: np.ndarray) -> T:
@@ -182,10 +196,15 @@ def closed_form_seconds(pricing: Pricing, layout: Layouts, layers: LayerCosts | 
 def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
     byte_widths = formats(
-        run.train, precision_of(run), cpu=run.cluster.is_cpu, model=run.model,
-        offload_fraction=offload_fraction_of(run), offload_staging=offload_staging_of(run),
-        accumulation=accumulation_of(run), mlp_tile=mlp_tile_of(run),
-    )  # fmt: skip
+        run.train,
+        precision_of(run),
+        cpu=run.cluster.is_cpu,
+        model=run.model,
+        offload_fraction=offload_fraction_of(run),
+        offload_staging=offload_staging_of(run),
+        accumulation=accumulation_of(run),
+        mlp_tile=mlp_tile_of(run),
+    )
     pins = pins_of(run)
     room = received_room(pins.expert_exchange, pins.expert_receive_bound, layout.expert)
     layout = replace(layout, busiest_rows=np.where(room > 0, room, layout.busiest_rows))

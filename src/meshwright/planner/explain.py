@@ -207,12 +207,18 @@ def _first_extra_cost(best: Plan, other: Plan) -> str:
     crossing = [any(axis.axis == "shard" and axis.crosses == "node" for axis in plan.mesh) for plan in (best, other)]
     costs = (
         (lower_memory, f"computes activations twice (recompute {other_layer.recompute})"),
-        (other_layer.offload not in (best_layer.offload, "none"), f"copies to host memory (offload {other_layer.offload})"),
+        (
+            other_layer.offload not in (best_layer.offload, "none"),
+            f"copies to host memory (offload {other_layer.offload})",
+        ),
         (other_layer.reshard and not best_layer.reshard, "gathers weights twice"),
         (crossing[1] and not crossing[0], "shards across nodes"),
         (other.batch.micro_batch < best.batch.micro_batch, "its smaller matrix products hide less of the gathers"),
-        (peak_bytes(other) - peak_bytes(best) > 5e7, f"needs {(peak_bytes(other) - peak_bytes(best)) / 1e9:.1f} GB more"),
-    )  # fmt: skip
+        (
+            peak_bytes(other) - peak_bytes(best) > 5e7,
+            f"needs {(peak_bytes(other) - peak_bytes(best)) / 1e9:.1f} GB more",
+        ),
+    )
     return next((text for applies, text in costs if applies), SIMPLER)
 
 

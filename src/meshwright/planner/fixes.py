@@ -24,9 +24,23 @@ TRIES = 32
 DOUBLINGS = 6
 """Most times that sequences are halved, and nodes doubled."""
 MEMORY_PINS = (
-    "micro_batch", "recompute", "offload", "reshard", "gradients", "accumulation", "layers", "schedule", "stages", "replicate", "shard",
-    "tensor", "pipeline", "context_ring", "context_ulysses", "expert",
-)  # fmt: skip
+    "micro_batch",
+    "recompute",
+    "offload",
+    "reshard",
+    "gradients",
+    "accumulation",
+    "layers",
+    "schedule",
+    "stages",
+    "replicate",
+    "shard",
+    "tensor",
+    "pipeline",
+    "context_ring",
+    "context_ulysses",
+    "expert",
+)
 """Pins that affect memory, the cheapest to give up first."""
 
 

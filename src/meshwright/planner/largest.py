@@ -64,9 +64,12 @@ def family(model: ModelSection, most_parameters: float) -> list[ModelSection]:
         layers = model.layers * ratio
         least, most = ceil(layers * (1 - MOST_DEVIATION)), floor(layers * (1 + MOST_DEVIATION))
         wide = replace(
-            model, heads=heads, kv_heads=heads if model.kv_heads == model.heads else model.kv_heads,
-            hidden=round(model.hidden * ratio), ffn_hidden=round(model.ffn_hidden * ratio),
-        )  # fmt: skip
+            model,
+            heads=heads,
+            kv_heads=heads if model.kv_heads == model.heads else model.kv_heads,
+            hidden=round(model.hidden * ratio),
+            ffn_hidden=round(model.ffn_hidden * ratio),
+        )
         for depth in range(max(1, least), most + 1):
             if parameter_count(deep := replace(wide, layers=depth)) > most_parameters:
                 break

@@ -46,9 +46,12 @@ CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
 )
 """Choices that are explained: name, the pins that fix it, and its value in a plan."""
 SINGLE_RANK_NAMES = {
-    "pipeline": "no pipeline", "tensor": "no tensor ranks", "context": "no context ranks", "replicate": "no replicas",
+    "pipeline": "no pipeline",
+    "tensor": "no tensor ranks",
+    "context": "no context ranks",
+    "replicate": "no replicas",
     "expert ranks": "all experts on each rank",
-}  # fmt: skip
+}
 """How a sentence names an axis that has one rank."""
 GRADIENTS = {"whole": "kept whole between micro-batches", "shard": "reduced after every micro-batch"}
 KERNEL_REASONS: Mapping[CopyOption, Callable[[RunSpec, Plan], str | None]] = {

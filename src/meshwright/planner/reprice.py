@@ -43,10 +43,15 @@ def reprice(run: RunSpec, plan: Plan, *, by_units: bool = True, timing: Timing |
     peak = run.cluster.peak_flops(plan.precision.compute)
     work = flops_per_token(run.model, run.train.seq_len, causal=True)
     predicted = replace(
-        predicted, step_seconds=seconds, low_seconds=low, high_seconds=high, tokens_per_second=tokens,
-        tokens_per_second_per_gpu=tokens / plan.ranks, mfu=work * tokens / plan.ranks / peak if peak else None,
+        predicted,
+        step_seconds=seconds,
+        low_seconds=low,
+        high_seconds=high,
+        tokens_per_second=tokens,
+        tokens_per_second_per_gpu=tokens / plan.ranks,
+        mfu=work * tokens / plan.ranks / peak if peak else None,
         breakdown=breakdown,
-    )  # fmt: skip
+    )
     return replace(plan, predicted=predicted)
 
 

@@ -38,10 +38,20 @@ def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanPins) -> RunSpec:
     ranks, tensor, schedule = pins.hybrid or 1, pins.tensor or 1, pins.schedule or "1f1b"
     capacity = pins.capacity or _capacity(ranks, tensor, run.train.seq_len)
     pins = replace(
-        pins, hybrid=None, capacity=None, offload_capacity=None, hybrid_attention=None, shard=ranks, replicate=1,
-        pipeline=pins.pipeline or max(1, len(pins.stages or ())), context_ring=1, context_ulysses=1, tensor=tensor, micro_batch=1,
+        pins,
+        hybrid=None,
+        capacity=None,
+        offload_capacity=None,
+        hybrid_attention=None,
+        shard=ranks,
+        replicate=1,
+        pipeline=pins.pipeline or max(1, len(pins.stages or ())),
+        context_ring=1,
+        context_ulysses=1,
+        tensor=tensor,
+        micro_batch=1,
         schedule=schedule,
-    )  # fmt: skip
+    )
     if pins_of(run).offload_capacity is not None:  # longer slots need no more memory only beside no other offload
         pins = replace(pins, offload=pins.offload or "none")
     if schedule != "breadth_first":

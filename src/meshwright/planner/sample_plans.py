@@ -39,8 +39,10 @@ def plan_of(
     Hybrid ranks have one sample of as many tokens as a micro-batch holds each.
     """
     sizes: tuple[tuple[AxisName, int], ...] = (
-        ("shard", layout.ranks // layout.context), ("context_ring", layout.ring), ("context_ulysses", layout.ulysses),
-    )  # fmt: skip
+        ("shard", layout.ranks // layout.context),
+        ("context_ring", layout.ring),
+        ("context_ulysses", layout.ulysses),
+    )
     groups = layout.ranks // layout.context
     batch = BatchPlan(global_batch=groups * micro_batches, micro_batch=1, accumulate=micro_batches)
     train = replace(run.train, seq_len=layout.capacity * layout.context, global_batch=batch.global_batch)

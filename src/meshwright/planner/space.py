@@ -147,9 +147,13 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
     batch_columns = np.concatenate([np.zeros((0, len(BATCH_COLUMNS)), np.int64), *by_mesh]).T
     mesh = np.repeat(np.arange(len(meshes)), [len(options) for options in by_mesh])
     return Points(
-        meshes=meshes, mesh_columns=_mesh_columns(run, meshes), mesh=mesh,
-        offloads=_offloads(run), trainable=trainable, **dict(zip(BATCH_COLUMNS, batch_columns.copy(), strict=True)),
-    )  # fmt: skip
+        meshes=meshes,
+        mesh_columns=_mesh_columns(run, meshes),
+        mesh=mesh,
+        offloads=_offloads(run),
+        trainable=trainable,
+        **dict(zip(BATCH_COLUMNS, batch_columns.copy(), strict=True)),
+    )
 
 
 def with_kernel_engines(run: RunSpec, space: Points) -> Points:
@@ -232,9 +236,13 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
                 if data % shard or pins.replicate not in (None, data // shard):
                     continue
                 sizes = {
-                    "pipeline": pipeline, "replicate": data // shard, "shard": shard, "context_ring": ring,
-                    "context_ulysses": ulysses, "tensor": tensor,
-                }  # fmt: skip
+                    "pipeline": pipeline,
+                    "replicate": data // shard,
+                    "shard": shard,
+                    "context_ring": ring,
+                    "context_ulysses": ulysses,
+                    "tensor": tensor,
+                }
                 for expert, order in product(
                     _expert_sizes(run, shard * ring * ulysses, tensor), orders(run.cluster, sizes)
                 ):

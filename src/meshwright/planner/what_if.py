@@ -134,8 +134,13 @@ def _fp8_products(run: RunSpec, plan: Plan) -> Change | None:
 
 
 CHANGES: tuple[Callable[[RunSpec, Plan], Change | None], ...] = (
-    _twice_the_network, _twice_the_links, _twice_the_batch, _twice_the_memory, _bf16_replica_sums, _fp8_products,
-)  # fmt: skip
+    _twice_the_network,
+    _twice_the_links,
+    _twice_the_batch,
+    _twice_the_memory,
+    _bf16_replica_sums,
+    _fp8_products,
+)
 
 
 def _more_nodes(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Change | None:

@@ -88,9 +88,28 @@ class Progress:
     """The state of an unfinished request. The policy owns it; others only read `tokens`."""
 
     __slots__ = (
-        "cached", "computation", "computed", "confirmed", "digests", "draining", "ended", "expected", "final", "generation", "key",
-        "live", "part", "registered", "request", "salt", "shares", "tables", "tail", "tokens", "total",
-    )  # fmt: skip
+        "cached",
+        "computation",
+        "computed",
+        "confirmed",
+        "digests",
+        "draining",
+        "ended",
+        "expected",
+        "final",
+        "generation",
+        "key",
+        "live",
+        "part",
+        "registered",
+        "request",
+        "salt",
+        "shares",
+        "tables",
+        "tail",
+        "tokens",
+        "total",
+    )
 
     def __init__(self, request: Request, key: tuple[float, int], groups: int, salt: str | None) -> None:
         self.request, self.key = request, key

@@ -13,9 +13,15 @@ from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERNAL, EXIT_NUMER
 HARDWARE_SIGNALS = tuple(
     -number
     for number in (
-        signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGABRT,
+        signal.SIGTRAP,
+        signal.SIGSYS,
     )
-)  # fmt: skip
+)
 """Exit codes of processes that the processor, or a library that found a device broken, ended.
 Programs, users and the kernel's out-of-memory killer send the others."""
 DEVICE_ERRORS = re.compile(r"CUDA error|CUBLAS_STATUS_|CUDNN_STATUS_|NCCL.*unhandled|ECC error|HIP error")

@@ -232,12 +232,19 @@ def _gather(state: State, now: float, rules: Rules) -> Answer:
     members = tuple((ready_members + other_hosts)[:count])
     groups = self_test_groups(state.suspects, members)
     state = replace(
-        state, status="preparing", attempt=_next_attempt(state), members=members, ended=(), lost=(), prepared=False,
+        state,
+        status="preparing",
+        attempt=_next_attempt(state),
+        members=members,
+        ended=(),
+        lost=(),
+        prepared=False,
         corruptions=0,
-        short_since=None if count == rules.hosts else state.short_since, tests=groups,
+        short_since=None if count == rules.hosts else state.short_since,
+        tests=groups,
         testing=tuple(host for group in groups for host in group),
         ready=tuple(host for host in state.ready if host not in members),
-    )  # fmt: skip
+    )
     return state, (Prepare(),)
 
 
@@ -275,9 +282,13 @@ def _fewer(state: State, cause: str, now: float, rules: Rules) -> Answer:
     """There is no plan for the number of members: try fewer, or wait for further hosts."""
     count = len(state.members)
     state = replace(
-        state, status="gathering", unplannable=(*state.unplannable, count), tests=(), testing=(),
+        state,
+        status="gathering",
+        unplannable=(*state.unplannable, count),
+        tests=(),
+        testing=(),
         ready=tuple(sorted({*state.ready, *state.members})),
-    )  # fmt: skip
+    )
     left = [number for number in range(1, count) if number not in state.unplannable]
     then = f"{left[-1]} are tried" if left else f"the job waits for others, at most {rules.return_seconds:,.0f} s"
     note = Note(f"there is no plan for {count} of {rules.hosts} hosts; {then} ({cause})")
@@ -324,11 +335,17 @@ def _take_corruption(state: State, incident: Incident, now: float, rules: Rules)
 def _exclude(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
     """Go on without a host; also a job that was to end, as the host may be the reason."""
     state = replace(
-        state, status="gathering", excluded=(*state.excluded, exclusion), tests=(), testing=(),
-        suspects=_without_machines(state.suspects, [exclusion.host]), incomplete=(),
+        state,
+        status="gathering",
+        excluded=(*state.excluded, exclusion),
+        tests=(),
+        testing=(),
+        suspects=_without_machines(state.suspects, [exclusion.host]),
+        incomplete=(),
         ready=tuple(host for host in state.ready if machine_of(host) != machine_of(exclusion.host)),
-        stop=None, restart=Restart() if state.stop is not None else state.restart,
-    )  # fmt: skip
+        stop=None,
+        restart=Restart() if state.stop is not None else state.restart,
+    )
     note = Note(f"host {exclusion.host} failed the self-test and is excluded from the job: {exclusion.cause}")
     state, more = _gather(state, now, rules)
     return state, (note, *more)
@@ -355,10 +372,16 @@ def _gather_for_last_test(state: State, now: float) -> Answer:
     groups = self_test_groups(state.suspects, state.members)
     if groups and set(state.members) <= set(state.ready):
         state = replace(
-            state, status="preparing", attempt=_next_attempt(state), ended=(), prepared=True, short_since=None,
-            tests=groups, testing=tuple(host for group in groups for host in group),
+            state,
+            status="preparing",
+            attempt=_next_attempt(state),
+            ended=(),
+            prepared=True,
+            short_since=None,
+            tests=groups,
+            testing=tuple(host for group in groups for host in group),
             ready=tuple(host for host in state.ready if host not in state.members),
-        )  # fmt: skip
+        )
         return state, (Test(),)
     if now - since >= FINAL_TEST_SECONDS:
         return _finish(state)
@@ -383,10 +406,14 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
     incidents = (*state.incidents, incident)
     suspects = suspects_after(incidents, state.members) if rules.policy.restarts else ()
     state = replace(
-        state, status="ending", incidents=incidents, ended=state.ended if was_running else state.members,
-        tests=(), testing=(),
+        state,
+        status="ending",
+        incidents=incidents,
+        ended=state.ended if was_running else state.members,
+        tests=(),
+        testing=(),
         suspects=(*state.suspects, *(suspect for suspect in suspects if suspect not in state.suspects)),
-    )  # fmt: skip
+    )
     decision = after_failure(incidents, rules.policy, state.present, trained=state.trained)
     if state.stopping and not isinstance(decision, Stop):
         decision = Stop(state.stopping)

@@ -14,12 +14,19 @@ from meshwright.spec.profile import AttentionTime
 Case = tuple[int, int, int, int, int, int | None]
 """seq, heads, kv_heads, head_dim, tokens, and the sliding window or None."""
 GPU_CASES: tuple[Case, ...] = (
-    (2048, 32, 8, 128, 16384, None), (4096, 32, 8, 128, 16384, None), (8192, 32, 8, 128, 16384, None), (8192, 32, 8, 64, 16384, None),
-    (2048, 40, 40, 128, 8192, None), (32768, 32, 8, 128, 32768, None),
-)  # fmt: skip
+    (2048, 32, 8, 128, 16384, None),
+    (4096, 32, 8, 128, 16384, None),
+    (8192, 32, 8, 128, 16384, None),
+    (8192, 32, 8, 64, 16384, None),
+    (2048, 40, 40, 128, 8192, None),
+    (32768, 32, 8, 128, 32768, None),
+)
 CPU_CASES: tuple[Case, ...] = (
-    (128, 4, 4, 32, 512, None), (256, 4, 4, 32, 512, None), (256, 8, 4, 64, 512, None), (512, 8, 8, 64, 512, None),
-)  # fmt: skip
+    (128, 4, 4, 32, 512, None),
+    (256, 4, 4, 32, 512, None),
+    (256, 8, 4, 64, 512, None),
+    (512, 8, 8, 64, 512, None),
+)
 
 
 def attention_times(team: Team, clock: Clock, budget: float) -> list[AttentionTime]:
@@ -54,6 +61,13 @@ def calls_of(team: Team, case: Case) -> tuple[Call, Call]:
 def attention_time_of(team: Team, case: Case, forward_seconds: float, backward_seconds: float) -> AttentionTime:
     seq, heads, kv_heads, head_dim, tokens, window = case
     return AttentionTime(
-        format="bf16" if team.cuda else "fp32", seq=seq, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens,
-        window=window, forward_seconds=forward_seconds, backward_seconds=backward_seconds,
-    )  # fmt: skip
+        format="bf16" if team.cuda else "fp32",
+        seq=seq,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        tokens=tokens,
+        window=window,
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+    )

@@ -73,9 +73,14 @@ def _time_case(team: Team, clock: Clock, case: Case, budget: float) -> Interfere
         team.largest(statistics.median(times)) for times in (product_times, overlapped, other_alone)
     )
     return Interference(
-        op=case.op, ranks=case.ranks, nodes=case.nodes, bytes=BYTES[team.device.type], compute_seconds=compute_seconds,
-        other_seconds=other_median, together_seconds=together_seconds,
-    )  # fmt: skip
+        op=case.op,
+        ranks=case.ranks,
+        nodes=case.nodes,
+        bytes=BYTES[team.device.type],
+        compute_seconds=compute_seconds,
+        other_seconds=other_median,
+        together_seconds=together_seconds,
+    )
 
 
 def _compute_seconds(team: Team, call: Callable[[], object], count: int, begin: Begin | None) -> float:

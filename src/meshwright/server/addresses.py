@@ -15,8 +15,15 @@ from meshwright.spec.secrets import ADMIN_KEY, API_KEY, TRANSFER_KEY, key_settin
 from meshwright.spec.serve import ServeSpec
 
 ADDRESSES = (
-    "host", "api_key", "admin_port", "admin_key", "transfer_address", "transfer_key", "prefill_engines", "block_cache",
-)  # fmt: skip
+    "host",
+    "api_key",
+    "admin_port",
+    "admin_key",
+    "transfer_address",
+    "transfer_key",
+    "prefill_engines",
+    "block_cache",
+)
 """Settings that `check_addresses` reads."""
 
 

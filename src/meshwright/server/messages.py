@@ -28,8 +28,13 @@ from collections.abc import Mapping
 from typing import Any
 
 DETAILS: Mapping[str, type] = {
-    "reason": str, "error": str, "code": str, "logprobs": list, "stop_token": int, "cached_tokens": int,
-}  # fmt: skip
+    "reason": str,
+    "error": str,
+    "code": str,
+    "logprobs": list,
+    "stop_token": int,
+    "cached_tokens": int,
+}
 """Details of an update beside its tokens, with the types of JSON; fields of `News`."""
 _LENGTH = struct.Struct("!I")
 MOST_BYTES = 256 << 20

@@ -112,8 +112,15 @@ class ServerMetrics:
             Metric(f"{PREFIX}task_failures_total", "counter", "Failures of tasks beside requests.", failures),
         ]
         histograms = (
-            self._first_token, self._between, self._per_token, self._decoding, self._whole, self._prompts, self._texts, self._steps,
-        )  # fmt: skip
+            self._first_token,
+            self._between,
+            self._per_token,
+            self._decoding,
+            self._whole,
+            self._prompts,
+            self._texts,
+            self._steps,
+        )
         lines = [line for histogram in histograms for line in histogram.lines(self._labels)]
         return exposition(metrics) + "".join(f"{line}\n" for line in lines)
 

@@ -23,9 +23,15 @@ MOST_STOP_IDS = 64
 MOST_BAD_WORDS, LONGEST_BAD_WORD = 128, 256
 """Words of `bad_words`, and characters of one, at most."""
 WITHOUT_EFFECT = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
     "guided_decoding_backend",
-)  # fmt: skip
+)
 """Keys of OpenAI's and vLLM's clients that this server has no use for."""
 ONLY_DEFAULTS: Mapping[str, Any] = {
     "modalities": ["text"],

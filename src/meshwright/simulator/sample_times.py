@@ -35,9 +35,19 @@ def time_with_constants(
     """
     lengths = np.array([capacity / 4, capacity / 2, capacity], dtype=np.float64)
     layout = Layouts(
-        tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=1.0, zero=0.0, shards=1.0, micro_batch=1.0,
-        global_batch=1.0, seq=lengths, recompute=recompute,
-    )  # fmt: skip
+        tensor=1.0,
+        pipeline=1.0,
+        virtual=1.0,
+        context=1.0,
+        expert=1.0,
+        data=1.0,
+        zero=0.0,
+        shards=1.0,
+        micro_batch=1.0,
+        global_batch=1.0,
+        seq=lengths,
+        recompute=recompute,
+    )
     times = layer_times(shape_of(model, capacity), replace(machine, multiprocessors=0.0), layout, k)
     seconds = times.forward + times.backward + times.head + times.embed
     quarter, half, full = (float(value) for value in np.broadcast_to(seconds, lengths.shape))

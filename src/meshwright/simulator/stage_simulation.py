@@ -183,9 +183,15 @@ class _StageDurations:
         """By stage, the first stage with equal durations: equal units with equal seconds, and the same end of the model if any."""
         timing = self.timing
         tables = [
-            timing.forward, timing.backward_input, timing.backward_weight, timing.unshard, timing.reduce, timing.copy_out, timing.copy_in,
+            timing.forward,
+            timing.backward_input,
+            timing.backward_weight,
+            timing.unshard,
+            timing.reduce,
+            timing.copy_out,
+            timing.copy_in,
             timing.accumulate,
-        ]  # fmt: skip
+        ]
         first: dict[object, int] = {}
         equal_stages = []
         for stage, units in enumerate(self.units):

@@ -90,9 +90,13 @@ class Timing:
             return [[factor * seconds for seconds in by_unit] for by_unit in table]
 
         return replace(
-            self, forward=scaled(self.forward), backward_input=scaled(self.backward_input), backward_weight=scaled(self.backward_weight),
-            accumulate=scaled(self.accumulate), boundary_bytes=[factor * size for size in self.boundary_bytes],
-        )  # fmt: skip
+            self,
+            forward=scaled(self.forward),
+            backward_input=scaled(self.backward_input),
+            backward_weight=scaled(self.backward_weight),
+            accumulate=scaled(self.accumulate),
+            boundary_bytes=[factor * size for size in self.boundary_bytes],
+        )
 
     def check(self, schedule: Schedule) -> None:
         """Raise BadInput when a table does not cover the schedule."""

@@ -374,9 +374,16 @@ class UnitCosts:
         """The layout of one micro-batch on one replica without pipeline or sharding."""
         layout = self.cost_inputs.layout
         return replace(
-            layout, pipeline=1.0, virtual=1.0, data=1.0, shards=1.0, zero=0.0, layered=0.0,
-            global_batch=layout.micro_batch, recompute=float(RECOMPUTE_MODES.index(mode)),
-        )  # fmt: skip
+            layout,
+            pipeline=1.0,
+            virtual=1.0,
+            data=1.0,
+            shards=1.0,
+            zero=0.0,
+            layered=0.0,
+            global_batch=layout.micro_batch,
+            recompute=float(RECOMPUTE_MODES.index(mode)),
+        )
 
     def _compute_block(self, mode: Recompute, kind: int, linear: Linear) -> Seconds:
         """Compute seconds of one micro-batch in a block with these settings."""

@@ -93,9 +93,16 @@ class Interrupted(MeshwrightError):
 ERROR_CLASS_BY_EXIT_CODE: dict[int, type[MeshwrightError]] = {
     error_class.exit_code: error_class
     for error_class in (
-        MeshwrightError, BadInput, OutOfResources, Damaged, CommunicationFailure, NumericalFailure, Preempted, Interrupted,
+        MeshwrightError,
+        BadInput,
+        OutOfResources,
+        Damaged,
+        CommunicationFailure,
+        NumericalFailure,
+        Preempted,
+        Interrupted,
     )
-}  # fmt: skip
+}
 """Error class by exit code."""
 
 

@@ -10,9 +10,18 @@ from meshwright.spec.plan import Linear, Plan
 FP8_MULTIPLE = 16
 """Every dimension of an fp8 product is a multiple of this."""
 FP8_WIDTH_KEYS = (
-    "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "expert_hidden", "shared_expert_hidden", "q_rank", "kv_rank",
-    "rope_head_dim", "value_head_dim",
-)  # fmt: skip
+    "hidden",
+    "ffn_hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "expert_hidden",
+    "shared_expert_hidden",
+    "q_rank",
+    "kv_rank",
+    "rope_head_dim",
+    "value_head_dim",
+)
 """Keys of a model that give the dimensions of its products."""
 
 

@@ -7,10 +7,15 @@ from collections.abc import Collection, Iterator
 from meshwright.spec.plan import AxisName, LayerStrategy, Plan, ScheduleName
 
 SCHEDULE_NAMES: dict[ScheduleName, str] = {
-    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb_h1": "zero-bubble H1 (zb_h1)", "zbv": "zero-bubble V (zbv)",
-    "dualpipe_v": "DualPipe-V (dualpipe_v)", "breadth_first": "layered accumulation (breadth_first)",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zb_h1": "zero-bubble H1 (zb_h1)",
+    "zbv": "zero-bubble V (zbv)",
+    "dualpipe_v": "DualPipe-V (dualpipe_v)",
+    "breadth_first": "layered accumulation (breadth_first)",
     "paired": "paired micro-batches (paired)",
-}  # fmt: skip
+}
 """Common names of the schedules, with the value of `plan.schedule` where that differs."""
 
 AXIS_LETTERS: dict[AxisName, str] = {"pipeline": "PP", "tensor": "TP"}

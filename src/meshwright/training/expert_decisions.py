@@ -58,9 +58,15 @@ class ExpertDecisions:
     """
 
     def __init__(
-        self, plan: ExpertPlan, presents: Mapping[int, PresentExperts], shape: tuple[int, int, int], first: int, rank: int,
-        costs: ExpertCosts | None, owners: ExpertOwners | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        plan: ExpertPlan,
+        presents: Mapping[int, PresentExperts],
+        shape: tuple[int, int, int],
+        first: int,
+        rank: int,
+        costs: ExpertCosts | None,
+        owners: ExpertOwners | None = None,
+    ) -> None:
         self.owners = owners
         self._plan, self._presents, self._first, self._rank, self._costs = plan, presents, first, rank, costs
         self.shape = shape
@@ -99,9 +105,14 @@ class ExpertDecisions:
         shape, owners = (layers, group.size(), run.model.experts), None
         if moves is not None:
             owners = ExpertOwners(
-                shape, every=experts.owners_every, copied=copied_everywhere(experts.policy, experts.slots, costs, group.size()),
-                ranks_per_node=per_node, first=first, move=moves.move, device=mesh.device,
-            )  # fmt: skip
+                shape,
+                every=experts.owners_every,
+                copied=copied_everywhere(experts.policy, experts.slots, costs, group.size()),
+                ranks_per_node=per_node,
+                first=first,
+                move=moves.move,
+                device=mesh.device,
+            )
         return cls(experts, presents, shape, first, group.rank(), costs, owners)
 
     def begin_step(self, step: int) -> bool:

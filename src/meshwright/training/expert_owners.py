@@ -23,9 +23,16 @@ class ExpertOwners:
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], *, every: int, copied: int, ranks_per_node: int, first: int,
-        move: Callable[[Mapping[int, np.ndarray]], None], device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        shape: tuple[int, int, int],
+        *,
+        every: int,
+        copied: int,
+        ranks_per_node: int,
+        first: int,
+        move: Callable[[Mapping[int, np.ndarray]], None],
+        device: torch.device,
+    ) -> None:
         self._shape, self._every, self._copied, self._ranks_per_node = shape, every, copied, ranks_per_node
         self._first, self._move = first, move
         layers, _, experts = shape

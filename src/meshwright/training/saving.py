@@ -119,9 +119,12 @@ class Saver:
             return cls(session, reporter, None)
         ranks, optimizer = Ranks(session.world.control), session.optimizer
         state = RankState(
-            session.state(), optimizer.snapshot_groups(), optimizer.parameter_of_state(), optimizer.host_state,
+            session.state(),
+            optimizer.snapshot_groups(),
+            optimizer.parameter_of_state(),
+            optimizer.host_state,
             optimizer.allocate_second_buffers,
-        )  # fmt: skip
+        )
         largest = max(
             ranks.run_on_all(
                 "planning checkpoints", lambda: sum(parts.local.nbytes for parts in state.tensors.values())
@@ -133,11 +136,21 @@ class Saver:
             log.info("checkpoints are written while training waits: a rank's state is small (%d bytes)", largest)
             return cls(session, reporter, None)
         background = BackgroundSaver(
-            session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
-            local_ranks=session.world.environment.local_ranks, parent=session.step or None,
-            start=session.attempt, partner=partner, partner_every=spec.partner_every, replicas=replicas,
-            kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
-        )  # fmt: skip
+            session.store.folder,
+            ranks,
+            state,
+            session.world.device,
+            lease=session.lease,
+            keep=spec.keep,
+            local_ranks=session.world.environment.local_ranks,
+            parent=session.step or None,
+            start=session.attempt,
+            partner=partner,
+            partner_every=spec.partner_every,
+            replicas=replicas,
+            kept_open=reporter.channel_descriptors,
+            warm_up=lambda: _texts(session),
+        )
         local_ranks, copied = session.world.environment.local_ranks, 0
         if partner is not None:
             copied = max(ranks.run_on_all("planning checkpoints", lambda: background.layout.bytes))

@@ -235,9 +235,16 @@ def open_optimizer(engine: Engine, model: ModelSpec, train: TrainSpec, mesh: Mes
     """The optimizer of a rank's engine. Collective for optimizers that update whole matrices."""
     ranks = ranks_of_stage(mesh) if isinstance(train.optimizer, (LambSpec, MuonSpec)) else None
     optimizer = Optimizer(
-        engine.model, model, train, engine.weights, engine.host_offloaded, ranks,
-        moments=engine.moments, offload_fraction=engine.offload_fraction, offload_staging=engine.offload_staging,
-    )  # fmt: skip
+        engine.model,
+        model,
+        train,
+        engine.weights,
+        engine.host_offloaded,
+        ranks,
+        moments=engine.moments,
+        offload_fraction=engine.offload_fraction,
+        offload_staging=engine.offload_staging,
+    )
     if engine.host_offloaded:
         _defer_updates(engine, optimizer)
     return optimizer

@@ -89,21 +89,35 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
     pair_sums = np.where(paired & ~whole, block * formats.reduce, 0.0)
     sums = np.where(paired & (micro_batches <= 2), pair_sums, sums + pair_sums)
     return RankTensors(
-        owned=owned, block=block, ends=rank_ends, head=loss_parameters, shards=shards,
+        owned=owned,
+        block=block,
+        ends=rank_ends,
+        head=loss_parameters,
+        shards=shards,
         gathers=np.where((shards == 1) & (layout.data <= 1) & (formats.compute >= formats.stored), 0.0, 1.0),
-        kept=np.where(layout.gather_once > 0, layers, 0.0), ends_kept=layout.gather_once,
+        kept=np.where(layout.gather_once > 0, layers, 0.0),
+        ends_kept=layout.gather_once,
         last=np.where((loss_parameters > 0) & ~shared, loss_parameters, block),
-        sums=sums, sums_shards=np.where((sums > 0) & ~reduces_once, 1.0, 0.0),
+        sums=sums,
+        sums_shards=np.where((sums > 0) & ~reduces_once, 1.0, 0.0),
         reduces=np.where(~reduces_once | (single & ~forwards_first) | (pending_micro_batches > 0), 1.0, 0.0),
-        offloaded_share=layout.offload, layers=layers, activations=stored_layers * saved_per_layer,
-        working=tokens * formats.compute * temporary_elements + tile_sums + scores, tokens=tokens, width=width, hidden=model.hidden,
-        vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.embedding_at_both_ends),
+        offloaded_share=layout.offload,
+        layers=layers,
+        activations=stored_layers * saved_per_layer,
+        working=tokens * formats.compute * temporary_elements + tile_sums + scores,
+        tokens=tokens,
+        width=width,
+        hidden=model.hidden,
+        vocab=model.vocab_size,
+        gradients_final=layout.gradients_final_in_backward(model.embedding_at_both_ends),
         pending=pending_micro_batches,
         pending_head=np.where(forwards_first, micro_batches, np.maximum(1.0, pending_micro_batches)),
         predictions=modules,
-        prediction_activations=tokens * formats.compute * prediction_elements(model, modules, saved_elements, temporary_elements),
+        prediction_activations=tokens
+        * formats.compute
+        * prediction_elements(model, modules, saved_elements, temporary_elements),
         messages=np.where(single, -1.0, _sends(layout, last)),
-    )  # fmt: skip
+    )
 
 
 def _end_parameters(

@@ -207,13 +207,24 @@ def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
 
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     columns = layouts_of(
-        model, train, plan.precision, size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
-        virtual=len(table[0]) if len(table) > 1 else 1, micro_batch=plan.batch.micro_batch, accumulate=plan.batch.accumulate,
-        layers=table_layers(table), weights_by_copy_engine=plan.gather_engine == "copy",
-        tokens_by_copy_engine=plan.tensor_engine == "copy", offload_fraction=plan.offload_fraction, offload_staging=plan.offload_staging,
+        model,
+        train,
+        plan.precision,
+        size,
+        expert=experts_over(plan),
+        schedule=NAMES.index(plan.schedule.name),
+        virtual=len(table[0]) if len(table) > 1 else 1,
+        micro_batch=plan.batch.micro_batch,
+        accumulate=plan.batch.accumulate,
+        layers=table_layers(table),
+        weights_by_copy_engine=plan.gather_engine == "copy",
+        tokens_by_copy_engine=plan.tensor_engine == "copy",
+        offload_fraction=plan.offload_fraction,
+        offload_staging=plan.offload_staging,
         sums_on_host=plan.accumulation == "host" and plan.sums_shards(plan.layers[0]),
-        **_strides(plan), **strategy_columns(plan.layers[0]),
-    )  # fmt: skip
+        **_strides(plan),
+        **strategy_columns(plan.layers[0]),
+    )
     return Layouts(**{field.name: float(getattr(columns, field.name)) for field in fields(Layouts)})
 
 
@@ -243,21 +254,38 @@ def layouts_of(
     shards, expert = size("shard") * context, expert * tensor if model.experts else 1.0
     schedule_arguments, busiest = (schedule, pipeline, accumulate, virtual), expected_busiest(model, train, expert)
     return Layouts(
-        tensor=tensor, pipeline=pipeline, virtual=np.asarray(virtual, float), context=context, ulysses=ulysses,
-        expert=expert, imbalance=busiest.imbalance, busiest_rows=busiest.stored_rows, data=data_ranks, shards=shards,
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual=np.asarray(virtual, float),
+        context=context,
+        ulysses=ulysses,
+        expert=expert,
+        imbalance=busiest.imbalance,
+        busiest_rows=busiest.stored_rows,
+        data=data_ranks,
+        shards=shards,
         zero=np.where(shards > 1, 3.0, 0.0),
-        micro_batch=np.asarray(micro_batch, float), global_batch=data_ranks * micro_batch * accumulate, seq=float(train.seq_len),
-        sequence=np.where(tensor > 1, 1.0, 0.0), layered=np.where(np.equal(schedule, NAMES.index("breadth_first")), 1.0, 0.0),
+        micro_batch=np.asarray(micro_batch, float),
+        global_batch=data_ranks * micro_batch * accumulate,
+        seq=float(train.seq_len),
+        sequence=np.where(tensor > 1, 1.0, 0.0),
+        layered=np.where(np.equal(schedule, NAMES.index("breadth_first")), 1.0, 0.0),
         paired=np.where(np.equal(schedule, NAMES.index("paired")), 1.0, 0.0),
         vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),
-        fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*schedule_arguments),
-        in_flight_last=in_flight(*schedule_arguments, pipeline - 1), fill=relative_idle_time(schedule, pipeline, accumulate),
+        fullest_layers=layers[0],
+        head_layers=layers[1],
+        in_flight=in_flight(*schedule_arguments),
+        in_flight_last=in_flight(*schedule_arguments, pipeline - 1),
+        fill=relative_idle_time(schedule, pipeline, accumulate),
         fixed_order=float(train.deterministic),
-        loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=offload_fraction * state_bytes(precision),
+        loss_chunk=float(train.loss_chunk),
+        gathered_bytes=gathered_bytes(precision),
+        state_bytes=offload_fraction * state_bytes(precision),
         staging=staging_bytes(offload_staging, precision),
         replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
-        **optimizer_columns(model, train.optimizer), **columns,
-    )  # fmt: skip
+        **optimizer_columns(model, train.optimizer),
+        **columns,
+    )
 
 
 def gathered_bytes(precision: Precision) -> float:

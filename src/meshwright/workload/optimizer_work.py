@@ -58,18 +58,24 @@ def optimizer_work(model: ModelSpec, optimizer: OptimizerSpec) -> OptimizerWork:
     flops = [newton_schulz_flops(shape, optimizer.iterations) for shape in shapes]
     sizes = [rows * columns for rows, columns in shapes]
     return OptimizerWork(
-        **common, flops=sum(flops) / model.layers, largest_flops=max(flops), largest=max(sizes),
-        matrices=len(shapes) / model.layers, exchanged=sum(sizes) / model.layers,
-    )  # fmt: skip
+        **common,
+        flops=sum(flops) / model.layers,
+        largest_flops=max(flops),
+        largest=max(sizes),
+        matrices=len(shapes) / model.layers,
+        exchanged=sum(sizes) / model.layers,
+    )
 
 
 def optimizer_columns(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, float]:
     """The columns of `workload.layouts.Layouts` that the optimizer sets."""
     work = optimizer_work(model, optimizer)
     return {
-        "update_bytes": work.update_bytes, "muon_flops": work.flops, "muon_largest_flops": work.largest_flops,
+        "update_bytes": work.update_bytes,
+        "muon_flops": work.flops,
+        "muon_largest_flops": work.largest_flops,
         "muon_elements": work.exchanged,
-    }  # fmt: skip
+    }
 
 
 def matrix_shapes(parameter: ParameterSpec) -> list[tuple[int, int]]:

@@ -71,17 +71,36 @@ def formats(
     work = OptimizerWork() if model is None else optimizer_work(model, train.optimizer)
     replica_dtype, compute_bytes = precision.reduce_replicas, bytes_of(precision.compute)
     return Formats(
-        compute=compute_bytes, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
-        travelling=bytes_of(replica_dtype) if replica_dtype and replica_dtype != precision.stored and replicas > 1 else 0,
-        logit=compute_bytes + 4 if cpu else compute_bytes, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
-        framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute_bytes if precision.gather == "fp8" else 1.0,
-        low=low_share(precision, precision.linear), window=engine == "copy",
-        token_window=tensor_engine == "copy" and not cpu, block_states=work.block_states, end_states=work.end_states,
-        widens=train.optimizer.name in ("sgd", "lamb"), largest_matrix=work.largest, matrix_elements=work.exchanged,
-        matrices=work.matrices, average=train.ema_decay is not None, record=state_bytes(precision),
-        offload_fraction=offload_fraction, staging=GB * offload_staging, mlp_tile=mlp_tile, summed=summed_bytes(precision, accumulation),
-        sums_on_host=accumulation == "host", scores=train.deterministic and not cpu,
-    )  # fmt: skip
+        compute=compute_bytes,
+        reduce=bytes_of(precision.reduce),
+        stored=bytes_of(precision.stored),
+        resident=bytes_of(precision.resident),
+        travelling=bytes_of(replica_dtype)
+        if replica_dtype and replica_dtype != precision.stored and replicas > 1
+        else 0,
+        logit=compute_bytes + 4 if cpu else compute_bytes,
+        chunk=train.loss_chunk,
+        workspace=0 if cpu else Formats.workspace,
+        framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"],
+        gathered=1 / compute_bytes if precision.gather == "fp8" else 1.0,
+        low=low_share(precision, precision.linear),
+        window=engine == "copy",
+        token_window=tensor_engine == "copy" and not cpu,
+        block_states=work.block_states,
+        end_states=work.end_states,
+        widens=train.optimizer.name in ("sgd", "lamb"),
+        largest_matrix=work.largest,
+        matrix_elements=work.exchanged,
+        matrices=work.matrices,
+        average=train.ema_decay is not None,
+        record=state_bytes(precision),
+        offload_fraction=offload_fraction,
+        staging=GB * offload_staging,
+        mlp_tile=mlp_tile,
+        summed=summed_bytes(precision, accumulation),
+        sums_on_host=accumulation == "host",
+        scores=train.deterministic and not cpu,
+    )
 
 
 def fullest_rank_memory(
@@ -139,10 +158,17 @@ def _memory_by_rank(
     replicas = plan.axis_size("replicate")
     sums_shards = any(map(plan.sums_shards, plan.layers))
     number_formats = formats(
-        train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
-        model=model, offload_fraction=plan.offload_fraction, offload_staging=plan.offload_staging,
+        train,
+        plan.precision,
+        cpu=cpu,
+        replicas=replicas,
+        engine=plan.gather_engine,
+        tensor_engine=plan.tensor_engine,
+        model=model,
+        offload_fraction=plan.offload_fraction,
+        offload_staging=plan.offload_staging,
         accumulation=plan.accumulation if sums_shards else "device",
-    )  # fmt: skip
+    )
     number_formats = replace(number_formats, exchange_room=model.experts_per_token * exchange_room(model, plan))
     busiest, tokens = busiest_rows(model, train, plan), tokens_of(train, plan)
     columns, per_token = [], elements_per_token(model, plan, busiest, tokens)
@@ -236,22 +262,34 @@ def _rank_tensors(
         block, kept = _with_copies(model, plan, block, kept, len(part.layers))
     reduces_once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
     return {
-        "owned": part.sharded, "block": block, "ends": part.ends, "head": part.head, "shards": shard_size(plan),
-        "gathers": not is_unsharded, "kept": kept,
-        "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies, number_formats),
+        "owned": part.sharded,
+        "block": block,
+        "ends": part.ends,
+        "head": part.head,
+        "shards": shard_size(plan),
+        "gathers": not is_unsharded,
+        "kept": kept,
+        "ends_kept": not strategies[-1].reshard,
+        "last": part.last,
+        "sums": _sums(plan, part, strategies, number_formats),
         "sums_shards": any(plan.sums_shards(strategy) for strategy in strategies),
         "reduces": not reduces_once or finishes_each_micro_batch(plan) or plan.layered,
         "offloaded_share": host_parameters / (sum(part.blocks) + part.ends),
-        "layers": len(part.layers), "activations": stored_activations + sum(sorted(offloaded)[-device_layers:]),
+        "layers": len(part.layers),
+        "activations": stored_activations + sum(sorted(offloaded)[-device_layers:]),
         "working": activation_bytes * (temporary_elements + float(received) + moving) + scores,
-        "tokens": tokens, "width": plan.axis_size("tensor"),
-        "hidden": model.hidden, "vocab": model.vocab_size, "pending": pending_micro_batches,
+        "tokens": tokens,
+        "width": plan.axis_size("tensor"),
+        "hidden": model.hidden,
+        "vocab": model.vocab_size,
+        "pending": pending_micro_batches,
         "gradients_final": gradients_final_in_backward(model, plan),
         "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
         "predictions": modules,
-        "prediction_activations": activation_bytes * prediction_elements(model, modules, saved, temporary + float(received)),
+        "prediction_activations": activation_bytes
+        * prediction_elements(model, modules, saved, temporary + float(received)),
         "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
-    }  # fmt: skip
+    }
 
 
 def _with_copies(model: ModelSpec, plan: Plan, block: float, kept: float, layers: int) -> tuple[float, float]:
