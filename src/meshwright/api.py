@@ -47,8 +47,8 @@ def load_run(
     `runs` is the folder in which `model.init: checkpoint:NAME` looks for runs. Raises BadConfig with every mistake.
     """
     from meshwright.config.load import load_run
+    from meshwright.families.folder import folder_spec
     from meshwright.launch.machine import found_cluster
-    from meshwright.models.families import folder_spec
 
     path = None if file is None else Path(file)
     return load_run(path, list(overrides), runs=Path(runs), detect=found_cluster, model_reader=folder_spec)

@@ -19,13 +19,15 @@ from meshwright.kernels.rope import rotary_tables
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from meshwright.spec.layout import shard_rows
 from meshwright.spec.model import RopeScaling, parameters
-from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN3, QWEN3_MOE, SCALED, built, some_tokens
+from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN2, QWEN3, QWEN3_MOE, SCALED, built, some_tokens
 
 LLAMA3 = replace(LLAMA, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=64))
 SPECS = {
     "llama": LLAMA,
     "llama3 scaling": LLAMA3,
     "llama tied, biased, scaled": SCALED,
+    "qwen2 tied": QWEN2,
+    "qwen2 sliding": replace(QWEN2, tied=False, sliding_window=37),
     "qwen3 tied": QWEN3,
     "qwen3 sliding": replace(QWEN3, tied=False, sliding_window=37),
     "gpt2": GPT2,

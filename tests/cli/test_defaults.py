@@ -13,9 +13,9 @@ from meshwright.cli.options import load
 from meshwright.config.load import load_run
 from meshwright.data.text_format import tokenizer_identity
 from meshwright.durable.writes import digest
+from meshwright.families.folder import to_hf_config
 from meshwright.launch import machine, prepare
 from meshwright.launch.prepare import Attempt, Note, Readiness, prepare_run
-from meshwright.models.families import to_hf_config
 from meshwright.spec.errors import BadInput
 from meshwright.spec.run import RunSpec
 from tests.cli.command import meshwright, train_here

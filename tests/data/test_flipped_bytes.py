@@ -20,7 +20,7 @@ from meshwright.data.request import ChatRequest
 from meshwright.data.source import open_data
 from meshwright.data.vocabulary import read_vocabulary
 from meshwright.durable.lease import read_lease, take_lease
-from meshwright.models.families import folder_fields
+from meshwright.families.folder import folder_fields
 from meshwright.server.model_files import read_model_files
 from meshwright.spec.job import DataSpec
 from tests.data.chats import CHATML, CHATS, marked, write_chats, write_tokenizer

@@ -33,7 +33,7 @@ SEQ = 16
 DENSE = [
     replace(LLAMA, layers=8, max_seq_len=SEQ),
     replace(GPT, layers=8, hidden=16, heads=4, kv_heads=4, max_seq_len=SEQ),
-    replace(LLAMA, family="qwen3", qk_norm=True, tied=True, layers=5, max_seq_len=SEQ),
+    replace(LLAMA, family="qwen2", qkv_bias=True, tied=True, layers=5, max_seq_len=SEQ),
     replace(LLAMA, family="qwen3", qk_norm=True, layers=5, kv_heads=1, sliding_window=5, max_seq_len=SEQ),
     replace(LLAMA, parallel_block=True, layers=5, max_seq_len=SEQ),
 ]

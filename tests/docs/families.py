@@ -5,32 +5,22 @@ Every entry comes from the tests or from the engine itself. `python -m tests.doc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import get_args
 
 import torch
-from tests.checkpoint.test_hf import test_theirs_imported_gives_the_same_logits as folders_read
-from tests.docs.features import PAGE, compared, parametrized, with_table
+from tests.docs.features import PAGE, compared, with_table
 from tests.docs.pages import ROOT, text_of
+from tests.families.test_families import CASES
 from tests.interop.check import EXPORTED, VERSION
-from tests.models.test_deepseek import test_loss_and_every_gradient_equal_transformers as deepseek_folders_read
 from tests.models.tiny import built
 
-from meshwright.models.families import FAMILIES
+from meshwright.families.registry import FAMILIES
 from meshwright.serve.engine import Engine
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import AxisName
 
 HEAD = ["family", "read from Hugging Face", "written for it", "axes", "served"]
 EXPERT = "expert"
-
-
-def read_families() -> Iterator[str]:
-    """Yields the families whose folders, as transformers writes them, a test reads and compares."""
-    names = [given["model_name"] for given in parametrized(folders_read, slow=True)]
-    names += [f"deepseek {given['name']}" for given in parametrized(deepseek_folders_read, slow=True)]
-    for name in names:  # such as "qwen3 sliding"
-        yield max((family for family in FAMILIES if name.replace(" ", "_").startswith(family)), key=len)
 
 
 def axes_by_family() -> dict[str, set[str]]:
@@ -55,7 +45,7 @@ def is_served(family: str) -> bool:
 
 def lines() -> list[str]:
     """Returns the lines of the table."""
-    read, written, axes = set(read_families()), {spec.family for spec in EXPORTED.values()}, axes_by_family()
+    read, written, axes = set(CASES), {spec.family for spec in EXPORTED.values()}, axes_by_family()
     words = {True: "yes", False: "no"}
     rows = [HEAD, ["---"] * len(HEAD)]
     for family in FAMILIES:

@@ -25,7 +25,7 @@ from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.plan_costs import plan_time
 from meshwright.costs.serve_work import device_work as serving_work
-from meshwright.models.families import export_obstacle, hf_tensors, to_hf_config
+from meshwright.families.folder import export_obstacle, hf_tensors, to_hf_config
 from meshwright.models.initial_values import initial_values
 from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
@@ -114,7 +114,30 @@ SMALL = {
     "parallel shared": replace(PARALLEL, experts=4, experts_per_token=2, expert_hidden=40, shared_expert_hidden=16),
 }
 """Models for everything that presets do not have."""
-MODELS = (*reversed(SMALL), *reversed(MODEL_PRESETS))
+DRAWN_PRESETS = (
+    "gpt2-124m",
+    "gpt3-13b",
+    "gpt3-175b",
+    "gpt-530b",
+    "gpt-1t",
+    "llama3-1b",
+    "llama3-3b",
+    "llama3-8b",
+    "llama3-70b",
+    "llama3-405b",
+    "qwen3-0.6b",
+    "qwen3-8b",
+    "pangu-alpha-200b",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
+    "deepseek-v2-lite",
+    "deepseek-v2",
+    "deepseek-v3",
+    "llama-nano",
+)
+"""The presets from which plans are drawn: a further preset must not change the plans."""
+MODELS = (*reversed(SMALL), *reversed(DRAWN_PRESETS), *(name for name in MODEL_PRESETS if name not in DRAWN_PRESETS))
 
 
 def digest(value: Any) -> str:
@@ -226,7 +249,7 @@ def plan_of(sizes: dict[str, int], spec: ModelSpec, **strategy: Any) -> Plan:
     )
 
 
-DRAWN_MODELS = (*MODEL_PRESETS, "parallel", "parallel shared", "sliding", "deepseek v3", "shared expert")
+DRAWN_MODELS = (*DRAWN_PRESETS, "parallel", "parallel shared", "sliding", "deepseek v3", "shared expert")
 
 
 def drawn_plan(number: str) -> tuple[RunSpec, Plan, str]:

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from meshwright.config.load import load_run
-from meshwright.models.dimension_checks import check_dimensions
-from meshwright.models.families import from_hf_config, to_hf_config
+from meshwright.families.folder import from_hf_config, to_hf_config
+from meshwright.spec.dimension_checks import check_dimensions
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.model import ModelSpec
 from tests.models.tiny import (

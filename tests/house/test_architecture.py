@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 LAYERS = {
     "spec": 0,
     "durable": 0,
+    "families": 0,
     "config": 1,
     "workload": 1,
     "costs": 1,
@@ -45,6 +46,7 @@ LAYERS = {
 SAME_LAYER = {
     ("models", "kernels"),
     ("durable", "spec"),
+    ("families", "spec"),
     ("data", "policies"),
     ("costs", "config"),
     ("costs", "workload"),
@@ -54,6 +56,7 @@ SAME_LAYER = {
 }
 TORCH_FREE = (
     "spec",
+    "families",
     "config",
     "workload",
     "durable",

@@ -16,7 +16,7 @@ from meshwright.checkpoint.hf import export_hf, import_hf
 from meshwright.checkpoint.initial import check_initial
 from meshwright.checkpoint.stored_model import open_model
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.models.families import folder_spec
+from meshwright.families.folder import folder_spec
 from meshwright.models.prediction import further_tokens
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.fields import from_plain

@@ -23,6 +23,7 @@ LLAMA = ModelSpec(
     init_std=0.1,
 )
 QWEN3 = replace(LLAMA, family="qwen3", head_dim=24, qk_norm=True, norm_eps=1e-6, rope_theta=1e6, tied=True)
+QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True, norm_eps=1e-6, rope_theta=1e6, tied=True)
 GPT2 = replace(
     LLAMA,
     family="gpt2",
@@ -107,6 +108,7 @@ MIXTURES = {"mixtral": MIXTRAL, "qwen3 moe": QWEN3_MOE, "shared expert": SHARED}
 ALL = {
     "llama": LLAMA,
     "llama3 scaling": SCALED,
+    "qwen2": QWEN2,
     "qwen3": QWEN3,
     "gpt2": GPT2,
     "parallel": PARALLEL,

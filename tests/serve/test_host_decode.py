@@ -11,11 +11,11 @@ from meshwright.models.mlp import GatedMLP
 from meshwright.serve import host_decode
 from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
-from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN3, SCALED, SLIDING, built
+from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN2, QWEN3, SCALED, SLIDING, built
 from tests.serve.helpers import PROMPTS, continued_texts, engine_of, greedy, record_logits, texts, tiny
 
 
-@pytest.mark.parametrize("spec", [LLAMA, QWEN3, SLIDING, replace(LLAMA, kv_heads=1, tied=True)], ids=str)
+@pytest.mark.parametrize("spec", [LLAMA, QWEN2, QWEN3, SLIDING, replace(LLAMA, kv_heads=1, tied=True)], ids=str)
 def test_logits_are_those_of_the_trainer(spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_decode, "ROOM", 8)  # so that the copy of the text is made several times
     model = tiny(spec)

@@ -12,11 +12,19 @@ from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.engine import Engine
 from meshwright.serve.prompt_graphs import PromptGraphs, prompt_graph_sizes
 from meshwright.spec.engine import Speculation
-from tests.models.tiny import DEEPSEEK_V3, GPT2, LLAMA, MIXTRAL, QWEN3, SLIDING
+from tests.models.tiny import DEEPSEEK_V3, GPT2, LLAMA, MIXTRAL, QWEN2, QWEN3, SLIDING
 from tests.serve.helpers import engine_of, record_logits, texts, tiny
 from tests.serve.recorded_graphs import RecordedGraphs
 
-SPECS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "mixtral": MIXTRAL, "deepseek": DEEPSEEK_V3}
+SPECS = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "gpt2": GPT2,
+    "sliding": SLIDING,
+    "mixtral": MIXTRAL,
+    "deepseek": DEEPSEEK_V3,
+}
 SIZES = (4, 8, 20)
 
 

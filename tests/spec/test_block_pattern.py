@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from tests.models.tiny import LLAMA, QWEN3_MOE
 
-from meshwright.models.dimension_checks import check_dimensions
 from meshwright.spec.block_pattern import expanded, pattern_mistakes
+from meshwright.spec.dimension_checks import check_dimensions
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import KindSpec, flops_per_token, kind_names, layer_order, sequence
 

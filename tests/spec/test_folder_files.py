@@ -18,7 +18,7 @@ from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.data.vocabulary import read_vocabulary
-from meshwright.models.families import read_json
+from meshwright.families.folder import read_json
 from meshwright.server.model_files import read_model_files
 from meshwright.spec.errors import BadInput
 from meshwright.spec.folder_files import read_folder_file

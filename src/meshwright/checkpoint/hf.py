@@ -1,6 +1,6 @@
 """Writes weights as a Hugging Face folder and reads them from one, part of a tensor at a time and without pickle.
 
-`models/families.py` has the tensor names and the fields of config.json of each model family; this module reads and
+`families` has the tensor names and the fields of config.json of each model family; this module reads and
 writes the files. The weights are in safetensors format (github.com/huggingface/safetensors, "Format").
 """
 
@@ -24,8 +24,7 @@ from meshwright.data.chat_template import GENERATION_CONFIG
 from meshwright.data.text_format import TextFormat, derive, export_text_files, exported_ids, named_bos
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.durable.writes import publish, sync_file, write_durable
-from meshwright.models.families import (
-    FAMILIES,
+from meshwright.families.folder import (
     FP8_BLOCK,
     SPECIAL_IDS,
     HFTensor,
@@ -35,6 +34,7 @@ from meshwright.models.families import (
     read_json,
     to_hf_config,
 )
+from meshwright.families.registry import FAMILIES
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.folder_files import TOKENIZER_BYTES, check_inside, read_folder_file

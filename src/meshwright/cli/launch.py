@@ -142,7 +142,7 @@ def _load(words: list[str] | None, runs: Path) -> RunSpec:
     """The run, with its cluster in the file or on the command line, as this machine is not where it will run."""
     from meshwright.config.load import read_run
     from meshwright.config.presets import cluster_names
-    from meshwright.models.families import folder_spec
+    from meshwright.families.folder import folder_spec
 
     def refuse_detection() -> dict[str, Any]:
         raise BadInput(

@@ -59,8 +59,8 @@ def read(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path 
     """The values that the command line describes, with their mistakes.
     `model.init: checkpoint:NAME` looks for the run NAME in `runs`; `otherwise` is the run file if the words name none."""
     from meshwright.config.load import read_run
+    from meshwright.families.folder import folder_spec
     from meshwright.launch.machine import found_cluster
-    from meshwright.models.families import folder_spec
 
     path, overrides = split_words(words)
     check_runs(runs)

@@ -16,9 +16,9 @@ from meshwright.config.deployment_file import deployment_yaml, read_deployment_s
 from meshwright.config.reading import Located
 from meshwright.config.trace_file import workload_requests
 from meshwright.durable.writes import write_durable
+from meshwright.families.folder import folder_spec
 from meshwright.launch.machine import found_cluster
 from meshwright.launch.prepare import with_model_vocabulary
-from meshwright.models.families import folder_spec
 from meshwright.planner.deployment_search import DeploymentAnswer, Option, plan_deployment
 from meshwright.spec.deployment import DeploymentSpec, TimedRequest
 from meshwright.spec.errors import BadInput

@@ -57,8 +57,8 @@ def _question(path: Path | None, overrides: Sequence[str]) -> tuple[ModelSpec, Q
     """The model, its formats, and this machine."""
     from meshwright.config.deployment_file import asks_for_deployment, load_deployment_spec
     from meshwright.config.load import load_run
+    from meshwright.families.folder import folder_spec
     from meshwright.launch.machine import found_cluster
-    from meshwright.models.families import folder_spec
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.deployment import Quantisation
     from meshwright.spec.fields import from_plain

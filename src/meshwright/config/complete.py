@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.family_dimensions import DIMENSIONS, EXPERT_DIMENSIONS, FAMILY_VALUES, ffn_width
+from meshwright.config.family_dimensions import DIMENSIONS, ffn_width
 from meshwright.config.presets import MODEL_PRESETS, run_preset
 from meshwright.config.value_sources import EMBEDDED, Detect, merged
 from meshwright.config.yaml_positions import Document, KeyPath, Position, format_value, read_yaml
+from meshwright.families.registry import FAMILIES
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import MeshwrightError, nearest
 from meshwright.spec.fields import from_plain, to_plain
@@ -136,7 +137,8 @@ def _take_dimensions(document: Document, model_reader: ModelReader | None) -> li
         ]
     source = "init" if stored is not None or of_preset is None else "preset"
     if ("model", source) in document.rejected:
-        document.rejected.update(("model", name) for name in (*DIMENSIONS, *EXPERT_DIMENSIONS, *_DERIVED))
+        required = (name for family in FAMILIES.values() for name in family.required)
+        document.rejected.update(("model", name) for name in (*DIMENSIONS, *_DERIVED, *required))
     position = document.value_position(("model", source))
     for name, value in (stored or of_preset or {}).items():
         if name not in model:
@@ -225,7 +227,8 @@ def _complete_model(document: Document) -> list[str]:
     """Adds values of the model's family, then dimensions derived from others by convention; returns them as one sentence."""
     model = document.data["model"]
     family = str(model.get("family"))
-    values = [item for item in FAMILY_VALUES.get(family, {}).items() if item[0] not in model]
+    known = FAMILIES[family].values if family in FAMILIES else {}
+    values = [item for item in known.items() if item[0] not in model]
     of_family = ", ".join(_put_beside(document, "family", name, value) for name, value in values)
     derived = ", ".join(
         filter(None, (_complete_ffn(document), _complete_kv_heads(document), _complete_head_dim(document)))

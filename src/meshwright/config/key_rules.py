@@ -211,7 +211,7 @@ def _experts(run: RunValues) -> Iterator[Mistake]:
 
 
 def _latents(run: RunValues) -> Iterator[Mistake]:
-    """Latent attention and groups of experts: what `models.dimension_checks` refuses, by key."""
+    """Latent attention and groups of experts: what `spec.dimension_checks` refuses, by key."""
     rank, heads, head_dim = run("model.kv_rank"), run("model.heads"), run("model.head_dim")
     for key in ("q_rank", "rope_head_dim", "value_head_dim"):
         if rank == 0 and run(f"model.{key}"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.config.family_dimensions import DIMENSIONS
 from meshwright.config.presets import MODEL_PRESETS, run_preset
-from meshwright.config.schema import expected_text, section_of, sections_of
+from meshwright.config.schema import expected_text, keys_of, section_of, sections_of
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import docs_of, from_plain, hints_of, to_plain
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
@@ -61,7 +61,7 @@ give `family`, `layers`, `hidden` and `heads`, for mixtures of experts also `exp
 `expert_hidden`, and for DeepSeek `head_dim`, `kv_rank`, `rope_head_dim`, `value_head_dim` and `shared_expert_hidden`.
 Defaults are `kv_heads` = `heads`, `head_dim` = `hidden / heads`, and `ffn_hidden` = 4 × `hidden`
 with `mlp: gelu`, or 8/3 × `hidden` rounded up to a multiple of 256 with `swiglu`. `positions`, `norm`, `mlp`, `bias`,
-`qk_norm` and `tied` follow from the family. Derived values are printed before the run starts. The default of
+`qkv_bias`, `qk_norm` and `tied` follow from the family. Derived values are printed before the run starts. The default of
 `train.seq_len` is limited by `model.max_seq_len`.
 
 **Cluster.** Without `cluster.gpu` the cluster is `auto`: this machine's GPUs, or one CPU rank, which uses all cores.
@@ -134,7 +134,7 @@ def _sections(cls: type, key: str, title: str) -> Iterator[str]:
 
 
 def _table_entry(cls: type, field: dataclasses.Field[Any]) -> list[str]:
-    return [field.name, _type(hints_of(cls)[field.name]), _default(cls, field), docs_of(cls)[field.name]]
+    return [field.name, _type(keys_of(cls)[field.name]), _default(cls, field), docs_of(cls)[field.name]]
 
 
 def _type(annotation: Any) -> str:

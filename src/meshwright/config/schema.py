@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal, TypeGuard, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model
 
-from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.yaml_positions import KeyPath
-from meshwright.spec.fields import Bound, describe_type, docs_of, hints_of, to_plain, variant_of, variants
+from meshwright.families.registry import FAMILIES, MODEL_PRESETS
+from meshwright.spec.fields import Bound, Name, describe_type, docs_of, hints_of, to_plain, variant_of, variants
 from meshwright.spec.run import RunSpec
 
 _ANNOTATED: Any = Annotated  # applied to types made at run time, which a type checker cannot follow
@@ -48,11 +48,27 @@ def validate(cls: type, data: dict[str, Any]) -> tuple[dict[str, Any], list[Sche
         return {}, [_schema_mistake(detail) for detail in error.errors(include_url=False, include_context=False)]
 
 
+NAMES: dict[str, tuple[str, ...]] = {"family": tuple(FAMILIES)}
+"""The names of each registry that a spec field refers to by `Name`."""
+
+
+@cache
+def keys_of(cls: type) -> dict[str, Any]:
+    """The annotations of a spec class's fields, where the names of a registry are the choices of a Literal."""
+    return {name: _with_choices(annotation) for name, annotation in hints_of(cls).items()}
+
+
+def _with_choices(annotation: Any) -> Any:
+    marks = typing.get_args(annotation)[1:] if typing.get_origin(annotation) is Annotated else ()
+    names = next((NAMES[mark.of] for mark in marks if isinstance(mark, Name)), None)
+    return annotation if names is None else _LITERAL[names]
+
+
 @cache
 def pydantic_model(cls: type) -> type[BaseModel]:
     """The pydantic model of a spec dataclass."""
     fields: dict[str, Any] = {
-        f.name: (_pydantic_type(hints_of(cls)[f.name]), _default(f)) for f in dataclasses.fields(cls)
+        f.name: (_pydantic_type(keys_of(cls)[f.name]), _default(f)) for f in dataclasses.fields(cls)
     }
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(cls.__name__, __config__=config, __doc__=_first_line(cls), **fields)
@@ -86,10 +102,10 @@ def annotation_at(cls: type, path: KeyPath) -> Any:
         several = variants(typing.get_args(annotation))
         annotation = _container(annotation)
         if len(several) > 1:
-            hints = [hints_of(section)[str(step)] for section in several if str(step) in hints_of(section)]
+            hints = [keys_of(section)[str(step)] for section in several if str(step) in hints_of(section)]
             annotation = (_joined_names(several) if step == "name" else hints[0]) if hints else None
         elif _is_section(annotation):
-            annotation = hints_of(annotation).get(str(step))
+            annotation = keys_of(annotation).get(str(step))
         else:
             arguments = typing.get_args(annotation)
             annotation = arguments[-1 if typing.get_origin(annotation) is dict else 0] if arguments else None

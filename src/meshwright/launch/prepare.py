@@ -23,12 +23,12 @@ from meshwright.data.source import DataSource, has_validation, open_data, same_t
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.data.step_samples import lengths_of_step
 from meshwright.durable.writes import remove_partials, write_durable
+from meshwright.families.folder import export_obstacle
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.disk import check_disk
 from meshwright.launch.folder import check_state, continues, is_finished, take_over
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.launch.text_files import write_text_files
-from meshwright.models.families import export_obstacle
 from meshwright.observe.sinks import check_sinks
 from meshwright.planner.candidate import (
     HOST_HEADROOM,

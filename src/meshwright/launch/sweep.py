@@ -18,12 +18,12 @@ from typing import Any, Literal
 from meshwright.config.load import load_run
 from meshwright.config.sweep_file import SweptRun, swept_runs
 from meshwright.durable.writes import write_durable
+from meshwright.families.folder import folder_spec
 from meshwright.launch.folder import continues
 from meshwright.launch.machine import found_cluster, visible_gpus
 from meshwright.launch.prepare import with_vocabulary
 from meshwright.launch.run_figures import FigureReader
 from meshwright.launch.run_list import is_run, run_state
-from meshwright.models.families import folder_spec
 from meshwright.observe.metrics import scan_metrics
 from meshwright.observe.report_charts import recent_mean
 from meshwright.observe.runfolder import column

@@ -1,4 +1,1 @@
-"""Models as single-device PyTorch, and their tensor names and configurations in Hugging Face folders.
-
-Layer 1: imports `spec` and `kernels`. `families` and the modules that it imports need no torch.
-"""
+"""Models as single-device PyTorch. Layer 1: imports `spec` and `kernels`."""

@@ -18,10 +18,10 @@ from meshwright.kernels.attention import AttentionMask, make_mask
 from meshwright.kernels.loss import LossSums, linear_cross_entropy
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.block import AttentionKind, Block, attention_kind, tables_of
-from meshwright.models.dimension_checks import check_dimensions
 from meshwright.models.moe import CountedTokens, RoutedOutput
 from meshwright.models.norm import Norm
 from meshwright.models.prediction import FurtherTokens, PredictionModule, further_tokens
+from meshwright.spec.dimension_checks import check_dimensions
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 

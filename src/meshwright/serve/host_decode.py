@@ -30,6 +30,7 @@ class _Layer(NamedTuple):
 
     attention_norm: Tensor
     qkv: Tensor
+    qkv_bias: Tensor | None
     out: Tensor
     mlp_norm: Tensor
     gate_up: Tensor
@@ -85,7 +86,7 @@ class HostDecode:
 
     @staticmethod
     def supports(model: Decoder, cache: KVCache) -> bool:
-        """Whether this is a dense model on a CPU with RMSNorm, rotary embedding, SwiGLU and no biases, in fp32 or fp64, unchanged."""
+        """Whether this is a dense model on a CPU with RMSNorm, rotary embedding, SwiGLU and at most biases of qkv, in fp32 or fp64."""
         weight, spec = model.embed.weight, model.spec
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or model.plain:
             return False
@@ -114,7 +115,10 @@ class HostDecode:
         torch.index_select(self._embed, 0, inputs.newest[packed.sampled_rows], out=x)
         for layer, slot, keys, values in layers:
             self._normalise(layer.attention_norm)
-            torch.mm(normed, layer.qkv, out=qkv)
+            if layer.qkv_bias is None:
+                torch.mm(normed, layer.qkv, out=qkv)
+            else:
+                torch.addmm(layer.qkv_bias, normed, layer.qkv, out=qkv)
             if layer.head_norms is not None:
                 self._normalise_heads(*layer.head_norms)
             torch.mm(self._unrotated, self._rotation, out=self._rotated)
@@ -188,6 +192,7 @@ def _weights(block: Block) -> _Layer:
     return _Layer(
         attention_norm=block.attention_norm.weight,
         qkv=attention.qkv.weight.t(),
+        qkv_bias=attention.qkv.bias,
         out=attention.out.weight.t(),
         mlp_norm=block.mlp_norm.weight,
         gate_up=mlp.gate_up.weight.t(),

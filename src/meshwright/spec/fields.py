@@ -37,6 +37,16 @@ class Bound:
     less_than: float | None = None
 
 
+@dataclass(frozen=True)
+class Name:
+    """Marks text that is one of the names in a registry, such as `family`, which `spec` does not know.
+
+    Whoever reads files checks it and lists the names (`config.schema`).
+    """
+
+    of: str
+
+
 LARGEST_COUNT = 10**9
 """Largest count in a run file: products of a few counts stay within a double and 64 bits."""
 Positive = Annotated[int, Bound(at_least=1, at_most=LARGEST_COUNT)]

@@ -23,7 +23,7 @@ from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import Body
 from meshwright.spec.blocks.positions import RopeScaling, RotarySpec, YarnScaling
 from meshwright.spec.blocks.table import ParameterSpec, TensorSplit, Value
-from meshwright.spec.fields import Bound, NotNegative, Positive
+from meshwright.spec.fields import Bound, Name, NotNegative, Positive
 
 LATENT_NORM_EPS = 1e-6
 """DeepSeek's norms of latents do not use the model's epsilon."""
@@ -53,9 +53,9 @@ class KindSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen3, DeepSeek-V2/V3, MegaScale variants, mixtures of experts."""
+    """A decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen2.5, Qwen3, DeepSeek-V2/V3, MegaScale variants, mixtures of experts."""
 
-    family: Literal["gpt2", "llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+    family: Annotated[str, Name("family")]
     """Model family, which gives the Hugging Face parameter names and config keys of import and export."""
     layers: Annotated[int, Bound(at_least=1, at_most=1000)]
     """Transformer blocks. The planner times every block of every layout, so their number is limited."""
@@ -89,6 +89,8 @@ class ModelSpec:
     """Gated SiLU, or the tanh approximation of GELU."""
     bias: bool = False
     """Biases in every projection (not in the head)."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values; `bias` has them too (Qwen2)."""
     qk_norm: bool = False
     """RMSNorm of each query and key head before RoPE (Qwen3)."""
     tied: bool = False
@@ -289,7 +291,14 @@ def unusable_keys(spec: ModelSpec) -> Iterator[str]:
             if getattr(spec, name):
                 yield f"{name} is {getattr(spec, name)}: expected 0 without kv_rank"
         return
-    fixed = {"kv_heads": spec.heads, "positions": "rope", "qk_norm": False, "bias": False, "parallel_block": False}
+    fixed = {
+        "kv_heads": spec.heads,
+        "positions": "rope",
+        "qk_norm": False,
+        "bias": False,
+        "qkv_bias": False,
+        "parallel_block": False,
+    }
     for name, value in fixed.items():
         if getattr(spec, name) != value:
             yield f"{name} is {getattr(spec, name)}: expected {value} with kv_rank (latent attention)"
@@ -305,7 +314,7 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
         rotary=rotary if spec.positions == "rope" else None,
         window=spec.sliding_window,
         qk_norm=NormSpec(eps=spec.norm_eps) if spec.qk_norm else None,
-        qkv_bias=spec.bias,
+        qkv_bias=spec.bias or spec.qkv_bias,
         out_bias=spec.bias,
     )
 

@@ -1,7 +1,6 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437) in Hugging Face folders.
+"""DeepSeek-V2 (DeepSeek-AI 2024, arXiv 2405.04434): latent attention, and a mixture of experts after the first layers.
 
-Latent attention, and a mixture of experts after the first layers. V2 picks experts by a softmax, V3 by sigmoids and a bias that balances
-their loads. Rotated dimensions stay in the order of the folders: pairs of neighbours (`kernels.rope.rotate_neighbours`).
+The presets are as released. Rotated dimensions stay in the order of the folders: pairs of neighbours (`kernels.rope.rotate_neighbours`).
 """
 
 from __future__ import annotations
@@ -9,16 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.models.hf_config import HFConfig, rope_section
-from meshwright.models.llama import LLAMA, NO_DROPOUT
-from meshwright.models.mixtral import BALANCE_LOSS_NOTE, refuse_dense
+from meshwright.families.format import SECTION_KEYS, HFConfig, Preset, rope_section, sizes
+from meshwright.families.llama import LLAMA, NO_DROPOUT
+from meshwright.families.mixtral import BALANCE_LOSS_NOTE, EXPERTS, refuse_dense
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
 _GREEDY, _LIMITED = "greedy", "group_limited_greedy"
 
 
-def _shared_fields(config: HFConfig) -> dict[str, Any]:
+def shared_fields(config: HFConfig) -> dict[str, Any]:
     """The ModelSpec fields that V2 and V3 read alike."""
     config.expect("hidden_act", "silu", "swish")
     config.expect("attention_bias", False)
@@ -38,7 +37,7 @@ def _shared_fields(config: HFConfig) -> dict[str, Any]:
         "rope_head_dim": rotated,
         "value_head_dim": config.integer("v_head_dim", default=128),
         "kv_rank": config.integer("kv_lora_rank", default=512),
-        "q_rank": 0 if config.values.get("q_lora_rank", 1536) is None else config.integer("q_lora_rank", default=1536),
+        "q_rank": 0 if config.get("q_lora_rank", 1536) is None else config.integer("q_lora_rank", default=1536),
         "ffn_hidden": config.integer("intermediate_size"),
         "vocab_size": config.integer("vocab_size"),
         "max_seq_len": config.integer("max_position_embeddings"),
@@ -47,13 +46,13 @@ def _shared_fields(config: HFConfig) -> dict[str, Any]:
         "experts": config.integer("n_routed_experts"),
         "experts_per_token": config.integer("num_experts_per_tok", default=8),
         "expert_hidden": width,
-        "first_dense_layers": config.values.get("first_k_dense_replace") or 0,
+        "first_dense_layers": config.get("first_k_dense_replace") or 0,
         "routing_scale": config.number("routed_scaling_factor", 1.0),
         **_read_yarn(config),
     }
 
 
-def _shared_config(spec: ModelSpec) -> dict[str, Any]:
+def shared_config(spec: ModelSpec) -> dict[str, Any]:
     """The config.json keys that V2 and V3 write alike."""
     refuse_dense(spec, "DeepSeek")
     if not spec.kv_rank:
@@ -99,10 +98,11 @@ def _v2_fields(config: HFConfig) -> dict[str, Any]:
     config.expect("scoring_func", "softmax")
     config.expect("topk_method", _GREEDY, _LIMITED)
     config.expect("norm_topk_prob", False)  # transformers' class ignores it
-    limited = config.values.get("topk_method") == _LIMITED
+    limited = config.get("topk_method") == _LIMITED
+    config.read.update(("n_group", "topk_group"))
     return {
-        **_shared_fields(config),
-        **_shared_width(config, 2),
+        **shared_fields(config),
+        **shared_width(config, 2),
         "expert_groups": config.integer("n_group") if limited else 1,
         "groups_per_token": config.integer("topk_group") if limited else 1,
     }
@@ -110,35 +110,10 @@ def _v2_fields(config: HFConfig) -> dict[str, Any]:
 
 def _v2_config(spec: ModelSpec) -> dict[str, Any]:
     method = _GREEDY if spec.expert_groups == spec.groups_per_token else _LIMITED
-    return {**_shared_config(spec), "scoring_func": "softmax", "topk_method": method, "mlp_bias": False}
+    return {**shared_config(spec), "scoring_func": "softmax", "topk_method": method, "mlp_bias": False}
 
 
-def _v3_fields(config: HFConfig) -> dict[str, Any]:
-    config.expect("scoring_func", "sigmoid")
-    config.expect("topk_method", "noaux_tc")
-    config.expect("rope_interleave", True)
-    return {
-        **_shared_fields(config),
-        **_shared_width(config, 1),
-        "normalised_routing": config.flag("norm_topk_prob", True),
-        "routing_scale": config.number("routed_scaling_factor", 2.5),
-        "expert_groups": config.integer("n_group", default=8),
-        "groups_per_token": config.integer("topk_group", default=4),
-        "prediction_depth": config.values.get("num_nextn_predict_layers") or 0,
-    }
-
-
-def _v3_config(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        **_shared_config(spec),
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "rope_interleave": True,
-        "num_nextn_predict_layers": spec.prediction_depth,
-    }
-
-
-def _shared_width(config: HFConfig, default: int) -> dict[str, Any]:
+def shared_width(config: HFConfig, default: int) -> dict[str, Any]:
     """The shared experts of a layer are one of their joint width."""
     shared = config.integer("n_shared_experts", default=default)
     return {"shared_expert_hidden": shared * config.integer("moe_intermediate_size", default=1407)}
@@ -147,15 +122,16 @@ def _shared_width(config: HFConfig, default: int) -> dict[str, Any]:
 def _read_yarn(config: HFConfig) -> dict[str, Any]:
     """`rope_theta` and `yarn` from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (4 and before)."""
     key, section = rope_section(config)
-    inside = HFConfig({"rope_theta": config.values.get("rope_theta"), **section}, f"{config.where}: {key}")
+    inside = HFConfig({"rope_theta": config.get("rope_theta"), **section}, f"{config.where}: {key}")
     fields: dict[str, Any] = {"rope_theta": inside.number("rope_theta", 10000.0), "yarn": None}
     type_key = "rope_type" if "rope_type" in section else "type"
     inside.expect(type_key, "default", "yarn")
     if section.get(type_key, "default") == "default":
+        inside.refuse_unknown(SECTION_KEYS)
         return fields
     inside.expect("attention_factor")
     inside.expect("truncate", True)
-    whole = inside.values.get("mscale_all_dim") or 0.0
+    whole = inside.get("mscale_all_dim") or 0.0
     yarn = {
         "factor": inside.number("factor"),
         "original_max_seq_len": inside.integer("original_max_position_embeddings"),
@@ -165,6 +141,7 @@ def _read_yarn(config: HFConfig) -> dict[str, Any]:
         "mscale": inside.number("mscale", 1.0) if whole else 1.0,
         "mscale_all_dim": float(whole),
     }
+    inside.refuse_unknown(SECTION_KEYS | {"mscale"})
     return {**fields, "yarn": yarn}
 
 
@@ -187,7 +164,21 @@ def _write_yarn(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-DEEPSEEK_V2 = replace(
+RELEASED = {
+    "head_dim": 192,
+    "kv_rank": 512,
+    "q_rank": 1536,
+    "rope_head_dim": 64,
+    "value_head_dim": 128,
+    "vocab_size": 102400,
+    "max_seq_len": 163840,
+    "norm_eps": 1e-6,
+    "experts_per_token": 6,
+    "first_dense_layers": 1,
+    "yarn": {"mscale": 0.707, "mscale_all_dim": 0.707},
+}
+"""ModelSpec fields that the released models of V2 share."""
+FAMILY = DEEPSEEK_V2 = replace(
     LLAMA,
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
@@ -205,37 +196,39 @@ DEEPSEEK_V2 = replace(
         "moe.shared.down": ("mlp.shared_experts.down_proj",),
     },
     tensors=lambda spec: {"attention.q.weight": f"self_attn.q_{'b_' if spec.q_rank else ''}proj.weight"},
-    fixed={
-        "positions": "rope",
-        "norm": "rmsnorm",
-        "mlp": "swiglu",
-        "qk_norm": False,
-        "bias": False,
-        "parallel_block": False,
-        "sliding_window": None,
-        "rope_scaling": None,
-        "router": "softmax",
-        "normalised_routing": False,
-        "prediction_depth": 0,
-    },
+    values={"normalised_routing": False},
+    required=(*EXPERTS, "head_dim", "kv_rank", "rope_head_dim", "value_head_dim", "shared_expert_hidden"),
+    without_effect=frozenset({"head_dim", "qk_head_dim", "seq_aux"}),
     from_config=_v2_fields,
     to_config=_v2_config,
 )
-DEEPSEEK_V3 = replace(
-    DEEPSEEK_V2,
-    model_type="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
-    tensors=lambda spec: {**DEEPSEEK_V2.tensors(spec), "moe.choice_bias": "mlp.gate.e_score_correction_bias"},
-    predictions={"token_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"},
-    prediction_copies={"embed": "embed_tokens", "head": "shared_head.head"},
-    fixed={
-        **{
-            key: value
-            for key, value in DEEPSEEK_V2.fixed.items()
-            if key not in ("normalised_routing", "prediction_depth")
+PRESETS = {
+    "deepseek-v2-lite": Preset(
+        model={
+            **RELEASED,
+            **sizes(27, 2048, 16, 10944),
+            "kv_heads": 16,
+            "q_rank": 0,
+            "experts": 64,
+            "expert_hidden": 1408,
+            "shared_expert_hidden": 2816,
         },
-        "router": "sigmoid",
-    },
-    from_config=_v3_fields,
-    to_config=_v3_config,
-)
+        learning_rate=4.2e-4,
+        seq_len=4096,
+    ),
+    "deepseek-v2": Preset(
+        model={
+            **RELEASED,
+            **sizes(60, 5120, 128, 12288),
+            "kv_heads": 128,
+            "experts": 160,
+            "expert_hidden": 1536,
+            "shared_expert_hidden": 3072,
+            "expert_groups": 8,
+            "groups_per_token": 3,
+            "routing_scale": 16.0,
+        },
+        learning_rate=2.4e-4,
+        seq_len=4096,
+    ),
+}

@@ -1,27 +1,29 @@
-"""Mixtral (Jiang et al. 2024) in Hugging Face folders: Llama with a mixture of experts in every layer."""
+"""Mixtral (Jiang et al. 2024): Llama with a mixture of experts in every layer. The preset is as released."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from meshwright.models.hf_config import DEEPSEEK_FIELDS, HFConfig
-from meshwright.models.llama import LLAMA, gated_decoder_config, gated_decoder_fields
+from meshwright.families.format import HFConfig, Preset, rope_section, sizes
+from meshwright.families.llama import LLAMA, gated_decoder_config, gated_decoder_fields
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
 BALANCE_LOSS_NOTE = "Meshwright weighs the experts' balance loss by train.balance_loss"
-_DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}
+_ROPE = {"rope_theta": 1e6}
+_DEFAULTS = {"rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}
 """Defaults of transformers that differ from those for Llama."""
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    config = replace(config, values={**_DEFAULTS, **config.values})
+    _, rope = rope_section(config)
+    config = replace(config, values={**_DEFAULTS, **({} if "rope_theta" in rope else _ROPE), **config.values})
     config.expect("router_jitter_noise", 0, 0.0)
     config.note_unused(BALANCE_LOSS_NOTE, "router_aux_loss_coef")
     return {
         **gated_decoder_fields(config),
-        "sliding_window": None if config.values.get("sliding_window") is None else config.integer("sliding_window"),
+        "sliding_window": None if config.get("sliding_window") is None else config.integer("sliding_window"),
         "experts": config.integer("num_local_experts", "num_experts"),
         "experts_per_token": config.integer("num_experts_per_tok"),
         "expert_hidden": config.integer("intermediate_size"),
@@ -47,7 +49,9 @@ def refuse_dense(spec: ModelSpec, folder: str) -> None:
         raise BadInput(f"model.experts: a {folder} folder needs experts, got 0")
 
 
-MIXTRAL = replace(
+EXPERTS = ("experts", "experts_per_token", "expert_hidden")
+"""ModelSpec fields that a run with experts must give."""
+FAMILY = replace(
     LLAMA,
     model_type="mixtral",
     architecture="MixtralForCausalLM",
@@ -57,18 +61,24 @@ MIXTRAL = replace(
         "moe.experts.gate_up": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
         "moe.experts.down": ("block_sparse_moe.experts.{expert}.w2",),
     },
-    fixed={
-        **DEEPSEEK_FIELDS,
-        "positions": "rope",
-        "norm": "rmsnorm",
-        "mlp": "swiglu",
-        "qk_norm": False,
-        "bias": False,
-        "parallel_block": False,
-        "shared_expert_hidden": 0,
-        "first_dense_layers": 0,
-        "normalised_routing": True,
-    },
+    required=EXPERTS,
     from_config=_from_config,
     to_config=_to_config,
 )
+PRESETS = {
+    "mixtral-8x7b": Preset(
+        model={
+            **sizes(32, 4096, 32, 14336),
+            "kv_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 32000,
+            "max_seq_len": 32768,
+            "rope_theta": 1000000.0,
+            "experts": 8,
+            "experts_per_token": 2,
+            "expert_hidden": 14336,
+        },
+        learning_rate=3e-4,
+        seq_len=8192,
+    )
+}

@@ -1,10 +1,13 @@
-"""Llama 2 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024) in Hugging Face folders."""
+"""Llama 2 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024).
+
+The presets have the dimensions of the released config files. `llama-nano` is the laptop-sized model of the quick start.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from meshwright.models.hf_config import DEEPSEEK_FIELDS, Family, HFConfig, read_rope, write_rope
+from meshwright.families.format import Family, HFConfig, Preset, read_rope, sizes, write_rope
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
@@ -12,6 +15,7 @@ NO_DROPOUT = "Meshwright trains without dropout, and evaluation has none"
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
+    config.expect("rope_interleaved", False)
     bias = config.flag("attention_bias", False)
     if config.flag("mlp_bias", False) != bias:
         expected = f"{bias} (as attention_bias): this decoder has biases in every projection or in none"
@@ -64,7 +68,18 @@ def gated_decoder_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-LLAMA = Family(
+_RELEASED = {
+    "kv_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_seq_len": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"factor": 8.0},
+    "norm_eps": 1e-5,
+}
+_SMALL = {"tied": True, "rope_scaling": {"factor": 32.0}}
+
+FAMILY = LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     base="model.",
@@ -79,17 +94,22 @@ LLAMA = Family(
         "mlp.down": ("mlp.down_proj",),
     },
     unused=("rotary_emb.inv_freq",),
-    fixed={
-        **DEEPSEEK_FIELDS,
-        "positions": "rope",
-        "norm": "rmsnorm",
-        "mlp": "swiglu",
-        "qk_norm": False,
-        "parallel_block": False,
-        "sliding_window": None,
-        "experts": 0,
-    },
-    tied=False,
+    without_effect=frozenset({"is_llama_config", "max_sequence_length"}),
     from_config=_from_config,
     to_config=_to_config,
 )
+PRESETS = {
+    "llama3-1b": Preset(
+        model=_RELEASED | sizes(16, 2048, 32, 8192) | _SMALL | {"head_dim": 64}, learning_rate=4e-4, seq_len=8192
+    ),
+    "llama3-3b": Preset(model=_RELEASED | sizes(28, 3072, 24, 8192) | _SMALL, learning_rate=3e-4, seq_len=8192),
+    "llama3-8b": Preset(model=_RELEASED | sizes(32, 4096, 32, 14336), learning_rate=3e-4, seq_len=8192),
+    "llama3-70b": Preset(model=_RELEASED | sizes(80, 8192, 64, 28672), learning_rate=1.5e-4, seq_len=8192),
+    "llama3-405b": Preset(model=_RELEASED | sizes(126, 16384, 128, 53248), learning_rate=8e-5, seq_len=8192),
+    "llama-nano": Preset(
+        model=sizes(4, 256, 4, 640)
+        | {"kv_heads": 2, "head_dim": 64, "vocab_size": 0, "max_seq_len": 1024, "tied": True},
+        learning_rate=3e-3,
+        seq_len=256,
+    ),
+}

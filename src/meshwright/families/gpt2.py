@@ -1,11 +1,17 @@
-"""GPT-2 (Radford et al. 2019) in Hugging Face folders; the GPT-3 and Megatron presets have the same architecture."""
+"""GPT-2 (Radford et al. 2019), and larger models of the same architecture.
+
+Presets: GPT-2 and GPT-3 (Brown et al. 2020, table 2.1; 13B at width 5120, which its 40 heads of 128 need),
+Megatron-Turing NLG 530B (Smith et al. 2022), Megatron 1T (Narayanan et al. 2021, table 1), and PanGu-α 200B (Zeng et al.
+2021, table 1). PanGu-α is planned as 64 plain layers, which make the paper's 207.0 billion parameters; the
+position-table queries of its last layer are left out.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from meshwright.models.hf_config import DEEPSEEK_FIELDS, Family, HFConfig
-from meshwright.models.llama import NO_DROPOUT
+from meshwright.families.format import Family, HFConfig, Preset
+from meshwright.families.llama import NO_DROPOUT
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
@@ -60,7 +66,23 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-GPT2 = Family(
+def _preset(layers: int, hidden: int, heads: int, learning_rate: float, seq_len: int = 2048, **other: Any) -> Preset:
+    """A model of the published sizes; its longest sequence is that of its training."""
+    model = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": hidden // heads,
+        "ffn_hidden": 4 * hidden,
+        "vocab_size": 50257,
+        "max_seq_len": seq_len,
+        **other,
+    }
+    return Preset(model=model, learning_rate=learning_rate, seq_len=seq_len)
+
+
+FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     base="transformer.",
@@ -76,19 +98,27 @@ GPT2 = Family(
     },
     transposed=frozenset({"attention.qkv", "attention.out", "mlp.up", "mlp.down"}),
     unused=("attn.bias", "attn.masked_bias"),
-    fixed={
-        **DEEPSEEK_FIELDS,
-        "positions": "learned",
-        "norm": "layernorm",
-        "mlp": "gelu",
-        "bias": True,
-        "qk_norm": False,
-        "parallel_block": False,
-        "sliding_window": None,
-        "rope_scaling": None,
-        "experts": 0,
-    },
-    tied=True,
+    values={"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "tied": True},
+    without_effect=frozenset(
+        {
+            "gradient_checkpointing",
+            "n_ctx",
+            "reorder_and_upcast_attn",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
+        }
+    ),
     from_config=_from_config,
     to_config=_to_config,
 )
+PRESETS = {
+    "gpt2-124m": _preset(12, 768, 12, 6e-4, 1024),
+    "gpt3-13b": _preset(40, 5120, 40, 1e-4),
+    "gpt3-175b": _preset(96, 12288, 96, 6e-5),
+    "gpt-530b": _preset(105, 20480, 128, 5e-5, vocab_size=51200),
+    "gpt-1t": _preset(128, 25600, 160, 5e-5, vocab_size=51200),
+    "pangu-alpha-200b": _preset(64, 16384, 128, 2e-5, 1024, vocab_size=40000),
+}

@@ -1,33 +1,22 @@
-"""The model families: tensors of their Hugging Face folders, and conversion from and to config.json. Needs no torch.
-
-FAMILIES has every family that the decoder can read and write.
-"""
+"""Tensors of a Hugging Face folder, and conversion from and to its config.json, as a model's family describes them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from meshwright.models.dimension_checks import check_dimensions
-from meshwright.models.gpt2 import GPT2
-from meshwright.models.hf_config import Family, HFConfig
-from meshwright.models.llama import LLAMA
-from meshwright.models.mixtral import MIXTRAL
-from meshwright.models.qwen3 import QWEN3
-from meshwright.models.qwen3_moe import QWEN3_MOE
-from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest
+from meshwright.families.format import WITHOUT_EFFECT, Family, HFConfig
+from meshwright.families.registry import FAMILIES
+from meshwright.spec.dimension_checks import check_dimensions
+from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest, shorten
 from meshwright.spec.fields import from_plain
 from meshwright.spec.folder_files import read_folder_json
 from meshwright.spec.foreign_words import no_folder_hint
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
-}
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in a folder with fp8 weights."""
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -105,14 +94,42 @@ def export_obstacle(spec: ModelSpec) -> str | None:
 
 
 def _obstacle(family: Family, spec: ModelSpec) -> str | None:
-    for name, value in family.fixed.items():
-        if getattr(spec, name) != value:
-            return f"model.{name}: a {family.architecture} folder supports only {value!r}, got {getattr(spec, name)!r}"
+    """Why the config.json that a family writes for a model describes another one, or cannot be written; None if it does not."""
+    spec = replace(spec, vocab_size=spec.vocab_size or 1)  # 0 until the tokenizer is known
     try:
-        family.to_config(spec)
+        written = {**family.to_config(spec), "vocab_size": spec.vocab_size, "tie_word_embeddings": spec.tied}
+        read = from_plain(ModelSpec, _fields(family, HFConfig(written, "config.json")))
     except BadInput as error:
         return str(error)
+    for field in fields(ModelSpec):
+        value, theirs = getattr(spec, field.name), getattr(read, field.name)
+        if value != theirs and field.name != "family" and _has_effect(spec, field.name, theirs):
+            return f"model.{field.name}: a {family.architecture} folder supports only {theirs!r}, got {shorten(repr(value))}"
     return None
+
+
+KEYS_OF_SOME_BLOCKS = ("ffn_hidden", "rope_theta", "normalised_routing", "experts_per_token", "expert_hidden")
+"""Keys that only some blocks use, and that a run may give in any case."""
+
+
+def _has_effect(spec: ModelSpec, name: str, value: Any) -> bool:
+    """Whether a model with another value of a key is another model."""
+    other = replace(spec, **{name: value})
+    return name not in KEYS_OF_SOME_BLOCKS or _blocks(other) != _blocks(spec)
+
+
+def _blocks(spec: ModelSpec) -> tuple[Any, ...]:
+    return spec.block_kinds, spec.layer_kinds
+
+
+def _fields(family: Family, config: HFConfig) -> dict[str, Any]:
+    """The plain ModelSpec fields of a config.json. Raises BadInput for a value or key that the family does not have."""
+    found = family.from_config(config)
+    tied = config.flag("tie_word_embeddings", family.values.get("tied", False))
+    config.expect("is_encoder_decoder", False)
+    config.expect("add_cross_attention", False)
+    config.refuse_unknown(WITHOUT_EFFECT | family.without_effect)
+    return {"family": family.model_type, **family.values, **found, "tied": tied}
 
 
 def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -122,17 +139,12 @@ def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tup
     """
     family = _family_of(config, where)
     reader = HFConfig(config, where)
-    if (quantization := config.get("quantization_config")) and not _is_block_fp8(quantization):
+    if (quantization := reader.get("quantization_config")) and not _is_block_fp8(quantization):
         expected = f"unquantized weights, or fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK}; use the model from which it was quantized"
         raise reader.error("quantization_config", "a quantized model", expected)
-    fields = {
-        "family": family.model_type,
-        **family.fixed,
-        **family.from_config(reader),
-        "tied": reader.flag("tie_word_embeddings", family.tied),
-    }
-    check_dimensions(from_plain(ModelSpec, fields), where)
-    return fields, tuple(reader.notes)
+    found = _fields(family, reader)
+    check_dimensions(from_plain(ModelSpec, found), where)
+    return found, tuple(reader.notes)
 
 
 def folder_spec(folder: Path) -> dict[str, Any]:
@@ -147,12 +159,12 @@ def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     config.json is missing or describes a feature that the decoder lacks, Damaged if it is not JSON.
     """
     where = folder / "config.json"
-    fields, notes = from_hf_config(read_json(where), str(where))
-    depth, layers = fields["prediction_depth"], fields["layers"]
+    found, notes = from_hf_config(read_json(where), str(where))
+    depth, layers = found.get("prediction_depth"), found["layers"]
     if not depth or not (names := _tensor_names(folder)) or any(f"layers.{layers}." in name for name in names):
-        return fields, notes
+        return found, notes
     note = f"{where}: num_nextn_predict_layers {depth} is not used: the folder has no tensors of these layers"
-    return {**fields, "prediction_depth": 0}, (*notes, note)
+    return {**found, "prediction_depth": 0}, (*notes, note)
 
 
 def _tensor_names(folder: Path) -> list[str]:

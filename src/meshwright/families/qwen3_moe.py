@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Yang et al. 2025) in Hugging Face folders: Qwen3 with a mixture of experts in its layers.
+"""Qwen3-MoE (Yang et al. 2025): Qwen3 with a mixture of experts in its layers. Presets are as released.
 
 The first layers may be dense. A sliding window applies to all layers; unlike Qwen3's, its config has no list of layer types.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.models.hf_config import HFConfig
-from meshwright.models.llama import gated_decoder_config, gated_decoder_fields
-from meshwright.models.mixtral import BALANCE_LOSS_NOTE, refuse_dense
-from meshwright.models.qwen3 import QWEN3
+from meshwright.families.format import HFConfig, Preset, sizes
+from meshwright.families.llama import gated_decoder_config, gated_decoder_fields
+from meshwright.families.mixtral import BALANCE_LOSS_NOTE, EXPERTS, refuse_dense
+from meshwright.families.qwen3 import QWEN3, RELEASED
 from meshwright.spec.model import ModelSpec
 
 
@@ -50,7 +50,7 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
 
 def _dense_layers(config: HFConfig) -> int:
     """The number of first layers without experts; raises BadInput if other layers have none."""
-    dense = config.values.get("mlp_only_layers") or []
+    dense = config.get("mlp_only_layers") or []
     if dense != list(range(len(dense))):
         raise config.error(
             "mlp_only_layers",
@@ -60,7 +60,9 @@ def _dense_layers(config: HFConfig) -> int:
     return len(dense)
 
 
-QWEN3_MOE = replace(
+_RELEASED = {**RELEASED, "kv_heads": 4, "experts": 128, "experts_per_token": 8}
+
+FAMILY = replace(
     QWEN3,
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -70,7 +72,16 @@ QWEN3_MOE = replace(
         "moe.experts.gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
         "moe.experts.down": ("mlp.experts.{expert}.down_proj",),
     },
-    fixed={**{key: value for key, value in QWEN3.fixed.items() if key != "experts"}, "shared_expert_hidden": 0},
+    required=EXPERTS,
+    without_effect=frozenset({"max_window_layers", "sliding_window"}),
     from_config=_from_config,
     to_config=_to_config,
 )
+PRESETS = {
+    "qwen3-30b-a3b": Preset(
+        model=_RELEASED | sizes(48, 2048, 32, 6144) | {"expert_hidden": 768}, learning_rate=3e-4, seq_len=8192
+    ),
+    "qwen3-235b-a22b": Preset(
+        model=_RELEASED | sizes(94, 4096, 64, 12288) | {"expert_hidden": 1536}, learning_rate=1.5e-4, seq_len=8192
+    ),
+}

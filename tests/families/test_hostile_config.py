@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.models.families import folder_fields
+from meshwright.families.folder import folder_fields
 from meshwright.spec.errors import BadInput, Damaged
 
 LLAMA = {
@@ -86,4 +86,9 @@ def test_a_document_has_bounds(tmp_path: Path, value: str, words: str) -> None:
 
 def test_what_tokenizers_write_is_read(tmp_path: Path) -> None:
     """Most tokenizer_config.json files have this number, the nearest integer to 1e30."""
-    read(tmp_path, json.dumps({**LLAMA, "model_max_length": int(1e30), "deep": [[[[[[1]]]]]], "text": "[{" * 200}))
+    read(
+        tmp_path,
+        json.dumps(
+            {**LLAMA, "model_max_length": int(1e30), "task_specific_params": [[[[[[1]]]]]], "prefix": "[{" * 200}
+        ),
+    )

@@ -1,8 +1,4 @@
-"""Description of a model family in Hugging Face's format, and a reader of its config.json. Needs no torch.
-
-A family is data: the names of its weights, the config keys of its dimensions, and the ModelSpec fields that its
-architecture fixes.
-"""
+"""What a model family is: names of its weights, keys of its config.json, and presets; and a reader of config.json."""
 
 from __future__ import annotations
 
@@ -14,22 +10,98 @@ from meshwright.spec.errors import BadInput, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT
 from meshwright.spec.model import ModelSpec
 
-DEEPSEEK_FIELDS = {
-    "kv_rank": 0,
-    "q_rank": 0,
-    "rope_head_dim": 0,
-    "value_head_dim": 0,
-    "yarn": None,
-    "router": "softmax",
-    "expert_groups": 1,
-    "groups_per_token": 1,
-    "routing_scale": 1.0,
-    "prediction_depth": 0,
-}
-"""ModelSpec fields that only DeepSeek's families can set, with the values of all others."""
-
 LARGEST_NUMBER = 1e30
 """Most that a number of config.json may be; squares of it are within a double."""
+
+
+WITHOUT_EFFECT = frozenset(
+    {
+        # About the file, the program that wrote it, and how weights are stored or loaded.
+        "architectures",
+        "auto_map",
+        "dtype",
+        "model_type",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        # What a forward returns, and how it is split or cached.
+        "chunk_size_feed_forward",
+        "ep_size",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pretraining_tp",
+        "return_dict",
+        "tf_legacy_loss",
+        "torchscript",
+        "use_cache",
+        # The tokenizer and its special tokens (`data.text_format`), and tasks other than text generation.
+        "bos_token_id",
+        "classifier_dropout",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "finetuning_task",
+        "id2label",
+        "is_decoder",
+        "label2id",
+        "model_max_length",
+        "num_labels",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
+        "pruned_heads",
+        "sep_token_id",
+        "task_specific_params",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        # Sampling, which transformers kept here before generation_config.json.
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "suppress_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    }
+)
+"""Keys of config.json that change nothing about what a model of any family computes; others begin with an underscore."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A released model, and the settings with which its training starts."""
+
+    model: Mapping[str, Any]
+    """ModelSpec fields, without the family."""
+    learning_rate: float
+    seq_len: int
+    train: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of `train`."""
+
+
+def sizes(layers: int, hidden: int, heads: int, ffn_hidden: int) -> dict[str, Any]:
+    """The ModelSpec fields in which the models of a family differ most."""
+    return {"layers": layers, "hidden": hidden, "heads": heads, "ffn_hidden": ffn_hidden}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +109,7 @@ class Family:
     """Architecture of transformers and its mapping to a ModelSpec."""
 
     model_type: str
-    """`model_type` in config.json."""
+    """`model_type` in config.json, and the family's name in run files."""
     architecture: str
     """The class in `architectures`, with a language-model head."""
     base: str
@@ -63,14 +135,19 @@ class Family:
     """Modules of a prediction module outside its block, which is numbered as a further layer: our name → Hugging Face's."""
     prediction_copies: Mapping[str, str] = field(default_factory=dict)
     """Our modules at the ends of which each of these layers has a copy in folders, with the copy's name."""
-    fixed: Mapping[str, Any]
-    """ModelSpec fields that the architecture fixes, with their values."""
-    tied: bool
-    """Default of `tie_word_embeddings`."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """ModelSpec fields of the architecture that differ from the defaults of ModelSpec."""
+    required: tuple[str, ...] = ()
+    """ModelSpec fields that a run must give beside those of every model."""
+    without_effect: frozenset[str] = frozenset()
+    """Keys of config.json, beside those of `WITHOUT_EFFECT`, that change nothing about what the model computes."""
     from_config: Callable[[HFConfig], dict[str, Any]]
-    """Converts config.json to the ModelSpec fields that are not in `fixed`."""
+    """Converts config.json to ModelSpec fields; those that it leaves out have the values of `values` or ModelSpec."""
     to_config: Callable[[ModelSpec], dict[str, Any]]
-    """Converts a ModelSpec to config.json; raises BadInput for a value that the architecture cannot express."""
+    """Converts a ModelSpec to config.json. Values that the architecture cannot express may be left out.
+
+    An export is refused unless reading the result gives the same model. Raises BadInput where nothing can be written.
+    """
 
 
 @dataclass
@@ -81,6 +158,25 @@ class HFConfig:
     where: str
     notes: list[str] = field(default_factory=list)
     """Sentences about keys that are set but deliberately not used."""
+    read: set[str] = field(default_factory=set)
+    """Keys that were asked for."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value under `key`, unchecked; `default` if it is absent."""
+        self.read.add(key)
+        return self.values.get(key, default)
+
+    def refuse_unknown(self, without_effect: frozenset[str] = frozenset()) -> None:
+        """Raise BadInput for the first key with a value that was not asked for and is not in `without_effect`."""
+        known = self.read | without_effect
+        for key, value in self.values.items():
+            if key not in known and not key.startswith("_") and value is not None:
+                near = nearest(key, self.read)
+                hint = f" (nearest: {near})" if near else ""
+                raise BadInput(
+                    f"{self.where}: {key}: expected a key that this family reads, got {shorten(repr(value))}, which may "
+                    f"change what the model computes{hint}; remove the key if it does not"
+                )
 
     def integer(self, *keys: str, default: int | None = None) -> int:
         """The positive integer of at most `LARGEST_COUNT` under the first of `keys` that is present, or `default`."""
@@ -105,12 +201,13 @@ class HFConfig:
 
     def expect(self, key: str, *allowed: Any) -> None:
         """Raise BadInput if `key` is present with a value that is not in `allowed`."""
-        value = self.values.get(key)
+        value = self.get(key)
         if value is not None and value not in allowed:
             raise self.error(key, value, " or ".join(map(repr, allowed)))
 
     def note_unused(self, why: str, *keys: str) -> None:
         """Add a note for each of `keys` that is set: its value is not used."""
+        self.read.update(keys)
         self.notes.extend(
             f"{self.where}: {key} {shorten(str(self.values[key]))} is not used: {why}"
             for key in keys
@@ -122,6 +219,7 @@ class HFConfig:
         return BadInput(f"{self.where}: {key}: expected {expected}, got {shorten(repr(value))}")
 
     def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        self.read.update(keys)
         for key in keys:
             if self.values.get(key) is not None:
                 return key, self.values[key]
@@ -132,6 +230,10 @@ class HFConfig:
         return keys[0], default
 
 
+SECTION_KEYS = frozenset({"rope_theta", "rope_type", "type"})
+"""Keys that every RoPE section may have."""
+
+
 def read_rope(config: HFConfig) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` from any of the formats that versions of transformers have written.
 
@@ -139,13 +241,14 @@ def read_rope(config: HFConfig) -> dict[str, Any]:
     """
     key, rope = rope_section(config)
     inside = HFConfig(rope, f"{config.where}: {key}")
-    values = {"rope_theta": config.values.get("rope_theta"), **rope}
+    values = {"rope_theta": config.get("rope_theta"), **rope}
     theta = HFConfig(values, inside.where if "rope_theta" in rope else config.where).number("rope_theta", 10000.0)
     for section in (inside, config):
         section.expect("partial_rotary_factor", 1, 1.0)
     type_key = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
     inside.expect(type_key, "default", "llama3")
     if rope.get(type_key, "default") == "default":
+        inside.refuse_unknown(SECTION_KEYS)
         return {"rope_theta": theta, "rope_scaling": None}
     scaling = {
         "factor": inside.number("factor"),
@@ -155,6 +258,7 @@ def read_rope(config: HFConfig) -> dict[str, Any]:
             "original_max_position_embeddings", default=config.integer("max_position_embeddings")
         ),
     }
+    inside.refuse_unknown(SECTION_KEYS)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -184,13 +288,13 @@ def rope_section(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
     """
     sections: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_parameters", "rope_scaling"):
-        value = config.values.get(key)
+        value = config.get(key)
         if isinstance(value, Mapping) and not any(isinstance(part, Mapping) for part in value.values()):
             sections[key] = value
         elif value is not None:
             raise config.error(key, value, "one mapping for all layers")
     first: dict[str, tuple[str, Any]] = {}
-    for key, section in (*sections.items(), ("", {"rope_theta": config.values.get("rope_theta")})):
+    for key, section in (*sections.items(), ("", {"rope_theta": config.get("rope_theta")})):
         for name, value in section.items():
             name = "rope_type" if name == "type" else name
             where = f"{key}: {name}" if key else name

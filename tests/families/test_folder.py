@@ -11,16 +11,15 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.config.family_dimensions import FAMILY_VALUES, LATENT, MIXTURES
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.models.families import (
-    FAMILIES,
+from meshwright.families.folder import (
     export_obstacle,
     folder_spec,
     from_hf_config,
     hf_tensors,
     to_hf_config,
 )
+from meshwright.families.registry import FAMILIES
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, parameters
@@ -185,7 +184,7 @@ def test_unsupported_features_raise_errors_that_name_key_and_value(spec, change,
         (replace(QWEN3_MOE, shared_expert_hidden=8), "shared_expert_hidden"),
         (replace(DEEPSEEK_V2, shared_expert_hidden=0), "shared_expert_hidden"),
         (replace(DEEPSEEK_V2, router="sigmoid"), "router"),
-        (replace(DEEPSEEK_V3, family="qwen3_moe", qk_norm=True, shared_expert_hidden=0), "kv_rank"),
+        (replace(DEEPSEEK_V3, family="qwen3_moe", qk_norm=True, shared_expert_hidden=0), "yarn"),
     ],
 )
 def test_errors_name_the_field_that_a_folder_cannot_express(spec, field):
@@ -217,16 +216,20 @@ def test_an_export_error_names_the_families_that_can_hold_the_model(spec, able):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 def test_a_family_s_folder_can_hold_a_model_of_the_family(family):
-    """With the values of `config.family_dimensions`, which is independent of Hugging Face."""
-    name, sizes = family.model_type, {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16}
-    mixture = name in MIXTURES
-    assert mixture == ("experts" not in family.fixed)
-    experts = {"experts": 4, "experts_per_token": 2, "expert_hidden": 32} if mixture else {}
-    latent = (
-        {"kv_rank": 16, "rope_head_dim": 8, "value_head_dim": 12, "shared_expert_hidden": 32} if name in LATENT else {}
-    )
-    spec = ModelSpec(family=name, ffn_hidden=256, **sizes, **experts, **latent, **FAMILY_VALUES.get(name, {}))
-    assert export_obstacle(spec) is None and spec.tied == family.tied
+    """With the dimensions that a run must give, and the family's own values."""
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn_hidden": 256, "vocab_size": 97}
+    required = {
+        "experts": 4,
+        "experts_per_token": 2,
+        "expert_hidden": 32,
+        "kv_rank": 16,
+        "rope_head_dim": 8,
+        "value_head_dim": 12,
+        "shared_expert_hidden": 32,
+    }
+    given = {key: value for key, value in required.items() if key in family.required}
+    spec = from_plain(ModelSpec, {"family": family.model_type, **sizes, **given, **family.values})
+    assert export_obstacle(spec) is None
 
 
 @pytest.mark.parametrize("spec", [LLAMA, QWEN3, GPT2, replace(GPT2, tied=False), SCALED, MIXTRAL, QWEN3_MOE, *DEEPSEEK])
@@ -255,5 +258,5 @@ def test_a_folder_without_a_usable_config_is_named(tmp_path):
 
 
 def test_families_need_no_torch():
-    code = "import sys; sys.modules['torch'] = None; import meshwright.models.families"
+    code = "import sys; sys.modules['torch'] = None; import meshwright.families.folder"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

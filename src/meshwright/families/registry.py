@@ -1,0 +1,28 @@
+"""All families and presets, found by listing the folder of this file."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+import meshwright.families
+from meshwright.families.format import Family, Preset
+
+_SHARED = ("format", "registry", "folder")
+"""Files of the folder that are no families."""
+_names = sorted(module.name for module in iter_modules(meshwright.families.__path__) if module.name not in _SHARED)
+_modules = [import_module(f"{meshwright.families.__name__}.{name}") for name in _names]
+
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _modules}
+"""Every family by the `model_type` of its folders, which is its name in run files."""
+PRESETS: dict[str, Preset] = {
+    name: preset for module in _modules for name, preset in getattr(module, "PRESETS", {}).items()
+}
+"""Every preset by name."""
+MODEL_PRESETS: dict[str, dict[str, Any]] = {
+    name: {"family": module.FAMILY.model_type, **module.FAMILY.values, **preset.model}
+    for module in _modules
+    for name, preset in getattr(module, "PRESETS", {}).items()
+}
+"""The dimensions of every preset by name (`model: NAME`): plain ModelSpec fields."""
