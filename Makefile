@@ -62,7 +62,7 @@ test-families: $(VENV)/.installed-test
 
 # Chat templates and models that others have released: a few minutes on two cores.
 test-models: $(VENV)/.installed-test $(MODELS)/.installed
-	HF_HUB_OFFLINE=1 PYTHONPATH=$(MODELS) $(PYTEST) --timeout 1200 tests/released
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(MODELS) $(PYTEST) --timeout 3000 tests/released
 
 # Their data are read, and not what they depend on.
 $(MODELS)/.installed: tests/released/requirements.txt

@@ -7,9 +7,12 @@ import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshwright.cli.chat_prompts import ChatPrompts
+from meshwright.server.model_files import read_model_files
 from tests.cli.command import meshwright
 from tests.server.helpers import write_folder
 
@@ -65,6 +68,33 @@ def test_a_model_is_scored_by_choices_answers_and_whole_texts(tmp_path: Path, ta
     assert 0 <= metrics["quiz"]["acc,none"] <= 1 and metrics["answer"]["exact_match,none"] == 0
     assert math.isfinite(metrics["words"]["byte_perplexity,none"])
     assert not (folder / "benchmarks.json").exists()
+
+
+@needs_lm_eval
+def test_questions_as_chats(tmp_path: Path, tasks: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.cli import bench_model
+
+    prompts: list[tuple[list[int], list[int]]] = []
+    real = bench_model.score
+
+    def score(decoder: Any, pairs: Any) -> Any:
+        prompts.extend(pairs)
+        return real(decoder, pairs)
+
+    monkeypatch.setattr(bench_model, "score", score)
+    folder = write_folder(tmp_path / "model")
+    options = ("--tasks", "quiz,answer", *tasks, "--limit", 2, "--json")
+    plain, chats = (meshwright("bench", folder, *options, *chat) for chat in ((), ("--chat",)))
+    assert [answer.json["results"][0]["chat"] for answer in (plain, chats)] == [False, True]
+    files, contexts = read_model_files(folder), [list(context) for context, _ in prompts]
+    chat = list(ChatPrompts(folder, files).ids([{"role": "user", "content": "a fox 0"}]))
+    asked, half = files.tokenizer.encode("a fox 0").ids, len(contexts) // 2
+    assert contexts[0][-len(asked) :] == asked and chat not in contexts[:half] and chat in contexts[half:]
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    refused = meshwright("bench", folder, *options, "--chat")
+    assert refused.code == 2 and "has no chat template" in refused.err
 
 
 @needs_lm_eval

@@ -48,6 +48,18 @@ KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}
             "none, as train.deterministic needs one layout",
             "none",
         ),
+        (
+            ["train.batch_ramp=[{until: 3, batch: 4}, {until: 3, batch: 8}]"],
+            "train.batch_ramp.1.until",
+            "a step after 3, where the stage before ends",
+            "4",
+        ),
+        (
+            ["train.batch_ramp=[{until: 3, batch: 12}]"],
+            "train.batch_ramp.0.batch",
+            "at most train.global_batch = 8, which the plan is made for",
+            "8",
+        ),
         (["train.seq_len=2000"], "train.seq_len", "at most model.max_seq_len = 1024, which can be raised", "1024"),
         (["train.seq_len=2000", "model.positions=learned"], "train.seq_len", "learned positions", "1024"),
         (["train.optimizer.name=muon", "plan.offload=both"], "plan.offload", ON_DEVICE.format("muon"), "none"),

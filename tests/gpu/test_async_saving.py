@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.runs import RUNS_LIMIT, needs, steps, trained
-from tests.gpu.test_offload import BOUND, RUN
+from tests.gpu.runs import LAYOUT_BOUND, RUNS_LIMIT, needs, steps, trained
+from tests.gpu.test_offload import RUN, same_figures
 
 from meshwright.checkpoint import staging
 from meshwright.checkpoint.arena import Arena
@@ -87,11 +87,11 @@ def test_a_run_continues_from_an_asynchronous_checkpoint(tmp_path: Path, offload
     common = ["checkpoint.every=3", f"plan.offload={offload}"]
     synchronous = steps(trained(tmp_path, RUN, "sync", 1, (*common, "checkpoint.mode=sync")))
     asynchronous = steps(trained(tmp_path, RUN, "run", 1, (*common, "checkpoint.mode=async")))
-    assert [step["loss"] for step in asynchronous] == pytest.approx([step["loss"] for step in synchronous], rel=BOUND)
+    assert same_figures(asynchronous, synchronous)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     continued = steps(trained(tmp_path, RUN, "run", 1, common))
     assert [step["step"] for step in continued] == list(range(1, 7))
-    assert [step["loss"] for step in continued] == pytest.approx([step["loss"] for step in asynchronous], rel=BOUND)
+    assert same_figures(continued, asynchronous)
 
 
 def test_replicas_exchange_the_blocks_of_a_checkpoint_over_nccl(tmp_path: Path) -> None:
@@ -107,4 +107,4 @@ def test_replicas_exchange_the_blocks_of_a_checkpoint_over_nccl(tmp_path: Path) 
             shutil.rmtree(folder)
     continued = steps(trained(tmp_path, RUN, "run", 2, (*common, "plan.replicate=2")))
     assert [step["step"] for step in continued] == list(range(1, 7))
-    assert [step["loss"] for step in continued] == pytest.approx([step["loss"] for step in one_rank], rel=BOUND)
+    assert [step["loss"] for step in continued] == pytest.approx([step["loss"] for step in one_rank], rel=LAYOUT_BOUND)

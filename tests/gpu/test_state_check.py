@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, Record, needs, steps, trained
+from tests.gpu.runs import LLAMA, RUNS_LIMIT, Record, needs, steps, trained
 
 from meshwright.chaos.code_faults import CODE, VARIABLE
 
@@ -26,11 +26,17 @@ def test_a_flip_is_found_and_clean_steps_are_unchanged(
 ) -> None:
     """Two GPUs are replicas."""
     needs(gpus)
-    words = [f"plan.replicate={gpus}", "plan.shard=1", f"checkpoint.mode={mode}", "train.steps=40"]
+    words = [
+        f"plan.replicate={gpus}",
+        "plan.shard=1",
+        f"checkpoint.mode={mode}",
+        "train.steps=40",
+        "train.deterministic=true",
+    ]
     plain = trained(tmp_path, LLAMA, "plain", gpus, words)
     clean = trained(tmp_path, LLAMA, "clean", gpus, [*words, *CHECKED])
     assert not any("corruption" in record["text"] for record in clean if record["kind"] == "event")
-    assert losses(clean) == pytest.approx(losses(plain), rel=LAYOUT_BOUND)
+    assert losses(clean) == losses(plain)
     (tmp_path / "sitecustomize.py").write_text(CODE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv(VARIABLE, f"bit:{gpus - 1}:30")
@@ -38,4 +44,4 @@ def test_a_flip_is_found_and_clean_steps_are_unchanged(
     lines = [record["text"] for record in flipped if record["kind"] == "event" and "corruption" in record["text"]]
     assert len(lines) == 1 and lines[0].startswith(f"step 30: silent corruption: on rank {gpus - 1} (host ")
     assert "changed between two updates; back to step " in lines[0]
-    assert losses(flipped) == pytest.approx(losses(plain), rel=LAYOUT_BOUND)
+    assert losses(flipped) == losses(plain)

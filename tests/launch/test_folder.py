@@ -205,7 +205,12 @@ def test_steps_may_be_raised_and_not_lowered(begun: tuple[RunSpec, Path]) -> Non
         ("warmup_steps", 3, "it would change the learning rate of steps that are done"),
         ("schedule", "wsd", "it would change the learning rate of steps that are done"),
         ("decay_fraction", 0.5, "it would change the learning rate of steps that are done"),
-        ("global_batch", 16, "the position in the data follows from it"),
+        (
+            "global_batch",
+            16,
+            "the 3 steps that are done keep their batch; another one after them: "
+            "train.global_batch=16 'train.batch_ramp=[{until: 3, batch: 8}]'",
+        ),
         ("weight_decay", 0.5, "the steps that are done were trained with the other value"),
     ],
 )

@@ -61,6 +61,14 @@ def test_figures_of_a_run_of_two_jobs(tmp_path: Path) -> None:
     assert (figures.tokens, figures.mfu, figures.goodput) == (1000, None, None)
 
 
+def test_time_left_counts_the_samples_of_a_ramp(tmp_path: Path) -> None:
+    """Ten steps of 2 sequences took 10 s each; two of 2 and four of 8 are left: as much as 18 of them."""
+    lines(tmp_path / "metrics.jsonl", steps(10))
+    train = {"steps": 16, "global_batch": 8, "batch_ramp": [{"until": 12, "batch": 2}]}
+    (tmp_path / "config.yaml").write_text(json.dumps({"train": train}))
+    assert FigureReader(tmp_path).read().seconds_left == pytest.approx(180.0)
+
+
 def test_goodput_is_that_of_the_account_and_follows_its_file(tmp_path: Path) -> None:
     """A start of 30 s with a first step of 10 s, and steps of 10 s of which 1 s waits for data."""
     reader, file = FigureReader(tmp_path), tmp_path / "wall_time.jsonl"

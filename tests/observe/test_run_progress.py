@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from meshwright.observe.run_progress import Progress
+from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 
 
 class Time:
@@ -90,6 +91,16 @@ def test_time_left_follows_the_pace_and_skips_the_first_step():
     time.now = 502.0
     progress.update(record(2))
     assert stream.getvalue().splitlines()[-1].endswith("left 3:16")
+
+
+def test_time_left_counts_the_samples_of_a_ramp():
+    stream, time = io.StringIO(), Time()
+    sizes = BatchSizes(8, [BatchStage(until=4, batch=2)])
+    progress = Progress(8, samples_before=sizes.samples_before, stream=stream, clock=time)
+    for step in (1, 2, 3):
+        time.now += 10.0
+        progress.update(record(step))
+    assert stream.getvalue().splitlines()[-1].endswith("left 2:50"), "34 samples of 5 s"
 
 
 def test_unknown_figures_are_left_out():

@@ -11,6 +11,8 @@ import pytest
 
 from meshwright.observe.prediction_account import KEPT_STEPS, Account, TypicalStep
 from meshwright.parallel.world import World
+from meshwright.spec.batch_sizes import BatchStage
+from meshwright.spec.job import TrainSpec
 from meshwright.spec.plan import Breakdown, Predicted
 from meshwright.training import accounting
 from meshwright.training.accounting import Accounting, over_ranks
@@ -38,11 +40,18 @@ class Kept:
         self.lines += lines
 
 
-def start(monkeypatch: pytest.MonkeyPatch, predicted: Predicted | None = PREDICTED) -> tuple[Accounting, Kept, Any]:
+def start(
+    monkeypatch: pytest.MonkeyPatch, predicted: Predicted | None = PREDICTED, ramp: tuple[BatchStage, ...] = ()
+) -> tuple[Accounting, Kept, Any]:
     """A run that goes on after step `FIRST_STEP`, on one rank."""
     monkeypatch.setattr(accounting, "over_ranks", lambda rank_step, world: rank_step)
+    train = TrainSpec(steps=1000, global_batch=8, batch_ramp=ramp)
     session = SimpleNamespace(
-        step=FIRST_STEP, plan=SimpleNamespace(predicted=predicted), world=None, folder=Path("runs/demo")
+        run=SimpleNamespace(train=train),
+        step=FIRST_STEP,
+        plan=SimpleNamespace(predicted=predicted),
+        world=None,
+        folder=Path("runs/demo"),
     )
     recorder = Kept()
     return Accounting(session, recorder), recorder, session  # type: ignore[arg-type]
@@ -73,6 +82,13 @@ def test_the_account_is_reported_once_after_warm_up_and_at_the_end(monkeypatch: 
     assert last is not None and last.steps == (106, 130) and recorder.accounts[1] == (130, last)
     assert recorder.steps == list(range(101, 131))
     assert recorder.lines[0].startswith("steps 106 to 115: step 1m 50s, predicted 500 ms")
+
+
+def test_steps_of_a_ramp_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    account, recorder, session = start(monkeypatch, ramp=(BatchStage(until=110, batch=4),))
+    play(account, session, 30)
+    ((step, first),) = recorder.accounts
+    assert (step, first.steps) == (126, (116, 125))
 
 
 def test_a_short_start_reports_the_account_at_its_end_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

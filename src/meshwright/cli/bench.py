@@ -42,6 +42,12 @@ def bench(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Questions of each task at most, to try something.", show_default=False)
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Write questions as chats, by the model's template (lm-eval's apply_chat_template)."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Score a model on benchmarks of lm-eval, on one device. Results of a run appear in its report and in `compare`.
@@ -54,6 +60,8 @@ def bench(
         meshwright bench runs/quickstart --tasks hellaswag,arc_easy --data-sets sets
 
         meshwright bench runs/quickstart --tasks my_task --include tasks --limit 100
+
+        meshwright bench tuned --tasks gsm8k --data-sets sets --chat
     """
     if find_spec("lm_eval") is None:
         raise BadInput("benchmarks need lm-eval: pip install 'meshwright[bench]'")
@@ -63,7 +71,7 @@ def bench(
         if place is not None and not place.is_dir():
             raise BadInput(f"{option} {place}: no such folder")
     weights, facts = found_weights(folder)
-    results = _evaluate(weights, names, data_sets, include, shots, limit)
+    results = _evaluate(weights, names, data_sets, include, shots, limit, chat=chat)
     if "checkpoint" in facts:
         _keep(folder, results)
     if as_json:
@@ -77,7 +85,14 @@ def bench(
 
 
 def _evaluate(
-    weights: Path, names: list[str], data_sets: Path | None, include: Path | None, shots: int | None, limit: int | None
+    weights: Path,
+    names: list[str],
+    data_sets: Path | None,
+    include: Path | None,
+    shots: int | None,
+    limit: int | None,
+    *,
+    chat: bool,
 ) -> list[dict[str, Any]]:
     """The results of the tasks and of groups among them."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # before the imports, which read them
@@ -87,6 +102,7 @@ def _evaluate(
     from lm_eval.tasks import TaskManager
 
     from meshwright.cli.bench_model import BenchModel
+    from meshwright.cli.chat_prompts import ChatPrompts
     from meshwright.server.model_files import read_model_files
 
     manager = TaskManager(include_path=None if include is None else str(include))
@@ -97,7 +113,8 @@ def _evaluate(
                 f"--tasks {name}: lm-eval has no such task{f'; nearest: {near}' if near else ''}; --include adds your own"
             )
     say(f"meshwright: {', '.join(names)} by {weights}")
-    model: Any = BenchModel(weights, read_model_files(weights))
+    files = read_model_files(weights)
+    model: Any = BenchModel(weights, files, ChatPrompts(weights, files) if chat else None)
     with _local_data_sets(datasets, data_sets):
         found: Any = simple_evaluate(
             model=model,
@@ -105,6 +122,7 @@ def _evaluate(
             num_fewshot=shots,
             limit=limit,
             task_manager=manager,
+            apply_chat_template=chat,
             log_samples=False,
             bootstrap_iters=1000,
         )
@@ -113,6 +131,7 @@ def _evaluate(
         "step": int(step) if step.isdigit() else None,
         "limit": limit,
         "shots": shots,
+        "chat": chat,
         "lm_eval": version("lm_eval"),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }

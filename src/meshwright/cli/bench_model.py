@@ -12,6 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from meshwright.checkpoint.single_device import device_and_dtype, load_model
+from meshwright.cli.chat_prompts import ChatPrompts
 from meshwright.models.decoder import Decoder
 from meshwright.serve.engine import Engine
 from meshwright.serve.sampling_options import SamplingOptions
@@ -25,11 +26,11 @@ TEXTS_AT_ONCE = 64
 
 
 class BenchModel(TemplateLM):
-    """The model in a folder."""
+    """The model in a folder; with `chats` lm-eval gets its questions as chats, which are whole prompts."""
 
-    def __init__(self, folder: Path, files: ModelFiles) -> None:
+    def __init__(self, folder: Path, files: ModelFiles, chats: ChatPrompts | None = None) -> None:
         super().__init__()
-        self._folder, self._files = folder, files
+        self._folder, self._files, self._chats = folder, files, chats
         self._loaded: Decoder | Engine | None = None
 
     @property
@@ -37,10 +38,24 @@ class BenchModel(TemplateLM):
         """The token before a text without context."""
         return self._files.text.prompt(())[0]
 
+    @property
+    def tokenizer_name(self) -> str:
+        """A name for lm-eval's cache of prompts."""
+        return self._folder.name
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The source of the template, which lm-eval writes into its results."""
+        return (self._files.chat_template or "") if chat_template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a chat before the next answer or, without `add_generation_prompt`, within its last one."""
+        assert self._chats is not None, "lm-eval asks for chats with --chat only"
+        return self._chats.text(chat_history, continues=not add_generation_prompt)
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text, behind those that begin every text unless the caller leaves them out."""
+        """The ids of a text, behind those that begin every text unless the caller leaves them out or the text is a chat."""
         ids = self._files.tokenizer.encode(string, add_special_tokens=False).ids
-        return ids if add_special_tokens is False else self._files.text.begun(ids)
+        return ids if add_special_tokens is False or self._chats is not None else self._files.text.begun(ids)
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         scores = score(self._decoder(), [(context, continuation) for _, context, continuation in requests])
@@ -67,7 +82,8 @@ class BenchModel(TemplateLM):
         texts: dict[int, list[str]] = {}
         for request in requests:
             prompt, how = request.args
-            ids = self._files.text.prompt(self.tok_encode(prompt))
+            ids = self.tok_encode(prompt)
+            ids = ids if self._chats is not None else list(self._files.text.prompt(ids))
             new = int(how.get("max_gen_toks", NEW_TOKENS))
             until = how.get("until") or []
             number = engine.submit(

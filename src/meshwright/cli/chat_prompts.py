@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,12 +39,27 @@ class ChatPrompts:
 
         A special token that a message spells stays text.
         """
-        from meshwright.server.errors import RequestError
-
-        try:
+        with _refusals():
             return tuple(self._spelled.encode(self._spelled.write(self._template.render, list(messages))))
-        except RequestError as error:
-            raise BadInput(error.message) from None
+
+    def text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
+        """The text of a chat up to the beginning of the next answer, or within its last message if it `continues`.
+
+        Raises BadInput if the template refuses it.
+        """
+        with _refusals():
+            return (self._template.continued if continues else self._template.render)(list(messages))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise the template's refusals as BadInput."""
+    from meshwright.server.errors import RequestError
+
+    try:
+        yield
+    except RequestError as error:
+        raise BadInput(error.message) from None
 
 
 def messages_of(system: str | None, *texts: str) -> list[Message]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.data.answer_ends import AnswerEnds
     from meshwright.data.prepare import Prepared
     from meshwright.data.source import DataSource
+    from meshwright.spec.job import TrainSpec
 
 app = typer.Typer(help="Prepare text for training, and show what a training step reads.", no_args_is_help=True)
 
@@ -190,9 +191,17 @@ def show_command(
     from meshwright.data.show import show_step
     from meshwright.launch.corpus import skipped_samples
 
-    source, batch, batch_tokens = _open_target(target, seq_len, global_batch, seed)
+    source, train = _open_target(target, seq_len, global_batch, seed)
     skipped = skipped_samples(target) if (target / "config.yaml").is_file() else ()
-    shown = show_step(source, step, batch, text, skipped, global_batch_tokens=batch_tokens)
+    shown = show_step(
+        source,
+        step,
+        train.global_batch,
+        text,
+        skipped,
+        global_batch_tokens=train.global_batch_tokens,
+        batch_ramp=train.batch_ramp,
+    )
     print(json.dumps(shown) if as_json else _step_lines(shown))
 
 
@@ -217,15 +226,15 @@ def lengths_command(
 
 def _open_target(
     target: Path, seq_len: int | None, global_batch: int | None, seed: int | None
-) -> tuple[DataSource, int, int | None]:
-    """The data of a run file, run folder or data directory, and the sequences or tokens in one of its steps."""
+) -> tuple[DataSource, TrainSpec]:
+    """The data of a run file, run folder or data directory, and the settings that give the samples of its steps."""
     from meshwright.data.source import open_data
-    from meshwright.spec.job import DataSpec
+    from meshwright.spec.job import DataSpec, TrainSpec
 
     config = target if target.suffix in (".yaml", ".yml") else target / "config.yaml"
     if config != target and not config.is_file():
         data = open_data(DataSpec(mix={str(target): 1.0}), seq_len=seq_len or 2048, seed=seed or 0)
-        return data, global_batch or 8, None
+        return data, TrainSpec(steps=1, global_batch=global_batch or 8)
     options = {"--seq-len": seq_len, "--global-batch": global_batch, "--seed": seed}
     refused = [name for name, value in options.items() if value is not None]
     if refused:
@@ -238,7 +247,7 @@ def _open_target(
     checkpoint, record = recorded_corpus(target) if config != target else (None, None)
     if checkpoint is not None:
         source.restore_order(record)
-    return source, run.train.global_batch, run.train.global_batch_tokens
+    return source, run.train
 
 
 def _summary(prepared: Prepared) -> dict[str, Any]:

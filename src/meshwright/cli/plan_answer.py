@@ -21,6 +21,7 @@ from meshwright.launch.prepare import (
     resolve_data,
 )
 from meshwright.launch.probe import Probe, check_here, measured_answer
+from meshwright.planner.batch_ramp import ramp_misfit
 from meshwright.planner.candidate import Answer as SearchAnswer
 from meshwright.planner.candidate import Candidate, untrainable
 from meshwright.planner.checkpoint_cost import checkpoint_cost
@@ -169,7 +170,7 @@ class Answer:
         """Tokens of the whole training: the option, or those of the run's steps; None if the steps are a default."""
         if self.question.tokens or self.question.steps_assumed:
             return self.question.tokens
-        return self.run.train.steps * self.run.train.global_batch * self.run.train.seq_len
+        return self.run.train.tokens
 
     @property
     def priced_points(self) -> tuple[Point, ...]:
@@ -181,7 +182,7 @@ class Answer:
     @property
     def planned_only(self) -> str | None:
         """Reason why this release cannot train the plan, or None."""
-        return untrainable(self.plan)
+        return untrainable(self.plan) or ramp_misfit(self.run, self.plan)
 
     @property
     def does_not_fit(self) -> str | None:
@@ -339,7 +340,7 @@ def _answer_scaling(run: RunSpec, question: PlanQuestion) -> Answer:
 
 def _answer_training(run: RunSpec, question: PlanQuestion) -> Answer:
     assert question.critical_batch is not None
-    tokens = question.tokens or run.train.steps * run.train.global_batch * run.train.seq_len
+    tokens = question.tokens or run.train.tokens
     sizes = cluster_sizes(run, *question.gpus) if question.gpus else None
     trainings = shortest_training(run, question.critical_batch, tokens, sizes)
     return replace(_answer_with(trainings[0].point.run, trainings[0].point.answer, question), trainings=trainings)

@@ -134,7 +134,9 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     times = "once" if batch.accumulate == 1 else f"{batch.accumulate} times"
     split_text = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
     sequences = f"{batch.global_batch:,} sequence{'s' * (batch.global_batch > 1)}"
-    entries = [("batch", f"{sequences} of {run.train.seq_len:,} tokens: {split_text}")]
+    ramp = "".join(f"{stage.batch:,} until step {stage.until:,}, " for stage in run.train.batch_ramp)
+    then = f"; {ramp}then all" if ramp else ""
+    entries = [("batch", f"{sequences} of {run.train.seq_len:,} tokens: {split_text}{then}")]
     if plan.samples is not None:
         longer = plan.samples.offload
         offloaded = f" (or {longer.capacity:,}, activations of {longer.layers} blocks offloaded)" if longer else ""

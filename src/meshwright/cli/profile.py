@@ -218,6 +218,7 @@ def _correct(folder: Path, out: Path | None) -> None:
     """Correct the machine's profile by the predicted and measured step time of the run in `folder`."""
     from meshwright.config.load import load_plan, load_resolved
     from meshwright.config.profile_file import load_profile, to_json
+    from meshwright.observe.prediction_account import WARM_UP
     from meshwright.profile.feedback import with_correction
 
     run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
@@ -228,7 +229,7 @@ def _correct(folder: Path, out: Path | None) -> None:
     check_writable("--out", out)
     existing = next((file for file in (out, run_profile) if file is not None and file.is_file()), None)
     before = load_profile(existing) if existing else _unmeasured(folder, run.cluster)
-    after = with_correction(before, run, plan, _measured_step(folder))
+    after = with_correction(before, run, plan, _measured_step(folder, WARM_UP + run.train.ramp_steps))
     write_durable(out, to_json(after))
     correction = after.corrections[-1]
     verb = "guessed" if existing is None and run.cluster.is_cpu else "predicted"
@@ -239,19 +240,19 @@ def _correct(folder: Path, out: Path | None) -> None:
     print(f"wrote {out}", file=sys.stderr)
 
 
-def _measured_step(folder: Path) -> float:
-    """Median seconds of the run's steps after warm-up."""
-    from meshwright.observe.prediction_account import FEWEST_STEPS, WARM_UP, typical_step
+def _measured_step(folder: Path, first: int) -> float:
+    """Median seconds of the run's steps behind the first `first`, which warm up or have a smaller batch."""
+    from meshwright.observe.prediction_account import FEWEST_STEPS, typical_step
     from meshwright.observe.runfolder import read_run
 
     run = read_run(folder)
-    steps = [step for step in run.steps if step["step"] > WARM_UP]
+    steps = [step for step in run.steps if step["step"] > first]
     typical_step = typical_step(steps)
     if run.account is not None:
         return run.account.step_seconds.measured
     if typical_step is None or len(steps) < FEWEST_STEPS:
         raise BadInput(
-            f"{folder}: expected at least {WARM_UP + FEWEST_STEPS} steps in metrics.jsonl, of which the first {WARM_UP} only warm up, got "
+            f"{folder}: expected at least {first + FEWEST_STEPS} steps in metrics.jsonl, of which the first {first} do not count, got "
             f"{len(run.steps)}"
         )
     return typical_step.seconds

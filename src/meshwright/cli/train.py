@@ -19,6 +19,7 @@ from meshwright.spec.errors import BadInput
 if TYPE_CHECKING:
     from meshwright.launch.prepare import Prepared
     from meshwright.spec.cluster import ClusterSpec
+    from meshwright.spec.job import TrainSpec
     from meshwright.spec.plan import Plan
     from meshwright.spec.run import Assignment, RunSpec
 
@@ -233,7 +234,7 @@ def announce(prepared: Prepared) -> None:
     print_now(f"{'resume' if prepared.resumes else 'run'} {assignment.folder}")
     print_now(
         f"  {short(parameter_count(run.model))} parameters, {flops_per_token(run.model, seq, causal=True) / 1e9:.3g} GFLOP a token "
-        f"(causal; {flops_per_token(run.model, seq, causal=False) / 1e9:.3g} full), {run.train.tokens_per_step:,} tokens a step, "
+        f"(causal; {flops_per_token(run.model, seq, causal=False) / 1e9:.3g} full), {_tokens_a_step(run.train)}, "
         f"{run.train.steps} steps"
     )
     if order := layer_order(run.model):
@@ -252,6 +253,14 @@ def announce(prepared: Prepared) -> None:
         print_now(f"  {prepared.data_line}")
     if line := checkpoints_line(run):
         print_now(f"  {line}")
+
+
+def _tokens_a_step(train: TrainSpec) -> str:
+    """The tokens of a step, from the first stage of a ramp to the last."""
+    steps = f"{train.tokens_per_step:,} tokens a step"
+    if not train.batch_ramp:
+        return steps
+    return f"{train.batch_ramp[0].batch * train.seq_len:,} to {steps} (all of them after step {train.ramp_steps:,})"
 
 
 def _devices(cluster: ClusterSpec) -> str:

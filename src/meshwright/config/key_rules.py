@@ -89,6 +89,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _ranks,
         _emulated,
         _global_batch,
+        _batch_ramp,
         _pins,
         _layers,
         _schedule,
@@ -436,6 +437,26 @@ def _global_batch(run: RunValues) -> Iterator[Mistake]:
     elif batch and batch % unit:
         product = " × ".join(f"{key} {size}" for key, size in pinned.items())
         yield run.mistake("train.global_batch", f"a multiple of {unit} ({product})", str(-(-batch // unit) * unit))
+
+
+def _batch_ramp(run: RunValues) -> Iterator[Mistake]:
+    """Stages of a ramp follow each other, and none is larger than the batch that the plan is made for."""
+    batch, last = run("train.global_batch"), 0
+    for index, stage in enumerate(run("train.batch_ramp") or ()):
+        until, size = stage["until"], stage["batch"]
+        path: KeyPath = ("train", "batch_ramp", index)
+        if run("train.global_batch_tokens"):
+            expected = "no ramp, as train.global_batch_tokens gives the batch in tokens"
+            yield run.mistake("train.batch_ramp", expected, "[]", "a ramp")
+            return
+        if until <= last:
+            yield run.document.mistake(
+                (*path, "until"), f"a step after {last}, where the stage before ends", str(until), str(last + 1)
+            )
+        if batch and size > batch:
+            expected = f"at most train.global_batch = {batch}, which the plan is made for"
+            yield run.document.mistake((*path, "batch"), expected, str(size), str(batch))
+        last = max(last, until)
 
 
 def _schedule(run: RunValues) -> Iterator[Mistake]:

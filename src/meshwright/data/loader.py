@@ -21,6 +21,7 @@ from meshwright.data.slots import CommonNumber, Slot
 from meshwright.data.source import Batch, DataSource, has_validation, open_data
 from meshwright.policies.sample_order import rank_samples
 from meshwright.policies.skipped_samples import SampleRange, skip_forward
+from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 from meshwright.spec.errors import BadInput
 
 __all__ = ["Batch", "DataSource", "Loader", "MicroBatch", "has_validation", "open_data"]
@@ -105,23 +106,32 @@ class Samples(Protocol):
 class Windows:
     """Reads steps of samples of equal length.
 
-    A step that begins at sample n has samples [n, n + global_batch); data rank d takes the d-th contiguous part. Raises BadInput if
-    `global_batch` does not divide evenly.
+    A step that begins at sample n has samples [n, n + B); data rank d takes the d-th contiguous part. B is `global_batch`, or at the begin
+    of the data the batch of a stage of `ramp`. Raises BadInput if one of these does not divide evenly.
     """
 
     def __init__(
-        self, source: Samples, *, global_batch: int, data_rank: int, data_ranks: int, micro_batch: int
+        self,
+        source: Samples,
+        *,
+        global_batch: int,
+        data_rank: int,
+        data_ranks: int,
+        micro_batch: int,
+        ramp: Sequence[BatchStage] = (),
     ) -> None:
-        _check_division(global_batch, data_ranks, micro_batch)
-        self._source, self._global_batch, self._micro_batch = source, global_batch, micro_batch
+        for key, batch in (("global_batch", global_batch), *(("batch_ramp: batch", stage.batch) for stage in ramp)):
+            _check_division(key, batch, data_ranks, micro_batch)
+        self._source, self._sizes, self._micro_batch = source, BatchSizes(global_batch, ramp), micro_batch
         self._data_rank, self._data_ranks = data_rank, data_ranks
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
         """This rank's micro-batches of the step; skipped samples are whole steps."""
         del skipped
-        end = sample + self._global_batch
+        size = self._sizes.at(sample)
+        end = sample + size
         self._source.begin_step(range(sample, end))
-        starts = rank_samples(sample, self._global_batch, self._data_rank, self._data_ranks)[:: self._micro_batch]
+        starts = rank_samples(sample, size, self._data_rank, self._data_ranks)[:: self._micro_batch]
         batches = [self._source.samples(range(start, start + self._micro_batch)) for start in starts]
         return Step([self._tensors(batch) for batch in batches], (sample, end), sum(b.tokens.size for b in batches))
 
@@ -252,8 +262,8 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _check_division(global_batch: int, data_ranks: int, micro_batch: int) -> None:
-    if global_batch % (data_ranks * micro_batch):
+def _check_division(key: str, batch: int, data_ranks: int, micro_batch: int) -> None:
+    if batch % (data_ranks * micro_batch):
         cut = f"{data_ranks} data ranks x micro-batch {micro_batch}"
-        near = max(round(global_batch / (data_ranks * micro_batch)), 1) * data_ranks * micro_batch
-        raise BadInput(f"train.global_batch {global_batch}: expected a multiple of {cut} (nearest: {near})")
+        near = max(round(batch / (data_ranks * micro_batch)), 1) * data_ranks * micro_batch
+        raise BadInput(f"train.{key} {batch}: expected a multiple of {cut} (nearest: {near})")

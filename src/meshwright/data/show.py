@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.data.source import DataSource
 from meshwright.data.step_samples import samples_of_token_step
 from meshwright.policies.skipped_samples import SampleRange, samples_of_step
+from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 from meshwright.spec.errors import BadInput
 
 
@@ -22,20 +23,21 @@ def show_step(
     skipped: Sequence[SampleRange] = (),
     *,
     global_batch_tokens: int | None = None,
+    batch_ramp: Sequence[BatchStage] = (),
 ) -> dict[str, Any]:
     """`{step, samples: [{global_index, source, documents: [{file, id, start, end}], tokens}]}` of one training step.
 
     Steps count from 1, as in metrics.jsonl: step N reads samples (N - 1) * global_batch to N * global_batch - 1, or later ones if
-    the run left out those of `skipped`. With `global_batch_tokens` they follow from the lengths of all samples before. `start` and `end`
-    are tokens within the document (end exclusive), `tokens` is how many the sample has. With `text` each sample also holds
-    its decoded `text`. A sample of chats also has `trained`, the ranges [start, stop) of its tokens that are trained on, and
-    with `text` the `parts` of its text, each with `trained` and `text`; `packing` has the
+    the run left out those of `skipped`, earlier ones with a `batch_ramp`. With `global_batch_tokens` they follow from the lengths of all
+    samples before. `start` and `end` are tokens within the document (end exclusive), `tokens` is how many the sample has. With `text`
+    each sample also holds its decoded `text`. A sample of chats also has `trained`, the ranges [start, stop) of its tokens that are
+    trained on, and with `text` the `parts` of its text, each with `trained` and `text`; `packing` has the
     `PackingCounts` of each source of chats. Raises BadInput for a step below 1, or when text is asked of data whose tokenizer is not known.
     """
     if step < 1:
         raise BadInput(f"--step {step}: expected 1 or more; steps count from 1")
     if global_batch_tokens is None:
-        indices = range(*samples_of_step(step, global_batch, skipped))
+        indices = range(*samples_of_step(step, BatchSizes(global_batch, batch_ramp), skipped))
     else:
         indices = range(*samples_of_token_step(source, step, global_batch_tokens, skipped))
     samples = [source.describe(index) for index in indices]

@@ -40,6 +40,7 @@ def rules_of(run: RunSpec, *, others_may_join: bool = True) -> Rules:
         run.train.global_batch,
         policy,
         run.supervision.wait_seconds,
+        batch_ramp=run.train.batch_ramp,
         test_at_end=persists and run.supervision.restarts > 0,
         others_may_join=others_may_join,
     )

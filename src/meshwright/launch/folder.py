@@ -17,19 +17,23 @@ from meshwright.checkpoint.verify import newest_commit, run_id_of, verify
 from meshwright.config.load import differences, load_resolved
 from meshwright.durable.lease import owner_is_alive, read_lease, release_lease, take_lease
 from meshwright.durable.lock import locked
-from meshwright.launch.corpus import recorded_corpus
+from meshwright.launch.corpus import recorded_corpus, skipped_samples
 from meshwright.observe.metrics import scan_metrics
+from meshwright.policies.skipped_samples import samples_of_step
+from meshwright.spec.batch_sizes import BatchStage
 from meshwright.spec.errors import BadInput
+from meshwright.spec.job import TrainSpec
 from meshwright.spec.run import Lease, RunSpec
 
 _ALTERNATIVE = "give this run another name (name=…, or --fresh)"
 _SCHEDULE = "it would change the learning rate of steps that are done"
 _POSITION = "the position in the data follows from it"
+_BATCH = ("train.global_batch", "train.batch_ramp")
+"""Keys that may change for the steps to come, as long as the steps that are done keep their batch."""
 _WHY_FIXED = {
     "seed": "the initial weights and the order of samples follow from it",
     "model": "the checkpoints hold this model's weights",
     "data": "the samples that were read follow from it",
-    "train.global_batch": _POSITION,
     "train.global_batch_tokens": _POSITION,
     "train.seq_len": _POSITION,
     "train.learning_rate": _SCHEDULE,
@@ -101,19 +105,24 @@ def check_state(run: RunSpec, folder: Path) -> None:
 def continues(run: RunSpec, folder: Path) -> bool:
     """Whether the run continues from its folder; a run that ended before its first step has nothing to continue.
 
-    `train.steps` may increase: the remaining steps follow the longer schedule. The corpora may have other paths, as on another machine;
+    `train.steps` may increase: the remaining steps follow the longer schedule. `train.global_batch` and `train.batch_ramp` may change where
+    the steps that are done keep their batch. The corpora may have other paths, as on another machine;
     `launch.corpus.check_unchanged` compares their contents. Raises BadInput naming every other key that differs, with
     the reason why it must not change.
     """
     config = _earlier_config(folder)
     if config is None or not _began(folder):
         return False
+    before = load_resolved(config)
     refused = [
         f"  {key}: {earlier!r} there, {now!r} now ({_why_fixed(key)})"
-        for key, earlier, now in differences(load_resolved(config), run)
-        if not (key == "train.steps" and now >= earlier)
+        for key, earlier, now in differences(before, run)
+        if key not in _BATCH
+        and not (key == "train.steps" and now >= earlier)
         and not (key == "data.mix" and _may_be_moved(earlier, now, folder))
     ]
+    if batch := _batch_change(before.train, run.train, folder):
+        refused.append(batch)
     if refused:
         lines = "\n".join(refused)
         raise BadInput(
@@ -121,6 +130,36 @@ def continues(run: RunSpec, folder: Path) -> bool:
             "Give this one another name (name=…), start it beside the old one with --fresh, or set the keys back to resume"
         )
     return True
+
+
+def _batch_change(before: TrainSpec, now: TrainSpec, folder: Path) -> str | None:
+    """A line that refuses another batch of steps that are done, with the ramp that keeps it; None where they keep theirs."""
+    if before.batches == now.batches or before.global_batch_tokens or now.global_batch_tokens:
+        return None
+    skipped = skipped_samples(folder)
+    position = samples_of_step(_last_step(folder) + 1, before.batches, skipped)[0]
+    position = max(position, *(end for _, end in skipped), 0)  # skipped samples are those of whole steps too
+    if before.batches.equal_until(now.batches, position):
+        return None
+    done = before.batches.steps_before(position)
+    stages = [stage for stage in before.batch_ramp if stage.until < done]
+    stages.append(BatchStage(until=done, batch=before.batches.at(before.batches.samples_before(done - 1))))
+    ramp = ", ".join(f"{{until: {stage.until}, batch: {stage.batch}}}" for stage in stages)
+    key, earlier, later = "batch_ramp", before.batch_ramp, now.batch_ramp
+    if before.global_batch != now.global_batch:
+        key, earlier, later = "global_batch", before.global_batch, now.global_batch
+    return (
+        f"  train.{key}: {earlier!r} there, {later!r} now (the {done} steps that are done keep their batch; another one after them: "
+        f"train.global_batch={now.global_batch} 'train.batch_ramp=[{ramp}]')"
+    )
+
+
+def _last_step(folder: Path) -> int:
+    """The last step that any start of the run has trained, as far as its folder tells."""
+    metrics, stored = folder / "metrics.jsonl", steps_in(folder / "checkpoints")
+    lines = scan_metrics(metrics)[0] if metrics.exists() else ()
+    steps = [line["step"] for line in lines if line.get("kind") == "step"]
+    return max([*steps, *(step_of(path.name) or 0 for path in stored)], default=0)
 
 
 def _may_be_moved(before: dict[str, float], now: dict[str, float], folder: Path) -> bool:

@@ -30,6 +30,7 @@ from meshwright.launch.folder import check_state, continues, is_finished, take_o
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.launch.text_files import write_text_files
 from meshwright.observe.sinks import check_sinks
+from meshwright.planner.batch_ramp import ramp_misfit
 from meshwright.planner.candidate import (
     HOST_HEADROOM,
     Candidate,
@@ -136,7 +137,7 @@ def steps_of_epochs(run: RunSpec, source: DataSource, epochs: float) -> int:
     """The fewest steps that read `epochs` times as many samples as all sources together have."""
     samples, tokens = max(math.ceil(epochs * source.windows), 1), run.train.global_batch_tokens
     if tokens is None:
-        return -(-samples // run.train.global_batch)
+        return run.train.batches.steps_of(samples)
     steps = first = 0
     while first < samples:
         steps, first = steps + 1, first + len(lengths_of_step(source, first, tokens))
@@ -145,7 +146,7 @@ def steps_of_epochs(run: RunSpec, source: DataSource, epochs: float) -> int:
 
 def planned_epochs(run: RunSpec, source: DataSource) -> dict[str, float]:
     """Passes over each source in all steps of the run; with samples of any length, from the mean length of some samples."""
-    samples, tokens = run.train.steps * run.train.global_batch, run.train.global_batch_tokens
+    samples, tokens = run.train.batches.samples_before(run.train.steps), run.train.global_batch_tokens
     if tokens is not None:
         samples = round(run.train.steps * tokens / source.lengths(range(MEASURED_SAMPLES)).mean())
     return source.epochs(samples)
@@ -315,7 +316,7 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
 def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
     """Raise BadInput if this release cannot train the plan, OutOfResources if it does not fit; names the plan file."""
     named = f"{run.plan}: " if isinstance(run.plan, str) and run.plan != "auto" else ""
-    if refused := untrainable(plan):
+    if refused := untrainable(plan) or ramp_misfit(run, plan):
         raise BadInput(named + refused)
     if excess := misfit(run, plan):
         raise OutOfResources(f"{named}does not fit: {excess}")

@@ -214,7 +214,7 @@ def _brief(run: RunSpec, plan: Path) -> RunSpec:
         name="probe",
         plan=str(plan),
         model=replace(run.model, init="scratch"),
-        train=replace(run.train, steps=max(run.train.steps, 2 * STEPS), validate_every=0),
+        train=replace(run.train, steps=max(run.train.steps, 2 * STEPS), validate_every=0, batch_ramp=()),
         checkpoint=replace(run.checkpoint, every=0, at_end=False),
         observe=ObserveSpec(),
     )

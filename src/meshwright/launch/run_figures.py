@@ -19,6 +19,7 @@ from meshwright.observe.expert_load_table import ExpertLoadTable, expert_load_ta
 from meshwright.observe.goodput import Goodput, run_goodput
 from meshwright.observe.metrics_tail import LineTail, MetricsTail
 from meshwright.observe.wall_time import FILE as WALL_TIME
+from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 
 FRESH_SECONDS = 15.0
 """Age of `progress.json` up to which a job runs, and of `metrics.jsonl` if the run is not supervised."""
@@ -66,7 +67,7 @@ class FigureReader:
         self._history = LineTail(folder / STATE_FILE)
         self._goodput = _GoodputReader(folder)
         self._jobs: dict[str, _Job] = {}
-        self._steps: tuple[float, int | None] = (0.0, None)
+        self._train: tuple[float, dict[str, Any] | None] = (0.0, None)
         self.progress: JobProgress | None = None
         """The progress of the ranks at the last `read`; None without a readable file."""
 
@@ -78,8 +79,8 @@ class FigureReader:
         self.progress = read_progress(self._folder)
         job = next(reversed(self._jobs.values()), None)
         running = now - self._changed(PROGRESS_FILE if job else "metrics.jsonl") < FRESH_SECONDS
-        metrics, steps = self._metrics, self._total_steps()
-        step = metrics.newest.get("step", 0)
+        metrics, train = self._metrics, self._train_settings() or {}
+        steps, step = train.get("steps"), metrics.newest.get("step", 0)
         running &= step != steps if job is None else job.code is None
         account = self._goodput.read()
         pace = metrics.recent_step_seconds
@@ -89,7 +90,9 @@ class FigureReader:
             running=running,
             step=step,
             steps=steps,
-            seconds_left=None if steps is None or pace is None else max(0, steps - step) * pace,
+            seconds_left=None
+            if steps is None or pace is None
+            else pace * _steps_left(train, step, metrics.recent_steps),
             step_seconds=pace,
             tokens=metrics.number("tokens"),
             tokens_per_second=metrics.number("tokens_per_second"),
@@ -118,16 +121,16 @@ class FigureReader:
         for record in records:
             self._jobs.setdefault(str(record.get("job", "")), _Job()).add(record)
 
-    def _total_steps(self) -> int | None:
-        """`train.steps` of the resolved configuration."""
+    def _train_settings(self) -> dict[str, Any] | None:
+        """`train` of the resolved configuration; None without a number of steps."""
         changed = self._changed("config.yaml")
-        if changed != self._steps[0]:
+        if changed != self._train[0]:
             try:
-                steps = yaml.safe_load((self._folder / "config.yaml").read_text(encoding="utf-8"))["train"]["steps"]
+                train = yaml.safe_load((self._folder / "config.yaml").read_text(encoding="utf-8"))["train"]
+                self._train = changed, train if isinstance(train["steps"], int) else None
             except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-                steps = None
-            self._steps = changed, steps if isinstance(steps, int) else None
-        return self._steps[1]
+                self._train = changed, None
+        return self._train[1]
 
     def _changed(self, name: str) -> float:
         """Unix time of a file's last change; 0 if there is none."""
@@ -135,6 +138,17 @@ class FigureReader:
             return (self._folder / name).stat().st_mtime
         except OSError:
             return 0.0
+
+
+def _steps_left(train: Mapping[str, Any], step: int, recent: int) -> float:
+    """The remaining steps, in steps of the mean size of the newest `recent` ones."""
+    left = max(0, train["steps"] - step)
+    try:
+        sizes = BatchSizes(train["global_batch"], [BatchStage(**stage) for stage in train["batch_ramp"]])
+        size = (sizes.samples_before(step) - sizes.samples_before(max(0, step - recent))) / min(recent, step)
+        return (sizes.samples_before(step + left) - sizes.samples_before(step)) / size
+    except (KeyError, TypeError, ZeroDivisionError):  # a configuration of an earlier release, or one changed by hand
+        return left
 
 
 class _GoodputReader:

@@ -76,6 +76,11 @@ class MetricsTail:
         """Mean seconds of the newest steps; None without any."""
         return sum(self._recent) / len(self._recent) if self._recent else None
 
+    @property
+    def recent_steps(self) -> int:
+        """How many steps `recent_step_seconds` is the mean of."""
+        return len(self._recent)
+
     def number(self, key: str) -> float | None:
         """A finite number of the newest step."""
         return _number(self.newest.get(key))

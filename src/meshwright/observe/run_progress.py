@@ -34,8 +34,8 @@ RARER_LINES = (
 class Progress:
     """Shows step lines as they arrive (see observe.metrics.STEP_KEYS); also a context manager.
 
-    `start_step` is the number of steps already done. `stream` and `clock` are for tests; they default to stdout and the
-    monotonic clock.
+    `start_step` is the number of steps already done; `samples_before` gives the samples of a number of steps, by default one each.
+    `stream` and `clock` are for tests; they default to stdout and the monotonic clock.
     """
 
     def __init__(
@@ -44,13 +44,14 @@ class Progress:
         start_step: int = 0,
         ranks: int = 1,
         *,
+        samples_before: Callable[[int], int] = int,
         show_mfu: bool = True,
         title: str = "",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._step, self._ranks, self._title = total_steps, start_step, ranks, title
-        self._show_mfu = show_mfu
+        self._show_mfu, self._samples_before = show_mfu, samples_before
         self._clock = clock
         self._began = clock()
         self._printed_at, self._lines_printed = self._began, 0
@@ -188,13 +189,16 @@ class Progress:
         return [(name, text) for name, text in figures if text is not None]
 
     def _seconds_left(self) -> float | None:
-        """Seconds for the remaining steps at the recent pace, including validations and checkpoints."""
+        """Seconds for the samples of the remaining steps at the recent pace, including validations and checkpoints."""
         if self._step >= self._total:
             return 0.0
         if len(self._arrivals) < 2:
             return None
         (first, first_step), (last, last_step) = self._arrivals[0], self._arrivals[-1]
-        return (self._total - self._step) * (last - first) / max(1, last_step - first_step)
+        done, total = self._samples_before(self._step), self._samples_before(self._total)
+        return (
+            (total - done) * (last - first) / max(1, self._samples_before(last_step) - self._samples_before(first_step))
+        )
 
 
 class _Terminal:

@@ -171,7 +171,7 @@ def build_engine(
         device=mesh.device,
         tensor=division.tensor,
         context=context,
-        routing=_routing(model, plan, balance_loss, balance_bias, router_z_loss, mesh.device),
+        routing=_routing(model, mesh, balance_loss, balance_bias, router_z_loss),
         predictions=PredictionLoss(spec, prediction_loss, mesh.device) if spec.prediction_depth else None,
     )
     executor = Executor(
@@ -197,7 +197,7 @@ def build_engine(
 
 
 def _routing(
-    model: Decoder, plan: Plan, balance_loss: float, balance_bias: float, z_loss: float, device: torch.device
+    model: Decoder, mesh: Mesh, balance_loss: float, balance_bias: float, z_loss: float
 ) -> RoutingStatistics | None:
     """Enable or disable the z-loss of the model's routers, and return their statistics; None for a dense model."""
     if not model.spec.experts:
@@ -209,8 +209,8 @@ def _routing(
     return RoutingStatistics(
         model.spec,
         balance_loss,
-        plan.batch.global_batch,
-        device,
+        mesh.data_ranks,
+        mesh.device,
         biases=biases,
         bias_step=balance_bias,
         z_loss=z_loss,

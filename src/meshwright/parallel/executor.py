@@ -133,7 +133,10 @@ class _Step:
         self.logits: dict[int, Tensor] = {}
         device = self.rank_model.device
         self.loss, self.z_loss = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
-        self.seq = batches[0].tokens.shape[1] if batches else 1
+        self.sequences, self.seq = (
+            sum(len(batch.tokens) for batch in batches),
+            batches[0].tokens.shape[1] if batches else 1,
+        )
         self.shared: dict[int, SharedInputs] = {}
         self.forwards_left = Counter(
             part.micro_batch for action in self.rank_actions for part in action.parts if part.op in FORWARD
@@ -181,7 +184,7 @@ class _Step:
         self.executor.streams.follow_compute()
         if self.rank_model.routing is not None:
             slots = bool(self.batches) and self.batches[0].slot is not None
-            self.rank_model.routing.begin_step(self.seq, self.valid if slots else self.real)
+            self.rank_model.routing.begin_step(self.sequences, self.seq, self.valid if slots else self.real)
         if self.rank_model.predictions is not None:
             self.rank_model.predictions.begin_step()
         if self.recorder.detail and self.executor.channels is not None:

@@ -18,8 +18,8 @@ from meshwright.spec.model import ModelSpec
 class RoutingStatistics:
     """Sums over one rank's micro-batches of one step, kept on the device. Forwards add to them; recomputed forwards do not.
 
-    `weight` is the coefficient of the balance loss, and `global_batch` the number of sequences in a step over all ranks: the step's loss
-    includes `weight` times the mean balance loss of these sequences, or of samples or sequences weighted by their counted tokens, and for
+    `weight` is the coefficient of the balance loss, and `data_ranks` the number of ranks that have different sequences: the step's loss
+    includes `weight` times the mean balance loss of all their sequences, or of samples or sequences weighted by counted tokens, and for
     each layer `z_loss` times the mean squared log-sum-exp of the router logits of all their tokens. `biases` has by layer the biases
     `(experts,)` that this rank's routers add to the scores that choose experts; an update moves each bias by `bias_step`.
     """
@@ -28,7 +28,7 @@ class RoutingStatistics:
         self,
         spec: ModelSpec,
         weight: float,
-        global_batch: int,
+        data_ranks: int,
         device: torch.device,
         *,
         biases: Mapping[int, torch.Tensor] = MappingProxyType({}),
@@ -37,10 +37,10 @@ class RoutingStatistics:
     ) -> None:
         layers = spec.layers + spec.prediction_depth
         self._weight, self._z_loss = weight, z_loss
-        self._sequences: int | torch.Tensor = global_batch
+        self._sequences: int | torch.Tensor = 1
         self._tokens: int | torch.Tensor = 1
         self._routed_layers = sum(spec.routed(layer) for layer in range(layers))
-        self._global_batch, self._biases, self._bias_step = global_batch, biases, bias_step
+        self._data_ranks, self._biases, self._bias_step = data_ranks, biases, bias_step
         self.choose: Callable[[int, int | None], None] | None = None
         """Called before a block's forward with its layer and micro-batch, or None outside of training (`ReplayedRouting`)."""
         self.sums = torch.zeros(layers, 2 + spec.experts, dtype=torch.float64, device=device)
@@ -49,13 +49,13 @@ class RoutingStatistics:
         Prediction modules follow the layers.
         """
 
-    def begin_step(self, seq: int, counted: torch.Tensor | None = None) -> None:
-        """Set all sums to 0, for a step of sequences of `seq` tokens, of which `counted` (default: all) count.
+    def begin_step(self, sequences: int, seq: int, counted: torch.Tensor | None = None) -> None:
+        """Set all sums to 0, for a step of `sequences` on this rank of `seq` tokens each, of which `counted` (default: all) count.
 
         If some tokens do not count, balance losses are per sample, multiplied by the sample's counted tokens.
         """
-        self._sequences = self._global_batch if counted is None else counted
-        self._tokens = self._global_batch * seq if counted is None else counted
+        self._sequences = self._data_ranks * sequences if counted is None else counted
+        self._tokens = self._data_ranks * sequences * seq if counted is None else counted
         self.sums.zero_()
 
     def add(self, layer: int, routed: RoutedOutput) -> None:

@@ -312,12 +312,23 @@ def _batch_options(run: RunSpec) -> Callable[[int, int], np.ndarray]:
     pins, batch, layers = pins_of(run), run.train.global_batch, run.model.layers
     pairs = run.model.experts > 0 and pins.expert_exchange in (None, "all_to_all")
 
+    def fits_ramp(pipeline: int, data: int, option: tuple[int, int, int, int]) -> bool:
+        """Whether the micro-batches divide the ramp's batches too; a batch that the data ranks do not divide is refused later."""
+        micro, _, schedule, virtual = option
+        shares = (stage.batch // data for stage in run.train.batch_ramp if stage.batch % data == 0)
+        return all(
+            share % micro == 0 and refusal(SCHEDULES[schedule], pipeline, share // micro, virtual) is None
+            for share in shares
+        )
+
     @cache
     def options(pipeline: int, data: int) -> np.ndarray:
         sizes = pipeline, batch // data, layers
         combinations = _step_options(
             *sizes, pins.micro_batch, pins.schedule, pins.stages, whole=bool(pins.mlp_tile), pairs=pairs
         )
+        if run.train.batch_ramp:
+            combinations = [option for option in combinations if fits_ramp(pipeline, data, option)] or combinations
         return np.array(combinations, dtype=np.int64).reshape(-1, len(BATCH_COLUMNS))
 
     return options

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshwright.spec.batch_sizes import BatchSizes
+
 SampleRange = tuple[int, int]
 """First global sample index, and one after the last."""
 
 
-def samples_of_step(step: int, global_batch: int, skipped: Sequence[SampleRange]) -> SampleRange:
-    """The samples that optimizer step `step`, counted from 1, reads: the next `global_batch` that are not skipped."""
-    first = (step - 1) * global_batch
+def samples_of_step(step: int, batches: BatchSizes, skipped: Sequence[SampleRange]) -> SampleRange:
+    """The samples that optimizer step `step`, counted from 1, reads: those of the step-th part of the data that is not skipped."""
+    part = step - 1
     for range_start, range_end in skipped:
-        if range_start <= first:
-            first += range_end - range_start
-    return first, first + global_batch
+        first_skipped = batches.steps_before(range_start)
+        if first_skipped <= part:
+            part += batches.steps_before(range_end) - first_skipped
+    return batches.samples_before(part), batches.samples_before(part + 1)
 
 
 def skip_forward(sample: int, skipped: Sequence[SampleRange]) -> int:
@@ -38,6 +41,6 @@ def _as_range(pair: Sequence[int]) -> SampleRange:
     return range_start, range_end
 
 
-def skip_step(step: int, global_batch: int, skipped: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
+def skip_step(step: int, batches: BatchSizes, skipped: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
     """`skipped` with the samples that `step` would read."""
-    return tuple(sorted((*skipped, samples_of_step(step, global_batch, skipped))))
+    return tuple(sorted((*skipped, samples_of_step(step, batches, skipped))))

@@ -54,6 +54,7 @@ from meshwright.policies.job_events import (
 )
 from meshwright.policies.restart import Incident, Restart, RestartPolicy, Stop, after_failure
 from meshwright.policies.skipped_samples import SampleRange, merge_skips, skip_step
+from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_NUMERICAL
 
 RETURN_SECONDS = 900.0
@@ -138,6 +139,8 @@ class Rules:
     """Seconds to wait for lost hosts before the job continues on the remaining ones; None waits without end."""
     test_at_end: bool = False
     """Whether values that are not finite end the job only if they persist; then the hosts are tested before the end."""
+    batch_ramp: Sequence[BatchStage] = ()
+    """Batches of the first steps (`train.batch_ramp`)."""
     others_may_join: bool = True
     """Whether hosts can join the job later; a job of one launcher has its own host only."""
 
@@ -421,7 +424,8 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
         state = replace(state, stop=decision)
     else:
         skip, skipped = decision.skip_step, state.skipped
-        skipped = skip_step(skip, rules.global_batch, skipped) if skip is not None else skipped
+        batches = BatchSizes(rules.global_batch, rules.batch_ramp)
+        skipped = skip_step(skip, batches, skipped) if skip is not None else skipped
         state = replace(state, restart=decision, not_before=now + decision.delay, skipped=skipped)
     state, end_actions = _end(state, now, rules)
     return state, (End(incident.cause, incident), *end_actions)

@@ -60,6 +60,9 @@ TRAINING = {
     "per_device_train_batch_size": Meaning("train.global_batch", _BATCH_OF_RANK),
     "train_batch_size": Meaning("train.global_batch"),
     "batch_size": Meaning("train.global_batch"),
+    "rampup_batch_size": Meaning(
+        "train.batch_ramp", "a list of {until: STEP, batch: SEQUENCES}; train.global_batch follows"
+    ),
     "gradient_accumulation_steps": Meaning("plan.micro_batch", _ACCUMULATION),
     "gradient_checkpointing": Meaning("plan.recompute"),
     "bf16": Meaning("plan.compute", _PRECISION),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 from meshwright.spec.fields import Bound, NotNegative, Positive
 from meshwright.spec.optimizers import AdamWSpec, DecayGroup, LambSpec, MuonSpec, SgdSpec
 
@@ -58,6 +59,8 @@ class TrainSpec:
     and rounds up; the run's config.yaml has them."""
     global_batch: Positive
     """Sequences in one step, over all ranks; left out with `global_batch_tokens`."""
+    batch_ramp: tuple[BatchStage, ...] = ()
+    """Smaller batches of the first steps, in order; `global_batch` follows. The plan is made for `global_batch`."""
     global_batch_tokens: Positive | None = None
     """With `data.packing: none`, in place of `global_batch`.
     A step takes the next samples, as many as have at most so many tokens."""
@@ -125,6 +128,21 @@ class TrainSpec:
     def tokens_per_step(self) -> int:
         """Tokens of a step over all ranks; of samples of any length, the most."""
         return self.global_batch_tokens or self.global_batch * self.seq_len
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all steps; of samples of any length, those that the planner assumes."""
+        return self.batches.samples_before(self.steps) * self.seq_len
+
+    @property
+    def ramp_steps(self) -> int:
+        """Steps before those of `global_batch`."""
+        return self.batch_ramp[-1].until if self.batch_ramp else 0
+
+    @property
+    def batches(self) -> BatchSizes:
+        """The sequences of each step; with `global_batch_tokens` those that the planner assumes."""
+        return BatchSizes(self.global_batch, self.batch_ramp)
 
 
 def planned_sequences(tokens: int, seq_len: int, ranks: int) -> int:

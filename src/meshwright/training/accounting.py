@@ -39,10 +39,11 @@ class Accounting:
 
     def __init__(self, session: Session, reporter: Reporter) -> None:
         self._session, self.reporter = session, reporter
-        self._cold = session.step + WARM_UP
+        # The prediction is for steps of `train.global_batch`.
+        self._cold = max(session.step, session.run.train.ramp_steps) + WARM_UP
         self._enough = self._cold + COMPARED_STEPS
         self._steps: deque[dict[str, Any]] = deque(maxlen=KEPT_STEPS)
-        self.waiting = DataWait(self._cold)
+        self.waiting = DataWait(session.step + WARM_UP)
 
     def step(self, record: dict[str, Any]) -> None:
         """Process a finished step's line.

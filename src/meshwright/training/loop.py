@@ -222,7 +222,7 @@ def _one_step(
     host["epochs"] = {name: round(passes, 4) for name, passes in session.data.epochs(read.samples[1]).items()}
     if read.lengths is not None:
         host |= sample_figures(step, read.lengths, read.padding)
-    for record in figures.push(step, result, host, read.lengths):
+    for record in figures.push(step, result, host, read.lengths, len(range(*read.samples))):
         _report(session, accounting, saver, check, record)
 
 

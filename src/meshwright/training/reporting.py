@@ -56,7 +56,14 @@ class Reporter:
         run = session.run
         show_mfu = run.cluster.peak_flops(session.plan.precision.compute) is not None
         metrics = MetricsWriter(session.folder / "metrics.jsonl", session.step, session.lease)
-        progress = Progress(run.train.steps, session.step, session.world.ranks, show_mfu=show_mfu, title=run.name)
+        progress = Progress(
+            run.train.steps,
+            session.step,
+            session.world.ranks,
+            samples_before=run.train.batches.samples_before,
+            show_mfu=show_mfu,
+            title=run.name,
+        )
         sinks = open_sinks(run.observe, session.folder, to_plain(run), log.warning, resume_from=session.step)
         wall_time = WallTimeWriter(session.folder / FILE)
         return cls(metrics, progress, sinks, session.start, channel, wall_time)

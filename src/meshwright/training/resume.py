@@ -11,6 +11,7 @@ from meshwright.checkpoint.memory_tier import MemoryTier, find_snapshot
 from meshwright.checkpoint.mirror import describe_copies
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.policies.skipped_samples import SampleRange, samples_of_step
+from meshwright.spec.batch_sizes import BatchSizes
 from meshwright.spec.errors import Damaged
 
 if TYPE_CHECKING:
@@ -91,19 +92,19 @@ def _from_memory(session: Session, at_most: int | None) -> tuple[dict[str, Any],
 def _continue_from(session: Session, state: dict[str, Any]) -> None:
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
     session.numerics.restore(state)
-    session.next_sample = first_sample(state, session.plan.batch.global_batch, session.numerics.skip_samples)
+    session.next_sample = first_sample(state, session.run.train.batches, session.numerics.skip_samples)
     if session.decisions is not None:
         session.decisions.restore(state)
     session.optimizer.set_steps(session.numerics.updates(session.step))
     session.data.restore_order(state.get("data"))
 
 
-def first_sample(state: Mapping[str, Any], global_batch: int, skipped: Sequence[SampleRange]) -> int:
+def first_sample(state: Mapping[str, Any], batches: BatchSizes, skipped: Sequence[SampleRange]) -> int:
     """First sample of the step after a checkpoint, from the plain values in it.
 
-    Checkpoints of earlier releases do not have it: all their steps have `global_batch` samples.
+    Checkpoints of earlier releases do not have it; it follows from the sizes of their steps.
     """
-    return state.get("next_sample", samples_of_step(state["step"] + 1, global_batch, skipped)[0])
+    return state.get("next_sample", samples_of_step(state["step"] + 1, batches, skipped)[0])
 
 
 def _check_begin(session: Session) -> None:

@@ -35,6 +35,7 @@ from meshwright.parallel.shared_ranks import ranks_of_stage
 from meshwright.parallel.world import World
 from meshwright.policies.sample_balance import rank_pool
 from meshwright.policies.skipped_samples import SampleRange
+from meshwright.spec.errors import BadInput
 from meshwright.spec.hybrid import exchanged_heads, slot_numbering
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
@@ -112,6 +113,7 @@ class Session:
         return Windows(
             self.data,
             global_batch=batch.global_batch,
+            ramp=self.run.train.batch_ramp,
             data_rank=mesh.data_rank,
             data_ranks=mesh.data_ranks,
             micro_batch=batch.micro_batch,
@@ -226,6 +228,10 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
 def _replayed_routing(session: Session, path: Path) -> ReplayedRouting:
     """Give the routers of the session's model the choices of a file."""
     spec, routing = session.run.model, session.engine.executor.rank_model.routing
+    if session.run.train.batch_ramp:
+        raise BadInput(
+            "--replay-routing: expected no train.batch_ramp: recorded loads are those of a step of train.global_batch"
+        )
     loads = read_loads(path, spec)
     assert routing is not None  # read_loads refuses a dense model
     return replay_loads(session.engine.model, routing, loads, session.plan, session.mesh, session.run.train.seq_len)

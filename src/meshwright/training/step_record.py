@@ -36,6 +36,7 @@ class _Pending:
     end: Any
     loads: torch.Tensor | None = None
     lengths: np.ndarray | None = None
+    sequences: int | None = None
     copied: Any = None
     """The stamp after the copies of `values` and `loads`; None where nothing is copied."""
     figures: StepFigures | None = None
@@ -65,16 +66,22 @@ class FigureReader:
         self.flags = StopFlags()
 
     def push(
-        self, step: int, figures: StepFigures, host: dict[str, Any], lengths: np.ndarray | None = None
+        self,
+        step: int,
+        figures: StepFigures,
+        host: dict[str, Any],
+        lengths: np.ndarray | None = None,
+        sequences: int | None = None,
     ) -> list[dict[str, Any]]:
         """Add a launched step's figures; returns the records that are complete.
 
-        `lengths` are those of the step's samples over all ranks; None if all have `train.seq_len` tokens.
+        `lengths` are those of the step's samples over all ranks; None if all have `train.seq_len` tokens. Then `sequences` is their number;
+        None: `train.global_batch`.
         """
         loads = figures.loads
         if loads is not None and step > 1 and step % loads_interval(loads.numel()):
             loads = None
-        pending = _Pending(step, host, figures.values, self._clock.stamp(), loads, lengths)
+        pending = _Pending(step, host, figures.values, self._clock.stamp(), loads, lengths, sequences)
         if self._copies is None:
             self._pending.append(pending)
             return self.drain()
@@ -117,7 +124,7 @@ class FigureReader:
         self.flags = StopFlags(pending.step, int(flag))
         self._tokens += int(valid)
         train = self._run.train
-        tokens, flops = self._work(pending.lengths)
+        tokens, flops = self._work(pending.lengths, pending.sequences or train.global_batch)
         rate, peak = tokens / seconds, self._peak and self._peak * self._run.cluster.ranks * seconds
         return {
             "kind": "step",
@@ -136,15 +143,24 @@ class FigureReader:
             **({"z_loss": z_loss} if train.z_loss else {}),
             **({} if pending.loads is None else {"expert_loads": pending.loads.long().tolist()}),
             **memory_peak(self._device),
-            **(self._wire.step() if self._wire else {}),
+            **self._wire_bytes(pending.sequences),
             **pending.host,
         }
 
-    def _work(self, lengths: np.ndarray | None) -> tuple[int, dict[bool, float]]:
+    def _wire_bytes(self, sequences: int | None) -> dict[str, float]:
+        """Bytes between nodes of the step; none in a step of fewer sequences than the prediction is for."""
+        if self._wire is None:
+            return {}
+        if sequences is not None and self._run.train.batch_ramp and sequences < self._run.train.global_batch:
+            self._wire.pause()
+            return {}
+        return self._wire.step()
+
+    def _work(self, lengths: np.ndarray | None, sequences: int) -> tuple[int, dict[bool, float]]:
         """Tokens of a step over all ranks, and its FLOPs with attention counted causal (True) or full."""
         train, model = self._run.train, self._run.model
         if lengths is None:
-            lengths, counts = np.array([train.seq_len]), np.array([train.global_batch])
+            lengths, counts = np.array([train.seq_len]), np.array([sequences])
         else:
             lengths, counts = np.unique(lengths, return_counts=True)
         flops = {
