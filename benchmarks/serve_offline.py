@@ -59,6 +59,8 @@ def main() -> None:
     started = time.perf_counter()
     world = join_launched() if started_by_launcher() else None
     model = random_model(options.model) if world is None else random_part(options, world)
+    if options.even_routing and isinstance(model, Decoder):
+        route_evenly(model)
     loaded = time.perf_counter()
     sizes = EngineOptions(
         sequences=options.sequences,
@@ -103,6 +105,7 @@ def measure(engine: Engine, options: argparse.Namespace, started: float, loaded:
         "shared_experts": options.share_experts,
         "dispatch": options.dispatch,
         "micro_batches": options.micro_batches,
+        "even_routing": options.even_routing,
         "weights": options.weights,
         "kv_cache": options.kv_cache,
         "torch": torch.__version__,
@@ -144,11 +147,12 @@ def offline(engine: Engine, requests: Sequence[tuple[list[int], int]]) -> dict[s
 def decode(engine: Engine, batch: int, prompt: int, new_tokens: int = 192) -> dict[str, Any]:
     """The median step of `batch` requests after prompts of `prompt` tokens."""
     draws = random.Random(batch)
-    for _ in range(batch):
+    for number in range(batch):
         engine.submit(
             [draws.randint(0, 100) for _ in range(prompt)],
             new_tokens=new_tokens,
-            sampling=SamplingOptions(temperature=0.6),
+            # With one seed all texts would draw alike, and a batch would have few distinct experts.
+            sampling=SamplingOptions(temperature=0.6, seed=number),
         )
     times: list[float] = []
     begun: set[int] = set()
@@ -188,6 +192,15 @@ def random_model(preset: str, context: int = 0, *, predictions: int = 0) -> Deco
     return engine_profile.random_model(spec, *device_and_dtype())
 
 
+@torch.no_grad()
+def route_evenly(model: Decoder) -> None:
+    """Let each token choose its experts by itself: the embedding is larger than what the layers add to it.
+
+    Otherwise tokens share most of what attention adds, so a batch has fewer distinct experts than with trained weights.
+    """
+    model.embed.weight.normal_()
+
+
 def random_part(options: argparse.Namespace, world: World) -> RankModel:
     """A rank's part of `random_model`, with other values."""
     values = MODEL_PRESETS[options.model]
@@ -222,6 +235,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dispatch", choices=["int8"], help="format of tokens on their way to shared experts")
     parser.add_argument("--micro-batches", type=int, default=1, help="parts of a step's decodes with shared experts")
+    parser.add_argument("--even-routing", action="store_true", help="tokens choose their experts independently")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from meshwright.kernels.add_norm import add_rms_norm
 from meshwright.kernels.int8_products import Int8Matrix, grouped_int8, int8_linear
-from meshwright.kernels.row_quantize import quantize_add_rms_norm, quantize_rows, quantize_swiglu
+from meshwright.kernels.row_quantize import (
+    quantize_add_copies_rms_norm,
+    quantize_add_rms_norm,
+    quantize_rows,
+    quantize_swiglu,
+)
 from meshwright.kernels.swiglu import swiglu
 from tests.kernels.test_row_quantize import draws
 from tests.slow import quick_first
@@ -128,6 +133,22 @@ def test_rounding_kernels(dtype: torch.dtype) -> None:
     assert_near(gated, quantize_rows(swiglu(gate_up), "int8"))
     x[1, 3] = float("nan")
     assert round_rows(x, torch.int8).scale.isnan().flatten().tolist() == [False, True, False]
+
+
+@interpreted
+@pytest.mark.parametrize("shared", [False, True])
+def test_sums_of_copies_are_normed_and_rounded(shared: bool) -> None:
+    pytest.importorskip("triton")
+    from meshwright.kernels.row_quantize_triton import round_add_copies_rms_norm
+
+    x, copies, other, weight = (
+        draws(*shape, dtype=torch.float32) for shape in ((1, 3, 200), (3, 2, 200), (1, 3, 200), (200,))
+    )
+    arguments = x, copies, other if shared else None, weight, 1e-5
+    total, normed = round_add_copies_rms_norm(*arguments, torch.int8)
+    expected_total, expected = quantize_add_copies_rms_norm(*arguments, "int8")
+    torch.testing.assert_close(total, expected_total, rtol=1e-6, atol=1e-5)
+    assert_near(normed, expected)
 
 
 def assert_near(ours: Int8Matrix, theirs: Int8Matrix) -> None:

@@ -10,8 +10,10 @@ from meshwright.kernels.norm import HeadNorms
 from meshwright.kernels.paged_attention import (
     INVARIANT_SPLITS,
     MAX_SPLITS,
+    MIN_SPLIT_TOKENS,
     decode_splits,
     paged_attention,
+    part_tokens,
     rotate_and_write,
 )
 from meshwright.kernels.rope import rotary_tables
@@ -35,17 +37,20 @@ def step(
 
 @interpreted
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block", "queries", "splits", "window"),
+    ("heads", "kv_heads", "dim", "block", "queries", "splits", "least", "window"),
     [
-        (2, 2, 16, 32, 1, 1, None),
-        (2, 1, 24, 4, 2, 2, 20),
-        pytest.param(4, 2, 24, 16, 1, 3, None, marks=pytest.mark.slow),
-        pytest.param(3, 1, 16, 4, 2, 2, None, marks=pytest.mark.slow),
-        pytest.param(2, 2, 16, 32, 3, 4, 20, marks=pytest.mark.slow),
-        pytest.param(6, 1, 16, 8, 1, 2, 13, marks=pytest.mark.slow),
+        (2, 2, 16, 32, 1, 1, 1, None),
+        (2, 1, 24, 4, 2, 2, 1, 20),
+        (2, 1, 16, 4, 1, 3, 20, None),  # 50 tokens are four tiles of 16, so they have two parts
+        pytest.param(4, 2, 24, 16, 1, 3, 1, None, marks=pytest.mark.slow),
+        pytest.param(3, 1, 16, 4, 2, 2, 1, None, marks=pytest.mark.slow),
+        pytest.param(2, 2, 16, 32, 3, 4, 1, 20, marks=pytest.mark.slow),
+        pytest.param(6, 1, 16, 8, 1, 2, 1, 13, marks=pytest.mark.slow),
     ],
 )
-def test_decode(heads: int, kv_heads: int, dim: int, block: int, queries: int, splits: int, window: int | None) -> None:
+def test_decode(
+    heads: int, kv_heads: int, dim: int, block: int, queries: int, splits: int, least: int, window: int | None
+) -> None:
     from meshwright.kernels.paged_decode_triton import Launch, paged_decode
 
     lengths = [0, 50, 3, 1]  # with more queries the last has some before its first token
@@ -60,6 +65,7 @@ def test_decode(heads: int, kv_heads: int, dim: int, block: int, queries: int, s
         out,
         queries=queries,
         splits=splits,
+        least=least,
         window=window,
         scales=None,
         launch=Launch(16, 4, 1),
@@ -170,6 +176,13 @@ def test_fp8_cache() -> None:
     paged_prefill(q, layer, tables, context, starts, chunked, launch=launch, **common | {"queries": 4})
     torch.testing.assert_close(decoded, expected, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(chunked, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_parts_are_longer_where_programs_are_many() -> None:
+    """Two programs on each multiprocessor read contexts of a thousand tokens as fast as more of them."""
+    assert part_tokens(1, 132) < MIN_SPLIT_TOKENS
+    assert 900 < part_tokens(256, 132) < 1100
+    assert part_tokens(512, 132) == 2 * part_tokens(256, 132) + 1
 
 
 def test_splits_fill_the_device() -> None:

@@ -1,7 +1,7 @@
 """Constants of the engine's step time on devices without a measured profile.
 
-Shares and times are fitted to this engine on one H200 with Llama-3-8B (benchmarks/results, `engine-H200` and `arrivals-H200`). On other
-devices they are a guess.
+Shares and times are fitted to this engine on one H200 with Llama-3-8B (benchmarks/results, `engine-H200` and `arrivals-H200`), those of
+experts with Qwen3-30B-A3B (`serve-moe-H200`). On other devices they are a guess.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from meshwright.spec.serve_profile import StepConstants
 
 WEIGHTS_SHARES: dict[WeightFormat | None, float] = {None: 0.71, "fp8": 0.59, "int8": 0.59}
 """Share of the memory bandwidth with which a step reads weights, by their format; int8's is taken to be that of fp8."""
+EXPERT_SHARES: dict[WeightFormat | None, float] = {None: 0.86, "fp8": 0.80, "int8": 0.80}
+"""The same share for routed experts, whose kernels read those with a token once; int8's is taken to be that of fp8."""
+ROUTED_SECONDS = 26e-6
+"""Time of a layer with routed experts beside that of its bytes: eleven kernels follow one another."""
 PRODUCTS_SHARES: dict[WeightFormat | None, float] = {None: 0.63, "fp8": 0.55, "int8": 0.55}
 """Share of the peak that products with weights reach; int8's is taken to be that of fp8."""
 CACHE_SHARE, ATTENTION_SHARE = 0.95, 0.55
@@ -28,6 +32,8 @@ def usual_constants(machine: Machine, weights: WeightFormat | None = None) -> St
     memory, peak = number(machine.hbm), number(machine.peak)
     return StepConstants(
         weight_bytes_per_s=WEIGHTS_SHARES[weights] * memory,
+        expert_bytes_per_s=EXPERT_SHARES[weights] * memory,
+        routed_seconds=ROUTED_SECONDS,
         flops_per_s=PRODUCTS_SHARES[weights] * peak,
         cache_bytes_per_s=CACHE_SHARE * memory,
         text_bytes_per_s=TEXT_BYTES_PER_S,

@@ -54,6 +54,8 @@ class DeviceWork:
     """FLOPs of a token in the experts of all layers that it is sent to."""
     expert_slots: float
     """Routed experts of the device, over all layers."""
+    routed_layers: int
+    """Layers with routed experts."""
     chosen_share: float
     """Share of a layer's experts that a token is sent to."""
     cache_bytes: float
@@ -65,12 +67,9 @@ class DeviceWork:
     window: int | None
     """Positions that a query attends to at most."""
 
-    def weight_bytes(self, tokens: float) -> float:
-        """Weights that a step of `tokens` tokens over all groups reads, without the head: of the experts those with a token."""
-        if not self.expert_slots:
-            return self.dense_bytes
-        read = 1.0 - (1.0 - self.chosen_share) ** tokens
-        return self.dense_bytes + self.expert_slots * read * self.expert_bytes
+    def read_expert_bytes(self, tokens: float) -> float:
+        """Weights of the routed experts that a step of `tokens` tokens over all groups reads: of those with a token, once."""
+        return self.expert_slots * (1.0 - (1.0 - self.chosen_share) ** tokens) * self.expert_bytes
 
     def pairs(self, chunks: Sequence[PromptPart]) -> float:
         """Pairs of a query of the chunks and a position that it attends to."""
@@ -126,6 +125,7 @@ def device_work(
         expert_bytes=expert_item * one_expert,
         expert_flops=2.0 * routed * spec.experts_per_token * one_expert,
         expert_slots=slots,
+        routed_layers=routed,
         chosen_share=spec.experts_per_token / spec.experts if spec.experts else 0.0,
         cache_bytes=float(cache_bytes_per_block(rank, 1, cache_item)),
         kv_heads=1 if rank.kv_rank else rank.kv_heads,

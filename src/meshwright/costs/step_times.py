@@ -1,10 +1,10 @@
 """Seconds of one step of the inference engine, by its shape.
 
-A step reads the weights once and multiplies them with all its tokens; the slower of both determines its time, with a soft maximum for
-the region between. Decodes read their keys and values; few programs read the longest text, so it takes longer than its share of the
-bytes. Chunks of prompts compute attention. The host launches a step with a prompt in `prompt_seconds`, while the device computes; a step
-without one is a graph, whose launch counts as no time. Graphs pad steps with prompts to the next of `prompt_sizes`. Fixed times and rates
-are `StepConstants`.
+A step reads the weights once, of routed experts those with a token, and multiplies them with all its tokens; the slower of both
+determines its time, with a soft maximum for the region between. Decodes read their keys and values; few programs read the longest text,
+so it takes longer than its share of the bytes. Chunks of prompts compute attention. The host launches a step with a prompt in
+`prompt_seconds`, while the device computes; a step without one is a graph, whose launch counts as no time. Graphs pad steps with prompts
+to the next of `prompt_sizes`. Fixed times and rates are `StepConstants`.
 """
 
 from __future__ import annotations
@@ -127,10 +127,11 @@ class StepTimes:
         seconds = self._products.get((tokens, samples))
         if seconds is None:
             k, work, local = self.constants, self.work, max(1.0, tokens / self.groups)
-            read = (work.weight_bytes(tokens) + work.head_bytes) / k.weight_bytes_per_s
+            read = (work.dense_bytes + work.head_bytes) / k.weight_bytes_per_s
+            read += work.read_expert_bytes(tokens) / (k.expert_bytes_per_s or k.weight_bytes_per_s)
             flops = local * (work.dense_flops + work.expert_flops) + max(1.0, samples / self.groups) * work.head_flops
             computed = flops / k.flops_per_s
-            seconds = soft_maximum(read, computed)
+            seconds = soft_maximum(read, computed) + work.routed_layers * k.routed_seconds
             seconds += self._exchange.seconds + self._exchange.token_seconds * local
             self._products[tokens, samples] = seconds
         return seconds

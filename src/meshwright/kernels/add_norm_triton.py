@@ -54,6 +54,30 @@ def fused_add_copies_rms_norm(
 
 
 @triton.jit
+def add_copies(
+    x,
+    copies,
+    shared,
+    token,
+    offset,
+    column,
+    inside,
+    dtype: tl.constexpr,
+    COPIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The sum of a token's numbers of x, its copies' and the shared expert's, if there is one; each sum is rounded to `dtype`."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for copy in tl.static_range(COPIES):
+        sums += tl.load(copies + (token * COPIES + copy) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    delta = sums.to(dtype).to(tl.float32)
+    if shared is not None:
+        delta = (delta + tl.load(shared + offset, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    return (tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) + delta).to(dtype)
+
+
+@triton.jit
 def _add_copies_rms_norm(
     x,
     copies,
@@ -72,13 +96,7 @@ def _add_copies_rms_norm(
     factor = tl.load(weight + column, mask=inside, other=0.0)
     await_previous(DEPENDENT)
     dtype = total.dtype.element_ty
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for copy in tl.static_range(COPIES):
-        sums += tl.load(copies + (token * COPIES + copy) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    delta = sums.to(dtype).to(tl.float32)
-    if shared is not None:
-        delta = (delta + tl.load(shared + offset, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-    rounded = (tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) + delta).to(dtype)
+    rounded = add_copies(x, copies, shared, token, offset, column, inside, dtype, COPIES, WIDTH, BLOCK)
     tl.store(total + offset, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)

@@ -3,7 +3,8 @@
 Between two kernels of a stream an H200 takes about a microsecond, a third of what many kernels of a decode take. A kernel launched with
 `options` is placed on the multiprocessors as soon as all programs of the kernel before have begun to compute, or ended. `await_previous`
 waits until that kernel has ended: it is called before a kernel writes or reads what other kernels write. Weights, which no kernel of a
-step writes, may be read before. (CUDA: programmatic dependent launch.)
+step writes, may be read before, or be brought into the L2 cache by `prefetch`, so that the memory is not idle meanwhile. (CUDA:
+programmatic dependent launch.)
 """
 
 from __future__ import annotations
@@ -36,3 +37,17 @@ def await_previous(DEPENDENT: tl.constexpr) -> None:
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers, DEPENDENT: tl.constexpr) -> None:
+    """Bring the cache lines of `pointers` into the L2 cache. The memory may still change: they are loaded later."""
+    if DEPENDENT:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.uint64, bitcast=True)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.dependent_launch_triton import await_previous, options
+from meshwright.kernels.dependent_launch_triton import await_previous, options, prefetch
 from meshwright.kernels.expert_decode import Choices, Routing
 from meshwright.kernels.fixed_product import TILE_BYTES
 from meshwright.kernels.fixed_product_triton import sum_tiles
@@ -34,6 +34,8 @@ ROUTER_TOKENS, ROUTER_WARPS = 8, 8
 """Most tokens of a program of the router's kernel, and its warps."""
 MOST_ROWS = 64
 """Most rows of a tile: with more rows an expert reads its weights again."""
+STEPS_AHEAD, SURE_ROWS = 4, 4
+"""Steps of `Launch.ahead`; rows of an expert, if all have the same, from which on few experts have none."""
 MOST_TILES = 1 << 12
 """Tiles of tokens whose programs count their arrivals."""
 
@@ -43,13 +45,17 @@ Operand = Tensor | RoundedMatrix
 
 
 class Launch(NamedTuple):
-    """Outputs and rows of a tile, numbers of a step, warps of a program, stages of the software pipeline."""
+    """Outputs and rows of a tile, numbers of a step, warps of a program, stages of the software pipeline.
+
+    `ahead`: steps whose weights are brought into the L2 cache while the kernel before ends.
+    """
 
     columns: int
     rows: int
     inner: int
     warps: int
     stages: int
+    ahead: int = 0
 
 
 def launch_of(tokens: int, experts: int, copies: int, itemsize: int = 2) -> Launch:
@@ -61,7 +67,8 @@ def launch_of(tokens: int, experts: int, copies: int, itemsize: int = 2) -> Laun
     tokens = triton.next_power_of_2(tokens)
     rows = min(MOST_ROWS, max(16, tokens if tokens <= 32 else triton.next_power_of_2(2 * tokens * copies // experts)))
     few_programs = _is_by_copy(tokens, experts, copies)
-    return Launch(64, rows, TILE_BYTES // itemsize, warps=4, stages=8 if few_programs else 5)
+    ahead = STEPS_AHEAD if tokens * copies >= SURE_ROWS * experts else 0
+    return Launch(64, rows, TILE_BYTES // itemsize, warps=4, stages=8 if few_programs else 5, ahead=ahead)
 
 
 def _is_by_copy(tokens: int, experts: int, copies: int) -> bool:
@@ -159,6 +166,7 @@ def _multiply_copies(
         INNER=launch.inner,
         EVEN=inner % launch.inner == 0,
         GATED=gated,
+        AHEAD=0 if by_copy else launch.ahead,
         SUM=tl.int32 if integer else tl.float32,
         IMPRECISE=launch.inner if rows.element_size() == 1 and not integer else 0,
         num_warps=launch.warps,
@@ -359,6 +367,7 @@ def _copies_product(
     INNER: tl.constexpr,
     EVEN: tl.constexpr,
     GATED: tl.constexpr,
+    AHEAD: tl.constexpr,
     SUM: tl.constexpr,
     IMPRECISE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -368,8 +377,17 @@ def _copies_product(
     With BY_COPY there is a program for each copy, and that of an expert's first copy computes all. With DIRECT rows are tokens.
     With GATED the rows of x are tokens and a weight has gates before ups, and the result is their SwiGLU; else the rows of x are copies.
     """
-    await_previous(DEPENDENT)
     item, lane = tl.program_id(1), tl.arange(0, LANES)
+    matrix_rows: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    output = tl.arange(0, matrix_rows)
+    column = tl.program_id(0) * COLUMNS + output % COLUMNS
+    # Columns behind the last read its weights, and nothing of them is stored.
+    matrix = (tl.minimum(column, columns - 1) + output // COLUMNS * columns).to(tl.int64)
+    all_rows = 2 * columns if GATED else columns
+    if AHEAD > 0:
+        source = weight + (item.to(tl.int64) * all_rows + matrix) * inner
+        prefetch(source[:, None] + tl.minimum(tl.arange(0, AHEAD) * INNER, inner - 1)[None, :], DEPENDENT)
+    await_previous(DEPENDENT)
     expert = item
     if BY_COPY:
         expert = tl.load(chosen + item)
@@ -380,14 +398,7 @@ def _copies_product(
     if BY_COPY:
         computes = tl.min(tl.where(used, lane, LANES), 0) == item // COPIES
     if computes:
-        matrix_rows: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
-        output = tl.arange(0, matrix_rows)
-        column = tl.program_id(0) * COLUMNS + output % COLUMNS
-        first_row = expert.to(tl.int64) * columns
-        if GATED:
-            first_row *= 2
-        # Columns behind the last read its weights, and nothing of them is stored.
-        matrix = first_row + tl.minimum(column, columns - 1) + output // COLUMNS * columns
+        matrix += expert.to(tl.int64) * all_rows
         rank = tl.cumsum(used.to(tl.int32), 0) - 1
         for first in range(0, 1 if DIRECT else count, ROWS):
             if DIRECT:

@@ -77,6 +77,7 @@ def latent_decode(
             context_lengths,
             out,
             splits,
+            1,
             QUERIES=1,
             GROUP=heads,
             HEAD_DIM=rank,
@@ -261,7 +262,7 @@ def _decode(
     head = part * PAIRS + tl.arange(0, PAIRS)
     used, long_sequence = head < HEADS, sequence.to(tl.int64)
     length = tl.load(lengths + sequence)
-    begin, end = split_tiles(length, split, splits, 1, 0, TILE)
+    begin, end = split_tiles(length, split, splits, 1, 1, 0, TILE)
     offsets = long_sequence * q_stride + head.to(tl.int64) * q_head_stride
     rotary_offsets = long_sequence * rotary_stride + head.to(tl.int64) * rotary_head_stride
     queries = _load_queries(q, offsets, used, RANK, DIMS, SCALED)

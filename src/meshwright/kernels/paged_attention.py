@@ -22,9 +22,11 @@ from meshwright.kernels.norm import HeadNorms, accumulate_dtype, rms_norm
 from meshwright.kernels.rope import RotaryTables, rotate
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Programs of the decode kernel that each multiprocessor should get at least."""
+"""Programs of the decode kernel that each multiprocessor should get at least, if contexts are long."""
 MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 64
 """Bounds of the parts of a context: the second kernel reads all of them, and a part has at least one tile of tokens."""
+LONE_TOKENS = 512
+"""Tokens of a part at least, if each multiprocessor has one program for undivided contexts; with n programs each, n times as many."""
 INVARIANT_SPLITS = 16
 """Parts of every context in invariant mode."""
 
@@ -166,6 +168,14 @@ def decode_splits(programs: int, tokens: int, processors: int, *, invariant: boo
     return max(1, min(wanted, MAX_SPLITS, -(-tokens // MIN_SPLIT_TOKENS)))
 
 
+def part_tokens(programs: int, processors: int) -> int:
+    """Tokens that each part of a context has at least, if there are several: more parts would be read no faster.
+
+    `programs` is as of `decode_splits`. The kernel finds the parts of each context by its length, so long texts have more.
+    """
+    return max(1, LONE_TOKENS * programs // processors)
+
+
 def _attend_by_kernels(
     q: Tensor,
     cache_layer: Tensor,
@@ -180,20 +190,24 @@ def _attend_by_kernels(
     invariant: bool,
 ) -> None:
     """`paged_attention` by the Triton kernels: one for the first `decodes` sequences, another for the chunks behind them."""
-    from meshwright.kernels.paged_decode_triton import paged_decode
+    from meshwright.kernels.paged_decode_triton import decode_launch, paged_decode
     from meshwright.kernels.paged_prefill_triton import paged_prefill
 
     rows = decodes * decode_queries
     if decodes:
-        tokens, kv_heads = block_tables.shape[1] * cache_layer.shape[3], cache_layer.shape[2]
-        splits = decode_splits(
-            decodes * kv_heads,
-            tokens if window is None else min(tokens, window + decode_queries),
-            torch.cuda.get_device_properties(q.device).multi_processor_count,
-            invariant=invariant,
-        )
+        tokens, block = block_tables.shape[1] * cache_layer.shape[3], cache_layer.shape[3]
+        tokens = tokens if window is None else min(tokens, window + decode_queries)
+        programs = decodes * cache_layer.shape[2]
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        splits, least = decode_splits(programs, tokens, processors, invariant=invariant), 1
+        small = not invariant and not processors < programs < 3 * processors
+        if not invariant:
+            least = part_tokens(programs, processors)
+            splits = min(splits, max(1, tokens // least))
+        launch = decode_launch(q.shape[2], cache_layer.element_size(), block, small=small)
         step = (cache_layer, block_tables[:decodes], context_lengths[:decodes])
-        paged_decode(q, *step, out, queries=decode_queries, splits=splits, window=window, scales=scales)
+        options = {"queries": decode_queries, "splits": splits, "least": least, "window": window, "scales": scales}
+        paged_decode(q, *step, out, **options, launch=launch)
     if q.shape[0] > rows:
         step = (cache_layer, block_tables[decodes:], context_lengths[decodes:], query_starts[decodes:])
         paged_prefill(q, *step, out, queries=q.shape[0] - rows, window=window, scales=scales)

@@ -34,11 +34,18 @@ class Launch(NamedTuple):
     pairs: int = 16
 
 
-def decode_launch(head_dim: int, itemsize: int, block_tokens: int) -> Launch:
-    """Launch parameters for a cache of numbers of `itemsize` bytes; tiles that lie in one block need no gather."""
-    fp8 = itemsize == 1
+def decode_launch(head_dim: int, itemsize: int, block_tokens: int, *, small: bool = False) -> Launch:
+    """Launch parameters for a cache of numbers of `itemsize` bytes; tiles that lie in one block need no gather.
+
+    Found by trial on an H200: with `small` tiles more programs of bf16 fit on a multiprocessor. They are faster if it has more than three
+    in all, or less than one, so that contexts are divided.
+    """
+    narrow = itemsize == 1 or (small and itemsize == 2)
     tile = min(128, max(16, TILE_BYTES // (triton.next_power_of_2(head_dim) * max(itemsize, 2))))
-    return Launch(min(tile, block_tokens) if block_tokens >= 32 else tile, warps=2 if fp8 else 4, stages=3)
+    stages = 3
+    if small and itemsize == 2:
+        tile, stages = max(16, tile // 2), 4
+    return Launch(min(tile, block_tokens) if block_tokens >= 32 else tile, warps=2 if narrow else 4, stages=stages)
 
 
 def paged_decode(
@@ -52,9 +59,13 @@ def paged_decode(
     splits: int,
     window: int | None,
     scales: Tensor | None,
+    least: int = 1,
     launch: Launch | None = None,
 ) -> None:
-    """Attention of q `(sequences · queries, heads, head_dim)` into `out`; see `paged_attention.paged_attention`."""
+    """Attention of q `(sequences · queries, heads, head_dim)` into `out`; see `paged_attention.paged_attention`.
+
+    Contexts are divided into `splits` parts at most, which have at least `least` tokens.
+    """
     sequences, (heads, head_dim), kv_heads = len(context_lengths), q.shape[1:], cache_layer.shape[2]
     block_tokens, rows = cache_layer.shape[3], queries * heads // kv_heads
     launch = launch or decode_launch(head_dim, cache_layer.element_size(), block_tokens)
@@ -66,6 +77,7 @@ def paged_decode(
         "WINDOW": window or 0,
         "TILE": launch.tile,
     }
+    least = triton.cdiv(least, launch.tile)
     partial, logarithms = out, out
     if splits > 1:
         partial = q.new_empty(sequences * kv_heads * splits * rows, head_dim, dtype=torch.float32)
@@ -82,6 +94,7 @@ def paged_decode(
         q.stride(0),
         block_tables.stride(0),
         *cache_layer.stride()[:3],
+        least,
         **shape,
         PAIRS=max(launch.pairs, triton.next_power_of_2(rows)),
         BLOCK=block_tokens,
@@ -98,6 +111,7 @@ def paged_decode(
             context_lengths,
             out,
             splits,
+            least,
             **shape,
             SPLITS=8 if splits <= 8 else triton.next_power_of_2(splits),  # few variants to compile
             num_warps=2,
@@ -166,17 +180,21 @@ def load_tile(
 
 @triton.jit
 def split_tiles(
-    length, split, splits, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
+    length, split, splits, least, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """First tile of a split, and the first behind it: visible tiles in equal parts."""
+    """First tile of a split, and the first behind it: visible tiles in equal parts of at least `least` tiles.
+
+    Splits behind the last part are empty.
+    """
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - QUERIES - WINDOW + 1, 0) // TILE
     tiles = (length + TILE - 1) // TILE - first
-    return first + tiles * split // splits, first + tiles * (split + 1) // splits
+    parts = tl.maximum(tl.minimum(tiles // least, splits), 1)
+    return first + tiles * tl.minimum(split, parts) // parts, first + tiles * tl.minimum(split + 1, parts) // parts
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "lengths"])
+@triton.jit(do_not_specialize=["table_stride", "least"], do_not_specialize_on_alignment=["tables", "lengths"])
 def _decode(
     q,
     cache,
@@ -191,6 +209,7 @@ def _decode(
     block_stride,
     value_stride,
     head_stride,
+    least,
     QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -207,7 +226,7 @@ def _decode(
     head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, splits = tl.num_programs(0), tl.num_programs(1)
     length = tl.load(lengths + sequence)
-    begin, end = split_tiles(length, split, splits, QUERIES, WINDOW, TILE)
+    begin, end = split_tiles(length, split, splits, least, QUERIES, WINDOW, TILE)
     row, dim, token = tl.arange(0, PAIRS), tl.arange(0, DIMS), tl.arange(0, TILE)
     used = (row < QUERIES * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     source = (sequence * QUERIES + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * HEAD_DIM
@@ -259,13 +278,14 @@ def _decode(
     tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=used)
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths"])
+@triton.jit(do_not_specialize=["splits", "least"], do_not_specialize_on_alignment=["lengths"])
 def combine_splits(
     partial,
     logarithms,
     lengths,
     out,
     splits,
+    least,
     QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -279,7 +299,7 @@ def combine_splits(
     await_previous(DEPENDENT)
     row, head, sequence, heads = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIMS)
-    begin, end = split_tiles(tl.load(lengths + sequence), split, splits, QUERIES, WINDOW, TILE)
+    begin, end = split_tiles(tl.load(lengths + sequence), split, splits, least, QUERIES, WINDOW, TILE)
     full = (split < splits) & (begin < end)
     source = ((sequence * heads + head).to(tl.int64) * splits + split) * (QUERIES * GROUP) + row
     logarithm = tl.load(logarithms + source, mask=full, other=-1.0e30)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import int8_products
-from meshwright.kernels.add_norm import add_rms_norm
+from meshwright.kernels.add_norm import add_copies_rms_norm, add_rms_norm
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, quantize
 from meshwright.kernels.int8_products import Int8Matrix
 from meshwright.kernels.swiglu import swiglu
@@ -53,6 +53,25 @@ def quantize_add_rms_norm(
 
         return round_add_rms_norm(x, delta, weight, eps, DTYPES[number_format])
     total, normed = add_rms_norm(x, delta, weight, eps, plain=plain)
+    return total, quantize_rows(normed, number_format, plain=plain)
+
+
+def quantize_add_copies_rms_norm(
+    x: Tensor,
+    copies: Tensor,
+    shared: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    number_format: WeightFormat = "fp8",
+    *,
+    plain: bool = False,
+) -> tuple[Tensor, RoundedMatrix]:
+    """`quantize_add_rms_norm` of x `(1, tokens, width)` and the output of a mixture, as of `add_norm.add_copies_rms_norm`."""
+    if x.dtype == copies.dtype == weight.dtype and _runs_kernel(x, plain):
+        from meshwright.kernels.row_quantize_triton import round_add_copies_rms_norm
+
+        return round_add_copies_rms_norm(x, copies, shared, weight, eps, DTYPES[number_format])
+    total, normed = add_copies_rms_norm(x, copies, shared, weight, eps, plain=plain)
     return total, quantize_rows(normed, number_format, plain=plain)
 
 

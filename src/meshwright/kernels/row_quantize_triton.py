@@ -5,11 +5,15 @@ One program computes one token. `dtype` is e4m3 or int8; tests in Triton's inter
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.add_norm_triton import add_copies
+from meshwright.kernels.dependent_launch_triton import await_previous, options
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix
 from meshwright.kernels.int8_products import Int8Matrix
 from meshwright.kernels.row_quantize import RoundedMatrix
@@ -30,7 +34,7 @@ def round_rows(x: Tensor, dtype: torch.dtype = E4M3) -> RoundedMatrix:
     x, width = x.contiguous(), x.shape[-1]
     out = _empty(x, width, dtype)
     if x.numel():
-        _round_rows[(x.numel() // width,)](x, *out, WIDTH=width, **_launch(width))
+        _round_rows[(x.numel() // width,)](x, *out, WIDTH=width, **_launch(width, x.device))
     return out
 
 
@@ -41,7 +45,31 @@ def round_add_rms_norm(
     x, delta, width = x.contiguous(), delta.contiguous(), x.shape[-1]
     total, out = torch.empty_like(x), _empty(x, width, dtype)
     if x.numel():
-        _round_add_rms_norm[(x.numel() // width,)](x, delta, weight, total, *out, eps, WIDTH=width, **_launch(width))
+        _round_add_rms_norm[(x.numel() // width,)](
+            x, delta, weight, total, *out, eps, WIDTH=width, **_launch(width, x.device)
+        )
+    return total, out
+
+
+def round_add_copies_rms_norm(
+    x: Tensor, copies: Tensor, shared: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype = E4M3
+) -> tuple[Tensor, RoundedMatrix]:
+    """The sum with the copies' outputs, and its norm in 8 bits; see `row_quantize.quantize_add_copies_rms_norm`."""
+    x, width = x.contiguous(), x.shape[-1]
+    total, out = torch.empty_like(x), _empty(x, width, dtype)
+    if x.numel():
+        _round_add_copies_rms_norm[(x.numel() // width,)](
+            x,
+            copies,
+            None if shared is None else shared.contiguous(),
+            weight,
+            total,
+            *out,
+            eps,
+            COPIES=copies.shape[1],
+            WIDTH=width,
+            **_launch(width, x.device),
+        )
     return total, out
 
 
@@ -50,7 +78,7 @@ def round_swiglu_rows(gate_up: Tensor, dtype: torch.dtype = E4M3) -> RoundedMatr
     gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = _empty(gate_up, width, dtype)
     if gate_up.numel():
-        _round_swiglu[(gate_up.numel() // (2 * width),)](gate_up, *out, WIDTH=width, **_launch(width))
+        _round_swiglu[(gate_up.numel() // (2 * width),)](gate_up, *out, WIDTH=width, **_launch(width, gate_up.device))
     return out
 
 
@@ -61,9 +89,10 @@ def _empty(like: Tensor, width: int, dtype: torch.dtype) -> RoundedMatrix:
     return Int8Matrix(values, scale) if dtype == torch.int8 else Fp8Matrix(values, scale)
 
 
-def _launch(width: int) -> dict[str, int]:
+def _launch(width: int, device: torch.device) -> dict[str, Any]:
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))}
+    warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
+    return {"BLOCK": block, "num_warps": warps, **options(device)}
 
 
 @triton.jit
@@ -85,7 +114,8 @@ def _store_rounded(numbers, inside, values, scales, offset, token) -> None:
 
 
 @triton.jit
-def _round_rows(x, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _round_rows(x, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
+    await_previous(DEPENDENT)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, offset = column < WIDTH, token * WIDTH + column
     row = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
@@ -93,24 +123,56 @@ def _round_rows(x, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> 
 
 
 @triton.jit
-def _round_add_rms_norm(x, delta, weight, total, values, scales, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _round_add_rms_norm(
+    x, delta, weight, total, values, scales, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+) -> None:
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, offset = column < WIDTH, token * WIDTH + column
-    dtype = total.dtype.element_ty
+    factor = tl.load(weight + column, mask=inside, other=0.0)
+    await_previous(DEPENDENT)
     # All loads are issued before the first use of one, so that their latencies overlap.
     left = tl.load(x + offset, mask=inside, other=0.0)
     right = tl.load(delta + offset, mask=inside, other=0.0)
+    rounded = (left.to(tl.float32) + right.to(tl.float32)).to(total.dtype.element_ty)
+    _store_norm(rounded, factor, inside, total, values, scales, offset, token, eps, WIDTH)
+
+
+@triton.jit
+def _round_add_copies_rms_norm(
+    x,
+    copies,
+    shared,
+    weight,
+    total,
+    values,
+    scales,
+    eps,
+    COPIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, offset = column < WIDTH, token * WIDTH + column
     factor = tl.load(weight + column, mask=inside, other=0.0)
-    rounded = (left.to(tl.float32) + right.to(tl.float32)).to(dtype)
+    await_previous(DEPENDENT)
+    rounded = add_copies(x, copies, shared, token, offset, column, inside, total.dtype.element_ty, COPIES, WIDTH, BLOCK)
+    _store_norm(rounded, factor, inside, total, values, scales, offset, token, eps, WIDTH)
+
+
+@triton.jit
+def _store_norm(rounded, factor, inside, total, values, scales, offset, token, eps, WIDTH: tl.constexpr) -> None:
+    """Store a sum, `rounded` to its dtype, and its norm in 8 bits."""
     tl.store(total + offset, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)
-    row = (wide * scale * factor.to(tl.float32)).to(dtype).to(tl.float32)
+    row = (wide * scale * factor.to(tl.float32)).to(total.dtype.element_ty).to(tl.float32)
     _store_rounded(row, inside, values, scales, offset, token)
 
 
 @triton.jit
-def _round_swiglu(gate_up, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _round_swiglu(gate_up, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
+    await_previous(DEPENDENT)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, offset = column < WIDTH, token * WIDTH + column
     source = gate_up + token * (2 * WIDTH) + column

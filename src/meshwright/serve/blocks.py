@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from meshwright.kernels.add_norm import add_copies_rms_norm, add_rms_norm
-from meshwright.kernels.row_quantize import RoundedMatrix, quantize_add_rms_norm
+from meshwright.kernels.row_quantize import RoundedMatrix, quantize_add_copies_rms_norm, quantize_add_rms_norm
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import MixtureOfExperts
@@ -92,7 +92,9 @@ def add_and_norm(
     if delta is None:
         return x, norm(x)
     if isinstance(delta, CopyOutputs):
-        if norm.bias is None and not rounded:
+        if norm.bias is None and rounded:
+            return quantize_add_copies_rms_norm(x, *delta, norm.weight, norm.eps, rounded, plain=norm.plain)
+        if norm.bias is None:
             return add_copies_rms_norm(x, *delta, norm.weight, norm.eps, plain=norm.plain)
         delta = delta.sum()
     if norm.bias is None and rounded:

@@ -28,6 +28,7 @@ from meshwright.serve.figures import EngineFigures
 from meshwright.serve.formats import assign_parameter, use_formats
 from meshwright.serve.generation import Generation, Update
 from meshwright.serve.grammar import BadGrammar, GrammarTokens, unconstrained
+from meshwright.serve.graphs import without_garbage_collection
 from meshwright.serve.invariance import classes_for
 from meshwright.serve.kv_cache import KVCache, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
@@ -154,8 +155,9 @@ class Engine:
         self._failures: dict[int, Failure] = {}
         """Requests whose own work on the host has failed, until their end is reported."""
         if graphs:
-            self._runner.capture_graphs()
-            self._drafter.capture_graphs()
+            with without_garbage_collection():  # one collection for all captures
+                self._runner.capture_graphs()
+                self._drafter.capture_graphs()
         if cuda:
             warm_up(self._runner, self._inputs, self._sampler, cache_groups, self.context)
 

@@ -64,6 +64,10 @@ class StepConstants:
 
     weight_bytes_per_s: Rate
     """Rate at which a step reads the weights."""
+    expert_bytes_per_s: NotNegativeRate = 0.0
+    """Rate at which it reads those of routed experts; 0: as the others."""
+    routed_seconds: NotNegativeSeconds = 0.0
+    """Time of each layer with routed experts beside that of its bytes."""
     flops_per_s: Rate
     """Rate of the matrix products with weights."""
     cache_bytes_per_s: Rate
