@@ -29,9 +29,10 @@ from meshwright.spec.rank_environment import stop_signals
 from tests.attack import standin_rank
 
 LIMITS = {
-    "FAREWELL_SECONDS": 2.0, "ABANDONED_SECONDS": 20.0, "UNANSWERED_SECONDS": 4.0, "STILL_SECONDS": 1.0, "LOCK_SECONDS": 1.0,
+    "FAREWELL_SECONDS": 4.0, "ABANDONED_SECONDS": 20.0, "UNANSWERED_SECONDS": 4.0, "STILL_SECONDS": 1.0, "LOCK_SECONDS": 1.0,
+    "GIVE_UP_SECONDS": 10.0,
 }  # fmt: skip
-"""Shorter times of `launch.hosts`."""
+"""Shorter times of `launch.hosts`; agents report every 3 s while their ranks run, so a farewell takes longer."""
 UNWRITABLE_SECONDS = 2.0
 
 

@@ -26,7 +26,7 @@ from tests.training.tiny import make_tiny
 pytestmark = MARKS
 ERRORS = ("ENOSPC", "EIO", "EMFILE")
 EVERY_CALL_AFTER = 1 << 30
-AT_ONCE = 4
+AT_ONCE = 8
 """Cases whose processes run at the same time, as most of them wait for each other."""
 DOCUMENTED = {0, 2, 3, 4, 5}
 """Codes of a run that cannot write: docs/reference/exit-codes.md."""
