@@ -38,8 +38,9 @@ $(VENV)/.compiled: $(VENV)/.installed-test
 test-crash: $(VENV)/.installed-test
 	$(PYTEST) -m crash tests/checkpoint
 
+# Only the files that attack something are collected.
 test-attack: $(VENV)/.installed-test
-	$(PYTEST) -m attack tests
+	$(PYTEST) -m attack -n 2 $$(grep -rlE 'mark\.attack|from tests\.flips' tests --include='test_*.py')
 
 test-faults: $(VENV)/.installed-test
 	$(PYTEST) -m slow tests/faults

@@ -14,6 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
+MARKS = [pytest.mark.attack, pytest.mark.slow, pytest.mark.timeout(1800)]
+"""Of the tests of this folder; the time is for a machine that does other work too."""
+LONGEST_SECONDS = 600
+"""Time for what ends by itself, such as a run."""
 HARD_LIMIT = 256
 """Open files that an attacked process may have."""
 
@@ -49,7 +55,7 @@ class Command:
     def output(self) -> str:
         return self.file.read_text(errors="replace")
 
-    def wait_for(self, done: Callable[[], object], seconds: float = 120) -> None:
+    def wait_for(self, done: Callable[[], object], seconds: float = LONGEST_SECONDS) -> None:
         """Wait until `done` is true, while the command runs."""
         deadline = time.monotonic() + seconds
         while not done():
@@ -61,6 +67,10 @@ class Command:
         self.wait_for(lambda: text in self.output)
         line = next(line for line in self.output.splitlines() if text in line)
         return int(line.rpartition(":")[2].split("/")[0])
+
+    def wait(self) -> int:
+        """The exit code, once the command has ended by itself."""
+        return self.process.wait(LONGEST_SECONDS)
 
     def end(self) -> None:
         self.process.terminate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from meshwright.checkpoint.object_store import ObjectStore
 from meshwright.cli.incidents import incident_lines
 from meshwright.config.load import load_cluster, load_plan, load_resolved
 from meshwright.data.text_format import recorded_text_format
-from meshwright.launch.incidents import FILE, FOLDER, read_incidents
+from meshwright.launch.attempts import prepared_before
+from meshwright.launch.corpus import skipped_samples
+from meshwright.launch.incidents import FILE, FOLDER, JobSchedule, read_incidents
 from meshwright.launch.progress_file import FILE as PROGRESS
 from meshwright.launch.progress_file import JobProgress, RankSnapshot, _to_columns, read_progress
 from meshwright.launch.run_figures import FigureReader
@@ -26,21 +29,14 @@ from meshwright.observe.runfolder import read_run
 from meshwright.policies.restart import Incident
 from meshwright.policies.supervision import State
 from meshwright.spec.fields import to_plain
+from meshwright.spec.run import Assignment, RunSpec
 from tests.flips import PLACES, Case, assert_no_internal_error
 
+ASSIGNMENT = "assignment.json"
 INCIDENT = {
-    "time": 1.5,
-    "attempt": 1,
-    "step": 3,
-    "cause": "rank 0 died",
-    "confidence": "certain",
-    "rank": 0,
-    "host": "a",
-    "action": "forward",
-    "reason": "code -9",
-    "answer": "restart",
-    "ranks": [],
-}
+    "time": 1.5, "attempt": 1, "step": 3, "cause": "rank 0 died", "confidence": "certain", "rank": 0, "host": "a",
+    "action": "forward", "reason": "code -9", "answer": "restart", "ranks": [],
+}  # fmt: skip
 
 
 def monitor(run: Path) -> None:
@@ -58,6 +54,13 @@ def start(run: Path) -> None:
     recorded_text_format(run)
     take_inventory(run)
     describe_continuation(run)
+
+
+def read_assignment(run: Path, job: RunSpec) -> None:
+    """What a coordinator that is started again, incidents and the ranks' data read."""
+    prepared_before(job, run, lambda text: None)
+    JobSchedule.read(run / ASSIGNMENT)
+    skipped_samples(run)
 
 
 def next_metrics(run: Path) -> None:
@@ -82,19 +85,13 @@ def files_of_a_run(run: Path) -> list[Case]:
     (run / PROGRESS).write_text(json.dumps(_to_columns(JobProgress("job", 1, "running", (snapshot,)))))
     (run / FOLDER / "0001-3").mkdir(parents=True)
     (run / FOLDER / "0001-3" / FILE).write_text(json.dumps(INCIDENT))
+    job = Assignment.read(run / ASSIGNMENT).run
     readers: dict[str, Callable[[Path], object]] = {
-        "config.yaml": start,
-        "text_format.json": start,
-        FIRST_COMMIT: start,
+        "config.yaml": start, "text_format.json": start, FIRST_COMMIT: start,
         "plan.yaml": lambda run: (load_plan(run / "plan.yaml"), read_run(run)),
-        "metrics.jsonl": next_metrics,
-        "wall_time.jsonl": monitor,
-        "summary.json": monitor,
-        "environment.json": monitor,
-        STATE_FILE: monitor,
-        PROGRESS: monitor,
-        f"{FOLDER}/0001-3/{FILE}": monitor,
-    }
+        "metrics.jsonl": next_metrics, "wall_time.jsonl": monitor, "summary.json": monitor, "environment.json": monitor,
+        ASSIGNMENT: partial(read_assignment, job=job), STATE_FILE: monitor, PROGRESS: monitor, f"{FOLDER}/0001-3/{FILE}": monitor,
+    }  # fmt: skip
     return [(run / name, lambda read=read: read(run)) for name, read in readers.items()]
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from meshwright.connections import accept
 from meshwright.connections import limits as limits_module
 from meshwright.connections.accept import Acceptor
 from meshwright.connections.limits import COORDINATOR, Limits, raise_file_limit
@@ -48,6 +52,20 @@ def test_accept_goes_on_after_a_full_table_and_lets_nobody_wait_for_ever() -> No
         assert accepted.getpeername() == late.getsockname()
         accepted.close()
         acceptor.close()
+
+
+def test_accept_pauses_if_every_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connections still wait, so that `select` would return at once."""
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "it fails")
+
+    pauses: list[float] = []
+    monkeypatch.setattr(accept.time, "sleep", pauses.append)
+    listener = SimpleNamespace(setblocking=lambda value: None, accept=fail)
+    acceptor = Acceptor(cast(socket.socket, listener))
+    assert acceptor.accept() == [] and pauses == [accept.PAUSE_SECONDS]
+    acceptor.close()
 
 
 def test_the_connection_that_waits_longest_makes_room() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.spec.test_fields import PLAN, RUN
 
+from meshwright.durable.lock import LOCK
 from meshwright.launch import attempts, hosts, prepare
 from meshwright.launch.attempts import RunFinished, prepared_before, write_attempt
 from meshwright.launch.control import ControlClient
@@ -112,6 +114,10 @@ def replace_journal_by_a_folder(folder: Path, patch: pytest.MonkeyPatch) -> None
     (folder / STATE_FILE).mkdir(parents=True)
 
 
+def replace_lock_by_a_folder(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / LOCK).mkdir(parents=True)
+
+
 def fail_preparation(error: Exception, folder: Path, patch: pytest.MonkeyPatch) -> None:
     def fail(*values: object, **settings: object) -> None:
         raise error
@@ -123,6 +129,7 @@ def fail_preparation(error: Exception, folder: Path, patch: pytest.MonkeyPatch) 
     ("disturb", "code", "text"),
     [
         (replace_journal_by_a_folder, EXIT_BAD_INPUT, STATE_FILE),
+        (replace_lock_by_a_folder, EXIT_BAD_INPUT, LOCK),
         (partial(fail_preparation, Damaged("manifest.json: not JSON")), EXIT_DAMAGED, "manifest.json"),
         (partial(fail_preparation, BadInput("data.mix: no such corpus")), EXIT_BAD_INPUT, "data.mix"),
     ],
@@ -137,6 +144,7 @@ def test_agents_end_with_the_error_of_a_coordinator_that_cannot_begin(
     token, failures = "a token of sixteen", list[BaseException]()
     monkeypatch.setattr(hosts, "job_token", lambda: token)
     monkeypatch.setattr(hosts, "FAREWELL_SECONDS", 0.5)
+    monkeypatch.setattr(hosts, "LOCK_SECONDS", 0.0)
     disturb(tmp_path / RUN.name, monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
@@ -156,7 +164,9 @@ def test_agents_end_with_the_error_of_a_coordinator_that_cannot_begin(
     answers: list[Directive] = []
     for host in ("a/1", "b/1"):
         with closing(ControlClient(address, token, RUN.name)) as client:
-            answers.append(client.report(Report(host)))
+            while (answer := client.report(Report(host))).order == "wait":
+                time.sleep(0.05)
+            answers.append(answer)
     thread.join(10)
     assert len(failures) == 1
     assert [(answer.order, answer.code) for answer in answers] == [("exit", code)] * 2

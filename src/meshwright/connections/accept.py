@@ -51,6 +51,9 @@ class Acceptor:
                     break
                 if error.errno in (errno.EBADF, errno.EINVAL):  # it is closed
                     break
+        else:
+            if not accepted:  # every call fails, and would again at once
+                time.sleep(PAUSE_SECONDS)
         return accepted
 
     def close(self) -> None:

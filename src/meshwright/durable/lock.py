@@ -68,9 +68,9 @@ def _acquire(path: Path, wait: bool, alternative: str) -> tuple[TextIO, bool]:
             log.warning("%s: the folder cannot be locked against other processes: %s", path.parent, error.strerror)
             return file, False
         if _has_name(file, path):
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+            with suppress(OSError):  # on a full disk the lock holds without a name
+                file.truncate(0)
+                os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             return file, True
         file.close()
 

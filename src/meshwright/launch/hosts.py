@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -67,6 +67,8 @@ LISTEN_DESCRIPTOR = "MESHWRIGHT_LISTEN_FD"
 """Environment variable with the listening socket that an agent passes to the coordinator that it starts."""
 FAREWELL_SECONDS = 8.0
 """How long a coordinator answers after the end of the job, so that all agents learn of it."""
+LOCK_SECONDS, LOCK_RETRY_SECONDS = 30.0, 0.5
+"""How long a coordinator tries to lock its folder: one of an earlier start may still answer there, or the disk be full."""
 ABANDONED_SECONDS, GIVE_UP_SECONDS = 300.0, 300.0
 """Seconds without any agent after which a coordinator ends, and without a coordinator after which an agent does."""
 UNANSWERED_SECONDS, STILL_SECONDS = 25.0, 10.0
@@ -107,8 +109,9 @@ def run_coordinator(
     folder = runs / run.name
     handlers: dict[str, Handler] = {}
     server = ControlServer(listener, token, handlers, run.name)
-    with closing(server), folder_lock(folder):
+    with closing(server), ExitStack() as stack:
         try:
+            _lock_folder(folder, stack, server, handlers)
             finished = finished_state(folder)
             if finished is not None and dismiss_agents(server, handlers, finished, until_another=True):
                 return exit_directive(finished).code
@@ -143,6 +146,27 @@ def run_coordinator(
     for line in coordinator.outcome(folder / "logs"):
         write_line(line if line.startswith("  ") else f"meshwright: {line}")
     return EXIT_COMMUNICATION if coordinator.code is None else coordinator.code
+
+
+def _lock_folder(folder: Path, stack: ExitStack, server: ControlServer, handlers: dict[str, Handler]) -> None:
+    """Lock the run's folder until `stack` ends. Agents wait for it, and their ranks train on, for `LOCK_SECONDS`."""
+    deadline = time.monotonic() + LOCK_SECONDS
+
+    def try_again() -> None:
+        while True:
+            time.sleep(LOCK_RETRY_SECONDS)
+            try:
+                stack.enter_context(folder_lock(folder))
+                return
+            except (MeshwrightError, OSError):
+                if time.monotonic() > deadline:
+                    raise
+
+    try:
+        stack.enter_context(folder_lock(folder))
+    except (MeshwrightError, OSError) as error:
+        write_line(f"meshwright: {as_meshwright_error(error)}; the coordinator tries it for {LOCK_SECONDS:g} s")
+        _while_agents_wait(server, handlers, try_again)
 
 
 def _while_agents_wait(server: ControlServer, handlers: dict[str, Handler], work: Callable[[], T]) -> T:
