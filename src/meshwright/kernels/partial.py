@@ -130,7 +130,8 @@ def _combine(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Ten
 
 @cache
 def _compiled_combine() -> Callable[..., None]:
-    return torch.compile(_combine, dynamic=False)
+    """`_combine`, compiled for its first shape, then once for any: samples that ranks divide have changing lengths."""
+    return torch.compile(_combine)
 
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
