@@ -138,7 +138,7 @@ def test_the_longest_text_is_read_by_few_programs() -> None:
         assert seconds == pytest.approx(900 * head_bytes / parts / 1e9), decodes
         assert seconds == pytest.approx(times.device_seconds(decodes, 100 * decodes, [Chunk(start=0, count=4)], 900))
     assert times.seconds(8, 800) == pytest.approx(times.seconds(8, 800, (), 100))
-    window = StepTimes(replace(work, window=50), times.constants)
+    window = StepTimes(replace(work, windows=((50, 1.0),)), times.constants)
     assert window.seconds(8, 800, (), 900) == pytest.approx(times.seconds(8, 400, (), 50))
 
 

@@ -204,6 +204,8 @@ def work_facts(name: str) -> Facts:
     facts["ends"] = to_plain(end_units(spec, tensor=2, shards=4, expert=1))
     if spec.heads % 4 == 0:
         facts["serving"] = to_plain(serving_work(spec, 2))
+        windows = facts["serving"].pop("windows")
+        facts["serving"] |= {"window": windows[0][0]} if len(windows) == 1 else {"windows": windows}
     for sizes in ({}, {"tensor": 2, "context_ulysses": 2, "context_ring": 2}, {"tensor": 2, "shard": 4}):
         plan = plan_of(sizes, spec, recompute="all_but_attention")
         layout, shape = layout_of(spec, train, plan), shape_of(spec, train.seq_len)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +27,9 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.serve_profile import EngineProfile
 from meshwright.workload.cache_size import (
     HOST_SHARE,
+    CacheRoom,
     activation_bytes,
-    blocks_within,
+    bytes_per_block,
     cache_bytes_per_block,
     device_cache_bytes,
     layer_groups,
@@ -132,7 +134,7 @@ class ServeCosts:
         rank = rank_dimensions(self.model, tensor)
         size = settings.tokens_per_block
         block_bytes = cache_bytes_per_block(rank, size, self._item_sizes()["cache_item"])
-        blocks = settings.cache_blocks or self._blocks(work, rank, block_bytes, token_budget)
+        blocks = settings.cache_blocks or self._blocks(work, rank, token_budget)
         copies = 1 if self.model.kv_rank else min(tensor, self.model.kv_heads)
         crosses = self.cluster.nodes > 1
         rate = number((port_rate if crosses else link_rate)(self._machine, self._k))
@@ -140,7 +142,7 @@ class ServeCosts:
             times=StepTimes(work, self.constants, groups=expert, exchange=self._exchange(tensor, expert)),
             blocks=1 + expert * (blocks - 1),
             tokens_per_block=size,
-            window=layer_groups(self.model)[0].window,
+            window=_window(self.model),
             sequences=expert * settings.sequences,
             overlap=self.overlap,
             block_bytes=float(copies * block_bytes),
@@ -150,27 +152,29 @@ class ServeCosts:
     def _item_sizes(self) -> dict[str, int]:
         return {"item": self._items, "cache_item": 1 if self.quantisation.kv_cache else self._items}
 
-    def _blocks(self, work: DeviceWork, rank: ModelSpec, block_bytes: int, token_budget: int) -> int:
+    def _blocks(self, work: DeviceWork, rank: ModelSpec, token_budget: int) -> int:
         """Blocks of one group's cache, by the engine's formula."""
-        settings = self.settings
+        settings, step_tokens = self.settings, token_budget + self.settings.sequences
         if self.cluster.is_cpu:
             total = self.cluster.memory_bytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             available = HOST_SHARE * total
         else:
             total = number(self._machine.memory)
             other = self.profile.other_bytes if self.profile is not None else OTHER_BYTES
-            step_tokens = token_budget + settings.sequences
             activations = activation_bytes(rank, self._items, settings.sequences, step_tokens)
             available = device_cache_bytes(total - work.stored_bytes - other, total, activations)
-        sizes = {"sequences": settings.sequences, "tokens_per_block": settings.tokens_per_block}
-        blocks = blocks_within(available, block_bytes, context=self.context, **sizes)
-        needed = most_blocks(self.context, 1, settings.tokens_per_block)
+        groups, size = layer_groups(rank), settings.tokens_per_block
+        sizes = [bytes_per_block(group, size, self._item_sizes()["cache_item"]) for group in groups]
+        room = CacheRoom(self.context, settings.sequences, step_tokens, size)
+        blocks = room.blocks_within(available, groups, sizes)
+        needed = most_blocks(self.context, 1, size)
         if blocks < needed:
             if available <= 0:
                 weights, memory = work.stored_bytes / 2**30, total / 2**30
                 raise OutOfResources(f"the weights take {weights:.1f} GiB of a device, which has {memory:.1f} GiB")
+            bytes_needed = sum(map(math.prod, zip(room.group_blocks(groups, needed), sizes, strict=True)))
             raise OutOfResources(
-                f"the cache of one request of {self.context} tokens takes {needed * block_bytes / 2**30:.2f} GiB of a device, and "
+                f"the cache of one request of {self.context} tokens takes {bytes_needed / 2**30:.2f} GiB of a device, and "
                 f"{max(available, 0) / 2**30:.2f} GiB are free beside the weights"
             )
         return blocks
@@ -194,6 +198,12 @@ class ServeCosts:
             fixed += 2 * routed * latency
             each += 2 * routed * (number(all_to_all(group, k, machine, sent)) - latency)
         return Exchange(fixed, each)
+
+
+def _window(model: ModelSpec) -> int | None:
+    """The window of all layers; None if some attend to whole texts, as these decide how many requests fit."""
+    windows = [group.window for group in layer_groups(model)]
+    return None if None in windows else max(window for window in windows if window is not None)
 
 
 def _rates(cluster: ClusterSpec, products: str) -> tuple[Machine, Constants]:

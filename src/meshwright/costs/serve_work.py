@@ -16,7 +16,7 @@ from meshwright.spec.engine import WeightFormat
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
-from meshwright.workload.cache_size import cache_bytes_per_block, layer_groups
+from meshwright.workload.cache_size import bytes_per_block, cache_bytes_per_block, layer_groups
 
 ROUNDED_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
 """Linear layers of a block that `serve.formats` rounds to 8 bits, beside routed experts; to fp8 only those that devices do not share."""
@@ -64,8 +64,8 @@ class DeviceWork:
     """Heads of keys and values; 1 for latents."""
     attention_flops: float
     """FLOPs of one query and one position that it attends to."""
-    window: int | None
-    """Positions that a query attends to at most."""
+    windows: tuple[tuple[int | None, float], ...]
+    """Positions that a query attends to at most, None for all, and the share of the cache's bytes with that limit."""
 
     def read_expert_bytes(self, tokens: float) -> float:
         """Weights of the routed experts that a step of `tokens` tokens over all groups reads: of those with a token, once."""
@@ -73,14 +73,25 @@ class DeviceWork:
 
     def pairs(self, chunks: Sequence[PromptPart]) -> float:
         """Pairs of a query of the chunks and a position that it attends to."""
-        total = 0.0
-        for chunk in chunks:
-            first, last = chunk.start + 1, chunk.start + chunk.count
-            inside = last if self.window is None else min(last, self.window)
-            total += (last - max(first, inside + 1) + 1) * (self.window or 0)
-            if inside >= first:
-                total += (first + inside) * (inside - first + 1) / 2
-        return total
+        return sum(share * _pairs(chunks, window) for window, share in self.windows)
+
+    def attended(self, decodes: int, positions: float) -> float:
+        """Positions to which decodes with so many attend, mean over the cache's bytes."""
+        return sum(
+            share * (positions if window is None else min(positions, decodes * window))
+            for window, share in self.windows
+        )
+
+
+def _pairs(chunks: Sequence[PromptPart], window: int | None) -> float:
+    total = 0.0
+    for chunk in chunks:
+        first, last = chunk.start + 1, chunk.start + chunk.count
+        inside = last if window is None else min(last, window)
+        total += (last - max(first, inside + 1) + 1) * (window or 0)
+        if inside >= first:
+            total += (first + inside) * (inside - first + 1) / 2
+    return total
 
 
 @lru_cache(maxsize=256)
@@ -130,8 +141,15 @@ def device_work(
         cache_bytes=float(cache_bytes_per_block(rank, 1, cache_item)),
         kv_heads=1 if rank.kv_rank else rank.kv_heads,
         attention_flops=_attention_flops(rank),
-        window=layer_groups(spec)[0].window,
+        windows=_windows(rank, cache_item),
     )
+
+
+def _windows(spec: ModelSpec, item: int) -> tuple[tuple[int | None, float], ...]:
+    """`DeviceWork.windows` of a rank's dimensions."""
+    groups = layer_groups(spec)
+    sizes = [bytes_per_block(group, 1, item) for group in groups]
+    return tuple((group.window, size / sum(sizes)) for group, size in zip(groups, sizes, strict=True))
 
 
 def _is_rounded(parameter: ParameterSpec) -> bool:

@@ -79,8 +79,8 @@ class StepTimes:
         k, work, groups = self.constants, self.work, self.groups
         total = k.decode_seconds + self.product_seconds(tokens, decodes + len(chunks))
         if decodes:
-            total += self._attended(decodes, positions) * work.cache_bytes / (k.cache_bytes_per_s * groups)
-            total += self._longest_seconds(decodes) * self._attended(1, longest or positions // decodes)
+            total += self.work.attended(decodes, positions) * work.cache_bytes / (k.cache_bytes_per_s * groups)
+            total += self._longest_seconds(decodes) * self.work.attended(1, longest or positions // decodes)
         total += work.pairs(chunks) * work.attention_flops / (k.attention_flops_per_s * groups)
         return total + (decodes * k.sequence_seconds + len(chunks) * k.chunk_seconds) / groups
 
@@ -95,7 +95,7 @@ class StepTimes:
     def decode_line(self, decodes: int) -> tuple[float, float, float]:
         """Seconds of a step of so many decodes without positions, of each position, and of each of the longest text.
 
-        With a window the last two are 0: each decode attends to as many positions as the window has.
+        Layers with a window add nothing to the last two: each decode attends to as many positions as the window has.
         """
         line = self._lines.get(decodes)
         if line is None:
@@ -106,9 +106,13 @@ class StepTimes:
             )
             each = self.work.cache_bytes / (k.cache_bytes_per_s * self.groups)
             of_longest = self._longest_seconds(decodes)
-            if self.work.window is not None:
-                fixed += (each * decodes + of_longest) * self.work.window
-                each = of_longest = 0.0
+            fixed += sum(
+                (each * decodes + of_longest) * window * share
+                for window, share in self.work.windows
+                if window is not None
+            )
+            whole = sum(share for window, share in self.work.windows if window is None)
+            each, of_longest = each * whole, of_longest * whole
             line = self._lines[decodes] = (fixed * factor, each * factor, of_longest * factor)
         return line
 
@@ -135,9 +139,6 @@ class StepTimes:
             seconds += self._exchange.seconds + self._exchange.token_seconds * local
             self._products[tokens, samples] = seconds
         return seconds
-
-    def _attended(self, decodes: int, positions: int) -> int:
-        return positions if self.work.window is None else min(positions, decodes * self.work.window)
 
 
 def whole_chunks(chunks: Sequence[PromptPart], tokens: int) -> int:

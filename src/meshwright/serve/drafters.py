@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meshwright.models.decoder import Decoder
 from meshwright.policies.drafting import CPU_STEP_COST, GPU_STEP_COST, DraftPauses, least_accepted
 from meshwright.serve.batch_inputs import BatchInputs
@@ -23,13 +25,13 @@ def drafter_for(
     inputs: BatchInputs,
     sampler: Sampler,
     *,
-    blocks: int,
+    blocks: Sequence[int],
     context: int,
     graph_sizes: tuple[int, ...] = (),
 ) -> Drafter:
     """The drafter of an engine; `runner` computes the model.
 
-    A draft model's cache has as many `blocks` in each group as the model's, and its steps have CUDA graphs for `graph_sizes`.
+    A draft model's cache has as many blocks in each group as the model's, `blocks`, and its steps have CUDA graphs for `graph_sizes`.
     """
     if options is None:
         return NoDrafter()
@@ -45,7 +47,7 @@ def drafter_for(
     weight = draft_model.embed.weight
     cache = KVCache(
         draft_model.spec,
-        [blocks] * inputs.groups,
+        blocks,
         tokens_per_block=inputs.tokens_per_block,
         device=weight.device,
         dtype=weight.dtype,

@@ -22,7 +22,7 @@ from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed
 from meshwright.serve.drafters import check_speculation, drafter_for
-from meshwright.serve.engine_sizes import blocks_that_fit, cache_dtype, context_of, has_graphs, prompt_unit
+from meshwright.serve.engine_sizes import blocks_that_fit, cache_dtype, cache_room, context_of, has_graphs, prompt_unit
 from meshwright.serve.failures import ENGINE_FAILED, Failure
 from meshwright.serve.figures import EngineFigures
 from meshwright.serve.formats import assign_parameter, use_formats
@@ -80,9 +80,9 @@ class Engine:
         weight = model.embed.weight
         cuda = weight.device.type == "cuda"
         self._overlap = cuda if options.overlap is None else options.overlap
-        blocks = blocks_that_fit(model, options, draft_model)
         groups = layer_groups(model.spec)
-        cache_groups = [CacheGroup(blocks, group.window) for group in groups]
+        blocks = cache_room(model, options).group_blocks(groups, blocks_that_fit(model, options, draft_model))
+        cache_groups = [CacheGroup(count, group.window) for count, group in zip(blocks, groups, strict=True)]
         self._policy = BatchPolicy(
             BatchLimits(
                 tokens=options.step_tokens,
@@ -95,7 +95,7 @@ class Engine:
         rows = 2 * options.sequences
         self._cache = cache = KVCache(
             model.spec,
-            [blocks] * len(groups),
+            blocks,
             tokens_per_block=options.tokens_per_block,
             device=weight.device,
             dtype=cache_dtype(model, options),

@@ -10,12 +10,12 @@ from meshwright.kernels.fp8_products import E4M3
 from meshwright.kernels.grouped import sizes_stay_on_device
 from meshwright.models.decoder import Decoder
 from meshwright.serve.batch_inputs import PROMPT_UNIT
-from meshwright.serve.kv_cache import KVCache, fitting_blocks
+from meshwright.serve.kv_cache import CacheRoom, KVCache, fitting_blocks
 from meshwright.spec.engine import EngineOptions, Speculation
 
 
 def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder | None = None) -> int:
-    """Blocks of each group that the options ask for, or else that fit beside the models on their device.
+    """Blocks that the options ask for, or else that fit beside the models on their device: `blocks` of `CacheRoom.group_blocks`.
 
     Raises OutOfResources if not even one request fits.
     """
@@ -24,15 +24,17 @@ def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder
         model.spec,
         weight.device,
         weight.dtype,
-        tokens_per_block=options.tokens_per_block,
-        sequences=options.sequences,
-        step_tokens=options.most_step_tokens,
-        context=context_of(model, options),
+        cache_room(model, options),
         cache_dtype=cache_dtype(model, options),
         draft=None if draft_model is None else draft_model.spec,
         drafts=0 if speculation is None else speculation.tokens,
         predictions=options.predictions,
     )
+
+
+def cache_room(model: Decoder, options: EngineOptions) -> CacheRoom:
+    """What decides how many blocks each group of the cache needs."""
+    return CacheRoom(context_of(model, options), options.sequences, options.most_step_tokens, options.tokens_per_block)
 
 
 def prompt_unit(device: torch.device, cache: KVCache, options: EngineOptions, prompt_sizes: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ the latent of a token, and the rotated part of its key. In fp8 (e4m3) it has twi
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -20,16 +21,16 @@ from meshwright.spec.model import ModelSpec
 from meshwright.workload import cache_size
 from meshwright.workload.cache_size import (
     HOST_SHARE,
+    CacheRoom,
     LayerGroup,
     activation_bytes,
     block_shape,
-    blocks_within,
     device_cache_bytes,
     layer_groups,
     most_blocks,
 )
 
-__all__ = ["KVCache", "bytes_per_block", "fitting_blocks", "layer_groups", "most_blocks"]
+__all__ = ["CacheRoom", "KVCache", "bytes_per_block", "fitting_blocks", "layer_groups", "most_blocks"]
 
 
 def bytes_per_block(group: LayerGroup, tokens_per_block: int, dtype: torch.dtype) -> int:
@@ -41,40 +42,40 @@ def fitting_blocks(
     spec: ModelSpec,
     device: torch.device,
     dtype: torch.dtype,
+    room: CacheRoom,
     *,
-    tokens_per_block: int,
-    sequences: int,
-    step_tokens: int,
-    context: int,
     draft: ModelSpec | None = None,
     drafts: int = 0,
     predictions: int = 0,
     cache_dtype: torch.dtype | None = None,
 ) -> int:
-    """Blocks of each group that fit the memory of `device` beside the weights, at most `most_blocks`.
+    """Blocks of each group that attends to whole texts, as many as fit the memory of `device` beside the weights.
 
     `dtype` is that of activations and, unless `cache_dtype` says otherwise, of the cache. A `draft` model has as many blocks in a cache
     of its own. `drafts` is the number of draft tokens of a request in a step; so many `predictions` modules of the model propose them.
-    Raises OutOfResources if not even one request of `context` tokens fits.
+    Raises OutOfResources if not even one request of `room.context` tokens fits.
     """
     groups = layer_groups(spec, predictions)
-    block = sum(bytes_per_block(group, tokens_per_block, cache_dtype or dtype) for group in groups)
-    samples = sequences * (1 + drafts)
+    size = room.tokens_per_block
+    sizes = [bytes_per_block(group, size, cache_dtype or dtype) for group in groups]
+    samples = room.sequences * (1 + drafts)
     if draft is not None or predictions:
         samples *= 2  # distributions of drafts
     if draft is not None:
-        block += sum(bytes_per_block(group, tokens_per_block, dtype) for group in layer_groups(draft))
+        whole = next((number for number, group in enumerate(groups) if group.window is None), 0)
+        sizes[whole] += sum(bytes_per_block(group, size, dtype) for group in layer_groups(draft))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        available = device_cache_bytes(free, total, activation_bytes(spec, dtype.itemsize, samples, step_tokens))
+        available = device_cache_bytes(free, total, activation_bytes(spec, dtype.itemsize, samples, room.step_tokens))
     else:
         available = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    blocks = blocks_within(available, block, context=context, sequences=sequences, tokens_per_block=tokens_per_block)
-    needed = most_blocks(context, 1, tokens_per_block)
+    blocks = room.blocks_within(available, groups, sizes)
+    needed = most_blocks(room.context, 1, size)
     if blocks < needed:
+        bytes_needed = sum(map(math.prod, zip(room.group_blocks(groups, needed), sizes, strict=True)))
         raise OutOfResources(
-            f"the key/value cache of one request of {context} tokens takes {needed * block / 2**30:.2f} GiB, and "
+            f"the key/value cache of one request of {room.context} tokens takes {bytes_needed / 2**30:.2f} GiB, and "
             f"{max(available, 0) / 2**30:.2f} GiB of {device} are free for it; give a shorter context",
             key="context",
         )

@@ -6,6 +6,8 @@ The engine allocates by these formulas (`serve.kv_cache`) and the cost model of 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.spec.blocks.attention import AttentionSpec
@@ -68,11 +70,50 @@ def most_blocks(context: int, sequences: int, tokens_per_block: int) -> int:
     return 1 + sequences * -(-context // tokens_per_block)
 
 
-def blocks_within(
-    available_bytes: float, block_bytes: int, *, context: int, sequences: int, tokens_per_block: int
-) -> int:
-    """Blocks of each group in `available_bytes`, at most `most_blocks`; fewer than one request needs if they do not fit."""
-    return min(most_blocks(context, sequences, tokens_per_block), int(available_bytes // block_bytes))
+@dataclass(frozen=True)
+class CacheRoom:
+    """What decides how many blocks each group of a cache needs."""
+
+    context: int
+    """Tokens of a text at most."""
+    sequences: int
+    """Requests that run at a time."""
+    step_tokens: int
+    """Tokens of a step at most."""
+    tokens_per_block: int
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of a group with which requests never wait."""
+        return most_blocks(self.context, self.sequences, self.tokens_per_block)
+
+    def group_blocks(self, groups: Sequence[LayerGroup], blocks: int) -> list[int]:
+        """Blocks of each group, of a cache with `blocks` of those groups that attend to whole texts.
+
+        Beside such a group, one with a window has at most twice what running requests hold, the rest for prefixes: otherwise most of
+        the memory of Gemma 3's local layers would stay empty. Without such a group all have equally many.
+        """
+        if all(group.window is not None for group in groups):
+            return [blocks] * len(groups)
+        size = self.tokens_per_block
+        held = [self.sequences * (-(-(group.window or 0) // size) + 2) for group in groups]
+        new = -(-self.step_tokens // size)  # of the step, and of the one in flight
+        return [
+            blocks if group.window is None else min(blocks, 1 + 2 * (count + new))
+            for group, count in zip(groups, held, strict=True)
+        ]
+
+    def blocks_within(self, available_bytes: float, groups: Sequence[LayerGroup], block_bytes: Sequence[int]) -> int:
+        """Most `blocks`, as in `group_blocks`, that `available_bytes` hold, at most `most_blocks`.
+
+        `block_bytes` are those of a block of each group. The result is less than one request needs if it does not fit.
+        """
+
+        def total(blocks: int) -> int:
+            counts = self.group_blocks(groups, blocks)
+            return sum(count * size for count, size in zip(counts, block_bytes, strict=True))
+
+        return bisect_right(range(self.most_blocks + 1), available_bytes, key=total) - 1
 
 
 def device_cache_bytes(free_bytes: float, total_bytes: float, activations: float) -> float:
