@@ -61,8 +61,8 @@ give `family`, `layers`, `hidden` and `heads`, for mixtures of experts also `exp
 `expert_hidden`, and for DeepSeek `head_dim`, `kv_rank`, `rope_head_dim`, `value_head_dim` and `shared_expert_hidden`.
 Defaults are `kv_heads` = `heads`, `head_dim` = `hidden / heads`, and `ffn_hidden` = 4 × `hidden`
 with `mlp: gelu`, or 8/3 × `hidden` rounded up to a multiple of 256 with `swiglu`. `positions`, `norm`, `mlp`, `bias`,
-`qkv_bias`, `qk_norm` and `tied` follow from the family. Derived values are printed before the run starts. The default of
-`train.seq_len` is limited by `model.max_seq_len`.
+`qkv_bias`, `qk_norm` and `tied` follow from the family. Derived values are printed before the run starts. The default
+of `train.seq_len` is limited by `model.max_seq_len`.
 
 **Cluster.** Without `cluster.gpu` the cluster is `auto`: this machine's GPUs, or one CPU rank, which uses all cores.
 `cluster: {gpu: cpu, gpus_per_node: 2}` asks for more CPU ranks, to try a layout. Other keys of `cluster` replace
