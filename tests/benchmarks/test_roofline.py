@@ -33,7 +33,7 @@ def profile_for(work: Work) -> MachineProfile:
         for m, k, n in {(linear.m, linear.k, linear.n), (linear.m, linear.n, linear.k), (linear.n, linear.m, linear.k)}:
             seconds = 2 * m * k * n / FLOPS
             products.append(ProductTime(format=linear.format, m=m, k=k, n=n, seconds=seconds, burst_seconds=seconds))
-    attention = work.attention
+    (attention,) = work.attention
     attention = AttentionTime(
         format="bf16",
         seq=attention.seq,

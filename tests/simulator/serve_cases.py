@@ -37,7 +37,8 @@ def simple_times(
         cache_bytes=position,
         kv_heads=1,
         attention_flops=0.0,
-        window=None,
+        windows=((None, 1.0),),
+        routed_layers=0,
     )
     constants = StepConstants(
         weight_bytes_per_s=1.0,
