@@ -60,9 +60,9 @@ class Network(nn.Module):
         x = nn.functional.rms_norm(x, (x.shape[-1],))
         if self.fused:
             return gated_mlp(x, self.gate_up, self.down)
-        from meshwright.kernels.swiglu import swiglu
+        from meshwright.kernels.swiglu import gated_activation
 
-        return self.down(swiglu(self.gate_up(x)))
+        return self.down(gated_activation(self.gate_up(x)))
 
 
 def _set_scaling(layer: Linear, scaling: Any, weight_in_fp8: bool) -> None:

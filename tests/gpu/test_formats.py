@@ -18,7 +18,7 @@ from meshwright.kernels.add_norm import add_rms_norm
 from meshwright.kernels.fixed_product import FEW_TOKENS, fixed_linear, fp8_linear, inner_splits
 from meshwright.kernels.fp8_products import Fp8Matrix, quantize
 from meshwright.kernels.int8_products import Int8Matrix, grouped_int8, int8_linear
-from meshwright.kernels.swiglu import swiglu
+from meshwright.kernels.swiglu import gated_activation
 from meshwright.models.decoder import Decoder
 from meshwright.serve.engine import Engine
 from meshwright.spec.engine import EngineOptions
@@ -159,7 +159,7 @@ def test_rounding_by_rows_is_that_of_a_cpu(shape: tuple[int, ...], dtype: torch.
     assert torch.equal(total, expected_total)
     near(normed, expected)
     gate_up = draws(*shape[:-1], 2 * shape[-1], dtype=dtype).cuda().clamp(-50, 50)
-    near(row_quantize.quantize_swiglu(gate_up), swiglu(gate_up))
+    near(row_quantize.quantize_gated(gate_up), gated_activation(gate_up))
 
 
 def near(ours: Fp8Matrix, exact: Tensor) -> None:

@@ -35,7 +35,7 @@ KERNELS = {
         "_round_add_copies_rms_norm",
         "_round_add_rms_norm",
         "_round_rows",
-        "_round_swiglu",
+        "_round_gated",
     },
     "test_range_copies.py": {"_copy_ranges"},
     "test_router.py": {"_choose", "_choose_backward", "_count", "_order", "_scan"},

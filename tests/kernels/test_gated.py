@@ -13,7 +13,7 @@ from meshwright.kernels import gated
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, quantize
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear, WeightQueue
-from meshwright.kernels.swiglu import swiglu
+from meshwright.kernels.swiglu import gated_activation
 from meshwright.spec.plan import Recompute
 from tests.kernels.test_fp8_products import numbers, relative
 from tests.kernels.test_linear import SLOWLY, gradients, with_sink, wrap
@@ -65,7 +65,7 @@ def test_the_fused_network_equals_separate_layers(compiler: str | None, mode: Re
 
 def test_what_is_rounded_is_the_activation_and_its_gradient() -> None:
     projected, slope = numbers(0, TOKENS, 2 * HIDDEN).requires_grad_(), numbers(1, TOKENS, HIDDEN)
-    activation = swiglu(projected, plain=True)
+    activation = gated_activation(projected, plain=True)
     activation.backward(slope)
     rounded, transposed = gated._activation(projected.detach())
     rounded_gradient, transposed_gradient = gated._activation_gradient(projected.detach(), slope, E4M3)

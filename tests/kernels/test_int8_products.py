@@ -12,10 +12,10 @@ from meshwright.kernels.int8_products import Int8Matrix, grouped_int8, int8_line
 from meshwright.kernels.row_quantize import (
     quantize_add_copies_rms_norm,
     quantize_add_rms_norm,
+    quantize_gated,
     quantize_rows,
-    quantize_swiglu,
 )
-from meshwright.kernels.swiglu import swiglu
+from meshwright.kernels.swiglu import gated_activation
 from tests.kernels.test_row_quantize import draws
 from tests.slow import quick_first
 
@@ -120,17 +120,17 @@ def test_grouped_kernel(sizes: list[int]) -> None:
 def test_rounding_kernels(dtype: torch.dtype) -> None:
     """Alone to the same bits; fused, numbers that differ by the order of a sum may round to a neighbour."""
     pytest.importorskip("triton")
-    from meshwright.kernels.row_quantize_triton import round_add_rms_norm, round_rows, round_swiglu_rows
+    from meshwright.kernels.row_quantize_triton import round_add_rms_norm, round_gated_rows, round_rows
 
     x, delta, weight, gate_up = (draws(*shape, dtype=dtype) for shape in ((3, 200), (3, 200), (200,), (3, 400)))
     alone, (total, normed) = round_rows(x, torch.int8), round_add_rms_norm(x, delta, weight, 1e-5, torch.int8)
-    gated, expected = round_swiglu_rows(gate_up, torch.int8), quantize_rows(x, "int8")
+    gated, expected = round_gated_rows(gate_up, torch.int8), quantize_rows(x, "int8")
     assert torch.equal(alone.values, expected.values) and torch.equal(alone.scale, expected.scale)
     assert_near(normed, quantize_add_rms_norm(x, delta, weight, 1e-5, "int8")[1])
     assert_near(normed, quantize_rows(add_rms_norm(x, delta, weight, 1e-5)[1], "int8"))
     torch.testing.assert_close(total, x + delta)
-    assert_near(gated, quantize_swiglu(gate_up, "int8"))
-    assert_near(gated, quantize_rows(swiglu(gate_up), "int8"))
+    assert_near(gated, quantize_gated(gate_up, "int8"))
+    assert_near(gated, quantize_rows(gated_activation(gate_up), "int8"))
     x[1, 3] = float("nan")
     assert round_rows(x, torch.int8).scale.isnan().flatten().tolist() == [False, True, False]
 

@@ -14,13 +14,13 @@ def tensors(dtype):
     return [t.to(dtype).requires_grad_() for t in (x * 3 + 1, weight, bias)]
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("norm", ["rms", "rms, weights minus one", "layer"])
 def test_fast_equals_plain_with_gradients(norm):
     x, weight, bias = tensors(torch.float64)
     results = []
     for plain in (True, False):
-        if norm == "rms":
-            out = rms_norm(x, weight, 1e-5, plain=plain)
+        if norm != "layer":
+            out = rms_norm(x, weight, 1e-5, plus_one=norm != "rms", plain=plain)
             results.append([out, *torch.autograd.grad(out.pow(3).sum(), (x, weight))])
         else:
             out = layer_norm(x, weight, bias, 1e-5, plain=plain)
@@ -48,3 +48,12 @@ def test_norm_of_a_known_vector():
     vector = torch.ones(2)
     assert torch.allclose(rms_norm(x, vector, 0.0), x / 12.5**0.5)
     assert torch.allclose(layer_norm(x, vector, torch.zeros(2), 0.0), torch.tensor([-1.0, 1.0]))
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_one_is_added_to_a_weight_in_fp32(plain):
+    """1 + 2^-9 is 1 in bf16: there the weights would change nothing."""
+    x, weight = torch.linspace(-2, 2, 64).bfloat16(), torch.full((64,), 2.0**-9).bfloat16()
+    exact = rms_norm(x.double(), weight.double(), 1e-6, plus_one=True, plain=True).bfloat16()
+    assert torch.equal(rms_norm(x, weight, 1e-6, plus_one=True, plain=plain), exact)
+    assert not torch.equal(rms_norm(x, 1 + weight, 1e-6, plain=plain), exact)

@@ -143,14 +143,14 @@ def test_rotation_and_write(heads: int, kv_heads: int, dim: int, rotary: bool) -
 
 
 @interpreted
-@pytest.mark.parametrize("dim", [24, pytest.param(16, marks=pytest.mark.slow)])
-def test_heads_are_normed_before_rotation(dim: int) -> None:
+@pytest.mark.parametrize(("dim", "plus_one"), [(24, True), pytest.param(16, False, marks=pytest.mark.slow)])
+def test_heads_are_normed_before_rotation(dim: int, plus_one: bool) -> None:
     from meshwright.kernels.cache_write_triton import rotate_write
 
     (qkv,) = draws(0, (4, 7, dim), dtype=torch.float32)
     q, k, v = qkv.split((3, 2, 2), dim=1)
     query, key = draws(1, (dim,), (dim,), dtype=torch.float32)
-    norms = HeadNorms(query, key, 1e-3)
+    norms = HeadNorms(query, key, 1e-3, plus_one)
     positions, slots = torch.tensor([3, 0, 1, 30]), torch.tensor([9, -1, 3, 4])
     cos, sin = rotary_tables(torch.arange(32), dim, 1e4, None, torch.float32)
     tables = (cos[0, :, 0], sin[0, :, 0])

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from meshwright.kernels.add_norm import add_rms_norm
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, quantize
-from meshwright.kernels.row_quantize import quantize_add_rms_norm, quantize_rows, quantize_swiglu
-from meshwright.kernels.swiglu import swiglu
+from meshwright.kernels.row_quantize import quantize_add_rms_norm, quantize_gated, quantize_rows
+from meshwright.kernels.swiglu import gated_activation
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
 DTYPES = [torch.bfloat16, torch.float32]
@@ -34,14 +34,15 @@ def test_values_times_scales_are_the_input_rounded_to_e4m3(dtype: torch.dtype) -
     assert ((largest <= 448) & ((largest > 224) | (largest == 0))).all()
 
 
-def test_fused_operations_round_what_the_separate_ones_return() -> None:
+@pytest.mark.parametrize("gemma", [False, True])
+def test_fused_operations_round_what_the_separate_ones_return(gemma: bool) -> None:
     x, delta, weight = (draws(*shape, dtype=torch.bfloat16) for shape in ((3, 40), (3, 40), (40,)))
-    total, normed = quantize_add_rms_norm(x, delta, weight.abs() + 1, 1e-5)
-    expected_total, expected = add_rms_norm(x, delta, weight.abs() + 1, 1e-5)
+    total, normed = quantize_add_rms_norm(x, delta, weight.abs() + 1, 1e-5, plus_one=gemma)
+    expected_total, expected = add_rms_norm(x, delta, weight.abs() + 1, 1e-5, plus_one=gemma)
     assert torch.equal(total, expected_total)
     assert_same(normed, quantize(expected, "rowwise"))
     gate_up = draws(3, 80, dtype=torch.bfloat16)
-    assert_same(quantize_swiglu(gate_up), quantize(swiglu(gate_up), "rowwise"))
+    assert_same(quantize_gated(gate_up, gelu=gemma), quantize(gated_activation(gate_up, gelu=gemma), "rowwise"))
 
 
 def assert_same(ours: Fp8Matrix, theirs: Fp8Matrix) -> None:
@@ -52,24 +53,30 @@ def assert_same(ours: Fp8Matrix, theirs: Fp8Matrix) -> None:
 @interpreted
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 3, 48), (1, 1000), (0, 16)])
-def test_kernels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Asked for fp32, because the interpreter rounds wrongly to fp8: then values times scales are the rows themselves."""
+@pytest.mark.parametrize(
+    ("shape", "gemma"), [((2, 3, 48), False), ((2, 3, 48), True), ((1, 1000), False), ((0, 16), True)]
+)
+def test_kernels(shape: tuple[int, ...], gemma: bool, dtype: torch.dtype) -> None:
+    """With SiLU, or with GELU and norms whose weights are stored minus one.
+
+    Asked for fp32, because the interpreter rounds wrongly to fp8: then values times scales are the rows themselves.
+    """
     pytest.importorskip("triton")
-    from meshwright.kernels.row_quantize_triton import round_add_rms_norm, round_rows, round_swiglu_rows
+    from meshwright.kernels.row_quantize_triton import round_add_rms_norm, round_gated_rows, round_rows
 
     x, delta, weight = (draws(*size, dtype=dtype) for size in (shape, shape, shape[-1:]))
     rounded = round_rows(x, torch.float32)
     assert torch.equal(rounded.scale, quantize_rows(x).scale)
     assert torch.equal(rounded.values * rounded.scale, x.float())
     step = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 2e-6
-    total, normed = round_add_rms_norm(x, delta, weight + 1, 1e-5, torch.float32)
-    expected_total, expected = add_rms_norm(x, delta, weight + 1, 1e-5)
+    total, normed = round_add_rms_norm(x, delta, weight + 1, 1e-5, torch.float32, plus_one=gemma)
+    expected_total, expected = add_rms_norm(x, delta, weight + 1, 1e-5, plus_one=gemma)
     torch.testing.assert_close(total, expected_total, rtol=step, atol=0)
     torch.testing.assert_close(normed.values * normed.scale, expected.float(), rtol=2 * step, atol=1e-6)
     gate_up = draws(*shape[:-1], 2 * shape[-1], dtype=dtype)
-    gated = round_swiglu_rows(gate_up, torch.float32)
-    torch.testing.assert_close(gated.values * gated.scale, swiglu(gate_up).float(), rtol=2 * step, atol=1e-6)
+    gated = round_gated_rows(gate_up, torch.float32, gelu=gemma)
+    expected = gated_activation(gate_up.double(), gelu=gemma).float()
+    torch.testing.assert_close(gated.values * gated.scale, expected, rtol=2 * step, atol=1e-6)
 
 
 @interpreted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import torch
 
@@ -52,6 +53,29 @@ LOCAL_GLOBAL = replace(
     pattern=("2*local", "global"),
 )
 """Layers that differ in window, rotation and width."""
+GEMMA = replace(
+    LLAMA,
+    family="gemma3_text" if "gemma3_text" in get_args(get_type_hints(ModelSpec)["family"]) else "llama",
+    layers=3,
+    head_dim=12,
+    ffn_hidden=72,
+    norm_eps=1e-6,
+    norm_plus_one=True,
+    output_norms=True,
+    mlp="geglu",
+    qk_norm=True,
+    embedding_scale=8.0,
+    score_scale=0.125,
+    tied=True,
+    sliding_window=11,
+    rope_theta=500.0,
+    blocks={
+        "local": KindSpec(),
+        "global": KindSpec(sliding_window=0, rope_theta=1e6, rope_scaling=RopeScaling(kind="linear", factor=8.0)),
+    },
+    pattern=("local", "global"),
+)
+"""Weights of norms stored minus one, norms of outputs, two rotations."""
 MIXTRAL = replace(
     LLAMA, family="mixtral", ffn_hidden=32, experts=5, experts_per_token=2, expert_hidden=32, sliding_window=21
 )
@@ -114,6 +138,7 @@ ALL = {
     "parallel": PARALLEL,
     "sliding": SLIDING,
     "local and global": LOCAL_GLOBAL,
+    "gemma": GEMMA,
     **MIXTURES,
 }
 

@@ -223,6 +223,7 @@ class PublishedAttentionSpec:
 
     MODULE: ClassVar[str] = "attention"
     NORM: ClassVar[str] = "attention_norm"
+    OUTPUT_NORM: ClassVar[str] = "attention_output_norm"
 
     heads: Any
     """As the other sizes, a number of a record, which may be a fraction."""
@@ -279,6 +280,7 @@ class PublishedMixerSpec:
 
     MODULE: ClassVar[str] = "mixer"
     NORM: ClassVar[str] = "mixer_norm"
+    OUTPUT_NORM: ClassVar[str] = "mixer_output_norm"
 
     columns: Any
 

@@ -14,8 +14,10 @@ MAX_WIDTH = 16384
 """Widest token that one program holds in registers."""
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plain: bool = False) -> tuple[Tensor, Tensor]:
-    """Return `x + delta` and its RMSNorm over the last dimension, both shaped like x `(…, width)`.
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, plain: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return `x + delta` and its RMSNorm over the last dimension, both shaped like x `(…, width)`; `plus_one` as in `rms_norm`.
 
     The norm is that of the sum rounded to the dtype of x, as with separate operators. These compute with `plain`, on other devices than
     CUDA, with gradients, beyond MAX_WIDTH, and for fp64 or unequal dtypes; otherwise a Triton kernel does.
@@ -23,13 +25,20 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plain:
     if not plain and _runs_kernel(x, delta, weight):
         from meshwright.kernels.add_norm_triton import fused_add_rms_norm
 
-        return fused_add_rms_norm(x, delta, weight, eps)
+        return fused_add_rms_norm(x, delta, weight, eps, plus_one=plus_one)
     total = x + delta
-    return total, rms_norm(total, weight, eps, plain=plain)
+    return total, rms_norm(total, weight, eps, plus_one=plus_one, plain=plain)
 
 
 def add_copies_rms_norm(
-    x: Tensor, copies: Tensor, shared: Tensor | None, weight: Tensor, eps: float, *, plain: bool = False
+    x: Tensor,
+    copies: Tensor,
+    shared: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    plus_one: bool = False,
+    plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`add_rms_norm` of x `(1, tokens, width)` and the output of a mixture, whose summands are given.
 
@@ -39,9 +48,10 @@ def add_copies_rms_norm(
     if not plain and copies.dtype == x.dtype and _runs_kernel(x, x if shared is None else shared, weight):
         from meshwright.kernels.add_norm_triton import fused_add_copies_rms_norm
 
-        return fused_add_copies_rms_norm(x, copies, shared, weight, eps)
+        return fused_add_copies_rms_norm(x, copies, shared, weight, eps, plus_one=plus_one)
     delta = copies.sum(1).view_as(x)
-    return add_rms_norm(x, delta if shared is None else delta + shared, weight, eps, plain=plain)
+    delta = delta if shared is None else delta + shared
+    return add_rms_norm(x, delta, weight, eps, plus_one=plus_one, plain=plain)
 
 
 def _runs_kernel(x: Tensor, delta: Tensor, weight: Tensor) -> bool:

@@ -13,7 +13,9 @@ ELEMENTS_PER_THREAD = 8
 """16 bytes of bf16: one vector load of each input, up to the widest block of 32 warps."""
 
 
-def fused_add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
     """The sum and its norm; see `add_norm.add_rms_norm`. One program computes one token."""
     x, delta = x.contiguous(), delta.contiguous()
     total, normed = torch.empty_like(x), torch.empty_like(x)
@@ -22,13 +24,23 @@ def fused_add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> 
         block = triton.next_power_of_2(width)
         warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
         _add_rms_norm[(x.numel() // width,)](
-            x, delta, weight, total, normed, eps, WIDTH=width, BLOCK=block, num_warps=warps, **options(x.device)
+            x,
+            delta,
+            weight,
+            total,
+            normed,
+            eps,
+            PLUS_ONE=plus_one,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=warps,
+            **options(x.device),
         )
     return total, normed
 
 
 def fused_add_copies_rms_norm(
-    x: Tensor, copies: Tensor, shared: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, copies: Tensor, shared: Tensor | None, weight: Tensor, eps: float, *, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The sum with the copies' outputs and its norm; see `add_norm.add_copies_rms_norm`. One program computes one token."""
     x, width = x.contiguous(), x.shape[-1]
@@ -45,12 +57,20 @@ def fused_add_copies_rms_norm(
             normed,
             eps,
             COPIES=copies.shape[1],
+            PLUS_ONE=plus_one,
             WIDTH=width,
             BLOCK=block,
             num_warps=warps,
             **options(x.device),
         )
     return total, normed
+
+
+@triton.jit
+def norm_factor(weight, column, inside, PLUS_ONE: tl.constexpr) -> tl.tensor:
+    """The factors of a norm's columns in fp32: its weights, or 1 + its weights."""
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    return 1.0 + factor if PLUS_ONE else factor
 
 
 @triton.jit
@@ -86,6 +106,7 @@ def _add_copies_rms_norm(
     total,
     normed,
     eps,
+    PLUS_ONE: tl.constexpr,
     COPIES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -93,25 +114,34 @@ def _add_copies_rms_norm(
 ) -> None:
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, offset = column < WIDTH, token * WIDTH + column
-    factor = tl.load(weight + column, mask=inside, other=0.0)
+    factor = norm_factor(weight, column, inside, PLUS_ONE)
     await_previous(DEPENDENT)
     dtype = total.dtype.element_ty
     rounded = add_copies(x, copies, shared, token, offset, column, inside, dtype, COPIES, WIDTH, BLOCK)
     tl.store(total + offset, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)
-    tl.store(normed + offset, (wide * scale * factor.to(tl.float32)).to(dtype), mask=inside)
+    tl.store(normed + offset, (wide * scale * factor).to(dtype), mask=inside)
 
 
 @triton.jit
 def _add_rms_norm(
-    x, delta, weight, total, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    x,
+    delta,
+    weight,
+    total,
+    normed,
+    eps,
+    PLUS_ONE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     offset = tl.program_id(0).to(tl.int64) * WIDTH + column
     dtype = total.dtype.element_ty
-    factor = tl.load(weight + column, mask=inside, other=0.0)
+    factor = norm_factor(weight, column, inside, PLUS_ONE)
     await_previous(DEPENDENT)
     # All loads are issued before the first use of one, so that their latencies overlap.
     left = tl.load(x + offset, mask=inside, other=0.0)
@@ -120,4 +150,4 @@ def _add_rms_norm(
     tl.store(total + offset, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)
-    tl.store(normed + offset, (wide * scale * factor.to(tl.float32)).to(dtype), mask=inside)
+    tl.store(normed + offset, (wide * scale * factor).to(dtype), mask=inside)

@@ -56,6 +56,7 @@ def rotate_write(
         k.stride(0),
         v.stride(0),
         *cache_layer.stride()[:3],
+        PLUS_ONE=norms is not None and norms.plus_one,
         QUERY_PARTS=query_parts,
         KEY_PARTS=key_parts,
         HEADS=heads,
@@ -81,7 +82,17 @@ def _load_halves(source, half: tl.constexpr, used) -> tuple[tl.tensor, tl.tensor
 
 @triton.jit
 def _rotate(
-    source, angle, cosines, sines, half: tl.constexpr, used, ROTARY: tl.constexpr, norm, dim, eps
+    source,
+    angle,
+    cosines,
+    sines,
+    half: tl.constexpr,
+    used,
+    ROTARY: tl.constexpr,
+    norm,
+    dim,
+    eps,
+    PLUS_ONE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return both halves of the rotated heads at `source`, computed in fp32 and rounded once.
 
@@ -93,6 +104,8 @@ def _rotate(
         squares = tl.sum(wide * wide + wide_second * wide_second, 1)
         factor = tl.rsqrt(squares * (0.5 / half) + eps)[:, None]
         weight, weight_second = tl.load(norm + dim).to(tl.float32), tl.load(norm + half + dim).to(tl.float32)
+        if PLUS_ONE:
+            weight, weight_second = 1.0 + weight, 1.0 + weight_second
         first = (wide * factor * weight).to(source.dtype.element_ty)
         second = (wide_second * factor * weight_second).to(source.dtype.element_ty)
     if ROTARY:
@@ -135,6 +148,7 @@ def _rotate_write(
     block_stride,
     value_stride,
     head_stride,
+    PLUS_ONE: tl.constexpr,
     QUERY_PARTS: tl.constexpr,
     KEY_PARTS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -165,7 +179,7 @@ def _rotate_write(
         query_used = inside & (query_head < HEADS)
         offset = query_head * HEAD_DIM + dim
         turned, turned_second = _rotate(
-            q + token * q_stride + offset, angle, cosines, sines, half, query_used, ROTARY, q_norm, dim, eps
+            q + token * q_stride + offset, angle, cosines, sines, half, query_used, ROTARY, q_norm, dim, eps, PLUS_ONE
         )
         _store_halves(out + token * (HEADS * HEAD_DIM) + offset, turned, turned_second, half, query_used, 1.0, False)
     else:
@@ -186,6 +200,7 @@ def _rotate_write(
                 k_norm,
                 dim,
                 eps,
+                PLUS_ONE,
             )
             if KEEP_KEYS:
                 copy = rotated_keys + token * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM + dim

@@ -1,4 +1,4 @@
-"""The gated feed-forward network, down(silu(gate) · up) (Shazeer 2020), fused around its two fp8 matrix products.
+"""The gated feed-forward network (Shazeer 2020), with SiLU fused around its two fp8 matrix products.
 
 With separate layers the activation is written in bf16 and read again for its largest magnitude and for the rounding to fp8; the same holds
 for the gradient of the layer before, which is twice as wide. The fused network computes both twice from the projection, once for the
@@ -17,17 +17,17 @@ from torch import Tensor
 from meshwright.kernels import fp8_products as fp8
 from meshwright.kernels.fp8_products import E4M3, GRADIENT, Fp8Matrix
 from meshwright.kernels.linear import Linear
-from meshwright.kernels.swiglu import swiglu
+from meshwright.kernels.swiglu import gated_activation
 
 
-def gated_mlp(x: Tensor, gate_up: Linear, down: Linear, *, plain: bool = False) -> Tensor:
-    """Return down(silu(gate) · up) of x `(…, in)`; the output of `gate_up` has the gates first.
+def gated_mlp(x: Tensor, gate_up: Linear, down: Linear, *, gelu: bool = False, plain: bool = False) -> Tensor:
+    """Return down(gated_activation(gate_up(x))) of x `(…, in)`, with SiLU or `gelu`; the output of `gate_up` has the gates first.
 
-    Fused where both layers multiply in fp8 with one scale per tensor and have no biases; `plain` runs the layers separately.
+    Fused with SiLU where both layers multiply in fp8 with one scale per tensor and have no biases; `plain` runs the layers separately.
     """
     fused = gate_up.scaling == down.scaling == "tensorwise" and gate_up.bias is None and down.bias is None
-    if plain or not fused:
-        return down(swiglu(gate_up(x), plain=plain))
+    if plain or gelu or not fused:
+        return down(gated_activation(gate_up(x), gelu=gelu, plain=plain))
     with_grad = torch.is_grad_enabled()
     taps = (*(gate_up.taps or ()), *(down.taps or ())) if with_grad else ()
     save = with_grad and (gate_up.weight.requires_grad or down.weight.requires_grad)

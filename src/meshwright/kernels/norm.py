@@ -13,18 +13,26 @@ from torch import Tensor
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of the heads of queries and keys: weights `(head_dim,)` and the added constant."""
+    """RMSNorms of the heads of queries and keys: weights `(head_dim,)`, the added constant, and `plus_one` as in `rms_norm`."""
 
     query: Tensor
     key: Tensor
     eps: float
+    plus_one: bool = False
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plain: bool = False) -> Tensor:
-    """Return `x / sqrt(mean(x²) + eps) · weight` over the last dimension of x `(..., width)` (Zhang & Sennrich 2019)."""
-    if not plain:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, plain: bool = False) -> Tensor:
+    """Return `x / sqrt(mean(x²) + eps) · weight` over the last dimension of x `(..., width)` (Zhang & Sennrich 2019).
+
+    With `plus_one` the factor is 1 + weight, added in the dtype of the statistics: in bf16 it would lose most of a small weight.
+    """
+    if not plain and not plus_one:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.to(accumulate_dtype(x.dtype))
+    if plus_one:
+        weight = 1 + weight.to(wide.dtype)
+    if not plain:
+        return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype)
 

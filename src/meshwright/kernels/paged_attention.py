@@ -79,8 +79,8 @@ def rotate_and_write(
         rotate_write(q, k, v, tables, positions, cache_layer, slots, out, rotated_keys, scales, norms)
         return out
     if norms is not None:
-        q = rms_norm(q, norms.query, norms.eps, plain=plain)
-        k = rms_norm(k, norms.key, norms.eps, plain=plain)
+        q = rms_norm(q, norms.query, norms.eps, plus_one=norms.plus_one, plain=plain)
+        k = rms_norm(k, norms.key, norms.eps, plus_one=norms.plus_one, plain=plain)
     if tables is not None:
         cos, sin = tables
         step_tables = cos[positions][:, None], sin[positions][:, None]

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), with the frequency scalings of Llama 3.1 and of YaRN.
+"""Rotary position embedding (Su et al. 2021), with the frequency scalings of Llama 3.1 and of YaRN, and linear scaling.
 
 The tables are computed once per forward and passed to every layer. They are not buffers, so a model on the meta device
 has none to fill.
@@ -60,7 +60,9 @@ def _frequencies(head_dim: int, theta: float, scaling: Scaling, dtype: torch.dty
     frequencies = 1.0 / (theta**exponents)
     if isinstance(scaling, YarnScaling):
         return _yarn(frequencies, scaling, head_dim, theta)
-    return frequencies if scaling is None else _scaled(frequencies, scaling)
+    if scaling is None or scaling.kind == "linear":
+        return frequencies if scaling is None else frequencies / scaling.factor
+    return _scaled(frequencies, scaling)
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

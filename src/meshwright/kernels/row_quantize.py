@@ -16,7 +16,7 @@ from meshwright.kernels import int8_products
 from meshwright.kernels.add_norm import add_copies_rms_norm, add_rms_norm
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, quantize
 from meshwright.kernels.int8_products import Int8Matrix
-from meshwright.kernels.swiglu import swiglu
+from meshwright.kernels.swiglu import gated_activation
 from meshwright.spec.engine import WeightFormat
 
 RoundedMatrix = Fp8Matrix | Int8Matrix
@@ -44,15 +44,22 @@ def quantize_rows(x: Tensor, number_format: WeightFormat = "fp8", *, plain: bool
 
 
 def quantize_add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, number_format: WeightFormat = "fp8", *, plain: bool = False
+    x: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    number_format: WeightFormat = "fp8",
+    *,
+    plus_one: bool = False,
+    plain: bool = False,
 ) -> tuple[Tensor, RoundedMatrix]:
-    """Return `x + delta` `(…, width)`, and its RMSNorm in 8 bits as `quantize_rows` gives it."""
+    """Return `x + delta` `(…, width)`, and its RMSNorm in 8 bits as `quantize_rows` gives it; `plus_one` as in `rms_norm`."""
     equal = x.dtype == delta.dtype == weight.dtype and x.shape == delta.shape
     if equal and _runs_kernel(x, plain):
         from meshwright.kernels.row_quantize_triton import round_add_rms_norm
 
-        return round_add_rms_norm(x, delta, weight, eps, DTYPES[number_format])
-    total, normed = add_rms_norm(x, delta, weight, eps, plain=plain)
+        return round_add_rms_norm(x, delta, weight, eps, DTYPES[number_format], plus_one=plus_one)
+    total, normed = add_rms_norm(x, delta, weight, eps, plus_one=plus_one, plain=plain)
     return total, quantize_rows(normed, number_format, plain=plain)
 
 
@@ -64,24 +71,27 @@ def quantize_add_copies_rms_norm(
     eps: float,
     number_format: WeightFormat = "fp8",
     *,
+    plus_one: bool = False,
     plain: bool = False,
 ) -> tuple[Tensor, RoundedMatrix]:
     """`quantize_add_rms_norm` of x `(1, tokens, width)` and the output of a mixture, as of `add_norm.add_copies_rms_norm`."""
     if x.dtype == copies.dtype == weight.dtype and _runs_kernel(x, plain):
         from meshwright.kernels.row_quantize_triton import round_add_copies_rms_norm
 
-        return round_add_copies_rms_norm(x, copies, shared, weight, eps, DTYPES[number_format])
-    total, normed = add_copies_rms_norm(x, copies, shared, weight, eps, plain=plain)
+        return round_add_copies_rms_norm(x, copies, shared, weight, eps, DTYPES[number_format], plus_one=plus_one)
+    total, normed = add_copies_rms_norm(x, copies, shared, weight, eps, plus_one=plus_one, plain=plain)
     return total, quantize_rows(normed, number_format, plain=plain)
 
 
-def quantize_swiglu(gate_up: Tensor, number_format: WeightFormat = "fp8", *, plain: bool = False) -> RoundedMatrix:
-    """silu(gate) · up of `gate_up` `(…, 2·width)`, which has the gates first, in 8 bits `(…, width)`."""
+def quantize_gated(
+    gate_up: Tensor, number_format: WeightFormat = "fp8", *, gelu: bool = False, plain: bool = False
+) -> RoundedMatrix:
+    """`gated_activation` of `gate_up` `(…, 2·width)`, which has the gates first, in 8 bits `(…, width)`."""
     if _runs_kernel(gate_up, plain, gate_up.shape[-1] // 2):
-        from meshwright.kernels.row_quantize_triton import round_swiglu_rows
+        from meshwright.kernels.row_quantize_triton import round_gated_rows
 
-        return round_swiglu_rows(gate_up, DTYPES[number_format])
-    return quantize_rows(swiglu(gate_up, plain=plain), number_format, plain=plain)
+        return round_gated_rows(gate_up, DTYPES[number_format], gelu=gelu)
+    return quantize_rows(gated_activation(gate_up, gelu=gelu, plain=plain), number_format, plain=plain)
 
 
 def _runs_kernel(x: Tensor, plain: bool, width: int | None = None) -> bool:

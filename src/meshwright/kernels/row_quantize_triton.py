@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.add_norm_triton import add_copies
+from meshwright.kernels.add_norm_triton import add_copies, norm_factor
 from meshwright.kernels.dependent_launch_triton import await_previous, options
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix
 from meshwright.kernels.int8_products import Int8Matrix
 from meshwright.kernels.row_quantize import RoundedMatrix
+from meshwright.kernels.swiglu_triton import gate_sigmoid
 
 ELEMENTS_PER_THREAD = 16
 """More threads would wait longer for the reductions over a token, fewer would have too few loads in flight."""
@@ -39,20 +40,27 @@ def round_rows(x: Tensor, dtype: torch.dtype = E4M3) -> RoundedMatrix:
 
 
 def round_add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = E4M3
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = E4M3, *, plus_one: bool = False
 ) -> tuple[Tensor, RoundedMatrix]:
     """The sum, and its norm in 8 bits; see `row_quantize.quantize_add_rms_norm`."""
     x, delta, width = x.contiguous(), delta.contiguous(), x.shape[-1]
     total, out = torch.empty_like(x), _empty(x, width, dtype)
     if x.numel():
         _round_add_rms_norm[(x.numel() // width,)](
-            x, delta, weight, total, *out, eps, WIDTH=width, **_launch(width, x.device)
+            x, delta, weight, total, *out, eps, PLUS_ONE=plus_one, WIDTH=width, **_launch(width, x.device)
         )
     return total, out
 
 
 def round_add_copies_rms_norm(
-    x: Tensor, copies: Tensor, shared: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype = E4M3
+    x: Tensor,
+    copies: Tensor,
+    shared: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype = E4M3,
+    *,
+    plus_one: bool = False,
 ) -> tuple[Tensor, RoundedMatrix]:
     """The sum with the copies' outputs, and its norm in 8 bits; see `row_quantize.quantize_add_copies_rms_norm`."""
     x, width = x.contiguous(), x.shape[-1]
@@ -66,6 +74,7 @@ def round_add_copies_rms_norm(
             total,
             *out,
             eps,
+            PLUS_ONE=plus_one,
             COPIES=copies.shape[1],
             WIDTH=width,
             **_launch(width, x.device),
@@ -73,12 +82,13 @@ def round_add_copies_rms_norm(
     return total, out
 
 
-def round_swiglu_rows(gate_up: Tensor, dtype: torch.dtype = E4M3) -> RoundedMatrix:
-    """silu(gate) · up in 8 bits; see `row_quantize.quantize_swiglu`."""
+def round_gated_rows(gate_up: Tensor, dtype: torch.dtype = E4M3, *, gelu: bool = False) -> RoundedMatrix:
+    """The gated activation in 8 bits; see `row_quantize.quantize_gated`."""
     gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = _empty(gate_up, width, dtype)
     if gate_up.numel():
-        _round_swiglu[(gate_up.numel() // (2 * width),)](gate_up, *out, WIDTH=width, **_launch(width, gate_up.device))
+        grid = (gate_up.numel() // (2 * width),)
+        _round_gated[grid](gate_up, *out, GELU=gelu, WIDTH=width, **_launch(width, gate_up.device))
     return out
 
 
@@ -124,11 +134,21 @@ def _round_rows(x, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEP
 
 @triton.jit
 def _round_add_rms_norm(
-    x, delta, weight, total, values, scales, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    x,
+    delta,
+    weight,
+    total,
+    values,
+    scales,
+    eps,
+    PLUS_ONE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, offset = column < WIDTH, token * WIDTH + column
-    factor = tl.load(weight + column, mask=inside, other=0.0)
+    factor = norm_factor(weight, column, inside, PLUS_ONE)
     await_previous(DEPENDENT)
     # All loads are issued before the first use of one, so that their latencies overlap.
     left = tl.load(x + offset, mask=inside, other=0.0)
@@ -147,6 +167,7 @@ def _round_add_copies_rms_norm(
     values,
     scales,
     eps,
+    PLUS_ONE: tl.constexpr,
     COPIES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -154,7 +175,7 @@ def _round_add_copies_rms_norm(
 ) -> None:
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, offset = column < WIDTH, token * WIDTH + column
-    factor = tl.load(weight + column, mask=inside, other=0.0)
+    factor = norm_factor(weight, column, inside, PLUS_ONE)
     await_previous(DEPENDENT)
     rounded = add_copies(x, copies, shared, token, offset, column, inside, total.dtype.element_ty, COPIES, WIDTH, BLOCK)
     _store_norm(rounded, factor, inside, total, values, scales, offset, token, eps, WIDTH)
@@ -166,12 +187,14 @@ def _store_norm(rounded, factor, inside, total, values, scales, offset, token, e
     tl.store(total + offset, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)
-    row = (wide * scale * factor.to(tl.float32)).to(total.dtype.element_ty).to(tl.float32)
+    row = (wide * scale * factor).to(total.dtype.element_ty).to(tl.float32)
     _store_rounded(row, inside, values, scales, offset, token)
 
 
 @triton.jit
-def _round_swiglu(gate_up, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
+def _round_gated(
+    gate_up, values, scales, GELU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+) -> None:
     await_previous(DEPENDENT)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, offset = column < WIDTH, token * WIDTH + column
@@ -179,5 +202,5 @@ def _round_swiglu(gate_up, values, scales, WIDTH: tl.constexpr, BLOCK: tl.conste
     gate = tl.load(source, mask=inside, other=0.0)
     up = tl.load(source + WIDTH, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    row = (wide * tl.sigmoid(wide) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    row = (wide * gate_sigmoid(wide, GELU) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
     _store_rounded(row, inside, values, scales, offset, token)

@@ -1,4 +1,4 @@
-"""SwiGLU, silu(gate) · up of a fused projection (Shazeer 2020), in one pass over memory in forward and in backward.
+"""SwiGLU and GeGLU of a fused projection (Shazeer 2020), in one pass over memory in forward and in backward.
 
 Compiled, the plain form's backward writes both halves of one buffer through a select that reads every input twice: 1.16 ms for
 16,384 tokens of Llama-3-8B on an H200. The Triton kernel of the fast path takes 0.54 ms. Forward takes the same time with both.
@@ -10,16 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def swiglu(gate_up: Tensor, weights: Tensor | None = None, *, plain: bool = False) -> Tensor:
+def gated_activation(
+    gate_up: Tensor, weights: Tensor | None = None, *, gelu: bool = False, plain: bool = False
+) -> Tensor:
     """Return silu(gate) · up, `(…, width)`, of `gate_up` `(…, 2·width)`, which has the gates first.
+
+    With `gelu` it is gelu(gate) · up, with the tanh approximation of GELU.
 
     Each row is multiplied by its element of `weights` `(…,)`, if there are any. On CUDA in bf16, fp16 or fp32 a Triton kernel computes in
     fp32 and rounds once; elsewhere, and with `plain`, torch's own operators.
     """
     if gate_up.is_cuda and gate_up.element_size() <= 4 and not plain:
-        from meshwright.kernels.swiglu_triton import fused_swiglu
+        from meshwright.kernels.swiglu_triton import fused_gated_activation
 
-        return fused_swiglu(gate_up, weights)
+        return fused_gated_activation(gate_up, weights, gelu)
     gate, up = gate_up.chunk(2, dim=-1)
-    activation = F.silu(gate) * up
+    activation = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
     return activation if weights is None else (activation * weights[..., None]).to(gate_up.dtype)

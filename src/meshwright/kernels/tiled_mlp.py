@@ -18,13 +18,14 @@ from torch import Tensor
 
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
-from meshwright.kernels.swiglu import swiglu
+from meshwright.kernels.swiglu import gated_activation
+from meshwright.spec.blocks.feed_forward import Activation
 
 
-def tiled_mlp(x: Tensor, first: Linear, second: Linear, tile: int, *, gated: bool, plain: bool) -> Tensor:
-    """second(activation(first(x))), for `tile` tokens at a time; `plain` uses torch's own operators for SwiGLU."""
+def tiled_mlp(x: Tensor, first: Linear, second: Linear, tile: int, *, activation: Activation, plain: bool) -> Tensor:
+    """second(activation(first(x))), for `tile` tokens at a time; `plain` uses torch's own operators for gated activations."""
     assert first.scaling is None and second.scaling is None, "products in fp8 are not tiled"
-    arguments = (x, first.weight, first.bias, second.weight, second.bias, tile, gated, plain)
+    arguments = (x, first.weight, first.bias, second.weight, second.bias, tile, activation, plain)
     return _Tiled.apply(*arguments) if torch.is_grad_enabled() else tiled_forward(*arguments)
 
 
@@ -38,12 +39,12 @@ class _Tiled(torch.autograd.Function):
         second: Tensor,
         second_bias: Tensor | None,
         tile: int,
-        gated: bool,
+        activation: str,
         plain: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, first, first_bias, second, second_bias)
-        ctx.options = tile, gated, plain
-        return tiled_forward(x, first, first_bias, second, second_bias, tile, gated, plain)
+        ctx.options = tile, activation, plain
+        return tiled_forward(x, first, first_bias, second, second_bias, tile, activation, plain)
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
@@ -69,14 +70,14 @@ def tiled_forward(
     second: Tensor,
     second_bias: Tensor | None,
     tile: int,
-    gated: bool,
+    activation: str,
     plain: bool,
 ) -> Tensor:
     """The output, shaped like x."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for tokens, part in _tiles(x, tile):
-        activation = _activation(F.linear(part, first, first_bias), gated, plain)
-        out.flatten(0, -2)[tokens] = F.linear(activation, second, second_bias)
+        activated = _activated(F.linear(part, first, first_bias), activation, plain)
+        out.flatten(0, -2)[tokens] = F.linear(activated, second, second_bias)
     return out
 
 
@@ -88,7 +89,7 @@ def _(
     second: Tensor,
     second_bias: Tensor | None,
     tile: int,
-    gated: bool,
+    activation: str,
     plain: bool,
 ) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -102,7 +103,7 @@ def tiled_backward(
     first_bias: Tensor | None,
     second: Tensor,
     tile: int,
-    gated: bool,
+    activation: str,
     plain: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, `first`, its bias, `second` and its bias; of biases also where there are none."""
@@ -111,9 +112,9 @@ def tiled_backward(
     for tokens, part in _tiles(x, tile):
         out_grad = grads[tokens]
         projected = F.linear(part, first, first_bias)
-        sums.add("second", out_grad.t() @ _activation(projected, gated, plain))
+        sums.add("second", out_grad.t() @ _activated(projected, activation, plain))
         sums.add("second_bias", out_grad.sum(0, dtype=sums.dtype))
-        projected_grad = _activation_grad(projected, out_grad @ second, gated, plain)
+        projected_grad = _activation_grad(projected, out_grad @ second, activation, plain)
         sums.add("first", projected_grad.t() @ part)
         sums.add("first_bias", projected_grad.sum(0, dtype=sums.dtype))
         x_grad.flatten(0, -2)[tokens] = projected_grad @ first
@@ -134,7 +135,7 @@ def _(
     first_bias: Tensor | None,
     second: Tensor,
     tile: int,
-    gated: bool,
+    activation: str,
     plain: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x_grad = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -169,17 +170,23 @@ def _tiles(x: Tensor, tile: int) -> Iterator[tuple[slice, Tensor]]:
         yield slice(start, start + tile), tokens[start : start + tile]
 
 
-def _activation(projected: Tensor, gated: bool, plain: bool) -> Tensor:
-    return swiglu(projected, plain=plain) if gated else F.gelu(projected, approximate="tanh")
+def _activated(projected: Tensor, activation: str, plain: bool) -> Tensor:
+    if activation == "gelu":
+        return F.gelu(projected, approximate="tanh")
+    return gated_activation(projected, gelu=activation == "geglu", plain=plain)
 
 
-def _activation_grad(projected: Tensor, grad: Tensor, gated: bool, plain: bool) -> Tensor:
+def _activation_grad(projected: Tensor, grad: Tensor, activation: str, plain: bool) -> Tensor:
     """Gradient of `projected` from that of its activation."""
-    if not gated:
+    if activation == "gelu":
         return torch.ops.aten.gelu_backward(grad, projected, approximate="tanh")
+    gelu = activation == "geglu"
     if projected.is_cuda and projected.element_size() <= 4 and not plain:
-        from meshwright.kernels.swiglu_triton import fused_swiglu_backward
+        from meshwright.kernels.swiglu_triton import fused_gated_activation_backward
 
-        return fused_swiglu_backward(projected, grad)[0]
+        return fused_gated_activation_backward(projected, grad, None, gelu)[0]
     gate, up = projected.chunk(2, dim=-1)
+    if gelu:
+        gate_grad = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return torch.cat((gate_grad, grad * F.gelu(gate, approximate="tanh")), dim=-1)
     return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1)

@@ -30,6 +30,7 @@ class Attention(nn.Module):
             self.q_norm = Norm(spec.qk_norm, spec.head_dim, plain)
             self.k_norm = Norm(spec.qk_norm, spec.head_dim, plain)
         self.qk_norm = spec.qk_norm is not None
+        self.query_factor = spec.query_factor
         self.out = Linear(width, hidden, bias=spec.out_bias)
         self.attend = attention
 
@@ -42,6 +43,8 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.query_factor != 1:
+            q = q * self.query_factor
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         return self.attend(q, k, v, mask, plain=self.plain).flatten(-2)

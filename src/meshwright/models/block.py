@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.rope import RotaryTables, rotary_tables
+from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.models.attention import Attention
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import feed_forward_of
@@ -31,6 +32,8 @@ class AttentionKind(NamedTuple):
 class Block(nn.Module):
     """Norm and attention, then norm and feed-forward network, each with a residual; a parallel block has one norm for both.
 
+    Where the description has norms of outputs, an output is normed before it is added.
+
     A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. Tensor parallelism replaces
     `add_branches`, so that both branches of a parallel block share their collectives (`parallel.tensor`).
     """
@@ -47,12 +50,14 @@ class Block(nn.Module):
             self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, plain)
         else:
             self.attention = Attention(mixer, spec.hidden, plain)
+        self.attention_output_norm = _output_norm(spec, 0, plain)
         if not self.parallel:
             self.mlp_norm = Norm(spec.sublayers[1].norm, spec.hidden, plain)
         if isinstance(feed_forward, MixtureSpec):
             self.moe = MixtureOfExperts(feed_forward, spec.hidden, plain)
         else:
             self.mlp = feed_forward_of(feed_forward, spec.hidden, plain)
+        self.mlp_output_norm = _output_norm(spec, -1, plain)
         self.add_branches = sum_of_branches
 
     def forward(
@@ -63,16 +68,30 @@ class Block(nn.Module):
             return x + self.add_branches(self, self.attention_norm(x), rope, mask)
         x, normed = self.add_attention(x, rope, mask)
         if not self.routed:
-            return x + self.mlp(normed)
+            return x + self.normed_output(self.mlp(normed))
         routed = cast("RoutedOutput", self.moe(normed, counted))
         # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
-        return RoutedOutput(x + routed.x, routed.balance, routed.load, routed.squares)
+        return RoutedOutput(x + self.normed_output(routed.x), routed.balance, routed.load, routed.squares)
 
     def add_attention(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> tuple[Tensor, Tensor]:
         """x with the attention's output added, and the input of the feed-forward network."""
         normed = self.attention_norm(x)
-        x = x + self.attention(normed, rope, mask)
+        x = x + self.attended(normed, rope, mask)
         return x, normed if self.parallel else self.mlp_norm(x)
+
+    def attended(self, normed: Tensor | RoundedMatrix, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
+        """The attention's output as it is added to the residual stream."""
+        y = self.attention(normed, rope, mask)
+        return y if self.attention_output_norm is None else self.attention_output_norm(y)
+
+    def normed_output(self, y: Tensor) -> Tensor:
+        """An output of the feed-forward network, or of the experts, as it is added to the residual stream."""
+        return y if self.mlp_output_norm is None else self.mlp_output_norm(y)
+
+
+def _output_norm(spec: BlockSpec, sublayer: int, plain: bool) -> Norm | None:
+    norm = spec.sublayers[sublayer].norm_out
+    return None if norm is None else Norm(norm, spec.hidden, plain)
 
 
 def attention_kind(block: BlockSpec) -> AttentionKind:

@@ -8,6 +8,7 @@ and up.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask, make_mask
 from meshwright.kernels.loss import LossSums, linear_cross_entropy
+from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.block import AttentionKind, Block, attention_kind, tables_of
 from meshwright.models.moe import CountedTokens, RoutedOutput
@@ -170,8 +172,13 @@ class Decoder(nn.Module):
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The first block's input `(batch, seq, hidden)`."""
-        x = self.embed(tokens)
+        x = self.scaled_embedding(tokens)
         return x if self.positions is None else x + self.positions(positions)
+
+    def scaled_embedding(self, tokens: Tensor) -> Tensor:
+        """The embedding of tokens times `embedding_scale`, which is rounded to its dtype."""
+        x = self.embed(tokens)
+        return x if self.spec.embedding_scale == 1 else x * rounded_factor(self.spec.embedding_scale, x.dtype)
 
     def logits_or_loss(self, x: Tensor, targets: Tensor | None) -> Tensor | LossSums:
         """Logits of the last block's output, or with targets the sums of its losses."""
@@ -187,7 +194,7 @@ class Decoder(nn.Module):
             assert isinstance(module, PredictionModule)
             # `block.forward` as `parallel` wraps it; the embedding of a token has no position, its hidden state has.
             y = module.block.forward(
-                module.join(hidden, self.embed(further.inputs[..., depth])),
+                module.join(hidden, self.scaled_embedding(further.inputs[..., depth])),
                 *shared.of(module.block.attention_kind),
                 shared.counted,
             )
@@ -244,6 +251,12 @@ class Head(nn.Module):
             return F.linear(hidden, weight)
         rows, losses = hidden.flatten(0, 1), {"z_loss": self.z_loss, "plain": self.plain}
         return linear_cross_entropy(rows, weight, targets.flatten(), self.loss_chunk, **losses)
+
+
+@lru_cache(maxsize=64)
+def rounded_factor(factor: float, dtype: torch.dtype) -> float:
+    """A factor as a tensor of `dtype` holds it; transformers rounds it to fp32 before."""
+    return float(torch.tensor(factor, dtype=accumulate_dtype(dtype), device="cpu").to(dtype))
 
 
 def _value(output: Tensor | LossSums) -> Tensor:

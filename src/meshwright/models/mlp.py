@@ -7,31 +7,31 @@ from torch import Tensor, nn
 
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
-from meshwright.kernels.swiglu import swiglu
+from meshwright.kernels.swiglu import gated_activation
 from meshwright.kernels.tiled_mlp import tiled_mlp
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: down(silu(gate) · up)."""
+    """SwiGLU: down(silu(gate) · up), or GeGLU: down(gelu(gate) · up)."""
 
     tile: int = 0
     """Tokens that are computed at a time, in training; 0 computes all."""
 
     def __init__(self, spec: FeedForwardSpec, hidden: int, plain: bool) -> None:
         super().__init__()
-        self.plain = plain
+        self.activation, self.gelu, self.plain = spec.activation, spec.activation == "geglu", plain
         self.gate_up = Linear(hidden, spec.first_width, bias=spec.bias)
         self.down = Linear(spec.width, hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tile:
-            return tiled_mlp(x, self.gate_up, self.down, self.tile, gated=True, plain=self.plain)
-        return gated_mlp(x, self.gate_up, self.down, plain=self.plain)
+            return tiled_mlp(x, self.gate_up, self.down, self.tile, activation=self.activation, plain=self.plain)
+        return gated_mlp(x, self.gate_up, self.down, gelu=self.gelu, plain=self.plain)
 
     def activate(self, projected: Tensor) -> Tensor:
-        """silu(gate) · up of the output of `gate_up`."""
-        return swiglu(projected, plain=self.plain)
+        """The gated activation of the output of `gate_up`."""
+        return gated_activation(projected, gelu=self.gelu, plain=self.plain)
 
 
 class MLP(nn.Module):
@@ -47,7 +47,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tile:
-            return tiled_mlp(x, self.up, self.down, self.tile, gated=False, plain=False)
+            return tiled_mlp(x, self.up, self.down, self.tile, activation="gelu", plain=False)
         return self.down(self.activate(self.up(x)))
 
     def activate(self, projected: Tensor) -> Tensor:

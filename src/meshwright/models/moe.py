@@ -29,7 +29,7 @@ from meshwright.kernels.grouped_fp8 import grouped_linear_fp8
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.router import Choice, choose, has_kernel
-from meshwright.kernels.swiglu import swiglu
+from meshwright.kernels.swiglu import gated_activation
 from meshwright.models.mlp import feed_forward_of
 from meshwright.spec.blocks.mixture import MixtureSpec
 
@@ -260,7 +260,7 @@ class Experts(nn.Module):
     @property
     def takes_few_rows(self) -> bool:
         """Whether `of_choices` has kernels for these experts."""
-        return self.gated and not self.fp8
+        return self.activation == "swiglu" and not self.fp8
 
     def of_choices(self, x: Tensor, choices: Choices) -> Tensor:
         """The weighted outputs `(tokens, copies, hidden)` of the chosen experts for x `(tokens, hidden)`, without gradients."""
@@ -269,7 +269,7 @@ class Experts(nn.Module):
     def __init__(self, spec: MixtureSpec, hidden: int, plain: bool) -> None:
         super().__init__()
         expert = spec.expert
-        self.gated, self.plain = expert.gated, plain
+        self.activation, self.gated, self.plain = expert.activation, expert.gated, plain
         input_weight = nn.Parameter(torch.empty(spec.experts, expert.first_width, hidden))
         self.register_parameter(expert.first, input_weight)
         self.down = nn.Parameter(torch.empty(spec.experts, hidden, expert.width))
@@ -283,7 +283,7 @@ class Experts(nn.Module):
         linear = grouped_linear_fp8 if self.fp8 else grouped_linear
         projected = linear(sorted_rows, input_weight, order.offsets, plain=self.plain)
         if self.gated:
-            activation = swiglu(projected, weights, plain=self.plain)
+            activation = gated_activation(projected, weights, gelu=self.activation == "geglu", plain=self.plain)
         else:
             activation = F.gelu(projected, approximate="tanh")
             if weights is not None:

@@ -10,15 +10,15 @@ from meshwright.spec.blocks.norm import NormSpec
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm with a bias."""
+    """RMSNorm, whose weights may be stored minus one, or LayerNorm with a bias."""
 
     def __init__(self, spec: NormSpec, width: int, plain: bool) -> None:
         super().__init__()
-        self.eps, self.plain = spec.eps, plain
-        self.weight = nn.Parameter(torch.ones(width))
+        self.eps, self.plus_one, self.plain = spec.eps, spec.plus_one, plain
+        self.weight = nn.Parameter(torch.zeros(width) if spec.plus_one else torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if spec.kind == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return rms_norm(x, self.weight, self.eps, plain=self.plain)
+            return rms_norm(x, self.weight, self.eps, plus_one=self.plus_one, plain=self.plain)
         return layer_norm(x, self.weight, self.bias, self.eps, plain=self.plain)

@@ -111,7 +111,8 @@ def _combine(
     order: ExpertOrder,
     sent_order: ExpertOrder | None,
 ) -> Tensor:
-    return x + block.moe.combine(_experts_of(block).weighted(returned, sent_order, weights), order, normed)
+    rows = _experts_of(block).weighted(returned, sent_order, weights)
+    return x + block.normed_output(block.moe.combine(rows, order, normed))
 
 
 def _experts_of(block: Block) -> DistributedExperts:

@@ -104,7 +104,7 @@ class SharedExperts(Experts):
 
     def __init__(self, whole: Experts, group: str, ranks: int, dispatch: Dispatch | None) -> None:
         nn.Module.__init__(self)
-        self.gated, self.plain = whole.gated, whole.plain
+        self.activation, self.gated, self.plain = whole.activation, whole.gated, whole.plain
         self.group, self.ranks, self.dispatch = group, ranks, dispatch
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)

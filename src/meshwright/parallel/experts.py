@@ -88,7 +88,7 @@ class DistributedExperts(Experts):
 
     def __init__(self, whole: Experts, exchange: TokenExchange) -> None:
         nn.Module.__init__(self)
-        self.gated, self.plain, self.exchange = whole.gated, whole.plain, exchange
+        self.activation, self.gated, self.plain, self.exchange = whole.activation, whole.gated, whole.plain, exchange
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
 

@@ -16,7 +16,6 @@ from meshwright.kernels.add_norm import add_copies_rms_norm, add_rms_norm
 from meshwright.kernels.row_quantize import RoundedMatrix, quantize_add_copies_rms_norm, quantize_add_rms_norm
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
-from meshwright.models.moe import MixtureOfExperts
 from meshwright.models.norm import Norm
 from meshwright.serve.formats import input_format
 from meshwright.spec.engine import WeightFormat
@@ -59,26 +58,31 @@ def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
     """Return `(x, delta)` behind the block, whose attention rotates and masks by itself; the first block has no delta."""
     if block.routed:
         x, normed = mixture_input(block, x, delta)
-        return x, mixture_output(block.moe, normed)
+        return x, mixture_output(block, normed)
     x, normed = add_and_norm(x, delta, block.attention_norm, input_format(block.attention))
     if block.parallel:
         return x, block.add_branches(block, cast("Tensor", normed), None, None)
-    x, normed = add_and_norm(x, block.attention(normed, None, None), block.mlp_norm, input_format(block.mlp))
-    return x, block.mlp(normed)
+    x, normed = add_and_norm(x, block.attended(normed, None, None), block.mlp_norm, input_format(block.mlp))
+    return x, block.normed_output(block.mlp(normed))
 
 
-def mixture_output(mixture: MixtureOfExperts, normed: Tensor) -> Delta:
-    """The output of a mixture; tensor ranks add theirs by a hook of its forward."""
-    if not mixture._forward_hooks and (copies := mixture.copy_outputs(normed)) is not None:
+def mixture_output(block: Block, normed: Tensor) -> Delta:
+    """The output of a block's mixture; tensor ranks add theirs by a hook of its forward."""
+    mixture = block.moe
+    if (
+        block.mlp_output_norm is None
+        and not mixture._forward_hooks
+        and (copies := mixture.copy_outputs(normed)) is not None
+    ):
         return CopyOutputs(copies, None if mixture.shared is None else mixture.shared(normed))
-    return cast("Tensor", mixture(normed, losses=False))
+    return block.normed_output(mixture(normed, losses=False))
 
 
 def mixture_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Tensor]:
     """The residual stream behind the attention of a routed block, and what its mixture gets."""
     rounded = None if block.parallel else input_format(block.attention)
     x, normed = add_and_norm(x, delta, block.attention_norm, rounded)
-    attended = block.attention(normed, None, None)
+    attended = block.attended(normed, None, None)
     if block.parallel:
         return x + attended, cast("Tensor", normed)
     x, normed = add_and_norm(x, attended, block.mlp_norm)
@@ -93,13 +97,15 @@ def add_and_norm(
         return x, norm(x)
     if isinstance(delta, CopyOutputs):
         if norm.bias is None and rounded:
-            return quantize_add_copies_rms_norm(x, *delta, norm.weight, norm.eps, rounded, plain=norm.plain)
+            return quantize_add_copies_rms_norm(
+                x, *delta, norm.weight, norm.eps, rounded, plus_one=norm.plus_one, plain=norm.plain
+            )
         if norm.bias is None:
-            return add_copies_rms_norm(x, *delta, norm.weight, norm.eps, plain=norm.plain)
+            return add_copies_rms_norm(x, *delta, norm.weight, norm.eps, plus_one=norm.plus_one, plain=norm.plain)
         delta = delta.sum()
     if norm.bias is None and rounded:
-        return quantize_add_rms_norm(x, delta, norm.weight, norm.eps, rounded, plain=norm.plain)
+        return quantize_add_rms_norm(x, delta, norm.weight, norm.eps, rounded, plus_one=norm.plus_one, plain=norm.plain)
     if norm.bias is None:
-        return add_rms_norm(x, delta, norm.weight, norm.eps, plain=norm.plain)
+        return add_rms_norm(x, delta, norm.weight, norm.eps, plus_one=norm.plus_one, plain=norm.plain)
     x = x + delta
     return x, norm(x)

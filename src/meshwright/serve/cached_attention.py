@@ -116,14 +116,20 @@ def _split_into_tokens(step: StepInputs) -> LoneTokens:
 class CachedAttention:
     """`attend` of one layer: writes keys and values into the cache and attends to all tokens of each request.
 
-    `norms` are those of queries and keys, if the layer has left them to this object.
+    `norms` are those of queries and keys, and `query_factor` multiplies the queries, if the layer has left them to this object.
     """
 
     def __init__(
-        self, step: CurrentStep, cache_layer: Tensor, group: int, window: int | None, norms: HeadNorms | None = None
+        self,
+        step: CurrentStep,
+        cache_layer: Tensor,
+        group: int,
+        window: int | None,
+        norms: HeadNorms | None = None,
+        query_factor: float = 1.0,
     ) -> None:
         self._step, self._cache, self._group, self._window = step, cache_layer, group, window
-        self._norms = norms
+        self._norms, self._query_factor = norms, query_factor
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *, plain: bool) -> Tensor:
         """Attention output of q `(1, tokens, heads, head_dim)`, shaped like q; k and v are `(1, tokens, kv_heads, head_dim)`."""
@@ -148,6 +154,8 @@ class CachedAttention:
             norms=self._norms,
             plain=plain,
         )
+        if self._query_factor != 1:
+            q = q * self._query_factor
         if self._step.at_attention is not None:
             return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, plain))[None]
         if self._step.invariant and q.is_cuda:
@@ -316,9 +324,18 @@ def use_cached_attention(
             attention.attend_latents = CachedLatents(step, cache_layer, group)
         else:
             assert isinstance(attention, Attention)
-            norms = None
+            norms, query_factor = None, 1.0
             if attention.qk_norm and cache_layer.is_cuda:  # one kernel norms, rotates and writes
-                norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
+                norms = _head_norms(attention)
                 attention.qk_norm = False
-            attention.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window, norms)
+                query_factor, attention.query_factor = attention.query_factor, 1.0  # it follows the norm
+            attention.attend = CachedAttention(
+                step, cache_layer, group, cache.groups[group].window, norms, query_factor
+            )
     return step
+
+
+def _head_norms(attention: Attention) -> HeadNorms:
+    """The norms of queries and keys for the kernel that writes the cache."""
+    norm = attention.q_norm
+    return HeadNorms(norm.weight, attention.k_norm.weight, norm.eps, plus_one=norm.plus_one)

@@ -87,7 +87,7 @@ def use_formats(
                 setattr(parent, name, _replacement(linear, weights, invariant, model.plain, others))
         if isinstance(mlp := getattr(block, "mlp", None), GatedMLP) and weights is not None:
             assert isinstance(mlp.gate_up, QuantizedLinear) and isinstance(mlp.down, QuantizedLinear)
-            block.add_module("mlp", QuantizedGatedMLP(mlp.gate_up, mlp.down, mlp.plain))
+            block.add_module("mlp", QuantizedGatedMLP(mlp.gate_up, mlp.down, gelu=mlp.gelu, plain=mlp.plain))
             for hook in mlp._forward_hooks.values():  # the sum over tensor ranks
                 block.mlp.register_forward_hook(hook)
         if weights is not None and block.routed and _rounds_experts(block.moe.experts, weights):

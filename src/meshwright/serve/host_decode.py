@@ -91,7 +91,10 @@ class HostDecode:
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or model.plain:
             return False
         usual = spec.positions == "rope" and spec.norm == "rmsnorm" and spec.mlp == "swiglu"
-        unusual = spec.bias or spec.parallel_block or any(spec.routed(layer) for layer in range(spec.layers))
+        particular = (
+            spec.norm_plus_one or spec.output_norms or spec.score_scale is not None or spec.embedding_scale != 1
+        )
+        unusual = spec.bias or spec.parallel_block or particular or any(map(spec.routed, range(spec.layers)))
         if not usual or unusual or len(cache.groups) != 1 or cache.tensors[0].dtype != weight.dtype:
             return False
         return all(_is_unchanged(module, spec.heads) for module in model.modules())

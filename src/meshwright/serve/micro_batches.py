@@ -94,7 +94,8 @@ def _stream(model: Decoder, inputs: StepInputs) -> Stream:
         block = cast("Block", module)
         if block.routed:
             x, normed = mixture_input(block, x, delta)
-            delta = yield from mixture_in_stages(block.moe, normed)
+            output = yield from mixture_in_stages(block.moe, normed)
+            delta = block.normed_output(output)
         else:
             x, branch = block_forward(block, x, delta)
             assert not isinstance(branch, CopyOutputs), "a block without experts has one output"

@@ -203,7 +203,7 @@ class ModelRunner:
         """
         self._step.inputs = inputs
         module = cast("PredictionModule", self._model.predictions[depth])
-        joined = module.join(normed, self._model.embed(following[None]))
+        joined = module.join(normed, self._model.scaled_embedding(following[None]))
         return cast("Tensor", add_and_norm(*block_forward(cast("Block", module.block), joined, None), module.norm)[1])
 
     def _compute_normed(self, inputs: StepInputs) -> Tensor:

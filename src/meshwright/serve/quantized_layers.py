@@ -18,7 +18,7 @@ from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_scale, s
 from meshwright.kernels.grouped import ExpertOrder
 from meshwright.kernels.grouped_fp8 import grouped_matmul
 from meshwright.kernels.int8_products import MOST_INPUTS, Int8Matrix, grouped_int8, int8_linear
-from meshwright.kernels.row_quantize import DTYPES, RoundedMatrix, quantize_rows, quantize_swiglu
+from meshwright.kernels.row_quantize import DTYPES, RoundedMatrix, quantize_gated, quantize_rows
 from meshwright.models.moe import Experts
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
@@ -99,14 +99,15 @@ class QuantizedLinear(QuantizedWeight):
 
 
 class QuantizedGatedMLP(nn.Module):
-    """SwiGLU of two quantised layers of one format, whose activation is rounded by the kernel that computes it."""
+    """A gated network of two quantised layers of one format, whose activation is rounded by the kernel that computes it."""
 
-    def __init__(self, gate_up: QuantizedLinear, down: QuantizedLinear, plain: bool) -> None:
+    def __init__(self, gate_up: QuantizedLinear, down: QuantizedLinear, *, gelu: bool, plain: bool) -> None:
         super().__init__()
-        self.gate_up, self.down, self.plain = gate_up, down, plain
+        self.gate_up, self.down, self.gelu, self.plain = gate_up, down, gelu, plain
 
     def forward(self, x: Tensor | RoundedMatrix) -> Tensor:
-        return self.down(quantize_swiglu(self.gate_up(x), self.gate_up.number_format, plain=self.plain))
+        number_format = self.gate_up.number_format
+        return self.down(quantize_gated(self.gate_up(x), number_format, gelu=self.gelu, plain=self.plain))
 
 
 class QuantizedExperts(nn.Module):
@@ -114,7 +115,8 @@ class QuantizedExperts(nn.Module):
 
     def __init__(self, experts: Experts, number_format: WeightFormat, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.gated, self.plain, self.dtype = experts.gated, experts.plain, experts.down.dtype
+        self.activation, self.gated = experts.activation, experts.gated
+        self.plain, self.dtype = experts.plain, experts.down.dtype
         self.number_format: WeightFormat = number_format
         self.input_name = "gate_up" if experts.gated else "up"
         self.add_module(self.input_name, QuantizedWeight(getattr(experts, self.input_name), number_format))
@@ -123,7 +125,7 @@ class QuantizedExperts(nn.Module):
     @property
     def takes_few_rows(self) -> bool:
         """Whether `of_choices` has kernels for these experts."""
-        return self.gated
+        return self.activation == "swiglu"
 
     def of_choices(self, x: Tensor, choices: Choices) -> Tensor:
         """The weighted outputs `(tokens, copies, hidden)` of the chosen experts for x `(tokens, hidden)`."""
@@ -134,7 +136,8 @@ class QuantizedExperts(nn.Module):
         x = quantize_rows(sorted_rows, self.number_format, plain=self.plain)
         projected = self._multiply(x, self.input_name, order)
         if self.gated:
-            values, scale = quantize_swiglu(projected, self.number_format, plain=self.plain)
+            gelu = self.activation == "geglu"
+            values, scale = quantize_gated(projected, self.number_format, gelu=gelu, plain=self.plain)
         else:
             active = F.gelu(projected, approximate="tanh")
             values, scale = quantize_rows(active, self.number_format, plain=self.plain)

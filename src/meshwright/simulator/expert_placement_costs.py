@@ -12,7 +12,7 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTES_PRODUCTS, Plan
 
-PRODUCTS = {"swiglu": 3}
+PRODUCTS = {"swiglu": 3, "geglu": 3}
 """Matrices of an expert, by the kind of its network; 2 for all others."""
 
 

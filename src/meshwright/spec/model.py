@@ -42,7 +42,7 @@ class KindSpec:
     rope_theta: Annotated[float, Bound(more_than=0)] | None = None
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1 scaling of the rotary frequencies."""
+    """Scaling of the rotary frequencies: Llama 3.1's, or linear."""
     yarn: YarnScaling | None = None
     """YaRN scaling of the rotary frequencies."""
     ffn_hidden: Positive | None = None
@@ -78,25 +78,33 @@ class ModelSpec:
     rope_theta: Annotated[float, Bound(more_than=0)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1 scaling of the rotary frequencies."""
+    """Scaling of the rotary frequencies: Llama 3.1's, or linear."""
     yarn: YarnScaling | None = None
     """YaRN scaling of the rotary frequencies (DeepSeek)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation before attention, before the feed-forward network and before the head."""
     norm_eps: Annotated[float, Bound(more_than=0)] = 1e-5
     """Added to the variance before the square root."""
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    """Gated SiLU, or the tanh approximation of GELU."""
+    norm_plus_one: bool = False
+    """RMS norms multiply by 1 + weight, and weights start from zero (Gemma)."""
+    output_norms: bool = False
+    """Norms of the outputs of attention and feed-forward network too, before they are added (Gemma)."""
+    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    """Gated SiLU, gated GELU, or GELU without a gate; GELU is its tanh approximation."""
     bias: bool = False
     """Biases in every projection (not in the head)."""
     qkv_bias: bool = False
     """Biases of queries, keys and values; `bias` has them too (Qwen2)."""
     qk_norm: bool = False
     """RMSNorm of each query and key head before RoPE (Qwen3)."""
+    embedding_scale: Annotated[float, Bound(more_than=0)] = 1.0
+    """Factor of token embeddings, rounded to their dtype (Gemma: √hidden)."""
     tied: bool = False
     """The head is the transposed token embedding."""
     parallel_block: bool = False
     """Attention and feed-forward network read one norm and are added together (MegaScale §3.1)."""
+    score_scale: Annotated[float, Bound(more_than=0)] | None = None
+    """Factor of attention scores before the softmax; none is 1 / √head_dim."""
     sliding_window: Positive | None = None
     """Each token attends to this many tokens, itself included; none is full causal attention."""
     experts: NotNegative = 0
@@ -191,7 +199,7 @@ class ModelSpec:
     @property
     def residual_norm(self) -> NormSpec:
         """The norms of the residual stream."""
-        return NormSpec(kind=self.norm, eps=self.norm_eps)
+        return NormSpec(kind=self.norm, eps=self.norm_eps, plus_one=self.norm_plus_one)
 
     @property
     def value_width(self) -> int:
@@ -252,10 +260,11 @@ def block_of(spec: ModelSpec, name: str = "", routed: bool = True) -> BlockSpec:
     mixer = latent_attention_of(spec) if spec.kv_rank else attention_of(spec)
     has_experts = routed and spec.experts > 0 and kind.routed is not False
     feed_forward = mixture_of(spec) if has_experts else feed_forward_of(spec, spec.ffn_hidden)
+    norm_out = norm if spec.output_norms else None
     bodies = ((mixer, feed_forward),) if spec.parallel_block else ((mixer,), (feed_forward,))
     return BlockSpec(
         hidden=spec.hidden,
-        sublayers=tuple(SublayerSpec(norm=norm, bodies=added) for added in bodies),
+        sublayers=tuple(SublayerSpec(norm=norm, bodies=added, norm_out=norm_out) for added in bodies),
         std=spec.init_std,
         residual_std=spec.init_std / math.sqrt(2 * spec.layers),
     )
@@ -284,6 +293,9 @@ def unusable_keys(spec: ModelSpec) -> Iterator[str]:
     routed = [spec.routed(layer) for layer in range(spec.layers)]
     if routed != sorted(routed):
         yield "pattern has dense layers behind experts: expected dense layers before those with experts"
+    yield from spec.residual_norm.mistakes()
+    if spec.output_norms and spec.parallel_block:
+        yield "output_norms is true: expected false with parallel_block"
     if not spec.experts:
         yield from mixture_of(spec).router.mistakes(spec.experts, spec.experts_per_token)
     if not spec.kv_rank:
@@ -298,6 +310,7 @@ def unusable_keys(spec: ModelSpec) -> Iterator[str]:
         "bias": False,
         "qkv_bias": False,
         "parallel_block": False,
+        "score_scale": None,
     }
     for name, value in fixed.items():
         if getattr(spec, name) != value:
@@ -313,7 +326,8 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
         head_dim=spec.head_dim,
         rotary=rotary if spec.positions == "rope" else None,
         window=spec.sliding_window,
-        qk_norm=NormSpec(eps=spec.norm_eps) if spec.qk_norm else None,
+        qk_norm=NormSpec(eps=spec.norm_eps, plus_one=spec.norm_plus_one) if spec.qk_norm else None,
+        score_scale=spec.score_scale,
         qkv_bias=spec.bias or spec.qkv_bias,
         out_bias=spec.bias,
     )

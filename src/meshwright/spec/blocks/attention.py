@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isqrt
 from typing import ClassVar
 
 from meshwright.spec.blocks.norm import NormSpec
@@ -19,6 +19,7 @@ class AttentionSpec:
 
     MODULE: ClassVar[str] = "attention"
     NORM: ClassVar[str] = "attention_norm"
+    OUTPUT_NORM: ClassVar[str] = "attention_output_norm"
 
     heads: int
     kv_heads: int
@@ -29,8 +30,15 @@ class AttentionSpec:
     """Each token attends to this many tokens, itself included; None is full causal attention."""
     qk_norm: NormSpec | None = None
     """Norm of each query and key head, before rotation."""
+    score_scale: float | None = None
+    """Factor of the products of queries and keys before the softmax; None is 1 / √head_dim."""
     qkv_bias: bool = False
     out_bias: bool = False
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of queries that makes attention, which divides by √head_dim, multiply by `score_scale`."""
+        return 1.0 if self.score_scale is None else self.score_scale * math.sqrt(self.head_dim)
 
     def operations(self, place: Place) -> Iterator[Op]:
         """Fused projection, norms of heads, rotation, attention, output projection."""
@@ -93,7 +101,7 @@ class AttentionSpec:
     def mistakes(self) -> Iterator[str]:
         """What is wrong with the heads, naming keys of `model`."""
         if self.heads % self.kv_heads:
-            small = [n for n in range(1, isqrt(self.heads) + 1) if self.heads % n == 0]
+            small = [n for n in range(1, math.isqrt(self.heads) + 1) if self.heads % n == 0]
             divisors = (*small, *(self.heads // n for n in small))
             near = min(divisors, key=lambda n: (abs(n - self.kv_heads), n))
             yield f"kv_heads is {self.kv_heads}: expected a divisor of heads ({self.heads}); nearest: {near}"

@@ -24,6 +24,8 @@ class SublayerSpec:
 
     norm: NormSpec
     bodies: tuple[Body, ...]
+    norm_out: NormSpec | None = None
+    """Norm of the body's output before it is added; a sublayer with two bodies has none."""
 
     @property
     def shares_transfers(self) -> bool:
@@ -89,7 +91,12 @@ def _operations(block: BlockSpec, stream: str, spread: bool) -> Iterator[Op]:
                 spread=spread,
             )
             yield from body.operations(place)
-            outputs.append(place.output.name)
+            output = place.output.name
+            if sublayer.norm_out is not None:
+                written = Value(body.OUTPUT_NORM, block.hidden)
+                yield sublayer.norm_out.operation(body.OUTPUT_NORM, output, written, block.hidden)
+                output = written.name
+            outputs.append(output)
         added = Value(f"x{number}", block.hidden)
         yield Op(name=f"add{number}", reads=(stream, *outputs), writes=(added,))
         stream = added.name

@@ -9,15 +9,16 @@ from typing import ClassVar, Literal
 from meshwright.spec.blocks.part import Place
 from meshwright.spec.blocks.table import ActivateOp, LinearOp, Op, Part, Value
 
-Activation = Literal["swiglu", "gelu"]
+Activation = Literal["swiglu", "geglu", "gelu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardSpec:
-    """down(silu(gate) · up), or down(gelu(up)) with the tanh approximation."""
+    """down(silu(gate) · up), down(gelu(gate) · up) or down(gelu(up)), with the tanh approximation of GELU."""
 
     MODULE: ClassVar[str] = "mlp"
     NORM: ClassVar[str] = "mlp_norm"
+    OUTPUT_NORM: ClassVar[str] = "mlp_output_norm"
 
     width: int
     """Width inside."""
@@ -27,7 +28,7 @@ class FeedForwardSpec:
 
     @property
     def gated(self) -> bool:
-        return self.activation == "swiglu"
+        return self.activation != "gelu"
 
     @property
     def first(self) -> str:

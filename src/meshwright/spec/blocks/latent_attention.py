@@ -22,6 +22,7 @@ class LatentAttentionSpec:
 
     MODULE: ClassVar[str] = "attention"
     NORM: ClassVar[str] = "attention_norm"
+    OUTPUT_NORM: ClassVar[str] = "attention_output_norm"
 
     heads: int
     head_dim: int

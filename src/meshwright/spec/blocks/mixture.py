@@ -59,6 +59,7 @@ class MixtureSpec:
 
     MODULE: ClassVar[str] = "moe"
     NORM: ClassVar[str] = "mlp_norm"
+    OUTPUT_NORM: ClassVar[str] = "mlp_output_norm"
 
     experts: int
     per_token: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,21 @@ class NormSpec:
     kind: NormKind = "rmsnorm"
     eps: float = 1e-5
     """Added to the variance before the square root."""
+    plus_one: bool = False
+    """Weights are stored minus one: the norm multiplies by 1 + weight (Gemma). RMSNorm only."""
 
     def operation(self, name: str, reads: str, writes: Value, width: int) -> NormOp:
         """The norm of `width` elements of the value `reads` as the module `name`."""
-        return NormOp(name=name, reads=(reads,), writes=(writes,), width=width, bias=self.kind == "layernorm")
+        return NormOp(
+            name=name,
+            reads=(reads,),
+            writes=(writes,),
+            width=width,
+            bias=self.kind == "layernorm",
+            fill="zeros" if self.plus_one else "ones",
+        )
+
+    def mistakes(self) -> Iterator[str]:
+        """What is wrong with it, naming keys of `model`."""
+        if self.plus_one and self.kind != "rmsnorm":
+            yield f"norm_plus_one is true: expected false with norm: {self.kind}"

@@ -42,6 +42,8 @@ class Body(Protocol):
     """Name of its module in a block."""
     NORM: ClassVar[str]
     """Name of the norm before it."""
+    OUTPUT_NORM: ClassVar[str]
+    """Name of the norm of its output, in blocks that have one."""
 
     def operations(self, place: Place) -> Iterator[Op]:
         """Its operations at a place; the last one that matters writes `place.output`."""

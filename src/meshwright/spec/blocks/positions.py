@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from meshwright.spec.fields import Bound, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's frequency-dependent RoPE scaling (Hugging Face `rope_type: llama3`)."""
+    """Scaling of the rotary frequencies by a factor (Hugging Face `rope_type: llama3` and `linear`)."""
+
+    kind: Literal["llama3", "linear"] = "llama3"
+    """By wavelength as in Llama 3.1, or all frequencies alike (Chen et al. 2023), which uses `factor` only."""
 
     factor: Annotated[float, Bound(at_least=1)] = 8.0
     """How much longer than the original context the scaled one is."""
@@ -67,7 +70,11 @@ class RotarySpec:
     def mistakes(self) -> Iterator[str]:
         """What is wrong with the scaling, naming keys of `model`."""
         scaling = self.scaling
-        if isinstance(scaling, RopeScaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+        if not isinstance(scaling, RopeScaling):
+            return
+        if scaling.kind == "linear" and scaling != RopeScaling(kind="linear", factor=scaling.factor):
+            yield "rope_scaling has keys beside factor: expected none of them with kind: linear"
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
             yield (
                 f"rope_scaling.high_freq_factor is {scaling.high_freq_factor:g}: expected more than low_freq_factor "
                 f"({scaling.low_freq_factor:g})"

@@ -150,13 +150,15 @@ class NormOp(Op):
 
     width: int
     bias: bool = False
+    fill: Fill = "ones"
+    """Initial values of the weights: zeros if they are stored minus one."""
 
     @property
     def kept(self) -> tuple[str, ...]:
         return self.reads
 
     def weights(self) -> Iterator[ParameterSpec]:
-        yield ParameterSpec(f"{self.name}.weight", (self.width,), "ones", 0.0, decay=False)
+        yield ParameterSpec(f"{self.name}.weight", (self.width,), self.fill, 0.0, decay=False)
         if self.bias:
             yield ParameterSpec(f"{self.name}.bias", (self.width,), "zeros", 0.0, decay=False)
 
