@@ -82,6 +82,9 @@ def in_float64(theirs: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatc
         patched.setattr(torch.Tensor, "float", torch.Tensor.double)
         if hasattr(theirs.model if hasattr(theirs, "model") else theirs, "rotary_emb"):
             theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+        for module in theirs.modules():
+            if hasattr(module, "scalar_embed_scale"):
+                module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
         answer = theirs(tokens, labels=tokens)
         answer.loss.backward()
     return answer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args, get_type_hints
 
 import torch
 
@@ -55,7 +54,7 @@ LOCAL_GLOBAL = replace(
 """Layers that differ in window, rotation and width."""
 GEMMA = replace(
     LLAMA,
-    family="gemma3_text" if "gemma3_text" in get_args(get_type_hints(ModelSpec)["family"]) else "llama",
+    family="gemma3_text",
     layers=3,
     head_dim=12,
     ffn_hidden=72,

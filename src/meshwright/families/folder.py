@@ -15,7 +15,7 @@ from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest, 
 from meshwright.spec.fields import from_plain
 from meshwright.spec.folder_files import read_folder_json
 from meshwright.spec.foreign_words import no_folder_hint
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.model import KindSpec, ModelSpec, ParameterSpec, parameters
 
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in a folder with fp8 weights."""
@@ -101,13 +101,24 @@ def _obstacle(family: Family, spec: ModelSpec) -> str | None:
         read = from_plain(ModelSpec, _fields(family, HFConfig(written, "config.json")))
     except BadInput as error:
         return str(error)
+    equal_layers = LAYER_KEYS if _blocks(read) == _blocks(spec) else ()
     for field in fields(ModelSpec):
+        if field.name in equal_layers:
+            continue
         value, theirs = getattr(spec, field.name), getattr(read, field.name)
         if value != theirs and field.name != "family" and _has_effect(spec, field.name, theirs):
             return f"model.{field.name}: a {family.architecture} folder supports only {theirs!r}, got {shorten(repr(value))}"
     return None
 
 
+LAYER_KEYS = (
+    "blocks",
+    "pattern",
+    "first",
+    "sequence",
+    *(field.name for field in fields(KindSpec) if field.name != "routed"),
+)
+"""Keys of ModelSpec that describe nothing but its layers: equal layers may be described otherwise."""
 KEYS_OF_SOME_BLOCKS = ("ffn_hidden", "rope_theta", "normalised_routing", "experts_per_token", "expert_hidden")
 """Keys that only some blocks use, and that a run may give in any case."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.spec.errors import BadInput, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, RopeScaling
 
 LARGEST_NUMBER = 1e30
 """Most that a number of config.json may be; squares of it are within a double."""
@@ -245,40 +245,51 @@ def read_rope(config: HFConfig) -> dict[str, Any]:
     theta = HFConfig(values, inside.where if "rope_theta" in rope else config.where).number("rope_theta", 10000.0)
     for section in (inside, config):
         section.expect("partial_rotary_factor", 1, 1.0)
+    return {"rope_theta": theta, "rope_scaling": read_scaling(inside, config.integer("max_position_embeddings"))}
+
+
+def read_scaling(section: HFConfig, max_positions: int) -> dict[str, Any] | None:
+    """The fields of a RopeScaling in a RoPE section, or None; `max_positions` is the original context of one that does not say."""
+    rope = section.values
     type_key = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
-    inside.expect(type_key, "default", "llama3")
-    if rope.get(type_key, "default") == "default":
-        inside.refuse_unknown(SECTION_KEYS)
-        return {"rope_theta": theta, "rope_scaling": None}
-    scaling = {
-        "factor": inside.number("factor"),
-        "low_freq_factor": inside.number("low_freq_factor"),
-        "high_freq_factor": inside.number("high_freq_factor"),
-        "original_max_seq_len": inside.integer(
-            "original_max_position_embeddings", default=config.integer("max_position_embeddings")
-        ),
-    }
-    inside.refuse_unknown(SECTION_KEYS)
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    section.expect(type_key, "default", "linear", "llama3")
+    kind = rope.get(type_key) or "default"
+    scaling = None
+    if kind != "default":
+        scaling = {"kind": kind, "factor": section.number("factor")}
+    if scaling is not None and kind == "llama3":
+        original = section.integer("original_max_position_embeddings", default=max_positions)
+        scaling |= {
+            "low_freq_factor": section.number("low_freq_factor"),
+            "high_freq_factor": section.number("high_freq_factor"),
+            "original_max_seq_len": original,
+        }
+    section.refuse_unknown(SECTION_KEYS)
+    return scaling
 
 
 def write_rope(spec: ModelSpec) -> dict[str, Any]:
     """The keys of transformers 4 and 5. With those of version 5 alone, version 4 would silently use its default `rope_theta`."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if spec.rope_scaling is not None:
-        scaling = spec.rope_scaling
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-        }
+    rope = write_scaling(spec.rope_scaling)
     return {
         "rope_theta": spec.rope_theta,
         "rope_scaling": None if spec.rope_scaling is None else rope,
         "rope_parameters": {**rope, "rope_theta": spec.rope_theta},
     }
+
+
+def write_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
+    """The keys of a RoPE section without its base."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    section: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        section |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+    return section
 
 
 def rope_section(config: HFConfig) -> tuple[str, Mapping[str, Any]]:

@@ -1,0 +1,216 @@
+"""Gemma 3, text (Gemma Team 2025, arXiv 2503.19786): local and global layers, four norms a layer, gated GELU.
+
+Norms are stored minus one. Local layers have a window and a rotary base of their own; the base of global layers may be scaled.
+Presets have the dimensions of the released text models' config files (`text_config` for those that also read images). Their
+learning rates were not published: these are those of other models of like size. `embedding_scale` is √hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from meshwright.families.format import HFConfig, Preset, read_scaling, sizes, write_scaling
+from meshwright.families.llama import LLAMA, NO_DROPOUT
+from meshwright.spec.blocks.attention import AttentionSpec
+from meshwright.spec.blocks.positions import RopeScaling, RotarySpec
+from meshwright.spec.errors import BadInput
+from meshwright.spec.model import ModelSpec
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+"""transformers' names of the kinds of layers."""
+NAMES = {LOCAL: "local", GLOBAL: "global"}
+"""Our names of them."""
+BASES = {LOCAL: 10_000.0, GLOBAL: 1_000_000.0}
+WINDOW = 4096
+"""The window of a folder that does not say."""
+
+
+def _from_config(config: HFConfig) -> dict[str, Any]:
+    config.expect("hidden_activation", "gelu_pytorch_tanh")
+    for key in ("attention_bias", "use_bidirectional_attention"):
+        config.expect(key, False)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (cap := config.get(key)) is not None:
+            raise config.error(key, cap, "null: this decoder does not cap logits")
+    config.note_unused(NO_DROPOUT, "attention_dropout")
+    hidden, head_dim = config.integer("hidden_size", default=2304), config.integer("head_dim", default=256)
+    scalar = config.number("query_pre_attn_scalar", 256)
+    layers = config.integer("num_hidden_layers", default=26)
+    return {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": config.integer("num_attention_heads", default=8),
+        "kv_heads": config.integer("num_key_value_heads", default=4),
+        "head_dim": head_dim,
+        "ffn_hidden": config.integer("intermediate_size", default=9216),
+        "vocab_size": config.integer("vocab_size", default=262_208),
+        "max_seq_len": config.integer("max_position_embeddings", default=131_072),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "init_std": config.number("initializer_range", 0.02),
+        "embedding_scale": math.sqrt(hidden),
+        "score_scale": None if scalar == head_dim else scalar**-0.5,
+        **_layers(_layer_types(config, layers), config.integer("sliding_window", default=WINDOW), _ropes(config)),
+    }
+
+
+def _layer_types(config: HFConfig, layers: int) -> list[str]:
+    """The kind of each layer."""
+    key, period = "sliding_window_pattern", config.get("sliding_window_pattern")
+    key = key if period is not None or "_sliding_window_pattern" not in config.values else f"_{key}"
+    every = config.integer(key, default=6)
+    types = config.get("layer_types")
+    if types is None:
+        return [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= {LOCAL, GLOBAL}:
+        raise config.error("layer_types", types, f"a list of {layers} times {LOCAL} or {GLOBAL}")
+    return types
+
+
+def _ropes(config: HFConfig) -> dict[str, dict[str, Any]]:
+    """`rope_theta` and `rope_scaling` by kind of layer, from the keys of transformers 4 or 5, which must agree."""
+    sections = config.get("rope_parameters") or {}
+    if not isinstance(sections, Mapping) or not set(sections) <= {LOCAL, GLOBAL}:
+        raise config.error("rope_parameters", sections, f"mappings by kind of layer: {LOCAL} and {GLOBAL}")
+    outside = {LOCAL: ("rope_local_base_freq", None), GLOBAL: ("rope_theta", "rope_scaling")}
+    longest, ropes = config.integer("max_position_embeddings", default=131_072), {}
+    for kind, (base_key, scaling_key) in outside.items():
+        section, where = sections.get(kind), f"{config.where}: rope_parameters: {kind}"
+        if section is not None and not isinstance(section, Mapping):
+            raise config.error(f"rope_parameters: {kind}", section, "a mapping")
+        inside = HFConfig(section or {}, where)
+        base = config.number(base_key, inside.number("rope_theta", BASES[kind]))
+        if section and inside.number("rope_theta", base) != base:
+            raise config.error(base_key, base, f"{inside.get('rope_theta')!r}, as rope_parameters: {kind} says")
+        scaling = read_scaling(inside, longest)
+        older = config.get(scaling_key) if scaling_key else None
+        if older is not None:
+            if not isinstance(older, Mapping):
+                raise config.error("rope_scaling", older, "a mapping")
+            found = read_scaling(HFConfig(older, f"{config.where}: rope_scaling"), longest)
+            if section and found != scaling:
+                raise config.error("rope_scaling", older, f"the scaling that rope_parameters: {kind} has")
+            scaling = found
+        ropes[kind] = {"rope_theta": base, "rope_scaling": scaling}
+    return ropes
+
+
+def _layers(types: list[str], window: int, ropes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The ModelSpec fields of layers of these kinds: flat keys, or kinds in the shortest pattern."""
+    windows = {LOCAL: window, GLOBAL: 0}
+    if len(set(types)) == 1:
+        return {"sliding_window": windows[types[0]] or None, **ropes[types[0]]}
+    period = next(
+        n for n in range(2, len(types) + 1) if all(kind == types[layer % n] for layer, kind in enumerate(types))
+    )
+    runs = ((NAMES[kind], len(list(run))) for kind, run in groupby(types[:period]))
+    return {
+        "sliding_window": window,
+        "rope_theta": ropes[LOCAL]["rope_theta"],
+        "blocks": {
+            "local": {"rope_scaling": ropes[LOCAL]["rope_scaling"]},
+            "global": {"sliding_window": 0, **ropes[GLOBAL]},
+        },
+        "pattern": [name if count == 1 else f"{count}*{name}" for name, count in runs],
+    }
+
+
+def _to_config(spec: ModelSpec) -> dict[str, Any]:
+    mixers = [spec.block(layer).mixer for layer in range(spec.layers)]
+    types = [GLOBAL if mixer.window is None else LOCAL for mixer in mixers]
+    of_kind: dict[str, AttentionSpec] = {}
+    for mixer, kind in zip(mixers, types, strict=True):
+        if not isinstance(mixer, AttentionSpec) or mixer.rotary is None or of_kind.setdefault(kind, mixer) != mixer:
+            raise BadInput(
+                "model.blocks: a Gemma 3 folder has layers of two kinds, which differ in rotary embedding: those with "
+                "one sliding window and those without"
+            )
+    ropes = {kind: _rope(of_kind[kind].rotary if kind in of_kind else None, kind) for kind in (LOCAL, GLOBAL)}
+    scaled = ropes[GLOBAL]["rope_type"] != "default"
+    return {
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.ffn_hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": spec.max_seq_len,
+        "rms_norm_eps": spec.norm_eps,
+        "initializer_range": spec.init_std,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "query_pre_attn_scalar": spec.head_dim if spec.score_scale is None else round(spec.score_scale**-2),
+        "sliding_window": of_kind[LOCAL].window if LOCAL in of_kind else WINDOW,
+        "layer_types": types,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "rope_theta": ropes[GLOBAL]["rope_theta"],
+        "rope_local_base_freq": ropes[LOCAL]["rope_theta"],
+        "rope_scaling": {key: value for key, value in ropes[GLOBAL].items() if key != "rope_theta"} if scaled else None,
+        "rope_parameters": ropes,
+    }
+
+
+def _rope(rotary: RotarySpec | None, kind: str) -> dict[str, Any]:
+    """The section of a kind of layer in `rope_parameters`; the class's if no layer is of the kind."""
+    if rotary is None:
+        return {"rope_type": "default", "rope_theta": BASES[kind]}
+    scaling = rotary.scaling
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        raise BadInput("model.yarn: a Gemma 3 folder has no YaRN scaling")
+    return {**write_scaling(scaling), "rope_theta": rotary.base}
+
+
+FAMILY = replace(
+    LLAMA,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    modules={
+        **LLAMA.modules,
+        "attention.q_norm": ("self_attn.q_norm",),
+        "attention.k_norm": ("self_attn.k_norm",),
+        "attention_output_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("pre_feedforward_layernorm",),
+        "mlp_output_norm": ("post_feedforward_layernorm",),
+    },
+    values={"qk_norm": True, "norm_plus_one": True, "output_norms": True, "mlp": "geglu", "tied": True},
+    without_effect=frozenset({"cache_implementation", "_sliding_window_pattern"}),
+    from_config=_from_config,
+    to_config=_to_config,
+)
+
+
+def _preset(
+    size: dict[str, Any], kv_heads: int, head_dim: int, window: int, learning_rate: float, **other: Any
+) -> Preset:
+    scaling = other.pop("rope_scaling", {"kind": "linear", "factor": 8.0})
+    model = {
+        **size,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": 262_208,
+        "max_seq_len": 131_072,
+        "norm_eps": 1e-6,
+        "embedding_scale": math.sqrt(size["hidden"]),
+        **_layers([LOCAL] * 5 + [GLOBAL], window, {LOCAL: _base(LOCAL), GLOBAL: _base(GLOBAL, scaling)}),
+        **other,
+    }
+    return Preset(model=model, learning_rate=learning_rate, seq_len=8192)
+
+
+def _base(kind: str, scaling: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"rope_theta": BASES[kind], "rope_scaling": scaling}
+
+
+PRESETS = {
+    "gemma3-1b": _preset(
+        sizes(26, 1152, 4, 6912), 1, 256, 512, 4e-4, vocab_size=262_144, max_seq_len=32_768, rope_scaling=None
+    ),
+    "gemma3-4b": _preset(sizes(34, 2560, 8, 10240), 4, 256, 1024, 3e-4),
+    "gemma3-12b": _preset(sizes(48, 3840, 16, 15360), 8, 256, 1024, 3e-4),
+    "gemma3-27b": _preset(sizes(62, 5376, 32, 21504), 16, 128, 1024, 1.5e-4, score_scale=168**-0.5),
+}
