@@ -50,6 +50,18 @@ LOCAL_GLOBAL = replace(
     pattern=("2*local", "global"),
 )
 """Layers that differ in window, rotation and width."""
+GEMMA = replace(
+    LOCAL_GLOBAL,
+    family="gemma3_text",
+    norm_plus_one=True,
+    output_norms=True,
+    mlp="geglu",
+    qk_norm=True,
+    embedding_scale=5.0,
+    score_scale=0.3,
+    tied=True,
+)
+"""The same with weights of norms stored minus one, norms of outputs, gated GELU, and scales of embedding and scores."""
 MIXTURES = [
     replace(LLAMA, family="mixtral", layers=8, experts=8, experts_per_token=2, expert_hidden=6, max_seq_len=SEQ),
     replace(

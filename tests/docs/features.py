@@ -240,6 +240,9 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
             spec, chosen, _ = draw_case(**usual, **given)
             yield chosen, spec
 
+    for given in given_to(test_drawn.test_layers_of_several_kinds_equal_one_device):
+        spec, chosen, _ = draw_case(given["seed"], test_drawn.FLOAT64, of=test_drawn.OF_KINDS[given["model"]])
+        yield chosen, spec
     for given in given_to(test_deepseek.test_random_plans_equal_one_device):
         spec, chosen, _ = test_deepseek.case_of(given["seed"])
         yield chosen, spec

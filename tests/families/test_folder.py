@@ -120,7 +120,7 @@ def test_the_original_gpt2_config_is_read():
         (LLAMA, {"rope_theta": 9.0}, ["rope_theta", "got 9.0", "10000.0, as rope_parameters: rope_theta says"]),
         (DEEPSEEK_V3, {"rope_theta": 9.0}, ["rope_theta", "got 9.0", "as rope_parameters: rope_theta says"]),
         (DEEPSEEK_V2, {"rope_scaling": {"type": "default"}}, ["rope_scaling: rope_type", "'default'", "'yarn'"]),
-        (LLAMA, {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, ["rope_scaling: type", "'linear'"]),
+        (LLAMA, {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, ["rope_scaling: type", "'dynamic'"]),
         (LLAMA, {"rope_parameters": {"rope_type": "llama3"}}, ["rope_parameters: factor", "missing"]),
         (LLAMA, {"rope_parameters": {"full_attention": {}}}, ["rope_parameters", "one mapping for all layers"]),
         (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),

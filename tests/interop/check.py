@@ -13,9 +13,15 @@ from typing import Any
 import torch
 
 from tests.checkpoint.test_hf import SPECS, export
-from tests.models.tiny import DEEPSEEK_LITE, DEEPSEEK_V2, DEEPSEEK_V3, built, some_tokens
+from tests.models.tiny import DEEPSEEK_LITE, DEEPSEEK_V2, DEEPSEEK_V3, GEMMA, built, some_tokens
 
-EXPORTED = {**SPECS, "deepseek v2": DEEPSEEK_V2, "deepseek v2 lite": DEEPSEEK_LITE, "deepseek v3": DEEPSEEK_V3}
+EXPORTED = {
+    **SPECS,
+    "gemma": GEMMA,
+    "deepseek v2": DEEPSEEK_V2,
+    "deepseek v2 lite": DEEPSEEK_LITE,
+    "deepseek v3": DEEPSEEK_V3,
+}
 VERSION = "4.57."
 SEQ = 64
 BOUND = 1e-4

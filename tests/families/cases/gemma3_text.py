@@ -61,7 +61,7 @@ RELEASED = {
     },
 }
 """That of 27B is the `text_config` of a folder that also reads images; class defaults are missing there."""
-CHANGED = {"sliding_window_pattern"}
+CHANGED = {"sliding_window_pattern", "_sliding_window_pattern"}
 """An export lists the layers in `layer_types`."""
 
 
@@ -79,7 +79,10 @@ def config(draw: random.Random) -> dict[str, Any]:
         )
     )
     local = {"rope_type": "default", "rope_theta": draw.choice((100.0, 1e4))}
-    scaling = draw.choice(({"rope_type": "default"}, {"rope_type": "linear", "factor": draw.choice((4.0, 8.0))}))
+    whole = {**draw.choice(({"rope_type": "default"}, {"rope_type": "linear", "factor": draw.choice((4.0, 8.0))}))}
+    whole["rope_theta"] = draw.choice((1e4, 1e6))
+    if types is not None and "full_attention" not in types:  # the rotation of no layer is not kept
+        whole = {"rope_type": "default", "rope_theta": 1e6}
     return {
         **keys,
         "num_hidden_layers": layers,
@@ -89,8 +92,5 @@ def config(draw: random.Random) -> dict[str, Any]:
         "sliding_window": draw.choice((5, 16)),
         "layer_types": None if types is None else types[:layers],
         **({"sliding_window_pattern": 2} if types is None else {}),
-        "rope_parameters": {
-            "sliding_attention": local,
-            "full_attention": {**scaling, "rope_theta": draw.choice((1e4, 1e6))},
-        },
+        "rope_parameters": {"sliding_attention": local, "full_attention": whole},
     }
