@@ -94,7 +94,7 @@ def test_gated_activation(shape: tuple[int, ...], gelu: bool, weighted: bool, dt
     bound = torch.finfo(dtype).eps
     rounded = bound if dtype == torch.bfloat16 else 4 * bound  # in fp32 the kernel's own operations round too
     torch.testing.assert_close(ours.double(), theirs, rtol=rounded, atol=rounded)
-    torch.testing.assert_close(actual_inputs[0].grad.double(), exact_inputs[0].grad, rtol=2 * bound, atol=2 * bound)
+    torch.testing.assert_close(actual_inputs[0].grad.double(), exact_inputs[0].grad, rtol=4 * bound, atol=4 * bound)
     if weighted:
         torch.testing.assert_close(actual_inputs[1].grad.double(), exact_inputs[1].grad, rtol=1e-5, atol=1e-5)
 

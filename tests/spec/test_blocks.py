@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from meshwright.kernels.grouped import GROUPED_OPERATOR
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.memory import Elements, saved
 from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.positions import RopeScaling
 from meshwright.spec.blocks.transfers import transfers
+from meshwright.spec.dimension_checks import check_dimensions
+from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec, block_of, sequence
 
 MODELS = {
@@ -129,3 +133,20 @@ def test_mistakes_name_keys_and_the_nearest_value() -> None:
     (mixture,) = (body for body in block_of(QWEN3_MOE, routed=True).bodies if isinstance(body, MixtureSpec))
     wrong = replace(mixture, per_token=9)
     assert list(wrong.mistakes()) == ["experts_per_token is 9: expected 1 to experts (6); nearest: 6"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "mistake"),
+    [
+        ({"norm_plus_one": True, "norm": "layernorm"}, "norm_plus_one is true: expected false with norm: layernorm"),
+        ({"output_norms": True, "parallel_block": True}, "output_norms is true: expected false with parallel_block"),
+        (
+            {"rope_scaling": RopeScaling(kind="linear", factor=8.0, low_freq_factor=2.0)},
+            "rope_scaling has keys beside factor: expected none of them with kind: linear",
+        ),
+    ],
+    ids=str,
+)
+def test_keys_that_do_not_match_are_refused(keys: dict[str, Any], mistake: str) -> None:
+    with pytest.raises(BadInput, match=f"model: {mistake}"):
+        check_dimensions(replace(LLAMA, **keys))
