@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import cycle, islice
 
 import pytest
 from tests.models.tiny import LLAMA, QWEN3_MOE
 
-from meshwright.spec.block_pattern import expanded, pattern_mistakes
+from meshwright.spec.block_pattern import expanded, pattern_mistakes, shortest_pattern
 from meshwright.spec.dimension_checks import check_dimensions
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import KindSpec, flops_per_token, kind_names, layer_order, sequence
@@ -25,6 +26,13 @@ def test_a_pattern_repeats_behind_the_first_layers_and_is_cut_at_the_last() -> N
     listed = replace(MIXED, layers=3, sequence=("2*local", "global"))
     assert kind_names(listed) == ("local", "local", "global") and layer_order(listed) == "layers: 2*local, global"
     assert layer_order(LLAMA) == ""
+
+
+@pytest.mark.parametrize("names", ["a", "aaaa", "aabaab", "aabaa", "abcab", "abac"])
+def test_the_shortest_pattern_gives_the_names_again(names: str) -> None:
+    pattern = shortest_pattern(names)
+    assert "".join(islice(cycle(expanded(pattern)), len(names))) == names
+    assert shortest_pattern("llllgllllgll") == ("4*l", "g")
 
 
 def test_equal_blocks_are_one_kind_whatever_their_names() -> None:

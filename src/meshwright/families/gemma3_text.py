@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from meshwright.families.format import HFConfig, Preset, read_scaling, sizes, write_scaling
 from meshwright.families.llama import LLAMA, NO_DROPOUT
+from meshwright.spec.block_pattern import shortest_pattern
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.positions import RopeScaling, RotarySpec
 from meshwright.spec.errors import BadInput
@@ -103,10 +103,6 @@ def _layers(types: list[str], window: int, ropes: dict[str, dict[str, Any]]) -> 
     windows = {LOCAL: window, GLOBAL: 0}
     if len(set(types)) == 1:
         return {"sliding_window": windows[types[0]] or None, **ropes[types[0]]}
-    period = next(
-        n for n in range(2, len(types) + 1) if all(kind == types[layer % n] for layer, kind in enumerate(types))
-    )
-    runs = ((NAMES[kind], len(list(run))) for kind, run in groupby(types[:period]))
     return {
         "sliding_window": window,
         "rope_theta": ropes[LOCAL]["rope_theta"],
@@ -114,7 +110,7 @@ def _layers(types: list[str], window: int, ropes: dict[str, dict[str, Any]]) -> 
             "local": {"rope_scaling": ropes[LOCAL]["rope_scaling"]},
             "global": {"sliding_window": 0, **ropes[GLOBAL]},
         },
-        "pattern": [name if count == 1 else f"{count}*{name}" for name, count in runs],
+        "pattern": list(shortest_pattern([NAMES[kind] for kind in types])),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from meshwright.spec.errors import nearest
@@ -21,13 +22,11 @@ def _names(term: str) -> list[str]:
     return [term] if match is None else [match["name"]] * int(match["count"] or 1)
 
 
-def shortened(names: Sequence[str]) -> Iterator[str]:
-    """Terms for names, with runs of equal ones counted."""
-    first = 0
-    for last, name in enumerate(names):
-        if last + 1 == len(names) or names[last + 1] != name:
-            yield name if last == first else f"{last + 1 - first}*{name}"
-            first = last + 1
+def shortest_pattern(names: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that gives these names, repeated and cut at their number."""
+    period = next(n for n in range(1, len(names) + 1) if all(name == names[i % n] for i, name in enumerate(names)))
+    runs = ((name, len(list(run))) for name, run in groupby(names[:period]))
+    return tuple(name if count == 1 else f"{count}*{name}" for name, count in runs)
 
 
 class PatternMistake(NamedTuple):
