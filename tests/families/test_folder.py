@@ -228,7 +228,9 @@ def test_a_family_s_folder_can_hold_a_model_of_the_family(family):
         "shared_expert_hidden": 32,
     }
     given = {key: value for key, value in required.items() if key in family.required}
-    spec = from_plain(ModelSpec, {"family": family.model_type, **sizes, **given, **family.values})
+    spec = from_plain(
+        ModelSpec, {"family": family.model_type, **sizes, **given, **family.values, **family.by_width(64)}
+    )
     assert export_obstacle(spec) is None
 
 

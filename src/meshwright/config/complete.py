@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,10 @@ def _complete_model(document: Document) -> list[str]:
     """Adds values of the model's family, then dimensions derived from others by convention; returns them as one sentence."""
     model = document.data["model"]
     family = str(model.get("family"))
-    known = FAMILIES[family].values if family in FAMILIES else {}
+    known: Mapping[str, Any] = {}
+    if family in FAMILIES:
+        width = model.get("hidden")
+        known = {**FAMILIES[family].values, **(FAMILIES[family].by_width(width) if _is_count(width) else {})}
     values = [item for item in known.items() if item[0] not in model]
     of_family = ", ".join(_put_beside(document, "family", name, value) for name, value in values)
     derived = ", ".join(

@@ -137,6 +137,8 @@ class Family:
     """Our modules at the ends of which each of these layers has a copy in folders, with the copy's name."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """ModelSpec fields of the architecture that differ from the defaults of ModelSpec."""
+    by_width: Callable[[int], Mapping[str, Any]] = lambda hidden: {}
+    """Further such fields, which follow from `hidden`."""
     required: tuple[str, ...] = ()
     """ModelSpec fields that a run must give beside those of every model."""
     without_effect: frozenset[str] = frozenset()

@@ -174,6 +174,7 @@ FAMILY = replace(
         "mlp_output_norm": ("post_feedforward_layernorm",),
     },
     values={"qk_norm": True, "norm_plus_one": True, "output_norms": True, "mlp": "geglu", "tied": True},
+    by_width=lambda hidden: {"embedding_scale": math.sqrt(hidden)},
     without_effect=frozenset({"cache_implementation", "_sliding_window_pattern"}),
     from_config=_from_config,
     to_config=_to_config,
