@@ -39,6 +39,7 @@ DENSE = [
 ]
 LOCAL_GLOBAL = replace(
     LLAMA,
+    family="smollm3",
     layers=7,
     max_seq_len=SEQ,
     blocks={

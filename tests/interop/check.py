@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from tests.checkpoint.test_hf import SPECS, export
-from tests.models.tiny import DEEPSEEK_LITE, DEEPSEEK_V2, DEEPSEEK_V3, GEMMA, built, some_tokens
+from tests.models.tiny import DEEPSEEK_LITE, DEEPSEEK_V2, DEEPSEEK_V3, GEMMA, SMOLLM3, built, some_tokens
 
 EXPORTED = {
     **SPECS,
     "gemma": GEMMA,
+    "smollm3": SMOLLM3,
     "deepseek v2": DEEPSEEK_V2,
     "deepseek v2 lite": DEEPSEEK_LITE,
     "deepseek v3": DEEPSEEK_V3,

@@ -36,6 +36,14 @@ GPT2 = replace(
     tied=True,
 )
 SCALED = replace(LLAMA, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=64), tied=True, bias=True)
+SMOLLM3 = replace(
+    LLAMA,
+    family="smollm3",
+    layers=4,
+    tied=True,
+    blocks={"rotary": KindSpec(), "bare": KindSpec(positions="none")},
+    pattern=("3*rotary", "bare"),
+)
 PARALLEL = replace(LLAMA, parallel_block=True)
 SLIDING = replace(LLAMA, sliding_window=9)
 LOCAL_GLOBAL = replace(
