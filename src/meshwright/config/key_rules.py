@@ -247,8 +247,8 @@ def _pattern(run: RunValues) -> Iterator[Mistake]:
     if layers is None:
         return
     orders = {key: run(f"model.{key}") or () for key in ("pattern", "first", "sequence")}
-    for key, is_wrong, expected, near in pattern_mistakes(layers, tuple(kinds or ()), **orders):
-        yield run.mistake(f"model.{key}", expected, near, is_wrong)
+    for key, found, expected, near in pattern_mistakes(layers, tuple(kinds or ()), **orders):
+        yield run.mistake(f"model.{key}", expected, near, found)
 
 
 def _sequence(run: RunValues) -> Iterator[Mistake]:

@@ -1,8 +1,9 @@
 """Gemma 3, text (Gemma Team 2025, arXiv 2503.19786): local and global layers, four norms a layer, gated GELU.
 
-Norms are stored minus one. Local layers have a window and a rotary base of their own; the base of global layers may be scaled.
+Norms multiply by 1 + the stored weight. Local layers have a window and a rotary base of their own; the base of global layers may be scaled.
 Presets have the dimensions of the released text models' config files (`text_config` for those that also read images). Their
-learning rates were not published: these are those of other models of like size. `embedding_scale` is √hidden.
+learning rates were not published: these are those of other models of like size. `embedding_scale` is √hidden. Defaults of keys
+are those of transformers' `Gemma3TextConfig`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NAMES = {LOCAL: "local", GLOBAL: "global"}
 """Our names of them."""
 BASES = {LOCAL: 10_000.0, GLOBAL: 1_000_000.0}
 WINDOW = 4096
-"""The window of a folder that does not say."""
+"""The window of the class, for a config.json without `sliding_window`."""
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
@@ -59,12 +60,13 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
 
 def _layer_types(config: HFConfig, layers: int) -> list[str]:
     """The kind of each layer."""
-    key, period = "sliding_window_pattern", config.get("sliding_window_pattern")
-    key = key if period is not None or "_sliding_window_pattern" not in config.values else f"_{key}"
-    every = config.integer(key, default=6)
+    key = "sliding_window_pattern"
+    if config.get(key) is None and f"_{key}" in config.values:
+        key = f"_{key}"  # as transformers 5 writes it
+    period = config.integer(key, default=6)
     types = config.get("layer_types")
     if types is None:
-        return [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)]
+        return [LOCAL if (layer + 1) % period else GLOBAL for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers or not set(types) <= {LOCAL, GLOBAL}:
         raise config.error("layer_types", types, f"a list of {layers} times {LOCAL} or {GLOBAL}")
     return types
@@ -100,7 +102,7 @@ def _ropes(config: HFConfig) -> dict[str, dict[str, Any]]:
 
 def _layers(types: list[str], window: int, ropes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The ModelSpec fields of layers of these kinds: flat keys, or kinds in the shortest pattern."""
-    windows = {LOCAL: window, GLOBAL: 0}
+    windows = {LOCAL: window, GLOBAL: 0}  # 0 switches the model's window off in a kind
     if len(set(types)) == 1:
         return {"sliding_window": windows[types[0]] or None, **ropes[types[0]]}
     return {
@@ -121,8 +123,8 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
     for mixer, kind in zip(mixers, types, strict=True):
         if not isinstance(mixer, AttentionSpec) or mixer.rotary is None or of_kind.setdefault(kind, mixer) != mixer:
             raise BadInput(
-                "model.blocks: a Gemma 3 folder has layers of two kinds, which differ in rotary embedding: those with "
-                "one sliding window and those without"
+                "model.blocks: a Gemma 3 folder holds two kinds of layers, with one sliding window and without; layers of "
+                "a kind must have equal attention, with rotary positions"
             )
     ropes = {kind: _rope(of_kind[kind].rotary if kind in of_kind else None, kind) for kind in (LOCAL, GLOBAL)}
     scaled = ropes[GLOBAL]["rope_type"] != "default"
@@ -152,7 +154,7 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rope(rotary: RotarySpec | None, kind: str) -> dict[str, Any]:
-    """The section of a kind of layer in `rope_parameters`; the class's if no layer is of the kind."""
+    """The section of a kind of layer in `rope_parameters`; the default of the class if no layer is of the kind."""
     if rotary is None:
         return {"rope_type": "default", "rope_theta": BASES[kind]}
     scaling = rotary.scaling
@@ -169,12 +171,14 @@ FAMILY = replace(
         **LLAMA.modules,
         "attention.q_norm": ("self_attn.q_norm",),
         "attention.k_norm": ("self_attn.k_norm",),
+        # Llama has this name for the norm before its feed-forward network.
         "attention_output_norm": ("post_attention_layernorm",),
         "mlp_norm": ("pre_feedforward_layernorm",),
         "mlp_output_norm": ("post_feedforward_layernorm",),
     },
     values={"qk_norm": True, "norm_plus_one": True, "output_norms": True, "mlp": "geglu", "tied": True},
     by_width=lambda hidden: {"embedding_scale": math.sqrt(hidden)},
+    # Beside `layer_types` the pattern has no effect; without them `_layer_types` reads it.
     without_effect=frozenset({"cache_implementation", "_sliding_window_pattern"}),
     from_config=_from_config,
     to_config=_to_config,
@@ -193,6 +197,7 @@ def _preset(
         "max_seq_len": 131_072,
         "norm_eps": 1e-6,
         "embedding_scale": math.sqrt(size["hidden"]),
+        # One period is enough: the pattern is repeated.
         **_layers([LOCAL] * 5 + [GLOBAL], window, {LOCAL: _base(LOCAL), GLOBAL: _base(GLOBAL, scaling)}),
         **other,
     }

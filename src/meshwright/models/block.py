@@ -23,7 +23,7 @@ from meshwright.spec.blocks.positions import RotarySpec
 
 
 class AttentionKind(NamedTuple):
-    """What the inputs of a block's attention depend on: how it rotates, and how many tokens a token attends to."""
+    """What decides the mask and the rotary tables of a block: how it rotates, and how many tokens a token attends to."""
 
     rotary: RotarySpec | None
     window: int | None
@@ -32,7 +32,7 @@ class AttentionKind(NamedTuple):
 class Block(nn.Module):
     """Norm and attention, then norm and feed-forward network, each with a residual; a parallel block has one norm for both.
 
-    Where the description has norms of outputs, an output is normed before it is added.
+    Where the description has norms of outputs, an output is normed before it is added; a parallel block has none.
 
     A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. Tensor parallelism replaces
     `add_branches`, so that both branches of a parallel block share their collectives (`parallel.tensor`).
@@ -63,7 +63,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
     ) -> Tensor | RoutedOutput:
-        """The block's output for x `(batch, seq, hidden)`; the others are those of `SharedInputs`."""
+        """The block's output for x `(batch, seq, hidden)`.
+
+        `rope`, `mask` and `counted` (the tokens that routers count) are those of `models.decoder.SharedInputs`.
+        """
         if self.parallel and not self.routed:
             return x + self.add_branches(self, self.attention_norm(x), rope, mask)
         x, normed = self.add_attention(x, rope, mask)
@@ -95,7 +98,7 @@ def _output_norm(spec: BlockSpec, sublayer: int, plain: bool) -> Norm | None:
 
 
 def attention_kind(block: BlockSpec) -> AttentionKind:
-    """What the inputs of a block's attention depend on."""
+    """What decides the mask and the rotary tables of a block."""
     return AttentionKind(block.mixer.rotary, block.mixer.window)
 
 

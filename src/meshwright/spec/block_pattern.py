@@ -23,7 +23,7 @@ def _names(term: str) -> list[str]:
 
 
 def shortest_pattern(names: Sequence[str]) -> tuple[str, ...]:
-    """The shortest pattern that gives these names, repeated and cut at their number."""
+    """The pattern of the smallest period that gives these names, if it is repeated and cut to as many."""
     period = next(n for n in range(1, len(names) + 1) if all(name == names[i % n] for i, name in enumerate(names)))
     runs = ((name, len(list(run))) for name, run in groupby(names[:period]))
     return tuple(name if count == 1 else f"{count}*{name}" for name, count in runs)
@@ -33,7 +33,7 @@ class PatternMistake(NamedTuple):
     """What is wrong with the order of blocks: the key of `model`, what it is, what was expected, and the nearest kind."""
 
     key: str
-    is_wrong: str
+    found: str
     expected: str
     near: str | None = None
 
@@ -41,7 +41,7 @@ class PatternMistake(NamedTuple):
 def pattern_mistakes(
     layers: int, kinds: Sequence[str], pattern: Sequence[str], first: Sequence[str], sequence: Sequence[str]
 ) -> Iterator[PatternMistake]:
-    """What is wrong with the order of blocks; `kinds` are the names in `model.blocks`, the others the values of their keys."""
+    """What is wrong with the order of blocks; `kinds` are the names in `model.blocks`, the others are values of keys of `model`."""
     orders = {"pattern": expanded(pattern), "first": expanded(first), "sequence": expanded(sequence)}
     used = dict.fromkeys((name, key) for key, names in orders.items() for name in names)
     described = (
@@ -55,8 +55,8 @@ def pattern_mistakes(
             yield PatternMistake(
                 f"blocks.{name}", "an unused kind", "its name in model.pattern, model.first or model.sequence"
             )
-    given, counts = pattern or first, {key: len(names) for key, names in orders.items()}
-    if sequence and given:
+    beside, counts = pattern or first, {key: len(names) for key, names in orders.items()}
+    if sequence and beside:
         yield PatternMistake(
             "sequence", f"{counts['sequence']} layers", "no model.pattern and no model.first beside it"
         )

@@ -288,8 +288,8 @@ def described_bodies(spec: ModelSpec) -> tuple[Body, ...]:
 def unusable_keys(spec: ModelSpec) -> Iterator[str]:
     """What is wrong with keys that no body of the model has: of experts, of latent attention, or beside it."""
     orders = (spec.pattern, spec.first, spec.sequence)
-    for key, is_wrong, expected, near in pattern_mistakes(spec.layers, tuple(spec.blocks), *orders):
-        yield f"{key} is {is_wrong}: expected {expected}" + (f"; nearest: {near}" if near else "")
+    for key, found, expected, near in pattern_mistakes(spec.layers, tuple(spec.blocks), *orders):
+        yield f"{key} is {found}: expected {expected}" + (f"; nearest: {near}" if near else "")
     routed = [spec.routed(layer) for layer in range(spec.layers)]
     if routed != sorted(routed):
         yield "pattern has dense layers behind experts: expected dense layers before those with experts"
