@@ -10,6 +10,7 @@ import pytest
 from tests.models.tiny import LLAMA, QWEN3_MOE
 
 from meshwright.spec.block_pattern import expanded, pattern_mistakes, shortest_pattern
+from meshwright.spec.blocks.positions import RopeScaling, YarnScaling
 from meshwright.spec.dimension_checks import check_dimensions
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import KindSpec, flops_per_token, kind_names, layer_order, sequence
@@ -89,3 +90,15 @@ def test_experts_follow_dense_layers() -> None:
     spec = replace(QWEN3_MOE, layers=4, first_dense_layers=0, blocks={"d": KindSpec(routed=False), "e": KindSpec()})
     with pytest.raises(BadInput, match=r"dense layers before those with experts"):
         check_dimensions(replace(spec, pattern=("e", "d")))
+
+
+def test_the_scaling_of_a_kind_replaces_that_of_the_model_of_either_form() -> None:
+    scaled, yarn = RopeScaling(kind="linear", factor=4.0), YarnScaling()
+    for model, kind, expected in (
+        ({"yarn": yarn}, {"rope_scaling": scaled}, scaled),
+        ({"rope_scaling": scaled}, {"yarn": yarn}, yarn),
+        ({"yarn": yarn}, {}, yarn),
+    ):
+        spec = replace(LLAMA, **model, blocks={"a": KindSpec(**kind)}, pattern=("a",))
+        rotary = spec.block(0).mixer.rotary
+        assert rotary is not None and rotary.scaling == expected

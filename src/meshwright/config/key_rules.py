@@ -32,7 +32,7 @@ from meshwright.spec.layout import (
     tensor_split_error,
 )
 from meshwright.spec.listen_address import EXPECTED, listen_address
-from meshwright.spec.model import MOST_PARAMETERS, ModelSpec, parameter_count
+from meshwright.spec.model import BESIDE_LATENTS, MOST_PARAMETERS, ModelSpec, layer_mistakes, parameter_count
 from meshwright.spec.plan import (
     CONTEXT_AXES,
     DATA_AXES,
@@ -165,15 +165,21 @@ def _names(run: RunValues) -> Iterator[Mistake]:
 
 def _parameters(run: RunValues) -> Iterator[Mistake]:
     """The number of parameters does not exceed the range of the cost model's arithmetic."""
-    if run.document.partial or any(path[:1] == ("model",) for path in run.unusable):
+    if (sizes := _model_values(run)) is None:
         return
-    given = {f.name: run(f"model.{f.name}") for f in dataclasses.fields(ModelSpec)}
-    sizes = {name: value for name, value in given.items() if value is not None}
     count = parameter_count(from_plain(ModelSpec, sizes))
     if count > MOST_PARAMETERS:
         largest = max(_WIDTHS, key=lambda name: sizes[name])
         expected = f"a model of at most {MOST_PARAMETERS:.0e} parameters"
         yield run.mistake(f"model.{largest}", expected, None, f"{sizes[largest]}, which makes {count:.1e}")
+
+
+def _model_values(run: RunValues) -> dict[str, Any] | None:
+    """The fields of the run's ModelSpec that have values; None if some are not usable or not given yet."""
+    if run.document.partial or any(path[:1] == ("model",) for path in run.unusable):
+        return None
+    given = {f.name: run(f"model.{f.name}") for f in dataclasses.fields(ModelSpec)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _attention(run: RunValues) -> Iterator[Mistake]:
@@ -223,8 +229,7 @@ def _latents(run: RunValues) -> Iterator[Mistake]:
             yield run.mistake("model.rope_head_dim", f"an even number below model.head_dim = {head_dim}")
         if not 0 < value <= head_dim:
             yield run.mistake("model.value_head_dim", f"1 to model.head_dim = {head_dim}", str(head_dim))
-        fixed = {"kv_heads": heads, "positions": "rope", "qk_norm": False, "bias": False, "parallel_block": False}
-        for key, needed in fixed.items():
+        for key, needed in {"kv_heads": heads, **BESIDE_LATENTS}.items():
             if run(f"model.{key}") != needed:
                 text = format_value(needed)
                 yield run.mistake(f"model.{key}", f"{text}, as model.kv_rank is {rank}: latent attention", text)
@@ -242,13 +247,16 @@ def _latents(run: RunValues) -> Iterator[Mistake]:
 
 
 def _pattern(run: RunValues) -> Iterator[Mistake]:
-    """The order of a model's kinds of blocks (`spec.block_pattern`)."""
+    """The order of a model's kinds of blocks (`spec.block_pattern`), and rules between keys of its layers."""
     layers, kinds = run("model.layers"), run("model.blocks")
     if layers is None:
         return
     orders = {key: run(f"model.{key}") or () for key in ("pattern", "first", "sequence")}
     for key, found, expected, near in pattern_mistakes(layers, tuple(kinds or ()), **orders):
         yield run.mistake(f"model.{key}", expected, near, found)
+    if (values := _model_values(run)) is not None:
+        for key, found, expected in layer_mistakes(from_plain(ModelSpec, values)):
+            yield run.mistake(f"model.{key}", expected, None, found)
 
 
 def _sequence(run: RunValues) -> Iterator[Mistake]:

@@ -51,8 +51,13 @@ class Largest:
 def family(model: ModelSection, most_parameters: float) -> list[ModelSection]:
     """The models of the family of `model` with at most so many parameters, the smallest first.
 
-    Raises BadInput for mixtures of experts and latent attention.
+    Raises BadInput for mixtures of experts, latent attention, and layers that are listed or differ in width.
     """
+    if model.sequence or model.first or any(kind.ffn_hidden for kind in model.blocks.values()):
+        raise BadInput(
+            "--largest extends a pattern of layers of one width; expected no model.sequence, model.first or "
+            "model.blocks.NAME.ffn_hidden"
+        )
     if model.experts or model.kv_rank:
         raise BadInput(
             f"--largest extends dense models with keys and values by head; expected another model than {model.family}"

@@ -27,6 +27,15 @@ from meshwright.spec.fields import Bound, Name, NotNegative, Positive
 
 LATENT_NORM_EPS = 1e-6
 """DeepSeek's norms of latents do not use the model's epsilon."""
+BESIDE_LATENTS: dict[str, Any] = {
+    "positions": "rope",
+    "qk_norm": False,
+    "bias": False,
+    "qkv_bias": False,
+    "parallel_block": False,
+    "score_scale": None,
+}
+"""Values of keys that latent attention needs, beside as many key/value heads as heads."""
 MOST_PARAMETERS = 10**15
 """Weights of a model: more exceed the arithmetic of the cost model."""
 
@@ -276,6 +285,9 @@ def _with_keys(spec: ModelSpec, kind: KindSpec) -> ModelSpec:
     given = {name: value for name, value in keys.items() if value is not None}
     if "sliding_window" in given:
         given["sliding_window"] = given["sliding_window"] or None
+    for scaling, other in (("rope_scaling", "yarn"), ("yarn", "rope_scaling")):
+        if scaling in given:
+            given.setdefault(other, None)  # a kind's scaling replaces the model's, of either form
     return replace(spec, **given) if given else spec
 
 
@@ -285,17 +297,31 @@ def described_bodies(spec: ModelSpec) -> tuple[Body, ...]:
     return tuple(dict.fromkeys((*flat, *(body for block in spec.block_kinds for body in block.bodies))))
 
 
+def layer_mistakes(spec: ModelSpec) -> Iterator[tuple[str, str, str]]:
+    """What is wrong between keys of layers: the key of `model`, what it is, and what was expected."""
+    routed = [spec.routed(layer) for layer in range(spec.layers)]
+    if routed != sorted(routed):
+        yield "pattern", "dense layers behind experts", "dense layers before those with experts"
+    if spec.norm_plus_one and spec.norm != "rmsnorm":
+        yield "norm_plus_one", "true", f"false with norm: {spec.norm}"
+    if spec.output_norms and spec.parallel_block:
+        yield "output_norms", "true", "false with parallel_block"
+    for name, kind in spec.blocks.items():
+        if kind.routed and not spec.experts:
+            yield f"blocks.{name}.routed", "true", "false or none, as model.experts is 0"
+        if kind.positions == "none" and spec.kv_rank:
+            yield f"blocks.{name}.positions", "none", "rope with kv_rank (latent attention)"
+        if kind.rope_scaling is not None and kind.yarn is not None:
+            yield f"blocks.{name}.yarn", "a section", "none beside rope_scaling: a kind has one scaling"
+
+
 def unusable_keys(spec: ModelSpec) -> Iterator[str]:
     """What is wrong with keys that no body of the model has: of experts, of latent attention, or beside it."""
     orders = (spec.pattern, spec.first, spec.sequence)
     for key, found, expected, near in pattern_mistakes(spec.layers, tuple(spec.blocks), *orders):
         yield f"{key} is {found}: expected {expected}" + (f"; nearest: {near}" if near else "")
-    routed = [spec.routed(layer) for layer in range(spec.layers)]
-    if routed != sorted(routed):
-        yield "pattern has dense layers behind experts: expected dense layers before those with experts"
-    yield from spec.residual_norm.mistakes()
-    if spec.output_norms and spec.parallel_block:
-        yield "output_norms is true: expected false with parallel_block"
+    for key, found, expected in layer_mistakes(spec):
+        yield f"{key} is {found}: expected {expected}"
     if not spec.experts:
         yield from mixture_of(spec).router.mistakes(spec.experts, spec.experts_per_token)
     if not spec.kv_rank:
@@ -303,16 +329,7 @@ def unusable_keys(spec: ModelSpec) -> Iterator[str]:
             if getattr(spec, name):
                 yield f"{name} is {getattr(spec, name)}: expected 0 without kv_rank"
         return
-    fixed = {
-        "kv_heads": spec.heads,
-        "positions": "rope",
-        "qk_norm": False,
-        "bias": False,
-        "qkv_bias": False,
-        "parallel_block": False,
-        "score_scale": None,
-    }
-    for name, value in fixed.items():
+    for name, value in {"kv_heads": spec.heads, **BESIDE_LATENTS}.items():
         if getattr(spec, name) != value:
             yield f"{name} is {getattr(spec, name)}: expected {value} with kv_rank (latent attention)"
 

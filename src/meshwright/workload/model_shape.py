@@ -212,8 +212,7 @@ class _Only(Generic[T]):
 
 def _only(found: Iterable[tuple[T, float]]) -> _Only[T]:
     values = [(value, count) for value, count in found if count]
-    if len({value for value, _ in values}) > 1:
-        raise NotImplementedError("the closed form prices one kind of attention and one mixture")
+    assert len({value for value, _ in values}) <= 1, "kinds of layers share heads and experts (`KindSpec`)"
     return _Only(values[0][0] if values else None, sum(count for _, count in values))
 
 

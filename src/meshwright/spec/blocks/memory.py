@@ -92,8 +92,6 @@ class Activations:
 
     before: Elements
     """Inputs of the activations; the backward has a gradient of each."""
-    experts_before: float
-    """Those of routed experts, for copies spread evenly."""
     tiled: float
     """Inputs, their gradients, and outputs of those that are computed in tiles."""
     tiled_weights: int
@@ -117,7 +115,6 @@ def activations(table: Table) -> Activations:
     rows = table.values.get("moe.rows")
     return Activations(
         before=before,
-        experts_before=before.received,
         tiled=float(sum(2 * inputs + outputs for inputs, outputs in widths)),
         tiled_weights=sum(op.multiplications for op in linears),
         rows=Elements.of(rows) if rows is not None else Elements(),

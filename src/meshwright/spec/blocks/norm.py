@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,8 +30,3 @@ class NormSpec:
             bias=self.kind == "layernorm",
             fill="zeros" if self.plus_one else "ones",
         )
-
-    def mistakes(self) -> Iterator[str]:
-        """What is wrong with it, naming keys of `model`."""
-        if self.plus_one and self.kind != "rmsnorm":
-            yield f"norm_plus_one is true: expected false with norm: {self.kind}"
