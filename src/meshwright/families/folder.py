@@ -106,6 +106,8 @@ def _obstacle(family: Family, spec: ModelSpec) -> str | None:
         if field.name in equal_layers:
             continue
         value, theirs = getattr(spec, field.name), getattr(read, field.name)
+        if field.name == "blocks" and value != theirs:
+            return f"model.blocks: the layers of a {family.architecture} folder cannot differ in this way"
         if value != theirs and field.name != "family" and _has_effect(spec, field.name, theirs):
             return f"model.{field.name}: a {family.architecture} folder supports only {theirs!r}, got {shorten(repr(value))}"
     return None
