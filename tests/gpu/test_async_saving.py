@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import shutil
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from tests.gpu.runs import LAYOUT_BOUND, RUNS_LIMIT, needs, steps, trained
 from tests.gpu.test_offload import RUN, same_figures
 
 from meshwright.checkpoint import staging
-from meshwright.checkpoint.arena import Arena
+from meshwright.checkpoint.arena import DATA_OFFSET, Arena
 from meshwright.checkpoint.checksum import ArenaChecksums
 from meshwright.checkpoint.layout import plan_layout
 from meshwright.checkpoint.ranks import Ranks
@@ -32,7 +34,7 @@ def arena() -> Arena:
 
 @pytest.fixture(scope="module")
 def buffer(arena: Arena) -> StagingBuffer:
-    """One for all tests: its pages stay locked until the process ends."""
+    """One for all tests, because locking pages takes long."""
     buffer = StagingBuffer(arena, torch.device("cuda"))
     buffer.prepare()
     return buffer
@@ -84,14 +86,34 @@ def test_updates_behind_the_copies_do_not_reach_the_snapshot(
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_a_run_continues_from_an_asynchronous_checkpoint(tmp_path: Path, offload: str) -> None:
-    common = ["checkpoint.every=3", f"plan.offload={offload}"]
-    synchronous = steps(trained(tmp_path, RUN, "sync", 1, (*common, "checkpoint.mode=sync")))
-    asynchronous = steps(trained(tmp_path, RUN, "run", 1, (*common, "checkpoint.mode=async")))
+    """Two runs of six steps, one of them saved beside training, continue to the ninth with equal figures."""
+    common = ["checkpoint.at_end=true", f"plan.offload={offload}"]
+    records = []
+    for mode in ("sync", "async"):
+        trained(tmp_path, RUN, mode, 1, (*common, f"checkpoint.mode={mode}"))
+        records.append(steps(trained(tmp_path, RUN, mode, 1, (*common, f"checkpoint.mode={mode}", "train.steps=9"))))
+    synchronous, asynchronous = records
+    assert [step["step"] for step in asynchronous] == list(range(1, 10))
     assert same_figures(asynchronous, synchronous)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
-    continued = steps(trained(tmp_path, RUN, "run", 1, common))
-    assert [step["step"] for step in continued] == list(range(1, 7))
-    assert same_figures(continued, asynchronous)
+
+
+def test_pages_of_a_dropped_arena_are_no_pinned_memory() -> None:
+    """Memory that takes the addresses of an arena that is gone holds what is copied to it, as any pageable memory."""
+    size, arena = 1 << 27, Arena.create(1 << 27)
+    buffer = StagingBuffer(arena, torch.device("cuda"))
+    buffer.prepare()
+    address = buffer.data.data_ptr()
+    assert buffer.data.is_pinned()
+    del buffer, arena
+    gc.collect()
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+    # The kernel places a mapping of the same size at the addresses that became free.
+    pages = [torch.frombuffer(mmap.mmap(-1, size + DATA_OFFSET), dtype=torch.uint8) for _ in range(4)]
+    assert any(page.data_ptr() <= address < page.data_ptr() + size for page in pages)
+    for page in pages:
+        assert not page.is_pinned()
+        page[:size].copy_(source)
+        assert torch.equal(page[:size], source.cpu())
 
 
 def test_replicas_exchange_the_blocks_of_a_checkpoint_over_nccl(tmp_path: Path) -> None:

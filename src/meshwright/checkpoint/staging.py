@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from meshwright.checkpoint.arena import DATA_OFFSET, Arena
 from meshwright.checkpoint.checksum import Checksum
 from meshwright.checkpoint.layout import FileLayout
 from meshwright.checkpoint.source_checksum import DeviceChecksums, NumberedPiece, host_checksum
-from meshwright.kernels.pinned import PIN_BYTES
+from meshwright.kernels.pinned import PIN_BYTES, pin_pages
 from meshwright.spec.errors import OutOfResources
 from meshwright.state.snapshot import HostState
 
@@ -47,10 +46,10 @@ Copy = tuple[Tensor, Tensor]
 
 
 class StagingBuffer:
-    """The arena as a tensor, page-locked for a CUDA device."""
+    """The arena as a tensor, page-locked for a CUDA device until the arena is garbage-collected."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
-        self._device = device
+        self._arena, self._device = arena, device
         # Its storage begins with the first locked part: torch may ask the runtime about the address where a tensor's storage begins.
         self.data = torch.frombuffer(arena.memory, dtype=torch.uint8, offset=DATA_OFFSET)
 
@@ -68,10 +67,9 @@ class StagingBuffer:
             _fill_pinned_cache(self._device)
 
     def _pin(self, part: Tensor) -> None:
-        runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self._device):
-            code = int(runtime.cudaHostRegister(part.data_ptr(), part.nbytes, 1))
-        if code:
+            pinned = pin_pages(self._arena, part)
+        if not pinned:
             raise OutOfResources(
                 f"{self.data.nbytes:,} bytes of host memory for checkpoints could not be pinned; raise the host's limit of "
                 "locked memory (ulimit -l), or set checkpoint.mode=sync"

@@ -43,8 +43,30 @@ def allocate_pinned(owner: object, size: int, purpose: str, *, in_parts: bool = 
     # Allocates the pages with all threads of the rank; cudaHostRegister would allocate them with one thread, many times as slowly.
     buffer.zero_()
     for part in buffer.split(PIN_BYTES) if in_parts else (buffer,):
-        _lock(owner, part, purpose)
+        if not pin_pages(owner, part):
+            raise _pinning_error(part.nbytes, purpose)
     return buffer[:size]
+
+
+def pin_pages(owner: object, pages: Tensor) -> bool:
+    """Lock the whole pages behind a byte tensor of the host until `owner` is garbage-collected; False if the driver refuses.
+
+    The pages stay mapped as long as they are locked. If they were unmapped before, the driver would still take their addresses for
+    pinned memory: the next buffer that the host puts there is copied to and from the old pages, so its contents are wrong without an error.
+    """
+    runtime: Any = torch.cuda.cudart()
+    if int(
+        runtime.cudaHostRegister(pages.data_ptr(), pages.nbytes, 1)
+    ):  # 1: pinned for all devices of the process, as in torch
+        return False
+    # The finalizer refers to the tensor, which keeps the pages mapped.
+    finalizer: Any = weakref.finalize(owner, _unpin, runtime, pages)
+    finalizer.atexit = False  # the end of the process frees the pages, and the CUDA runtime may have ended before
+    return True
+
+
+def _unpin(runtime: Any, pages: Tensor) -> None:
+    runtime.cudaHostUnregister(pages.data_ptr())
 
 
 def slices_within_parts(start: int, count: int) -> Iterator[slice]:
@@ -54,21 +76,6 @@ def slices_within_parts(start: int, count: int) -> Iterator[slice]:
         end = min(count, done + PIN_BYTES - (start + done) % PIN_BYTES)
         yield slice(done, end)
         done = end
-
-
-def _lock(owner: object, buffer: Tensor, purpose: str) -> None:
-    runtime: Any = torch.cuda.cudart()
-    if int(
-        runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 1)
-    ):  # 1: pinned for all devices of the process, as in torch
-        raise _pinning_error(buffer.nbytes, purpose)
-    # The finalizer refers to the buffer, so that its pages are not freed while they are locked.
-    finalizer: Any = weakref.finalize(owner, _unlock, runtime, buffer)
-    finalizer.atexit = False  # the end of the process frees the pages, and the CUDA runtime may have ended before
-
-
-def _unlock(runtime: Any, buffer: Tensor) -> None:
-    runtime.cudaHostUnregister(buffer.data_ptr())
 
 
 def _pinning_error(size: int, purpose: str) -> OutOfResources:
