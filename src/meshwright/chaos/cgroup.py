@@ -15,13 +15,17 @@ SPARE_BYTES = 64 << 20
 """Memory that the limit leaves to the program which then takes more."""
 HOG = f"""
 import os, sys, time
+open("/proc/self/oom_score_adj", "w").write("999")
 open(sys.argv[1], "w").write(str(os.getpid()))
 data = bytearray({2 * SPARE_BYTES})
 for at in range(0, len(data), 4096):
     data[at] = 1
 time.sleep(60)
 """
-"""A program that enters a group and takes twice as much as its limit leaves, less than a rank has."""
+"""A program that enters a group and takes twice as much as its limit leaves, less than a rank has.
+
+Until the memory of a killed process is free the kernel may kill another one: after the victim, with a score of 1000, that is this program.
+"""
 
 
 def memory_group_obstacle() -> str | None:
@@ -60,12 +64,7 @@ class MemoryGroup:
 
     def exhaust(self, victim: int) -> None:
         """Limit the group to a little more than it uses, and start a program in it that takes more; the kernel kills `victim`."""
-        # Until the memory of a killed process is free the kernel may kill another one, which then has to be the program.
-        for pid in (self._folder / "cgroup.procs").read_text().split():
-            with suppress(OSError):
-                Path(f"/proc/{pid}/oom_score_adj").write_text(
-                    "1000" if int(pid) == victim else "-1000", encoding="ascii"
-                )
+        Path(f"/proc/{victim}/oom_score_adj").write_text("1000", encoding="ascii")
         self._limit.write_text(str(int(self._usage.read_text()) + SPARE_BYTES))
         self._hog = subprocess.Popen([sys.executable, "-c", HOG, str(self._folder / "cgroup.procs")])
 
