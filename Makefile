@@ -165,7 +165,7 @@ $(VENV)/.installed-storage: pyproject.toml constraints.txt
 
 # lm-eval and its many dependencies are installed for its tests alone.
 $(VENV)/.installed-bench: pyproject.toml constraints.txt
-	$(call install,'.[test,bench]')
+	$(call install,'.[test-bench]')
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
