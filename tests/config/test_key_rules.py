@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config.load import load_run
+from meshwright.config.load import load_run, read_run
 from meshwright.spec.errors import BadConfig, Mistake
 
 BASE = "model: {preset: llama-nano}\ntrain: {steps: 10, global_batch: 8}\ncluster: {gpus_per_node: 4}\n"
@@ -352,6 +352,52 @@ def test_a_plan_file_s_fold_fits_its_mesh_and_its_model(tmp_path: Path, fold: st
     (mistake,) = mistakes(tmp_path, *overrides)
     assert (mistake.key, Path(mistake.file).name) == (key, "plan.yaml")
     assert expected in mistake.expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "pin", "expected", "nearest"),
+    [
+        (["model.heads=6", "model.kv_heads=6"], "tensor", 4, "a divisor of model.heads = 6", "2"),
+        (["model.blocks.local.ffn_hidden=342"], "tensor", 4, "a divisor of model.blocks.local.ffn_hidden = 342", "2"),
+        (["model.layers=3"], "pipeline", 4, "at most model.layers = 3 stages", "2"),
+    ],
+)
+def test_pins_and_plan_files_that_cannot_divide_layers_are_refused_alike(
+    tmp_path: Path, changes: list[str], mesh: str, pin: int, expected: str, nearest: str
+) -> None:
+    """With the key and the nearest valid number; kinds may differ in the width of the feed-forward network, not in heads."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        f"mesh: [{{axis: {mesh}, size: {pin}}}]\nbatch: {{global_batch: 8, micro_batch: 2, accumulate: 4}}\n"
+    )
+    for key, override in ((f"plan.{mesh}", f"plan.{mesh}={pin}"), ("mesh.0.size", f"plan={plan}")):
+        (mistake,) = mistakes(tmp_path, *KINDS, *changes, override)
+        assert (mistake.key, mistake.got, mistake.nearest) == (key, str(pin), nearest)
+        assert mistake.expected.startswith(expected)
+
+
+def test_a_pipeline_plan_of_unlike_layers_lists_its_stages(tmp_path: Path) -> None:
+    """A pinned pipeline needs no list: the search balances its stages."""
+    plan = tmp_path / "plan.yaml"
+    text = "mesh: [{axis: pipeline, size: 4}]\nbatch: {global_batch: 8, micro_batch: 2, accumulate: 4}\n"
+    plan.write_text(text)
+    (mistake,) = mistakes(tmp_path, *KINDS, "model.layers=5", f"plan={plan}")
+    assert (mistake.key, Path(mistake.file).name) == ("schedule.stages", "plan.yaml")
+    assert mistake.nearest == "[[0-1], [2-2], [3-3], [4-4]]"
+    plan.write_text(f"{text}schedule: {{stages: {mistake.nearest}}}\n")
+    assert mistakes(tmp_path, *KINDS, "model.layers=5", f"plan={plan}") == []
+    assert mistakes(tmp_path, *KINDS, "model.layers=5", "plan.pipeline=4") == []
+    plan.write_text(text)
+    assert mistakes(tmp_path, "model.layers=5", f"plan={plan}") == []
+
+
+def test_a_run_whose_plan_file_has_mistakes_has_no_plan(tmp_path: Path) -> None:
+    """So checks after the keys, which would time its schedule, leave it out."""
+    (tmp_path / "plan.yaml").write_text(
+        "mesh: [{axis: pipeline, size: 9}]\nbatch: {global_batch: 8, micro_batch: 8, accumulate: 1}\n"
+    )
+    reading = read_run(None, [f"plan={tmp_path / 'plan.yaml'}", "model=llama-nano"])
+    assert reading.mistakes and not reading.is_sound("plan") and reading.is_sound("model")
 
 
 def test_a_plan_file_s_experts_are_divided_by_its_tensor_ranks_too(tmp_path: Path) -> None:

@@ -136,8 +136,11 @@ def plan_file_checks(
     if layers and sound:
         schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
         pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)
-        path = ("schedule", "stages") if schedule.get("stages") else ("mesh",)
-        mistakes += _stage_order(plan, path, schedule.get("name", "1f1b"), schedule.get("stages"), pipeline, layers)
+        at_axis = next((index for index, axis in enumerate(plan.get(("mesh",))) if axis["axis"] == "pipeline"), 0)
+        path = ("schedule", "stages") if schedule.get("stages") else ("mesh", at_axis, "size")
+        name = schedule.get("name", "1f1b")
+        of_order = list(_stage_order(plan, path, name, schedule.get("stages"), pipeline, layers))
+        mistakes += of_order or _unlisted_stages(plan, run, name, schedule.get("stages"), pipeline)
     return mistakes
 
 
@@ -147,7 +150,21 @@ def _plan_file_mesh(plan: Document, run: RunValues, sizes: dict[str, int]) -> It
     if expected := _tensor_error(run, sizes.get("tensor", 1)):
         wrong.append(("tensor", expected))
     for axis, expected in filter(None, wrong):
-        yield plan.mistake(("mesh", list(sizes).index(axis), "size"), expected, str(sizes[axis]))
+        near = _nearest_tensor(run, sizes[axis]) if axis == "tensor" else _nearest_context(run, sizes, axis)
+        yield plan.mistake(("mesh", list(sizes).index(axis), "size"), expected, str(sizes[axis]), near)
+
+
+def _unlisted_stages(
+    plan: Document, run: RunValues, name: ScheduleName, stages: Any, pipeline: int
+) -> Iterator[Mistake]:
+    """Where layers differ, stages of equally many take unlike times: the search balances them, and a plan file lists them."""
+    values = _model_values(run)
+    if stages or pipeline == 1 or values is None or len((model := from_plain(ModelSpec, values)).block_kinds) == 1:
+        return
+    even = stage_table(SchedulePlan(name=name), pipeline, model.layers)
+    rows = (", ".join(f"{stage.start}-{stage.stop - 1}" for stage in rank) for rank in even)
+    expected = "the layers of each stage by pipeline rank, as the model's layers are not alike"
+    yield plan.mistake(("schedule", "stages"), expected, "none", f"[{', '.join(f'[{row}]' for row in rows)}]")
 
 
 def _names(run: RunValues) -> Iterator[Mistake]:
@@ -271,15 +288,24 @@ def _tensor(run: RunValues) -> Iterator[Mistake]:
     """Tensor ranks divide heads, feed-forward width and sequence evenly."""
     ranks = run("plan.tensor")
     if ranks and (expected := _tensor_error(run, ranks)):
-        smaller = (size for size in reversed(divisors(run("model.heads"))) if size < ranks)
-        yield run.mistake("plan.tensor", expected, str(next(size for size in smaller if not _tensor_error(run, size))))
+        yield run.mistake("plan.tensor", expected, _nearest_tensor(run, ranks))
+
+
+def _nearest_tensor(run: RunValues, ranks: int) -> str:
+    smaller = (size for size in reversed(divisors(run("model.heads"))) if size < ranks)
+    return str(next(size for size in smaller if not _tensor_error(run, size)))
 
 
 def _tensor_error(run: RunValues, ranks: int) -> str | None:
     heads, kv_heads, width = run("model.heads"), run("model.kv_heads"), run("model.ffn_hidden")
     if not (heads and kv_heads and width):
         return None
-    error = tensor_split_error(ranks, heads, kv_heads, width, run("model.vocab_size") or 0, run("train.seq_len"))
+    kinds = {name: kind.get("ffn_hidden") for name, kind in (run("model.blocks") or {}).items()}
+    widths = {
+        "ffn_hidden": width,
+        **{f"blocks.{name}.ffn_hidden": size for name, size in kinds.items() if isinstance(size, int)},
+    }
+    error = tensor_split_error(ranks, heads, kv_heads, widths, run("model.vocab_size") or 0, run("train.seq_len"))
     return error or expert_split_error(ranks, run("model.experts") or 0, run("model.shared_expert_hidden") or 0)
 
 
@@ -288,9 +314,12 @@ def _context(run: RunValues) -> Iterator[Mistake]:
     sizes = {axis: run(f"plan.{axis}") or 1 for axis in (*CONTEXT_AXES, "tensor")}
     if wrong := _context_error(run, sizes):
         axis, expected = wrong
-        smaller = ({**sizes, axis: size} for size in reversed(divisors(sizes[axis])[:-1]))
-        near = next((str(fit[axis]) for fit in smaller if not _context_error(run, fit)), None)
-        yield run.mistake(f"plan.{axis}", expected, near)
+        yield run.mistake(f"plan.{axis}", expected, _nearest_context(run, sizes, axis))
+
+
+def _nearest_context(run: RunValues, sizes: dict[str, int], axis: str) -> str | None:
+    smaller = ({**sizes, axis: size} for size in reversed(divisors(sizes[axis])[:-1]))
+    return next((str(fit[axis]) for fit in smaller if not _context_error(run, fit)), None)
 
 
 def _context_error(run: RunValues, sizes: dict[str, int]) -> tuple[str, str] | None:
@@ -495,6 +524,12 @@ def _stage_order(
             wrong.append(str(error))
         else:
             return
+    if not table:
+        stages_of_rank = STAGES_PER_RANK.get(schedule or "1f1b", 1)
+        each = f"; {schedule} has {stages_of_rank} on each rank" if stages_of_rank > 1 else ""
+        near = next((str(size) for size in reversed(divisors(pipeline)) if size * stages_of_rank <= layers), None)
+        yield document.mistake(path, f"at most model.layers = {layers} stages{each}", str(pipeline), near)
+        return
     expected = f"stages that hold layers 0-{layers - 1} in {schedule or 'some schedule'}'s order"
     yield document.mistake(path, expected, " and, in a V, ".join(dict.fromkeys(wrong)))
 

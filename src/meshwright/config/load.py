@@ -220,13 +220,15 @@ def one_cpu_rank() -> dict[str, Any]:
 
 
 def _plan_file_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
-    """Mistakes in the plan file that a run names."""
+    """Mistakes in the plan file that a run names; a file with mistakes makes the key `plan` unusable."""
     file = document.data.get("plan")
     if not isinstance(file, str) or file == "auto" or ("plan",) in unusable:
         return []
     plan = read_yaml(Path(file), os.path.relpath(file))
     _, mistakes, plan_unusable = _checked_plan(plan)
-    return mistakes + plan_file_checks(plan, plan_unusable, document, unusable)
+    mistakes += plan_file_checks(plan, plan_unusable, document, unusable)
+    unusable |= {("plan",)} if mistakes else set()
+    return mistakes
 
 
 def profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:

@@ -54,8 +54,10 @@ def rank_shape(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> tuple[i
 
 def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
     """The dimensions of the blocks of one rank. The number of experts, vocabulary and hidden width are the whole model's."""
+    widths = {name: kind.ffn_hidden and kind.ffn_hidden // ranks for name, kind in spec.blocks.items()}
     return replace(
         spec,
+        blocks={name: replace(kind, ffn_hidden=widths[name]) for name, kind in spec.blocks.items()},
         heads=spec.heads // ranks,
         kv_heads=max(1, spec.kv_heads // ranks),
         ffn_hidden=spec.ffn_hidden // ranks,
@@ -66,7 +68,7 @@ def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
 
 def split_error(spec: ModelSpec, ranks: int) -> str | None:
     """The numbers of tensor ranks that can divide the model for inference, in words, if `ranks` cannot; None if they can."""
-    if error := tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, None):
+    if error := tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, None):
         return error
     for name in ("expert_hidden", "shared_expert_hidden"):
         if (width := getattr(spec, name)) % ranks:

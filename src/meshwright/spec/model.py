@@ -210,6 +210,12 @@ class ModelSpec:
         """The norms of the residual stream."""
         return NormSpec(kind=self.norm, eps=self.norm_eps, plus_one=self.norm_plus_one)
 
+    @cached_property
+    def dense_widths(self) -> dict[str, int]:
+        """Widths inside the feed-forward networks of dense layers by their keys, those of kinds among them."""
+        kinds = {f"blocks.{name}.ffn_hidden": kind.ffn_hidden for name, kind in self.blocks.items()}
+        return {"ffn_hidden": self.ffn_hidden, **{key: width for key, width in kinds.items() if width}}
+
     @property
     def value_width(self) -> int:
         """Width of the values, and of attention's output, over all query heads."""
