@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.checkpoint.hf import import_hf
+from meshwright.models.hooks import BlockHooks
 from meshwright.models.moe import MixtureOfExperts, RoutedOutput
 from meshwright.spec.model import mixture_of as described_mixture
 from meshwright.spec.model import parameters
@@ -159,7 +160,7 @@ def test_a_block_compiles_whole(model_name: str) -> None:
 def test_the_host_reads_no_value_before_the_experts() -> None:
     """On the meta device the host can read no value; the whole block runs there."""
     with torch.device("meta"):
-        moe = MixtureOfExperts(described_mixture(MIXTRAL), MIXTRAL.hidden, plain=False)
+        moe = MixtureOfExperts(described_mixture(MIXTRAL), MIXTRAL.hidden, plain=False, hooks=BlockHooks())
         routed = moe(torch.empty(2, 12, MIXTRAL.hidden))
     assert isinstance(routed, RoutedOutput)
     assert routed.x.shape == (2, 12, MIXTRAL.hidden) and routed.load.shape == (MIXTRAL.experts,)

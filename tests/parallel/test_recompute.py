@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._logging import warning_once
 
-from meshwright.kernels.linear import split_backward
+from meshwright.kernels.linear import with_taps
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import COMPILER_OPTIONS, _forward_with_recompute
 from meshwright.parallel.recompute import with_recompute
@@ -99,8 +99,7 @@ def test_full_recompute_saves_the_input_of_a_block_with_a_split_backward() -> No
     model = built(MODELS["llama"]).bfloat16()
     (block,) = model.layers.values()
     compiled = torch.compile(_forward_with_recompute, fullgraph=True, backend="aot_eager_decomp_partition")
-    block.forward = partial(compiled, type(block).forward, "full", block)
-    split_backward(block)
+    block.hooks.run = with_taps(partial(compiled, block.hooks.run, "full"), [block])
     x = torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
     saved_bytes = saved_by(block.forward, model, x)
     assert saved_bytes.pop(x.data_ptr()) == x.nbytes

@@ -54,29 +54,23 @@ class Linear(nn.Linear):
         return _Product.apply(x, self.weight, self.bias, output_tap, input_tap)
 
 
-def split_backward(block: nn.Module) -> None:
-    """Pass the weight gradients of every Linear in the block to its `gradient_sink`.
-
-    Wraps `block.forward`; call it after compilation.
-
-    The first argument of `forward` is x `(…, tokens, features)`. Every Linear inside runs once, on inputs with the same leading dimensions,
-    whose last is multiplied by `tokens_per_input_token`. Weight gradients no longer pass through autograd's accumulation, so hooks on them
-    do not run.
-    """
-    block.forward = with_taps(block.forward, [block])
-
-
 def with_taps(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
-    """Return `forward` with new taps for every Linear in `modules`; what `split_backward` says of blocks holds for it."""
+    """Return `forward` with a split backward: it passes the weight gradients of every Linear in `modules` to its `gradient_sink`.
+
+    `forward` may be compiled. Its first tensor is x `(…, tokens, features)`. Every Linear runs once, on inputs with the same leading
+    dimensions, whose last is multiplied by `tokens_per_input_token`. Weight gradients no longer pass through autograd's accumulation, so
+    hooks on them do not run.
+    """
     linears = [module for root in modules for module in root.modules() if isinstance(module, Linear)]
 
-    def tapped(x: Tensor, *inputs: Any, **options: Any) -> Any:
+    def tapped(*inputs: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
+            x = next(value for value in inputs if isinstance(value, Tensor))
             # The taps stay set after forward: eager recompute runs the block again during backward, with any taps of that shape.
             for linear in linears:
                 *batch, tokens = x.shape[:-1]
                 linear.taps = _new_taps(linear, torch.Size((*batch, tokens * linear.tokens_per_input_token)))
-        return forward(x, *inputs, **options)
+        return forward(*inputs, **options)
 
     return tapped
 

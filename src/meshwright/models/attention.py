@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from meshwright.kernels.attention import AttentionMask, attention
+from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.rope import RotaryTables, rotate
 from meshwright.models.norm import Norm
 from meshwright.spec.blocks.attention import AttentionSpec
 
+if TYPE_CHECKING:
+    from meshwright.models.hooks import BlockHooks
+
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads.
+    """Causal self-attention with grouped key/value heads."""
 
-    Context parallelism replaces `attend` by attention over sequences that are divided over ranks (`parallel.context`).
-    """
-
-    attend: Callable[..., Tensor]
-
-    def __init__(self, spec: AttentionSpec, hidden: int, plain: bool) -> None:
+    def __init__(self, spec: AttentionSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
         super().__init__()
+        self.hooks = hooks
         self.heads, self.kv_heads, self.head_dim, self.plain = spec.heads, spec.kv_heads, spec.head_dim, plain
         width = spec.heads * spec.head_dim
         self.qkv = Linear(hidden, width + 2 * spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
@@ -32,7 +31,6 @@ class Attention(nn.Module):
         self.qk_norm = spec.qk_norm is not None
         self.query_factor = spec.query_factor
         self.out = Linear(width, hidden, bias=spec.out_bias)
-        self.attend = attention
 
     def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         return self.out(self.attend_heads(self.qkv(x), rope, mask))
@@ -47,4 +45,4 @@ class Attention(nn.Module):
             q = q * self.query_factor
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        return self.attend(q, k, v, mask, plain=self.plain).flatten(-2)
+        return self.hooks.attend(q, k, v, mask, plain=self.plain).flatten(-2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -12,6 +11,7 @@ from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.rope import RotaryTables, rotary_tables
 from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.models.attention import Attention
+from meshwright.models.hooks import BlockHooks
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import feed_forward_of
 from meshwright.models.moe import CountedTokens, MixtureOfExperts, RoutedOutput
@@ -34,31 +34,28 @@ class Block(nn.Module):
 
     Where the description has norms of outputs, an output is normed before it is added; a parallel block has none.
 
-    A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. Tensor parallelism replaces
-    `add_branches`, so that both branches of a parallel block share their collectives (`parallel.tensor`).
+    A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. `parallel` and `serve` replace
+    functions of `hooks`.
     """
-
-    add_branches: Callable[[Block, Tensor, RotaryTables | None, AttentionMask | None], Tensor]
 
     def __init__(self, spec: BlockSpec, plain: bool) -> None:
         super().__init__()
-        self.attention_kind = attention_kind(spec)
+        self.hooks, self.attention_kind = BlockHooks(), attention_kind(spec)
         self.parallel, self.routed = len(spec.sublayers) == 1, spec.mixture is not None
         mixer, feed_forward = spec.mixer, spec.feed_forward
         self.attention_norm = Norm(spec.sublayers[0].norm, spec.hidden, plain)
         if isinstance(mixer, LatentAttentionSpec):
-            self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, plain)
+            self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, plain, self.hooks)
         else:
-            self.attention = Attention(mixer, spec.hidden, plain)
+            self.attention = Attention(mixer, spec.hidden, plain, self.hooks)
         self.attention_output_norm = _output_norm(spec, 0, plain)
         if not self.parallel:
             self.mlp_norm = Norm(spec.sublayers[1].norm, spec.hidden, plain)
         if isinstance(feed_forward, MixtureSpec):
-            self.moe = MixtureOfExperts(feed_forward, spec.hidden, plain)
+            self.moe = MixtureOfExperts(feed_forward, spec.hidden, plain, self.hooks)
         else:
             self.mlp = feed_forward_of(feed_forward, spec.hidden, plain)
         self.mlp_output_norm = _output_norm(spec, -1, plain)
-        self.add_branches = sum_of_branches
 
     def forward(
         self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
@@ -67,8 +64,14 @@ class Block(nn.Module):
 
         `rope`, `mask` and `counted` (the tokens that routers count) are those of `models.decoder.SharedInputs`.
         """
+        return self.hooks.run(self, x, rope, mask, counted)
+
+    def compute(
+        self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
+    ) -> Tensor | RoutedOutput:
+        """As `forward`, on one device and without recompute."""
         if self.parallel and not self.routed:
-            return x + self.add_branches(self, self.attention_norm(x), rope, mask)
+            return x + self.hooks.add_branches(self, self.attention_norm(x), rope, mask)
         x, normed = self.add_attention(x, rope, mask)
         if not self.routed:
             return x + self.normed_output(self.mlp(normed))
@@ -84,11 +87,12 @@ class Block(nn.Module):
 
     def attended(self, normed: Tensor | RoundedMatrix, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         """The attention's output as it is added to the residual stream."""
-        y = self.attention(normed, rope, mask)
+        y = self.hooks.sum_ranks(self.attention(normed, rope, mask))
         return y if self.attention_output_norm is None else self.attention_output_norm(y)
 
     def normed_output(self, y: Tensor) -> Tensor:
         """An output of the feed-forward network, or of the experts, as it is added to the residual stream."""
+        y = self.hooks.sum_ranks(y)
         return y if self.mlp_output_norm is None else self.mlp_output_norm(y)
 
 
@@ -105,8 +109,3 @@ def attention_kind(block: BlockSpec) -> AttentionKind:
 def tables_of(rotary: RotarySpec | None, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
     """The rotary tables of `positions` for activations of `dtype`; None without rotation."""
     return None if rotary is None else rotary_tables(positions, rotary.width, rotary.base, rotary.scaling, dtype)
-
-
-def sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-    """Sum of the attention and feed-forward outputs of a parallel block, without the residual."""
-    return block.attention(normed, rope, mask) + block.mlp(normed)

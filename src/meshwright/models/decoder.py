@@ -192,7 +192,7 @@ class Decoder(nn.Module):
         further_loss, routed = torch.zeros_like(sums.loss), []
         for depth, module in enumerate(self.predictions):
             assert isinstance(module, PredictionModule)
-            # `block.forward` as `parallel` wraps it; the embedding of a token has no position, its hidden state has.
+            # As in `parallel.stages`, no module hooks run. The embedding of a token has no position, its hidden state has.
             y = module.block.forward(
                 module.join(hidden, self.scaled_embedding(further.inputs[..., depth])),
                 *shared.of(module.block.attention_kind),

@@ -6,9 +6,8 @@ does not wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +31,9 @@ from meshwright.kernels.router import Choice, choose, has_kernel
 from meshwright.kernels.swiglu import gated_activation
 from meshwright.models.mlp import feed_forward_of
 from meshwright.spec.blocks.mixture import MixtureSpec
+
+if TYPE_CHECKING:
+    from meshwright.models.hooks import BlockHooks
 
 
 @dataclass(frozen=True)
@@ -87,20 +89,15 @@ class RoutedTokens(NamedTuple):
 class MixtureOfExperts(nn.Module):
     """Router, routed experts and, if there is one, a shared expert for all tokens.
 
-    `whole_sequence_loads` converts the loads of this rank's tokens, `(batch, experts)`, to those of whole sequences. It changes nothing
-    unless each rank has a part of every sequence (`parallel.experts`); `whole_sample_loads` does so with the loads of counted samples, of
-    which ranks may have parts (`parallel.hybrid`). `z_loss` says whether `RoutedOutput.squares` is computed, for the
+    `z_loss` says whether `RoutedOutput.squares` is computed, for the
     router z-loss of ST-MoE (Zoph et al. 2022, equation 5). `replayed` `(batch · seq, experts)`, if any, has the scores by which each
     token's experts are chosen instead of the router's (`parallel.replayed_routing`). With `invariant` the bits of a token's output
     do not depend on the other tokens, in inference on CUDA.
     """
 
-    whole_sequence_loads: Callable[[Tensor], Tensor]
-    whole_sample_loads: Callable[[Tensor, CountedTokens], Tensor]
-
-    def __init__(self, spec: MixtureSpec, hidden: int, plain: bool) -> None:
+    def __init__(self, spec: MixtureSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
         super().__init__()
-        self.plain, router = plain, spec.router
+        self.hooks, self.plain, router = hooks, plain, spec.router
         self.count, self.per_token, self.normalised = spec.experts, spec.per_token, router.normalised
         self.groups, self.groups_per_token, self.scale = router.groups, router.groups_per_token, router.scale
         self.choice_bias: nn.Parameter | None = None
@@ -109,8 +106,6 @@ class MixtureOfExperts(nn.Module):
         self.router = Linear(hidden, spec.experts, bias=False)
         self.experts = Experts(spec, hidden, plain)
         self.shared = None if spec.shared is None else feed_forward_of(spec.shared, hidden, plain)
-        self.whole_sequence_loads = lambda loads: loads
-        self.whole_sample_loads = lambda loads, counted: loads
         self.z_loss = False
         self.replayed: Tensor | None = None
         self.invariant = False
@@ -177,9 +172,9 @@ class MixtureOfExperts(nn.Module):
         if self.z_loss:
             token_squares = logits.to(choice.weights.dtype).logsumexp(-1).square()
             squares = (token_squares if counted is None else token_squares * counted.mask).sum()
-        loads = self.whole_sequence_loads(loads)
+        loads = self.hooks.whole_sequence_loads(loads)
         if counted is not None:  # each token gets the loads of its sample
-            loads = self.whole_sample_loads(loads, counted)[counted.sample.flatten().clamp_min(0)]
+            loads = self.hooks.whole_sample_loads(loads, counted)[counted.sample.flatten().clamp_min(0)]
         balance = _balance(choice.probability_sums, loads, self.per_token, by_token=counted is not None)
         return RoutedTokens(sorted_rows, order, weights, balance, load, squares)
 

@@ -2,7 +2,8 @@
 
 The order: remove other stages, divide over tensor ranks, over context or hybrid ranks, distribute experts, use fp8 products, tile,
 recompute, compile, split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules,
-sets attributes of them or wraps `forward` of a block, and parameter names stay the same.
+sets attributes of them or functions of
+`models.hooks.BlockHooks`, and parameter names stay the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.kernels.linear import split_backward
+from meshwright.kernels.linear import with_taps
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initial_values
@@ -139,7 +140,7 @@ def build_engine(
         # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
         # each micro-batch's gradient separately.
         if entry_of(plan.schedule.name).splits_backward or products_accumulate_gradients(plan, layer, spec.layers):
-            split_backward(block)
+            block.hooks.run = with_taps(block.hooks.run, [block])
     units = make_units(model, table[pipeline_rank], plan, mesh, parts)
     model.to_empty(device=mesh.device)
     on_phase_end("model")
@@ -278,7 +279,7 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
 
 
 def wrap_blocks(model: Decoder, plan: Plan) -> dict[int, BlockParts]:
-    """Set the tiles of every block, wrap its `forward` for its recompute mode, then compile it if the plan compiles.
+    """Set the tiles of every block, wrap its `hooks.run` for its recompute mode, then compile it if the plan compiles.
 
     Returns by layer the parts of blocks with experts, wrapped in the same way, if two micro-batches run through them together.
 
@@ -296,9 +297,9 @@ def wrap_blocks(model: Decoder, plan: Plan) -> dict[int, BlockParts]:
             block.mlp.tile = plan.tile(layer, model.spec.layers)
         mode = plan.strategy(layer, model.spec.layers).recompute
         if compiled is not None:
-            block.forward = partial(compiled, type(block).forward, mode, block)
+            block.hooks.run = partial(compiled, block.hooks.run, mode)
         else:
-            block.forward = with_recompute(block.forward, mode, block.routed)
+            block.hooks.run = with_recompute(block.hooks.run, mode, block.routed)
         if plan.paired and block.routed and layer not in parts:
             parts[layer] = _parts(block, mode, compiled, products_accumulate_gradients(plan, layer, model.spec.layers))
     return parts

@@ -52,7 +52,7 @@ def divide_sequences(model: Decoder, plan: Plan, mesh: Mesh) -> SplitSequences |
     for layer, block in blocks_with_layer(model):
         # Recompute of the block gathers keys and values again anyway. Without compilation attention itself would run twice.
         saves_activations = plan.strategy(layer, model.spec.layers).recompute == "none"
-        block.attention.attend = SplitAttention(*axes, "selective" if saves_activations and plan.compile else "none")
+        block.hooks.attend = SplitAttention(*axes, "selective" if saves_activations and plan.compile else "none")
     return SplitSequences(model, mesh, group, ring, ulysses)
 
 

@@ -73,7 +73,7 @@ def count_expert_loads_over_whole_sequences(model: Decoder, mesh: Mesh) -> None:
     """
     if model.spec.experts and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
         for mixture in _mixtures(model):
-            mixture.whole_sequence_loads = partial(sum_loads, group=group.group_name)
+            mixture.hooks.whole_sequence_loads = partial(sum_loads, group=group.group_name)
 
 
 def _mixtures(model: Decoder) -> list[MixtureOfExperts]:

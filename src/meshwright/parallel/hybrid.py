@@ -59,9 +59,8 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
     if error := hybrid_error(dict(mesh.layout.axes), partial(getattr, model.spec)):
         raise BadInput(f"plan.hybrid: expected {error}")
     for _, block in blocks_with_layer(model):
-        block.attention.attend = SlotAttention(group.group_name)
-        if block.routed:
-            block.moe.whole_sample_loads = SampleLoads(group.group_name)
+        block.hooks.attend = SlotAttention(group.group_name)
+        block.hooks.whole_sample_loads = SampleLoads(group.group_name)
     return DividedSamples(model, mesh.axis_size("hybrid"))
 
 

@@ -280,7 +280,7 @@ def _embedding_forward(model: Decoder) -> UnitForward:
 
 
 def _block_forward(block: Block) -> UnitForward:
-    # Not `block(...)`, so that no module hooks run; `parallel.apply` wraps `forward` for recompute and compilation.
+    # Not `block(...)`, so that no module hooks run.
     def run(x: Tensor | None, batch: LocalBatch, shared: SharedInputs) -> Tensor | RoutedOutput:
         assert x is not None
         return block.forward(x, *shared.of(block.attention_kind), shared.counted)

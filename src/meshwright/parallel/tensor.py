@@ -82,13 +82,12 @@ def _divide_block(block: Block, splits: Mapping[str, TensorSplit], group: str, r
             layer = LAYER_CLASSES[splits[name]](linear, group, ranks, peers)
             setattr(block.get_submodule(module), attribute, layer)
     _divide_heads(block.attention, ranks)
-    if isinstance(block.attention, LatentAttention):
-        block.attention.gather_tokens = partial(gather_tokens, group=group, ranks=ranks)
-    block.add_branches = _sum_of_branches
+    block.hooks.gather_tokens = partial(gather_tokens, group=group, ranks=ranks)
+    block.hooks.add_branches = _sum_of_branches
 
 
 def _sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-    """`models.decoder.sum_of_branches` of this rank's tokens, with one all-gather and one reduce-scatter for both branches."""
+    """`models.hooks.sum_of_branches` of this rank's tokens, with one all-gather and one reduce-scatter for both branches."""
     attention, mlp = block.attention, block.mlp
     assert isinstance(attention, Attention), "parallel blocks have no latent attention"
     first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up

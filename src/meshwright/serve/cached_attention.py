@@ -319,9 +319,9 @@ def use_cached_attention(
     blocks = [*model.layers.values(), *(module.block for module in modules)]
     for number, block in enumerate(blocks):
         group, cache_layer = cache.layer(number)
-        attention = cast("Block", block).attention
+        attention, hooks = cast("Block", block).attention, cast("Block", block).hooks
         if isinstance(attention, LatentAttention):
-            attention.attend_latents = CachedLatents(step, cache_layer, group)
+            hooks.attend_latents = CachedLatents(step, cache_layer, group)
         else:
             assert isinstance(attention, Attention)
             norms, query_factor = None, 1.0
@@ -329,9 +329,7 @@ def use_cached_attention(
                 norms = _head_norms(attention)
                 attention.qk_norm = False
                 query_factor, attention.query_factor = attention.query_factor, 1.0  # it follows the norm
-            attention.attend = CachedAttention(
-                step, cache_layer, group, cache.groups[group].window, norms, query_factor
-            )
+            hooks.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window, norms, query_factor)
     return step
 
 

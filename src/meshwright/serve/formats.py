@@ -88,8 +88,6 @@ def use_formats(
         if isinstance(mlp := getattr(block, "mlp", None), GatedMLP) and weights is not None:
             assert isinstance(mlp.gate_up, QuantizedLinear) and isinstance(mlp.down, QuantizedLinear)
             block.add_module("mlp", QuantizedGatedMLP(mlp.gate_up, mlp.down, gelu=mlp.gelu, plain=mlp.plain))
-            for hook in mlp._forward_hooks.values():  # the sum over tensor ranks
-                block.mlp.register_forward_hook(hook)
         if weights is not None and block.routed and _rounds_experts(block.moe.experts, weights):
             block.moe.add_module("experts", QuantizedExperts(block.moe.experts, weights, ranks))
         if invariant and block.routed:
