@@ -84,7 +84,13 @@ DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or 
         (
             [HYBRID, "model.sliding_window=64"],
             "plan.hybrid",
-            "model.sliding_window = none beside it: a divided sample attends to all its tokens",
+            "model.sliding_window = none in all layers beside it: a divided sample attends to all its tokens",
+            None,
+        ),
+        (
+            [HYBRID, "model.blocks={local: {sliding_window: 64}, global: {}}", "model.pattern=[local, global]"],
+            "plan.hybrid",
+            "model.sliding_window = none in all layers beside it: a divided sample attends to all its tokens",
             None,
         ),
     ],

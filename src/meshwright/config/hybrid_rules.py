@@ -34,9 +34,7 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if run("data.packing") not in (None, "none"):
         yield run.mistake("plan.hybrid", "data.packing = none beside it: hybrid ranks divide samples of any length")
         return
-    if error := hybrid_error(
-        {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}, lambda key: run(f"model.{key}")
-    ):
+    if error := hybrid_error({axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}, _windowed(run)):
         yield run.mistake("plan.hybrid", error)
         return
     nodes, per_node, longest = run("cluster.nodes"), run("cluster.gpus_per_node"), run("train.seq_len")
@@ -56,6 +54,13 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if ranks % (experts := run("plan.expert") or 1):
         yield run.mistake("plan.expert", f"a divisor of plan.hybrid = {ranks}", str(math.gcd(ranks, experts)))
     yield from _kept(run)
+
+
+def _windowed(run: RunValues) -> bool:
+    """Whether some layers attend to a window; a kind of layer has the model's where it does not set its own, and 0 is none."""
+    window, kinds = run("model.sliding_window"), run("model.blocks") or {}
+    windows = [kind.get("sliding_window", window) for kind in kinds.values()] or [window]
+    return any(isinstance(size, int) and size > 0 for size in windows)
 
 
 def _pipeline(run: RunValues) -> int:
@@ -94,7 +99,7 @@ def plan_file_hybrid(plan: Document, run: RunValues) -> Iterator[Mistake]:
         return
     if run("data.packing") not in (None, "none"):
         yield plan.mistake(("mesh",), "no hybrid axis, as data.packing is not none", f"{ranks} hybrid ranks")
-    elif error := hybrid_error(sizes, lambda key: run(f"model.{key}")):
+    elif error := hybrid_error(sizes, _windowed(run)):
         yield plan.mistake(("mesh",), f"for the hybrid axis {error}", ", ".join(sizes))
     name = plan.get(("schedule", "name")) or SCHEDULES[0]
     allowed = schedules_of(sizes.get("pipeline", 1))

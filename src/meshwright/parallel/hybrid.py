@@ -8,7 +8,6 @@ have the same shapes and the same operations, so that a compiled block serves al
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +55,7 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
     group = mesh.group("hybrid")
     if group is None:
         return None
-    if error := hybrid_error(dict(mesh.layout.axes), partial(getattr, model.spec)):
+    if error := hybrid_error(dict(mesh.layout.axes), model.spec.windowed):
         raise BadInput(f"plan.hybrid: expected {error}")
     for _, block in blocks_with_layer(model):
         block.hooks.attend = SlotAttention(group.group_name)

@@ -210,6 +210,11 @@ class ModelSpec:
         """The norms of the residual stream."""
         return NormSpec(kind=self.norm, eps=self.norm_eps, plus_one=self.norm_plus_one)
 
+    @property
+    def windowed(self) -> bool:
+        """Whether some layers attend to a window."""
+        return any(block.mixer.window is not None for block in self.block_kinds)
+
     @cached_property
     def dense_widths(self) -> dict[str, int]:
         """Widths inside the feed-forward networks of dense layers by their keys, those of kinds among them."""
