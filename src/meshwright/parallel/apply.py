@@ -201,7 +201,7 @@ def _routing(
     model: Decoder, mesh: Mesh, balance_loss: float, balance_bias: float, z_loss: float
 ) -> RoutingStatistics | None:
     """Enable or disable the z-loss of the model's routers, and return their statistics; None for a dense model."""
-    if not model.spec.experts:
+    if not model.spec.routed_layers:
         return None
     mixtures = {number: block.moe for number, block in numbered_blocks(model) if block.routed}
     for mixture in mixtures.values():

@@ -42,7 +42,7 @@ def distribute_experts(model: Decoder, mesh: Mesh, plan: ExpertPlan | None = Non
     With a `plan` that copies experts, returns by layer which of them are present on which ranks. No effect if each rank has all experts.
     Raises BadInput if the ranks cannot divide the experts evenly, or if there are too many of them for copies.
     """
-    if not model.spec.experts or (group := mesh.experts) is None:
+    if not model.spec.routed_layers or (group := mesh.experts) is None:
         return {}
     if model.spec.experts % group.size():
         raise BadInput(
@@ -71,7 +71,7 @@ def count_expert_loads_over_whole_sequences(model: Decoder, mesh: Mesh) -> None:
     A load is the number of tokens that chose an expert. With whole loads the balance losses of a sequence's parts add up to that of the
     sequence.
     """
-    if model.spec.experts and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
+    if model.spec.routed_layers and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
         for mixture in _mixtures(model):
             mixture.hooks.whole_sequence_loads = partial(sum_loads, group=group.group_name)
 

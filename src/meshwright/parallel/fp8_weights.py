@@ -45,7 +45,7 @@ def use_fp8_products(model: Decoder, plan: Plan, device: torch.device) -> None:
     if any(number_format != "compute" for number_format in formats.values()):
         if conflict := fp8_conflict(plan):
             raise BadInput(f"plan.linear: fp8 does not go with {conflict} in this release; leave it out")
-        _check_device(device, mixture=model.spec.experts > 0)
+        _check_device(device, mixture=model.spec.routed_layers > 0)
     for layer, block in blocks_with_layer(model):
         if formats[layer] == "compute":
             continue

@@ -180,7 +180,7 @@ def make_units(
     of the job.
     """
     # `expert_shards` is collective over all ranks, also over those whose layers have no experts.
-    expert_shards = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
+    expert_shards = mesh.expert_shards if model.spec.routed_layers and mesh.experts is not None else None
     copy_group = (
         mesh.expert_copies if expert_shards is not None and plan.experts and plan.experts.policy != "none" else None
     )

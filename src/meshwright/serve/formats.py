@@ -22,13 +22,12 @@ from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
-from meshwright.models.moe import Experts
+from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.parallel.expert_inference import SharedExperts
 from meshwright.serve.quantized_layers import QuantizedExperts, QuantizedGatedMLP, QuantizedLinear, QuantizedWeight
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import tensor_splits
-from meshwright.spec.model import ModelSpec
 
 CAPABILITIES: dict[WeightFormat, tuple[int, int]] = {"fp8": (8, 9), "int8": (8, 0)}
 """The first GPUs that multiply a format here: Ada and Hopper fp8, Ampere int8."""
@@ -161,13 +160,13 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
         return
     if invariant and weight.dtype == torch.float64:
         raise BadInput("invariant results need a model in bf16, fp16 or fp32 on a GPU, got fp64", key="invariant")
-    if invariant and model.spec.kv_rank:
+    if invariant and any(isinstance(module, LatentAttention) for module in model.modules()):
         raise BadInput(
             "invariant results with latent attention need a CPU: on a GPU no kernel has a fixed order for it",
             key="invariant",
         )
-    if invariant and any(isinstance(block, Block) and block.routed for block in model.layers.values()):
-        _check_invariant_experts(model.spec, weight.dtype)
+    if invariant:
+        _check_invariant_experts(model, weight.dtype)
     if weights is None:
         return
     if torch.cuda.get_device_capability(weight.device) < CAPABILITIES[weights]:
@@ -177,9 +176,10 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
         _check_fp8_sizes(model)
 
 
-def _check_invariant_experts(spec: ModelSpec, dtype: torch.dtype) -> None:
+def _check_invariant_experts(model: Decoder, dtype: torch.dtype) -> None:
     """Other grouped products have an order of addition that depends on the batch."""
-    if spec.mlp != "swiglu" or not has_kernels(dtype, spec.experts, spec.experts_per_token):
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    if not all(moe.experts.takes_few_rows and has_kernels(dtype, moe.count, moe.per_token) for moe in mixtures):
         raise BadInput(
             "invariant results of a mixture of experts on a GPU: expected SwiGLU in bf16 or fp16 with at most "
             f"{MOST_EXPERTS} experts and {MOST_COPIES} of them for a token; use a CPU",
