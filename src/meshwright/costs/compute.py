@@ -294,5 +294,7 @@ def _attention_core(
         return forward, backward
     pairs = shape.attention_layers * shape.windowed_scores * tokens * layout.seq / layout.tensor
     rate = machine.half_peak * k.attention * k.flex * np.where(wide, k.flex_wide, 1.0)
-    windowed = pairs * (shape.query_width + shape.value_width) / rate * k.slow * small_heads * _misaligned_head_slowdown(shape)
+    windowed = (
+        pairs * (shape.query_width + shape.value_width) / rate * k.slow * small_heads * _misaligned_head_slowdown(shape)
+    )
     return forward + windowed, backward + k.flex_backward * windowed

@@ -201,8 +201,8 @@ class Constants:
     flex_wide: Array = 1.0
     """Rate of flex attention with heads wider than 192, relative to `flex`.
 
-    Own engine: what one step lacked that was predicted without it, Gemma-3-4B with 8 sequences of 4,096 tokens on an H200, 1.53 s. It
-    is to be replaced by the rate that `meshwright profile` measures.
+    Own engine: fitted to one step of Gemma-3-4B, 1.53 s on an H200 (2026-11-29-new-families-H200.json), so it includes whatever else that
+    step lacks. It is to be replaced by the rate that `meshwright profile` measures.
     """
     flex_backward: Array = 2.5
     """Time of flex attention's backward relative to its forward.

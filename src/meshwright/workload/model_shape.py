@@ -225,7 +225,15 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
     only = _only(((op.heads, op.kv_heads, op.key_dim, op.value_dim), count) for op, count in attends)
     layers = only.layers
     if only.value is None:
-        names = ("heads", "query_width", "value_width", "kv_width", "full_attention", "windowed_scores", "attention_layers")
+        names = (
+            "heads",
+            "query_width",
+            "value_width",
+            "kv_width",
+            "full_attention",
+            "windowed_scores",
+            "attention_layers",
+        )
         return dict.fromkeys(names, 0.0)
     heads, kv_heads, key_dim, value_dim = only.value
     windows = [(op.window, count) for op, count in attends if op.window is not None and op.window < seq_len]
