@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from meshwright.kernels.attention import attention, block_mask, make_mask
+from meshwright.kernels.attention import BLOCK, attention, block_mask, make_mask
+from meshwright.workload.model_shape import computed_span
 from tests.slow import quick_first
 
 CPU = torch.device("cpu")
@@ -101,6 +102,17 @@ def test_block_mask_gives_the_same_as_the_dense_one(document_order, window, seq)
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks, enable_gqa=True
         )
     assert torch.allclose(actual.transpose(1, 2), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("seq", [128, 500, 4096])
+def test_keys_that_a_window_computes(seq):
+    """The cost model counts the blocks that are in the mask."""
+    assert computed_span(1024, 4096) == 1008
+    for window in (1, 2, 128, 129, 130, 257, 300, 1024):
+        if window < seq:
+            mask = block_mask(None, window, seq, CPU)
+            blocks = mask.kv_num_blocks + mask.full_kv_num_blocks
+            assert computed_span(window, seq) == pytest.approx(float(blocks.float().mean()) * BLOCK)
 
 
 QUERIES = torch.cat((torch.arange(70, 200), torch.arange(340, 470)))

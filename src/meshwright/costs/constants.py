@@ -186,6 +186,29 @@ class Constants:
 
     Own engine: 6, of which the kernel moves 0.95 as many per second as a copy (`kernels.loss_triton`).
     """
+    attention_wide: Array = 1.0
+    """Rate of attention with heads wider than 192, relative to `attention`.
+
+    Own engine: a guess, as fast as with heads of 128; no run has measured it.
+    """
+    flex: Array = 1.0
+    """Rate of the forward of flex attention, which layers with a window have, relative to `attention`.
+
+    Own engine, with `flex_backward`: within documents flex attention reached 0.69 of cuDNN's rate, forward and backward together
+    (benchmarks/results/2026-11-26-document-attention-H200.json). A step of Llama-3.2-1B with a window of 1,024 takes 0.480 s by it,
+    measured 0.471 (2026-11-23-levers-one-gpu-H200.jsonl).
+    """
+    flex_wide: Array = 1.0
+    """Rate of flex attention with heads wider than 192, relative to `flex`.
+
+    Own engine: fitted to one step of Gemma-3-4B, 1.53 s on an H200 (2026-11-29-new-families-H200.json), so it includes whatever else that
+    step lacks. It is to be replaced by the rate that `meshwright profile` measures.
+    """
+    flex_backward: Array = 2.5
+    """Time of flex attention's backward relative to its forward.
+
+    Own engine: published rates of flex attention on an H100 have 4.3, of cuDNN 3.2 where this model has 2.5.
+    """
     fixed_order: Array = 1.0
     """1 if sums in a fixed order slow attention's backward; 0 on CPU ranks, where its sums always have one order."""
     compiled: Array = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import cycle, groupby, islice
 from typing import Annotated, Any, Literal
 
@@ -470,18 +470,21 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. Norms, RoPE and
     activations are not counted. A prediction module counts as a layer, its projection and another use of the head.
     """
-    span_of = partial(mean_span, seq_len=seq_len, causal=causal)
     predicting = (BlockRun(spec.block(spec.layers), spec.layers, spec.prediction_depth),)
     runs = (*sequence(spec), *(predicting if spec.prediction_depth else ()))
-    matmul = sum(run.count * run.block.table().multiplications for run in runs)
-    matmul += spec.prediction_depth * 2 * spec.hidden * spec.hidden
+    blocks = sum(run.count * block_flops_per_token(run.block, seq_len, causal=causal) for run in runs)
+    matmul = spec.prediction_depth * 2 * spec.hidden * spec.hidden
     matmul += (1 + spec.prediction_depth) * spec.vocab_size * spec.hidden
+    return blocks + 6.0 * matmul
+
+
+def block_flops_per_token(block: BlockSpec, seq_len: int, *, causal: bool) -> float:
+    """`flops_per_token` of one block."""
+    table = block.table()
     attention = sum(
-        run.count * op.heads * (op.key_dim + op.value_dim) * span_of(op.window)
-        for run in runs
-        for op in run.block.table().attends
+        op.heads * (op.key_dim + op.value_dim) * mean_span(op.window, seq_len, causal) for op in table.attends
     )
-    return 6.0 * matmul + 6.0 * attention
+    return 6.0 * (table.multiplications + attention)
 
 
 def _active(spec: ModelSpec, parameter: ParameterSpec) -> int:

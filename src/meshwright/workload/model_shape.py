@@ -19,11 +19,13 @@ from meshwright.spec.blocks.memory import Elements, activations, saved
 from meshwright.spec.blocks.mixture import MixtureSpec
 from meshwright.spec.blocks.table import AttendOp, ExpertsOp, LinearOp, Table, TensorSplit
 from meshwright.spec.blocks.transfers import Transfers, transfers
-from meshwright.spec.model import BlockRun, ModelSpec, mean_span, sequence
+from meshwright.spec.model import BlockRun, ModelSpec, sequence
 from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.workload.arrays import Array
 
 Role = Literal["linear", "router", "expert"]
+MASK_BLOCK = 128
+"""Queries, and keys, per block of a mask (`kernels.attention.BLOCK`)."""
 T = TypeVar("T")
 
 
@@ -61,11 +63,13 @@ class Shape:
     """Keys and values together, as they are saved and exchanged."""
     attention_layers: Array
     full_attention: Array
-    """Computed attention scores relative to full causal attention, mean over layers with attention. Short windows of published
-    models count as 0.
+    """Attention scores of the layers without a window, relative to full causal attention in all layers with attention. In published
+    models long windows count as layers without one, short windows as 0.
     """
-    windowed: Array
-    """Share of the layers with attention whose window is shorter than the sequence."""
+    windowed_scores: Array
+    """Attention scores that layers with a window compute, likewise: more than the window has (`computed_span`)."""
+    added_norms: Array
+    """Norms of the residual stream's width that a block has beyond one before each of two bodies, mean over layers."""
     ffn: Array
     """Width of dense feed-forward layers."""
     dense_layers: Array
@@ -189,6 +193,7 @@ def shape_of_runs(runs: tuple[tuple[BlockSpec, float], ...], *, layers: float, s
         vocab=0,
         tied=0.0,
         linears=_linears(runs),
+        added_norms=sum(count / layers * _added_norms(block) for block, count in runs),
         **_attention_columns(attends, seq_len),
         **_feed_forward_columns(dense, mixture.value, runs[0][0].hidden),
         moe_layers=mixture.layers,
@@ -220,10 +225,19 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
     only = _only(((op.heads, op.kv_heads, op.key_dim, op.value_dim), count) for op, count in attends)
     layers = only.layers
     if only.value is None:
-        names = ("heads", "query_width", "value_width", "kv_width", "full_attention", "windowed", "attention_layers")
+        names = (
+            "heads",
+            "query_width",
+            "value_width",
+            "kv_width",
+            "full_attention",
+            "windowed_scores",
+            "attention_layers",
+        )
         return dict.fromkeys(names, 0.0)
     heads, kv_heads, key_dim, value_dim = only.value
-    spans = sum(count * mean_span(op.window, seq_len, causal=True) for op, count in attends)
+    windows = [(op.window, count) for op, count in attends if op.window is not None and op.window < seq_len]
+    computed = sum(count * computed_span(window, seq_len) for window, count in windows)
     return {
         "attention_layers": layers,
         "heads": heads,
@@ -232,9 +246,20 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
         "kv_width": kv_heads * (key_dim + value_dim),
         "kv_head_width": 2 * key_dim,
         "padding": kv_heads * (key_dim - value_dim),
-        "full_attention": 2 * spans / layers / seq_len,
-        "windowed": sum(count for op, count in attends if (op.window or seq_len) < seq_len) / layers,
+        "full_attention": 1 - sum(count for _, count in windows) / layers,
+        "windowed_scores": 2 * computed / layers / seq_len,
     }
+
+
+def computed_span(window: int, seq_len: int) -> float:
+    """Mean number of keys for which attention with a window computes a query's score: whole blocks of the mask.
+
+    Example: of 4,096 tokens with a window of 1,024 a block of 128 queries has up to 9 blocks of keys, at the start fewer: 1,008 keys on
+    average, of which the window has 896.
+    """
+    blocks = -(-seq_len // MASK_BLOCK)
+    most = min(blocks, (window + MASK_BLOCK - 2) // MASK_BLOCK + 1)
+    return (blocks - (most - 1) / 2) * most / blocks * MASK_BLOCK
 
 
 def _feed_forward_columns(
@@ -266,6 +291,10 @@ def _transfer_columns(moved: Sequence[tuple[Transfers, float]], hidden: float) -
         "narrow_gathers": sum(count for _, count in narrow),
         "narrow_width": _only(narrow).value or 0.0,
     }
+
+
+def _added_norms(block: BlockSpec) -> int:
+    return max(0, sum(1 + (sublayer.norm_out is not None) for sublayer in block.sublayers) - 2)
 
 
 def _linears(runs: Sequence[tuple[BlockSpec, float]]) -> tuple[LinearColumns, ...]:
