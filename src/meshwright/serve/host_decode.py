@@ -69,7 +69,7 @@ class HostDecode:
         self._embed, self._norm = weight, model.norm.weight
         self._head = (weight if model.head.weight is None else model.head.weight).t()
         self._layers = [_weights(block) for block in _blocks(model)]
-        rope = tables_of(group.mixer.rotary, torch.arange(context), weight.dtype)
+        rope = tables_of(group.mixer.rotary, torch.arange(context), weight.dtype, context)
         assert rope is not None
         cos, sin = signed_tables((rope[0][0, :, 0], rope[1][0, :, 0]))
         self._rotations = torch.cat((cos[:, 0], sin[:, 0]), dim=1)
@@ -92,7 +92,14 @@ class HostDecode:
             return False
         usual = spec.positions == "rope" and spec.norm == "rmsnorm" and spec.mlp == "swiglu"
         particular = (
-            spec.norm_plus_one or spec.output_norms or spec.score_scale is not None or spec.embedding_scale != 1
+            spec.norm_plus_one
+            or spec.output_norms
+            or spec.qk_norm_whole
+            or spec.score_scale is not None
+            or spec.rotary_dim != spec.head_dim
+            or spec.rope_pairs != "halves"
+            or spec.query_growth
+            or not spec.embedding_scale == spec.residual_factor == spec.logit_factor == 1
         )
         unusual = spec.bias or spec.parallel_block or particular or any(map(spec.routed, range(spec.layers)))
         if not usual or unusual or len(cache.groups) != 1 or cache.tensors[0].dtype != weight.dtype:
@@ -193,11 +200,11 @@ class HostDecode:
 def _weights(block: Block) -> _Layer:
     attention, mlp = cast("Attention", block.attention), cast("GatedMLP", block.mlp)
     return _Layer(
-        attention_norm=block.attention_norm.weight,
+        attention_norm=cast("Norm", block.attention_norm).weight,
         qkv=attention.qkv.weight.t(),
         qkv_bias=attention.qkv.bias,
         out=attention.out.weight.t(),
-        mlp_norm=block.mlp_norm.weight,
+        mlp_norm=cast("Norm", block.mlp_norm).weight,
         gate_up=mlp.gate_up.weight.t(),
         down=mlp.down.weight.t(),
         head_norms=(attention.q_norm.weight, attention.k_norm.weight) if attention.qk_norm else None,

@@ -32,6 +32,8 @@ def hybrid_error(sizes: Mapping[str, int], model: Callable[[str], Any]) -> str |
         return f"no {other} ranks beside it: hybrid ranks take the place of shard and context ranks"
     if model("sliding_window") is not None:
         return "model.sliding_window = none beside it: a divided sample attends to all its tokens"
+    if model("longrope") is not None:
+        return "model.longrope = none beside it: its divisors follow from the length, and slots have other lengths than samples"
     return None
 
 
