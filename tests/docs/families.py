@@ -11,7 +11,7 @@ import torch
 from tests.docs.features import PAGE, compared, with_table
 from tests.docs.pages import ROOT, text_of
 from tests.families.test_families import CASES
-from tests.interop.check import EXPORTED, VERSION
+from tests.interop.check import EXPORTED, NEWER, VERSION
 from tests.models.tiny import built
 
 from meshwright.families.registry import FAMILIES
@@ -50,7 +50,8 @@ def lines() -> list[str]:
     rows = [HEAD, ["---"] * len(HEAD)]
     for family in FAMILIES:
         names = [name for name in (*get_args(AxisName), EXPERT) if name in axes.get(family, ())]
-        exported = f"transformers 5 and {VERSION.rstrip('.')}" if family in written else "no"
+        versions = "5" if family in NEWER else f"5 and {VERSION.rstrip('.')}"
+        exported = f"transformers {versions}" if family in written else "no"
         rows.append(
             [f"`{family}`", words[family in read], exported, ", ".join(names) or "none", words[is_served(family)]]
         )

@@ -5,6 +5,8 @@ A family's file in `cases` has:
 - `config`, which draws keys of a small model's config.json;
 - `PARAMETERS`, the published numbers of parameters of its presets;
 - `RELEASED`, the config.json of a released model, by preset;
+- `WRONG`, if any, mistakes that raise no error: each gives ModelSpec fields with which the model computes
+  something else, or none where a drawn model lacks what it is about;
 - `CHANGED`, if any, the keys that an export writes otherwise;
 - `IN_MEMORY`, if any, a part of module names that transformers replaces when it loads a folder, and with what.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -72,9 +75,19 @@ def imported(folder: Path, dtype: torch.dtype = torch.float64) -> Decoder:
     return model
 
 
+@torch.no_grad()
+def mistaken(ours: Decoder, spec: ModelSpec) -> Decoder:
+    """Another model with the same weights, as far as both have them."""
+    weights, wrong = dict(ours.named_parameters()), built(spec, vary=False)
+    for name, parameter in wrong.named_parameters():
+        if name in weights:
+            parameter.copy_(weights[name][: len(parameter)])
+    return wrong.requires_grad_(False)
+
+
 def in_float64(theirs: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
     """transformers' loss and logits, with gradients; it fixes fp32 for norms, softmax, routers and rotary tables: lift that."""
-    theirs = theirs.double()
+    theirs, default = theirs.double(), torch.get_default_dtype()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "float32", torch.float64)
         patched.setattr(torch, "float", torch.float64)
@@ -85,8 +98,12 @@ def in_float64(theirs: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatc
         for module in theirs.modules():
             if hasattr(module, "scalar_embed_scale"):
                 module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
-        answer = theirs(tokens, labels=tokens)
-        answer.loss.backward()
+        torch.set_default_dtype(torch.float64)  # that of quotients of integers
+        try:
+            answer = theirs(tokens, labels=tokens)
+            answer.loss.backward()
+        finally:
+            torch.set_default_dtype(default)
     return answer
 
 
@@ -113,6 +130,11 @@ def test_logits_and_every_gradient_equal_transformers(
     tokens = torch.randint(0, ours.spec.vocab_size, (2, SEQ))
     answer = in_float64(theirs, tokens, monkeypatch)
     assert (ours(tokens) - answer.logits).abs().max() <= 1e-10
+    for mistake, fields in getattr(CASES[family], "WRONG", {}).items():
+        if not (wrong_fields := fields(ours.spec)):
+            continue
+        wrong = mistaken(ours, replace(ours.spec, **wrong_fields))
+        assert (wrong(tokens) - answer.logits).abs().max() > 1e-6, mistake
     targets = tokens.roll(-1, 1).index_fill(1, torch.tensor([SEQ - 1]), -1)
     (ours(tokens, targets=targets) / (2 * (SEQ - 1))).backward()
     gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}

@@ -7,22 +7,41 @@ from __future__ import annotations
 
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.checkpoint.test_hf import SPECS, export
-from tests.models.tiny import DEEPSEEK_LITE, DEEPSEEK_V2, DEEPSEEK_V3, GEMMA, SMOLLM3, built, some_tokens
+from tests.models.tiny import (
+    DEEPSEEK_LITE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DENSE,
+    GEMMA,
+    LLAMA,
+    QWEN2,
+    SMOLLM3,
+    built,
+    some_tokens,
+)
 
 EXPORTED = {
     **SPECS,
     "gemma": GEMMA,
     "smollm3": SMOLLM3,
+    **DENSE,
+    "mistral": replace(LLAMA, family="mistral", sliding_window=37),
+    "seed oss": replace(QWEN2, family="seed_oss"),
+    "olmo2": replace(DENSE["olmo3"], family="olmo2", sliding_window=None, blocks={}, pattern=()),
+    "ernie4.5": replace(LLAMA, family="ernie4_5", rope_pairs="neighbours", bias=True),
     "deepseek v2": DEEPSEEK_V2,
     "deepseek v2 lite": DEEPSEEK_LITE,
     "deepseek v3": DEEPSEEK_V3,
 }
+NEWER = {"ministral3"}
+"""Families that this version does not have."""
 VERSION = "4.57."
 SEQ = 64
 BOUND = 1e-4
@@ -55,7 +74,7 @@ def main() -> None:
     assert transformers.__version__.startswith(VERSION), f"expected {VERSION}*, found {transformers.__version__}"
     transformers.utils.logging.set_verbosity_error()
     wrong = []
-    for name in EXPORTED:
+    for name in [name for name in EXPORTED if name not in NEWER]:
         with tempfile.TemporaryDirectory() as folder:
             difference = largest_difference(name, Path(folder) / "model")
         print(f"{name}: {difference:.1e}", flush=True)

@@ -8,6 +8,7 @@ import torch
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
+from meshwright.spec.blocks.positions import LongRopeScaling
 from meshwright.spec.model import KindSpec, ModelSpec, RopeScaling, YarnScaling
 
 LLAMA = ModelSpec(
@@ -148,6 +149,56 @@ ALL = {
     "gemma": GEMMA,
     **MIXTURES,
 }
+DENSE = {
+    "glm4": replace(LLAMA, family="glm4", rope_width=8, rope_pairs="neighbours", output_norms=True, qkv_bias=True),
+    "granite": replace(
+        LLAMA,
+        family="granite",
+        embedding_scale=12.0,
+        residual_factor=0.22,
+        logit_factor=0.125,
+        score_scale=0.1,
+        tied=True,
+    ),
+    "ministral3": replace(
+        LLAMA,
+        family="ministral3",
+        yarn=YarnScaling(factor=16.0, original_max_seq_len=16),
+        query_growth=0.5,
+        sliding_window=21,
+    ),
+    "olmo3": replace(
+        LLAMA,
+        family="olmo3",
+        layers=3,
+        qk_norm=True,
+        qk_norm_whole=True,
+        input_norms=False,
+        output_norms=True,
+        sliding_window=9,
+        blocks={
+            "local": KindSpec(),
+            "global": KindSpec(
+                sliding_window=0,
+                yarn=YarnScaling(factor=8.0, original_max_seq_len=16, mscale_all_dim=0.0, attention_factor=1.2),
+            ),
+        },
+        pattern=("local", "global"),
+    ),
+    "phi3": replace(
+        LLAMA,
+        family="phi3",
+        rope_width=12,
+        longrope=LongRopeScaling(
+            short_factor=(1.0, 1.1, 1.2, 1.3, 1.4, 1.5),
+            long_factor=(1.0, 1.5, 3.0, 5.0, 9.0, 20.0),
+            factor=64.0,
+            original_max_seq_len=8,
+        ),
+        sliding_window=25,
+    ),
+}
+"""What no model above has: rotation of a part, of neighbours or with LongRoPE, growing queries, norms of all heads together, factors."""
 
 
 def built(spec, *, plain=False, dtype=torch.float64, loss_chunk=16, vary=True):

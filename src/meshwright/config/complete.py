@@ -24,7 +24,7 @@ from meshwright.spec.model import ModelSpec
 
 ModelReader = Callable[[Path], dict[str, Any]]
 _DERIVED = ("ffn_hidden", "kv_heads", "head_dim")
-FREE_BESIDE_WEIGHTS = ("max_seq_len", "rope_scaling", "yarn", "prediction_depth", "init_std")
+FREE_BESIDE_WEIGHTS = ("max_seq_len", "rope_scaling", "yarn", "longrope", "prediction_depth", "init_std")
 """Dimensions that a run may change beside its initial weights: a longer context, and fewer prediction modules."""
 
 

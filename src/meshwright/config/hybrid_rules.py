@@ -34,7 +34,9 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if run("data.packing") not in (None, "none"):
         yield run.mistake("plan.hybrid", "data.packing = none beside it: hybrid ranks divide samples of any length")
         return
-    if error := hybrid_error({axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}, _windowed(run)):
+    if error := hybrid_error(
+        {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}, _windowed(run), _by_length(run)
+    ):
         yield run.mistake("plan.hybrid", error)
         return
     nodes, per_node, longest = run("cluster.nodes"), run("cluster.gpus_per_node"), run("train.seq_len")
@@ -54,6 +56,11 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if ranks % (experts := run("plan.expert") or 1):
         yield run.mistake("plan.expert", f"a divisor of plan.hybrid = {ranks}", str(math.gcd(ranks, experts)))
     yield from _kept(run)
+
+
+def _by_length(run: RunValues) -> bool:
+    """Whether the rotation depends on the length of a sequence."""
+    return run("model.longrope") is not None
 
 
 def _windowed(run: RunValues) -> bool:
@@ -99,7 +106,7 @@ def plan_file_hybrid(plan: Document, run: RunValues) -> Iterator[Mistake]:
         return
     if run("data.packing") not in (None, "none"):
         yield plan.mistake(("mesh",), "no hybrid axis, as data.packing is not none", f"{ranks} hybrid ranks")
-    elif error := hybrid_error(sizes, _windowed(run)):
+    elif error := hybrid_error(sizes, _windowed(run), _by_length(run)):
         yield plan.mistake(("mesh",), f"for the hybrid axis {error}", ", ".join(sizes))
     name = plan.get(("schedule", "name")) or SCHEDULES[0]
     allowed = schedules_of(sizes.get("pipeline", 1))

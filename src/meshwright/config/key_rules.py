@@ -28,6 +28,7 @@ from meshwright.spec.layout import (
     STAGES_PER_RANK,
     context_split_error,
     expert_split_error,
+    norm_split_error,
     stage_table,
     tensor_split_error,
 )
@@ -306,6 +307,7 @@ def _tensor_error(run: RunValues, ranks: int) -> str | None:
         **{f"blocks.{name}.ffn_hidden": size for name, size in kinds.items() if isinstance(size, int)},
     }
     error = tensor_split_error(ranks, heads, kv_heads, widths, run("model.vocab_size") or 0, run("train.seq_len"))
+    error = error or norm_split_error(ranks, bool(run("model.qk_norm_whole")))
     return error or expert_split_error(ranks, run("model.experts") or 0, run("model.shared_expert_hidden") or 0)
 
 

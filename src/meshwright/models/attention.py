@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.linear import Linear
-from meshwright.kernels.rope import RotaryTables, rotate
+from meshwright.kernels.rope import ROTATIONS, RotaryTables
 from meshwright.models.norm import Norm
 from meshwright.spec.blocks.attention import AttentionSpec
 
@@ -26,9 +26,10 @@ class Attention(nn.Module):
         width = spec.heads * spec.head_dim
         self.qkv = Linear(hidden, width + 2 * spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
         if spec.qk_norm is not None:
-            self.q_norm = Norm(spec.qk_norm, spec.head_dim, plain)
-            self.k_norm = Norm(spec.qk_norm, spec.head_dim, plain)
-        self.qk_norm = spec.qk_norm is not None
+            self.q_norm = Norm(spec.qk_norm, width if spec.whole_norm else spec.head_dim, plain)
+            self.k_norm = Norm(spec.qk_norm, spec.kv_heads * spec.head_dim if spec.whole_norm else spec.head_dim, plain)
+        self.qk_norm, self.whole_norm = spec.qk_norm is not None, spec.whole_norm
+        self.rotate = ROTATIONS["halves" if spec.rotary is None else spec.rotary.pairs]
         self.query_factor = spec.query_factor
         self.out = Linear(width, hidden, bias=spec.out_bias)
 
@@ -39,10 +40,14 @@ class Attention(nn.Module):
         """Attention output `(batch, seq, heads · head_dim)` of the projected queries, keys and values `qkv`."""
         heads = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        if self.qk_norm:
+        if self.qk_norm and self.whole_norm:
+            q, k = (norm(x.flatten(-2)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        elif self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_factor != 1:
             q = q * self.query_factor
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+            q, k = self.rotate(q, rope), self.rotate(k, rope)
+            if len(rope) > 2:
+                q = q * rope[2]
         return self.hooks.attend(q, k, v, mask, plain=self.plain).flatten(-2)

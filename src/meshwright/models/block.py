@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask
-from meshwright.kernels.rope import RotaryTables, rotary_tables
+from meshwright.kernels.rope import RotaryTables, query_factors, rotary_tables
 from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.models.attention import Attention
 from meshwright.models.hooks import BlockHooks
@@ -19,6 +19,7 @@ from meshwright.models.norm import Norm
 from meshwright.spec.blocks.block import BlockSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
 from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.positions import RotarySpec
 
 
@@ -32,7 +33,8 @@ class AttentionKind(NamedTuple):
 class Block(nn.Module):
     """Norm and attention, then norm and feed-forward network, each with a residual; a parallel block has one norm for both.
 
-    Where the description has norms of outputs, an output is normed before it is added; a parallel block has none.
+    Where the description has norms of outputs, an output is normed before it is added, and so it may have a factor; a parallel block has
+    neither. Without norms of inputs a body reads the residual stream itself.
 
     A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. `parallel` and `serve` replace
     functions of `hooks`.
@@ -43,19 +45,20 @@ class Block(nn.Module):
         self.hooks, self.attention_kind = BlockHooks(), attention_kind(spec)
         self.parallel, self.routed = len(spec.sublayers) == 1, spec.mixture is not None
         mixer, feed_forward = spec.mixer, spec.feed_forward
-        self.attention_norm = Norm(spec.sublayers[0].norm, spec.hidden, plain)
+        self.residual_factor = spec.sublayers[0].factor
+        self.attention_norm = _norm(spec.sublayers[0].norm, spec.hidden, plain)
         if isinstance(mixer, LatentAttentionSpec):
             self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, plain, self.hooks)
         else:
             self.attention = Attention(mixer, spec.hidden, plain, self.hooks)
-        self.attention_output_norm = _output_norm(spec, 0, plain)
+        self.attention_output_norm = _norm(spec.sublayers[0].norm_out, spec.hidden, plain)
         if not self.parallel:
-            self.mlp_norm = Norm(spec.sublayers[1].norm, spec.hidden, plain)
+            self.mlp_norm = _norm(spec.sublayers[1].norm, spec.hidden, plain)
         if isinstance(feed_forward, MixtureSpec):
             self.moe = MixtureOfExperts(feed_forward, spec.hidden, plain, self.hooks)
         else:
             self.mlp = feed_forward_of(feed_forward, spec.hidden, plain)
-        self.mlp_output_norm = _output_norm(spec, -1, plain)
+        self.mlp_output_norm = _norm(spec.sublayers[-1].norm_out, spec.hidden, plain)
 
     def forward(
         self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
@@ -71,34 +74,39 @@ class Block(nn.Module):
     ) -> Tensor | RoutedOutput:
         """As `forward`, on one device and without recompute."""
         if self.parallel and not self.routed:
-            return x + self.hooks.add_branches(self, self.attention_norm(x), rope, mask)
+            return x + self.hooks.add_branches(self, _normed(x, self.attention_norm), rope, mask)
         x, normed = self.add_attention(x, rope, mask)
         if not self.routed:
-            return x + self.normed_output(self.mlp(normed))
+            return x + self.added_output(self.mlp(normed))
         routed = cast("RoutedOutput", self.moe(normed, counted))
         # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
-        return RoutedOutput(x + self.normed_output(routed.x), routed.balance, routed.load, routed.squares)
+        return RoutedOutput(x + self.added_output(routed.x), routed.balance, routed.load, routed.squares)
 
     def add_attention(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> tuple[Tensor, Tensor]:
         """x with the attention's output added, and the input of the feed-forward network."""
-        normed = self.attention_norm(x)
+        normed = _normed(x, self.attention_norm)
         x = x + self.attended(normed, rope, mask)
-        return x, normed if self.parallel else self.mlp_norm(x)
+        return x, normed if self.parallel else _normed(x, self.mlp_norm)
 
     def attended(self, normed: Tensor | RoundedMatrix, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         """The attention's output as it is added to the residual stream."""
-        y = self.hooks.sum_ranks(self.attention(normed, rope, mask))
-        return y if self.attention_output_norm is None else self.attention_output_norm(y)
+        return self._added(self.attention(normed, rope, mask), self.attention_output_norm)
 
-    def normed_output(self, y: Tensor) -> Tensor:
+    def added_output(self, y: Tensor) -> Tensor:
         """An output of the feed-forward network, or of the experts, as it is added to the residual stream."""
-        y = self.hooks.sum_ranks(y)
-        return y if self.mlp_output_norm is None else self.mlp_output_norm(y)
+        return self._added(y, self.mlp_output_norm)
+
+    def _added(self, y: Tensor, norm: Norm | None) -> Tensor:
+        y = _normed(self.hooks.sum_ranks(y), norm)
+        return y if self.residual_factor == 1 else y * self.residual_factor
 
 
-def _output_norm(spec: BlockSpec, sublayer: int, plain: bool) -> Norm | None:
-    norm = spec.sublayers[sublayer].norm_out
-    return None if norm is None else Norm(norm, spec.hidden, plain)
+def _norm(norm: NormSpec | None, width: int, plain: bool) -> Norm | None:
+    return None if norm is None else Norm(norm, width, plain)
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def attention_kind(block: BlockSpec) -> AttentionKind:
@@ -106,6 +114,11 @@ def attention_kind(block: BlockSpec) -> AttentionKind:
     return AttentionKind(block.mixer.rotary, block.mixer.window)
 
 
-def tables_of(rotary: RotarySpec | None, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
-    """The rotary tables of `positions` for activations of `dtype`; None without rotation."""
-    return None if rotary is None else rotary_tables(positions, rotary.width, rotary.base, rotary.scaling, dtype)
+def tables_of(rotary: RotarySpec | None, positions: Tensor, dtype: torch.dtype, length: int) -> RotaryTables | None:
+    """The rotary tables of `positions` in sequences of `length` tokens, for activations of `dtype`; None without rotation."""
+    if rotary is None:
+        return None
+    tables = rotary_tables(positions, rotary.width, rotary.base, rotary.scaling, dtype, length=length)
+    if not rotary.growth_length:
+        return tables
+    return *tables, query_factors(positions, rotary.query_growth, rotary.growth_length, dtype)

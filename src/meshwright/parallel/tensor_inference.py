@@ -39,7 +39,7 @@ def divide_for_inference(model: Decoder, part: Part, group: dist.ProcessGroup) -
         block.hooks.sum_ranks = sum_ranks
     vocabulary = [even_rows(spec.vocab_size, part.count, index) for index in range(part.count)]
     model.embed = DividedEmbedding(model.embed.weight, vocabulary[part.index].start, group)
-    model.head = DividedHead(model.head.weight, [len(rows) for rows in vocabulary], group)
+    model.head = DividedHead(model.head, [len(rows) for rows in vocabulary], group)
 
 
 class DividedEmbedding(Embedding):
@@ -59,17 +59,17 @@ class DividedEmbedding(Embedding):
 
 
 class DividedHead(Head):
-    """This rank's rows of the head. `sizes` are the numbers of rows of each rank; `weight` is None for a tied head."""
+    """This rank's rows of the head `whole`. `sizes` are the numbers of rows of each rank."""
 
-    def __init__(self, weight: nn.Parameter | None, sizes: list[int], group: dist.ProcessGroup) -> None:
-        super().__init__(weight, loss_chunk=0)
+    def __init__(self, whole: Head, sizes: list[int], group: dist.ProcessGroup) -> None:
+        super().__init__(whole.weight, loss_chunk=0, factor=whole.factor)
         self.sizes, self.group = sizes, group
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         """Logits `(1, tokens, vocab)` of hidden `(1, tokens, hidden)`, gathered from all ranks."""
         weight = self.weight if tied is None else tied
         assert targets is None and weight is not None, "a model that is divided for inference computes no loss"
-        logits = F.linear(hidden, weight)
+        logits = F.linear(self.scaled(hidden), weight)
         logits = F.pad(logits, (0, max(self.sizes) - logits.shape[-1]))
         gathered = logits.new_empty((len(self.sizes) * logits.shape[0], *logits.shape[1:]))
         ALL_GATHER(gathered, logits, group=self.group)

@@ -58,13 +58,14 @@ class VocabularyHead(Head):
     """
 
     def __init__(self, whole: Head, sizes: tuple[int, ...], rank: int, group: str) -> None:
-        super().__init__(whole.weight, whole.loss_chunk, z_loss=whole.z_loss)
+        super().__init__(whole.weight, whole.loss_chunk, factor=whole.factor, z_loss=whole.z_loss)
         self.sizes, self.rank, self.group = sizes, rank, group
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor | LossSums:
         """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`; with targets, the sums of this rank's tokens."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head receives the embedding's weight as `tied`"
+        hidden = self.scaled(hidden)
         if targets is None:
             return self._logits(hidden, weight)
         # (ranks, batch · seq / ranks): the order of the gathered tokens of a chunk.

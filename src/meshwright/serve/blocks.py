@@ -64,15 +64,16 @@ def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
     if block.parallel:
         return x, block.hooks.add_branches(block, cast("Tensor", normed), None, None)
     x, normed = add_and_norm(x, block.attended(normed, None, None), block.mlp_norm, input_format(block.mlp))
-    return x, block.normed_output(block.mlp(normed))
+    return x, block.added_output(block.mlp(normed))
 
 
 def mixture_output(block: Block, normed: Tensor) -> Delta:
-    """The output of a block's mixture: as summands where nothing sums or norms it before it is added."""
-    mixture, alone = block.moe, block.hooks.sum_ranks is unchanged and block.mlp_output_norm is None
+    """The output of a block's mixture: as summands where nothing sums, norms or scales it before it is added."""
+    mixture = block.moe
+    alone = block.hooks.sum_ranks is unchanged and block.mlp_output_norm is None and block.residual_factor == 1
     if alone and (copies := mixture.copy_outputs(normed)) is not None:
         return CopyOutputs(copies, None if mixture.shared is None else mixture.shared(normed))
-    return block.normed_output(mixture(normed, losses=False))
+    return block.added_output(mixture(normed, losses=False))
 
 
 def mixture_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Tensor]:
@@ -87,9 +88,12 @@ def mixture_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
 
 
 def add_and_norm(
-    x: Tensor, delta: Delta | None, norm: Norm, rounded: WeightFormat | None = None
+    x: Tensor, delta: Delta | None, norm: Norm | None, rounded: WeightFormat | None = None
 ) -> tuple[Tensor, Tensor | RoundedMatrix]:
-    """Return `x + delta`, or x without a delta, and its norm, which may be `rounded` to a format."""
+    """Return `x + delta`, or x without a delta, and its norm, which may be `rounded` to a format; without a norm the sum itself."""
+    if norm is None:
+        x = x if delta is None else x + (delta.sum() if isinstance(delta, CopyOutputs) else delta)
+        return x, x
     if delta is None:
         return x, norm(x)
     if isinstance(delta, CopyOutputs):

@@ -29,11 +29,15 @@ from meshwright.models.prediction import PredictionModule
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.host_attention import HostDecodes, prepare_decodes, signed_tables
 from meshwright.serve.kv_cache import KVCache
+from meshwright.spec.blocks.attention import AttentionSpec
+from meshwright.workload.cache_size import LayerGroup
 
 INVARIANT_QUERIES = 512
 """Tokens whose attention an invariant step computes at a time: the parts of their contexts take memory."""
 
 
+Rotation = Callable[[Tensor, RotaryTables], Tensor]
+"""Rotates heads `(tokens, heads, head_dim)` by tables `(tokens, 1, ·)`."""
 AttentionCall = Callable[[Tensor, Tensor], Tensor]
 """`attend(queries, out)` writes a layer's attention of the current step into `out` and returns it.
 
@@ -116,7 +120,9 @@ def _split_into_tokens(step: StepInputs) -> LoneTokens:
 class CachedAttention:
     """`attend` of one layer: writes keys and values into the cache and attends to all tokens of each request.
 
-    `norms` are those of queries and keys, and `query_factor` multiplies the queries, if the layer has left them to this object.
+    `norms` are those of queries and keys, and `query_factor` multiplies the queries, if the layer has left them to this object. `rotation`
+    is one that the write into the cache cannot do, with its tables `(context, ·)`; `query_growth` `(context, 1)` has the factors of queries
+    by position.
     """
 
     def __init__(
@@ -127,13 +133,23 @@ class CachedAttention:
         window: int | None,
         norms: HeadNorms | None = None,
         query_factor: float = 1.0,
+        rotation: tuple[Rotation, RotaryTables] | None = None,
+        query_growth: Tensor | None = None,
     ) -> None:
         self._step, self._cache, self._group, self._window = step, cache_layer, group, window
         self._norms, self._query_factor = norms, query_factor
+        self._rotation, self._query_growth = rotation, query_growth
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *, plain: bool) -> Tensor:
         """Attention output of q `(1, tokens, heads, head_dim)`, shaped like q; k and v are `(1, tokens, kv_heads, head_dim)`."""
         q, k, v = q[0], k[0], v[0]
+        positions = self._step.inputs.positions
+        if self._rotation is not None:
+            rotate, whole_tables = self._rotation
+            tables = tuple(table[positions][:, None] for table in whole_tables)
+            q, k = rotate(q, tables), rotate(k, tables)
+        if self._query_growth is not None:
+            q = q * self._query_growth[positions][:, None]
         if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
             return decodes.attend(q, k, v, self._cache)[None]
         step = self._step.inputs
@@ -312,9 +328,9 @@ def use_cached_attention(
     """
     weight = model.embed.weight
     positions = torch.arange(context, device=weight.device)
-    tables = [tables_of(group.mixer.rotary, positions, weight.dtype) for group in cache.groups]
-    ropes = [None if rope is None else (rope[0][0, :, 0], rope[1][0, :, 0]) for rope in tables]
-    step = CurrentStep(ropes, cache, invariant=invariant)
+    tables = [tables_of(group.mixer.rotary, positions, weight.dtype, context) for group in cache.groups]
+    ropes = [None if rope is None else tuple(table[0, :, 0] for table in rope) for rope in tables]
+    step = CurrentStep([_written(*pair) for pair in zip(cache.groups, ropes, strict=True)], cache, invariant=invariant)
     modules = cast("Iterable[PredictionModule]", model.predictions[:predictions])
     blocks = [*model.layers.values(), *(module.block for module in modules)]
     for number, block in enumerate(blocks):
@@ -324,13 +340,25 @@ def use_cached_attention(
             hooks.attend_latents = CachedLatents(step, cache_layer, group)
         else:
             assert isinstance(attention, Attention)
-            norms, query_factor = None, 1.0
-            if attention.qk_norm and cache_layer.is_cuda:  # one kernel norms, rotates and writes
+            norms, query_factor, rope = None, 1.0, ropes[group]
+            growth = rope[2] if rope is not None and len(rope) > 2 else None
+            rotation = None if rope is None or step.ropes[group] is not None else (attention.rotate, rope[:2])
+            fused = cache_layer.is_cuda and not attention.whole_norm and rotation is None and growth is None
+            if attention.qk_norm and fused:  # one kernel norms, rotates and writes
                 norms = _head_norms(attention)
                 attention.qk_norm = False
                 query_factor, attention.query_factor = attention.query_factor, 1.0  # it follows the norm
-            hooks.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window, norms, query_factor)
+            hooks.attend = CachedAttention(
+                step, cache_layer, group, cache.groups[group].window, norms, query_factor, rotation, growth
+            )
     return step
+
+
+def _written(group: LayerGroup, rope: RotaryTables | None) -> RotaryTables | None:
+    """Cosines and sines with which a group's keys are rotated as they are written; None where the layers rotate them before."""
+    mixer = group.mixer
+    rotates_before = isinstance(mixer, AttentionSpec) and not mixer.rotates_whole_heads
+    return None if rope is None or rotates_before else rope[:2]
 
 
 def _head_norms(attention: Attention) -> HeadNorms:

@@ -19,7 +19,7 @@ from meshwright.kernels.linear import Linear
 from meshwright.kernels.router import MOST_EXPERTS
 from meshwright.models.attention import Attention
 from meshwright.models.block import Block
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Decoder, Head
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.models.moe import Experts, MixtureOfExperts
@@ -49,18 +49,17 @@ class InvariantLinear(nn.Module):
         return fixed_linear(x, self.weight, self.bias)
 
 
-class InvariantHead(nn.Module):
-    """The head with the product of `InvariantLinear`."""
+class InvariantHead(Head):
+    """The head `whole` with the product of `InvariantLinear`."""
 
-    def __init__(self, weight: nn.Parameter | None) -> None:
-        super().__init__()
-        self.weight = weight
+    def __init__(self, whole: Head) -> None:
+        super().__init__(whole.weight, loss_chunk=0, factor=whole.factor)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         """Logits of hidden `(batch, seq, hidden)`, as of `models.decoder.Head` without targets."""
         weight = self.weight if tied is None else tied
         assert targets is None and weight is not None
-        return fixed_linear(hidden, weight)
+        return fixed_linear(self.scaled(hidden), weight)
 
 
 def use_formats(
@@ -92,7 +91,7 @@ def use_formats(
         if invariant and block.routed:
             block.moe.invariant = True
     if invariant:
-        model.add_module("head", InvariantHead(model.head.weight))
+        model.add_module("head", InvariantHead(model.head))
     if weights is not None and model.embed.weight.is_cuda:
         torch.cuda.empty_cache()  # the rounded weights' memory, for the key/value cache
 

@@ -73,7 +73,7 @@ class HostDecode:
         self._embed, self._norm = weight, model.norm.weight
         self._head = (weight if model.head.weight is None else model.head.weight).t()
         self._layers = [_weights(block) for block in blocks]
-        rope = tables_of(blocks[0].attention_kind.rotary, torch.arange(context), weight.dtype)
+        rope = tables_of(blocks[0].attention_kind.rotary, torch.arange(context), weight.dtype, context)
         assert rope is not None
         cos, sin = signed_tables((rope[0][0, :, 0], rope[1][0, :, 0]))
         self._rotations = torch.cat((cos[:, 0], sin[:, 0]), dim=1)
@@ -94,7 +94,8 @@ class HostDecode:
         weight, spec = model.embed.weight, model.spec
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or model.plain:
             return False
-        if len(spec.block_kinds) > 1 or spec.embedding_scale != 1 or model.positions is not None:
+        scaled = spec.embedding_scale != 1 or spec.logit_factor != 1
+        if len(spec.block_kinds) > 1 or scaled or model.positions is not None:
             return False
         return cache.tensors[0].dtype == weight.dtype and all(map(_is_computed, model.modules()))
 
@@ -192,11 +193,11 @@ class HostDecode:
 def _weights(block: Block) -> _Layer:
     attention, mlp = cast("Attention", block.attention), cast("GatedMLP", block.mlp)
     return _Layer(
-        attention_norm=block.attention_norm.weight,
+        attention_norm=cast("Norm", block.attention_norm).weight,
         qkv=attention.qkv.weight.t(),
         qkv_bias=attention.qkv.bias,
         out=attention.out.weight.t(),
-        mlp_norm=block.mlp_norm.weight,
+        mlp_norm=cast("Norm", block.mlp_norm).weight,
         gate_up=mlp.gate_up.weight.t(),
         down=mlp.down.weight.t(),
         head_norms=(attention.q_norm.weight, attention.k_norm.weight) if attention.qk_norm else None,
@@ -218,17 +219,26 @@ def _is_computed(module: nn.Module) -> bool:
     if type(module) not in _MODULES or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return False
     if isinstance(module, Block):
-        changed = module.parallel or module.attention_output_norm is not None or module.hooks.sum_ranks is not unchanged
-        return not changed and module.attention_kind.rotary is not None
+        norms = module.attention_norm is not None and module.attention_output_norm is None
+        usual = norms and not module.parallel and module.residual_factor == 1 and module.hooks.sum_ranks is unchanged
+        return usual and _rotates_whole_heads(module)
     if isinstance(module, Attention):
         width = (module.heads + 2 * module.kv_heads) * module.head_dim
         whole = isinstance(module.qkv, Linear) and module.qkv.out_features == width
-        return whole and module.query_factor == 1 and module.out.bias is None
+        return whole and module.query_factor == 1 and not module.whole_norm and module.out.bias is None
     if isinstance(module, GatedMLP):
         return not module.gelu and module.gate_up.bias is None
     if isinstance(module, Norm):
         return module.bias is None and not module.plus_one
     return not isinstance(module, Linear) or module.scaling is None
+
+
+def _rotates_whole_heads(block: Block) -> bool:
+    """Whether the halves of each head are rotated by the position alone."""
+    rotary, attention = block.attention_kind.rotary, cast("Attention", block.attention)
+    if rotary is None or rotary.pairs != "halves" or rotary.growth_length:
+        return False
+    return isinstance(block.attention, Attention) and rotary.width == attention.head_dim
 
 
 _MODULES = (Decoder, Embedding, nn.ModuleDict, nn.ModuleList, Block, Attention, GatedMLP, Norm, Head, Linear)

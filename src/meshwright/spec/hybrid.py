@@ -22,16 +22,19 @@ slots for the numbers left out.
 """
 
 
-def hybrid_error(sizes: Mapping[str, int], windowed: bool) -> str | None:
+def hybrid_error(sizes: Mapping[str, int], windowed: bool, by_length: bool = False) -> str | None:
     """Return the first unmet requirement of hybrid ranks, in words; None if all are met.
 
-    `sizes` are those of the other axes, `windowed` tells whether layers of the model attend to a window.
+    `sizes` are those of the other axes, `windowed` tells whether layers of the model attend to a window, `by_length` whether their
+    rotation depends on the length of a sequence (LongRoPE).
     """
     other = next((axis for axis in REFUSED_BESIDE if sizes.get(axis, 1) > 1), None)
     if other is not None:
         return f"no {other} ranks beside it: hybrid ranks take the place of shard and context ranks"
     if windowed:
         return "model.sliding_window = none in all layers beside it: a divided sample attends to all its tokens"
+    if by_length:
+        return "model.longrope = none beside it: its divisors follow from the length, and slots have other lengths than samples"
     return None
 
 

@@ -21,7 +21,7 @@ from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
 from meshwright.spec.blocks.mixture import MixtureSpec, RouterSpec
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import Body
-from meshwright.spec.blocks.positions import RopeScaling, RotarySpec, YarnScaling
+from meshwright.spec.blocks.positions import LongRopeScaling, Pairs, RopeScaling, RotarySpec, YarnScaling
 from meshwright.spec.blocks.table import ParameterSpec, TensorSplit, Value
 from meshwright.spec.fields import Bound, Name, NotNegative, Positive
 
@@ -29,6 +29,10 @@ LATENT_NORM_EPS = 1e-6
 """DeepSeek's norms of latents do not use the model's epsilon."""
 BESIDE_LATENTS: dict[str, Any] = {
     "positions": "rope",
+    "rope_width": 0,
+    "rope_pairs": "halves",
+    "longrope": None,
+    "query_growth": 0.0,
     "qk_norm": False,
     "bias": False,
     "qkv_bias": False,
@@ -36,6 +40,8 @@ BESIDE_LATENTS: dict[str, Any] = {
     "score_scale": None,
 }
 """Values of keys that latent attention needs, beside as many key/value heads as heads."""
+SCALINGS = ("rope_scaling", "yarn", "longrope")
+"""Keys of scalings of the rotary frequencies, of which a model, or a kind of layer, has one at most."""
 MOST_PARAMETERS = 10**15
 """Weights of a model: more exceed the arithmetic of the cost model."""
 
@@ -89,15 +95,27 @@ class ModelSpec:
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies: Llama 3.1's, or linear."""
     yarn: YarnScaling | None = None
-    """YaRN scaling of the rotary frequencies (DeepSeek)."""
+    """YaRN scaling of the rotary frequencies (DeepSeek, OLMo 3, Ministral 3)."""
+    longrope: LongRopeScaling | None = None
+    """LongRoPE scaling of the rotary frequencies (Phi-3, Phi-4-mini)."""
+    rope_width: NotNegative = 0
+    """Rotated elements at the start of each query and key head; 0 rotates whole heads."""
+    rope_pairs: Pairs = "halves"
+    """Elements that are rotated together: i and i + width / 2, or the neighbours 2i and 2i + 1 (GLM-4, Ernie 4.5)."""
+    query_growth: Annotated[float, Bound(at_least=0)] = 0.0
+    """Growth of queries with their position p: factor 1 + this · log(1 + ⌊p / yarn.original_max_seq_len⌋) (Ministral 3)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation before attention, before the feed-forward network and before the head."""
     norm_eps: Annotated[float, Bound(more_than=0)] = 1e-5
     """Added to the variance before the square root."""
     norm_plus_one: bool = False
     """RMS norms multiply by 1 + weight, and weights start from zero (Gemma)."""
+    input_norms: bool = True
+    """Norms of the inputs of attention and feed-forward network; false needs `output_norms` (OLMo 2)."""
     output_norms: bool = False
     """Norms of the outputs of attention and feed-forward network too, before they are added (Gemma)."""
+    residual_factor: Annotated[float, Bound(more_than=0)] = 1.0
+    """Factor of the outputs of attention and feed-forward network, before they are added (Granite)."""
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
     """Gated SiLU, gated GELU, or GELU without a gate; GELU is its tanh approximation."""
     bias: bool = False
@@ -106,8 +124,12 @@ class ModelSpec:
     """Biases of queries, keys and values; `bias` has them too (Qwen2)."""
     qk_norm: bool = False
     """RMSNorm of each query and key head before RoPE (Qwen3)."""
+    qk_norm_whole: bool = False
+    """`qk_norm` is over all heads of a token together (OLMo 2)."""
     embedding_scale: Annotated[float, Bound(more_than=0)] = 1.0
     """Factor of token embeddings, rounded to their dtype (Gemma: √hidden)."""
+    logit_factor: Annotated[float, Bound(more_than=0)] = 1.0
+    """Factor of the head's input, and so of the logits (Granite)."""
     tied: bool = False
     """The head is the transposed token embedding."""
     parallel_block: bool = False
@@ -229,7 +251,7 @@ class ModelSpec:
     @property
     def rotary_dim(self) -> int:
         """Width of the rotated part of a head."""
-        return self.rope_head_dim if self.kv_rank else self.head_dim
+        return self.rope_head_dim if self.kv_rank else self.rope_width or self.head_dim
 
 
 @dataclass(frozen=True)
@@ -280,11 +302,13 @@ def block_of(spec: ModelSpec, name: str = "", routed: bool = True) -> BlockSpec:
     mixer = latent_attention_of(spec) if spec.kv_rank else attention_of(spec)
     has_experts = routed and spec.experts > 0 and kind.routed is not False
     feed_forward = mixture_of(spec) if has_experts else feed_forward_of(spec, spec.ffn_hidden)
-    norm_out = norm if spec.output_norms else None
+    norm_in, norm_out = norm if spec.input_norms else None, norm if spec.output_norms else None
     bodies = ((mixer, feed_forward),) if spec.parallel_block else ((mixer,), (feed_forward,))
     return BlockSpec(
         hidden=spec.hidden,
-        sublayers=tuple(SublayerSpec(norm=norm, bodies=added, norm_out=norm_out) for added in bodies),
+        sublayers=tuple(
+            SublayerSpec(norm=norm_in, bodies=added, norm_out=norm_out, factor=spec.residual_factor) for added in bodies
+        ),
         std=spec.init_std,
         residual_std=spec.init_std / math.sqrt(2 * spec.layers),
     )
@@ -293,12 +317,11 @@ def block_of(spec: ModelSpec, name: str = "", routed: bool = True) -> BlockSpec:
 def _with_keys(spec: ModelSpec, kind: KindSpec) -> ModelSpec:
     """The model with the keys that a kind sets."""
     keys = {key.name: getattr(kind, key.name) for key in fields(kind) if key.name != "routed"}
-    given = {name: value for name, value in keys.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in keys.items() if value is not None}
     if "sliding_window" in given:
         given["sliding_window"] = given["sliding_window"] or None
-    for scaling, other in (("rope_scaling", "yarn"), ("yarn", "rope_scaling")):
-        if scaling in given:
-            given.setdefault(other, None)  # a kind's scaling replaces the model's, of either form
+    if any(scaling in given for scaling in SCALINGS):
+        given = {**dict.fromkeys(SCALINGS), **given}  # a kind's scaling replaces the model's, of any form
     return replace(spec, **given) if given else spec
 
 
@@ -315,8 +338,15 @@ def layer_mistakes(spec: ModelSpec) -> Iterator[tuple[str, str, str]]:
         yield "pattern", "dense layers behind experts", "dense layers before those with experts"
     if spec.norm_plus_one and spec.norm != "rmsnorm":
         yield "norm_plus_one", "true", f"false with norm: {spec.norm}"
-    if spec.output_norms and spec.parallel_block:
-        yield "output_norms", "true", "false with parallel_block"
+    for key, usual in (("output_norms", False), ("input_norms", True), ("residual_factor", 1.0)):
+        if spec.parallel_block and getattr(spec, key) != usual:
+            yield key, str(getattr(spec, key)).lower(), f"{str(usual).lower()} with parallel_block"
+    if not spec.input_norms and not spec.output_norms:
+        yield "input_norms", "false", "true without output_norms"
+    if spec.qk_norm_whole and not spec.qk_norm:
+        yield "qk_norm_whole", "true", "false without qk_norm"
+    if len(scalings := [key for key in SCALINGS if getattr(spec, key) is not None]) > 1:
+        yield scalings[1], "a section", f"none beside {scalings[0]}: a model has one scaling"
     for name, kind in spec.blocks.items():
         if kind.routed and not spec.experts:
             yield f"blocks.{name}.routed", "true", "false or none, as model.experts is 0"
@@ -347,7 +377,13 @@ def unusable_keys(spec: ModelSpec) -> Iterator[str]:
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:
     """Attention with keys and values by head, as the flat keys describe it."""
-    rotary = RotarySpec(width=spec.head_dim, base=spec.rope_theta, scaling=spec.yarn or spec.rope_scaling)
+    rotary = RotarySpec(
+        width=spec.rotary_dim,
+        base=spec.rope_theta,
+        scaling=spec.yarn or spec.rope_scaling or spec.longrope,
+        pairs=spec.rope_pairs,
+        query_growth=spec.query_growth,
+    )
     return AttentionSpec(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
@@ -355,6 +391,7 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
         rotary=rotary if spec.positions == "rope" else None,
         window=spec.sliding_window,
         qk_norm=NormSpec(eps=spec.norm_eps, plus_one=spec.norm_plus_one) if spec.qk_norm else None,
+        whole_norm=spec.qk_norm_whole,
         score_scale=spec.score_scale,
         qkv_bias=spec.bias or spec.qkv_bias,
         out_bias=spec.bias,
@@ -366,7 +403,12 @@ def latent_attention_of(spec: ModelSpec) -> LatentAttentionSpec:
     return LatentAttentionSpec(
         heads=spec.heads,
         head_dim=spec.head_dim,
-        rotary=RotarySpec(width=spec.rope_head_dim, base=spec.rope_theta, scaling=spec.yarn or spec.rope_scaling),
+        rotary=RotarySpec(
+            width=spec.rope_head_dim,
+            base=spec.rope_theta,
+            scaling=spec.yarn or spec.rope_scaling,
+            pairs="neighbours",
+        ),
         value_head_dim=spec.value_head_dim,
         kv_rank=spec.kv_rank,
         latent_norm=NormSpec(eps=LATENT_NORM_EPS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.families.drawn import llama3, small
+from tests.families.drawn import llama3, small, yarn
 
 PARAMETERS = {
     "llama3-1b": 1_235_814_400,
@@ -18,7 +18,8 @@ PARAMETERS = {
 
 def config(draw: random.Random) -> dict[str, Any]:
     keys, bias = small(draw), draw.random() < 0.5
-    rope = {"rope_parameters": llama3(draw)} if draw.random() < 0.5 else {}
+    scaled = draw.choice((None, llama3, yarn))
+    rope = {"rope_parameters": scaled(draw)} if scaled else {}
     return {**keys, **rope, "attention_bias": bias, "mlp_bias": bias, "head_dim": draw.choice((6, 12))}
 
 

@@ -22,10 +22,13 @@ class SublayerSpec:
     Two bodies read one norm and are added: a parallel block (MegaScale §3.1).
     """
 
-    norm: NormSpec
+    norm: NormSpec | None
+    """None where the bodies read the residual stream itself."""
     bodies: tuple[Body, ...]
     norm_out: NormSpec | None = None
     """Norm of the body's output before it is added; a sublayer with two bodies has none."""
+    factor: float = 1.0
+    """Factor of what is added to the residual stream."""
 
     @property
     def shares_transfers(self) -> bool:
@@ -77,15 +80,17 @@ def _table(block: BlockSpec, spread: bool) -> Table:
 
 def _operations(block: BlockSpec, stream: str, spread: bool) -> Iterator[Op]:
     for number, sublayer in enumerate(block.sublayers, 1):
-        norm_name = sublayer.bodies[0].NORM
-        normed = Value(norm_name, block.hidden)
-        yield sublayer.norm.operation(norm_name, stream, normed, block.hidden)
+        source = stream
+        if sublayer.norm is not None:
+            normed = Value(sublayer.bodies[0].NORM, block.hidden)
+            yield sublayer.norm.operation(normed.name, stream, normed, block.hidden)
+            source = normed.name
         outputs = []
         for body in sublayer.bodies:
             place = Place(
                 hidden=block.hidden,
                 prefix=body.MODULE,
-                reads=normed.name,
+                reads=source,
                 std=block.std,
                 residual_std=block.residual_std,
                 spread=spread,
