@@ -243,7 +243,7 @@ def join_shards(name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch
                 for half in halves_of_shards
             ]
         )
-    if module in ("up", "embed", "head"):
+    if module in ("up", "embed", "head") or parameter_name == "sinks":
         return torch.cat(shards)
     if module in ("out", "down") and parameter_name == "weight":
         return torch.cat(shards, dim=1)

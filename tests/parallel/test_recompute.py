@@ -19,7 +19,7 @@ from meshwright.parallel.apply import COMPILER_OPTIONS, _forward_with_recompute
 from meshwright.parallel.recompute import with_recompute
 from meshwright.spec.plan import Recompute
 from meshwright.workload.activations import saved_elements
-from tests.models.tiny import DEEPSEEK_V3, DENSE, GEMMA, LLAMA, PARALLEL, QWEN3_MOE, built
+from tests.models.tiny import DEEPSEEK_V3, DENSE, GEMMA, GPT_OSS, LLAMA, PARALLEL, QWEN2_MOE, QWEN3_MOE, built
 from tests.slow import quick_first
 
 
@@ -44,6 +44,21 @@ MODELS = {
         experts=16,
         experts_per_token=8,
         expert_hidden=104,
+    ),
+    "gpt-oss": replace(
+        GPT_OSS,
+        layers=1,
+        hidden=256,
+        head_dim=48,
+        kv_heads=1,
+        experts=16,
+        experts_per_token=8,
+        expert_hidden=104,
+        blocks={},
+        pattern=(),
+    ),
+    "qwen2 moe": replace(
+        QWEN2_MOE, layers=1, hidden=256, head_dim=48, kv_heads=1, experts=16, experts_per_token=8, expert_hidden=104
     ),
     "llama": replace(LLAMA, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, ffn_hidden=300),
     "parallel": replace(PARALLEL, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, ffn_hidden=300),

@@ -94,7 +94,7 @@ class HostDecode:
         weight, spec = model.embed.weight, model.spec
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or model.plain:
             return False
-        scaled = spec.embedding_scale != 1 or spec.logit_factor != 1
+        scaled = spec.embedding_scale != 1 or spec.logit_factor != 1 or spec.logit_cap is not None
         if len(spec.block_kinds) > 1 or scaled or model.positions is not None:
             return False
         return cache.tensors[0].dtype == weight.dtype and all(map(_is_computed, model.modules()))

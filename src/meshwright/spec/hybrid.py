@@ -35,6 +35,10 @@ def hybrid_error(sizes: Mapping[str, int], windowed: bool, by_length: bool = Fal
         return "model.sliding_window = none in all layers beside it: a divided sample attends to all its tokens"
     if by_length:
         return "model.longrope = none beside it: its divisors follow from the length, and slots have other lengths than samples"
+    if model("sinks"):
+        return "model.sinks = false beside it: the parts of a divided sample have no sinks"
+    if model("score_cap") is not None:
+        return "model.score_cap = none beside it: attention to the parts of a divided sample has no caps"
     return None
 
 
