@@ -304,8 +304,8 @@ class Experts(nn.Module):
 
     def _add_bias(self, rows: Tensor, name: str, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
         """Rows `(rows, out)` of a layer plus the biases of their experts, each times its element of `weights` `(rows,)` if given."""
-        biases = getattr(self, f"{name}_bias", None)
-        if biases is None:
+        biases = getattr(self, f"{name}_bias") if self.biased else None
+        if biases is None:  # or another tensor rank has them
             return rows
         bias = group_rows(biases, order.offsets, len(rows))
         return rows + (bias if weights is None else (bias * weights[:, None]).to(rows.dtype))
