@@ -88,7 +88,7 @@ MODELS = {
 }
 UNPREDICTED = [("olmo", "all_but_attention"), ("gpt-oss", "none")]
 """Not within the bound: at this small width the statistics of norms and attention are 5.4% of what is saved beside a block without norms
-of inputs.
+of inputs. gpt-oss also saves a row of biases for each row of its experts, for the gradient of the weights that multiply them.
 """
 MODES: tuple[Recompute, ...] = ("selective", "none", "all_but_attention")
 MAX_EXCESS, BYTES_PER_ROUTER_CHOICE = 0.05, 32

@@ -55,7 +55,8 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
     group = mesh.group("hybrid")
     if group is None:
         return None
-    if error := hybrid_error(dict(mesh.layout.axes), model.spec.windowed, model.spec.longrope is not None):
+    altered = model.spec.sinks or model.spec.score_cap is not None
+    if error := hybrid_error(dict(mesh.layout.axes), model.spec.windowed, model.spec.longrope is not None, altered):
         raise BadInput(f"plan.hybrid: expected {error}")
     for _, block in blocks_with_layer(model):
         block.hooks.attend = SlotAttention(group.group_name)
