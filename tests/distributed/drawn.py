@@ -136,6 +136,99 @@ FAMILIES = {
     ),
 }
 """A model of each dense family whose mechanisms no model above has."""
+GEMMA2 = replace(
+    GEMMA,
+    family="gemma2",
+    qk_norm=False,
+    score_cap=0.5,
+    logit_cap=1.5,
+    blocks={"local": KindSpec(sliding_window=5), "global": KindSpec()},
+    first=(),
+    pattern=("local", "global"),
+)
+"""Caps of scores and logits."""
+GPT_OSS = replace(
+    LLAMA,
+    family="gpt_oss",
+    layers=5,
+    max_seq_len=SEQ,
+    mlp="clamped_swiglu",
+    qkv_bias=True,
+    out_bias=True,
+    sinks=True,
+    experts=8,
+    experts_per_token=2,
+    expert_hidden=6,
+    expert_bias=True,
+    sliding_window=5,
+    blocks={"local": KindSpec(), "global": KindSpec(sliding_window=0)},
+    pattern=("local", "global"),
+)
+"""Sinks, clamped activation, biases of router and experts."""
+QWEN2_MOE = replace(
+    LLAMA,
+    family="qwen2_moe",
+    layers=5,
+    max_seq_len=SEQ,
+    qkv_bias=True,
+    experts=8,
+    experts_per_token=3,
+    expert_hidden=6,
+    normalised_routing=False,
+    shared_expert_hidden=4,
+    shared_expert_gate=True,
+)
+GLM4_MOE = replace(
+    LLAMA,
+    family="glm4_moe",
+    layers=5,
+    max_seq_len=SEQ,
+    head_dim=8,
+    rope_width=4,
+    qk_norm=True,
+    qkv_bias=True,
+    router="sigmoid",
+    experts=8,
+    experts_per_token=3,
+    expert_hidden=6,
+    shared_expert_hidden=4,
+    first_dense_layers=1,
+    routing_scale=2.5,
+)
+MINIMAX_M2 = replace(
+    LLAMA,
+    family="minimax_m2",
+    layers=5,
+    max_seq_len=SEQ,
+    head_dim=8,
+    rope_width=4,
+    qk_norm=True,
+    qk_norm_whole=True,
+    router="sigmoid",
+    experts=8,
+    experts_per_token=2,
+    expert_hidden=6,
+)
+KIMI_K2 = replace(
+    LLAMA,
+    family="kimi_k2",
+    layers=4,
+    max_seq_len=SEQ,
+    kv_heads=LLAMA.heads,
+    head_dim=10,
+    kv_rank=6,
+    q_rank=8,
+    rope_head_dim=4,
+    value_head_dim=6,
+    router="sigmoid",
+    experts=8,
+    experts_per_token=2,
+    expert_hidden=6,
+    shared_expert_hidden=4,
+    first_dense_layers=1,
+    routing_scale=2.8,
+)
+FAMILIES |= {"glm4_moe": GLM4_MOE, "minimax_m2": MINIMAX_M2, "kimi_k2": KIMI_K2}
 MIXTURES = [
     replace(LLAMA, family="mixtral", layers=8, experts=8, experts_per_token=2, expert_hidden=6, max_seq_len=SEQ),
     replace(

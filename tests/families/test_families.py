@@ -5,6 +5,7 @@ A family's file in `cases` has:
 - `config`, which draws keys of a small model's config.json;
 - `PARAMETERS`, the published numbers of parameters of its presets;
 - `RELEASED`, the config.json of a released model, by preset;
+- `ORACLE`, if any, the type of the class that transformers has for a type that it does not know;
 - `WRONG`, if any, mistakes that raise no error: each gives ModelSpec fields with which the model computes
   something else, or none where a drawn model lacks what it is about;
 - `CHANGED`, if any, the keys that an export writes otherwise;
@@ -24,7 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.checkpoint.hf import export_hf, import_hf
+from meshwright.checkpoint.hf import export_hf, from_stacked, import_hf
 from meshwright.families.folder import from_hf_config, hf_tensors, to_hf_config
 from meshwright.families.registry import FAMILIES, MODEL_PRESETS
 from meshwright.models.decoder import Decoder
@@ -49,17 +50,39 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
+def their_config(family: str, keys: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(getattr(CASES[family], "ORACLE", family), **keys)
+
+
+def save(theirs: Any, folder: Path, family: str) -> None:
+    """Write a model of transformers as a folder of the family."""
+    theirs.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": family}))
+
+
+def keys_read(folder: Path, family: str) -> dict[str, Any]:
+    """All keys that transformers' class has after it reads a folder's config.json."""
+    keys = json.loads((folder / "config.json").read_text())
+    del keys["model_type"]
+    return their_config(family, keys).to_dict()
+
+
 def their_model(family: str, seed: int) -> Any:
     """A small random model of transformers, in which norms, biases and choice biases differ from their initial values."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **CASES[family].config(random.Random(seed)))
+    config = their_config(family, CASES[family].config(random.Random(seed)))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("bias") and tensor.is_floating_point():
                 tensor.normal_(std=0.2)
+            elif name.endswith("sinks"):
+                tensor.normal_()
             elif tensor.dim() == 1 and name.endswith("weight"):
                 tensor.add_(0.2 * torch.randn_like(tensor))
     return model.eval()
@@ -116,6 +139,8 @@ def their_gradient(ours: Decoder, name: str, gradients: dict[str, torch.Tensor])
         layer, attribute = FAMILIES[ours.spec.family].layer.format(layer=name.split(".")[1]), name.rpartition(".")[2]
         (stacked,) = [key for key in gradients if key.startswith(layer) and f".experts.{attribute}" in key]
         return gradients[stacked]
+    if parts[0].stacked:
+        return from_stacked(parts[0], gradients[parts[0].name]).view_as(ours.get_parameter(name))
     found = [gradients[part.name].t() if part.transposed else gradients[part.name] for part in parts]
     return torch.cat(found)
 
@@ -125,7 +150,7 @@ def test_logits_and_every_gradient_equal_transformers(
     family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = their_model(family, seed)
-    theirs.save_pretrained(tmp_path)
+    save(theirs, tmp_path, family)
     ours = imported(tmp_path)
     tokens = torch.randint(0, ours.spec.vocab_size, (2, SEQ))
     answer = in_float64(theirs, tokens, monkeypatch)
@@ -147,9 +172,7 @@ def test_logits_and_every_gradient_equal_transformers(
 
 @pytest.mark.parametrize(("family", "seed"), DRAWS)
 def test_a_folder_read_and_written_again_is_the_same(family: str, seed: int, tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    their_model(family, seed).save_pretrained(tmp_path / "theirs")
+    save(their_model(family, seed), tmp_path / "theirs", family)
     ours = imported(tmp_path / "theirs", torch.float32)
     weights = dict(ours.named_parameters())
     export_hf(tmp_path / "ours", ours.spec, weights.__getitem__, tokenizer=None, run_note="", dtype="fp32")
@@ -157,7 +180,7 @@ def test_a_folder_read_and_written_again_is_the_same(family: str, seed: int, tmp
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
-    configs = [AutoConfig.from_pretrained(tmp_path / side).to_dict() for side in ("theirs", "ours")]
+    configs = [keys_read(tmp_path / side, family) for side in ("theirs", "ours")]
     unequal = {key for key in configs[0].keys() | configs[1].keys() if configs[0].get(key) != configs[1].get(key)}
     unexpected = unequal - UNWRITTEN - getattr(CASES[family], "CHANGED", set())
     assert not unexpected, [(config.get(key), key) for key in unexpected for config in configs]
@@ -165,10 +188,8 @@ def test_a_folder_read_and_written_again_is_the_same(family: str, seed: int, tmp
 
 @pytest.mark.parametrize("family", CASES)
 def test_all_keys_of_the_class_are_known_and_others_are_refused(family: str) -> None:
-    from transformers import AutoConfig
-
-    drawn = AutoConfig.for_model(family, **CASES[family].config(random.Random(0))).to_dict()
-    config = json.loads(json.dumps(drawn))
+    drawn = their_config(family, CASES[family].config(random.Random(0))).to_dict()
+    config = {**json.loads(json.dumps(drawn)), "model_type": family}
     fields, _ = from_hf_config(config)
     written = to_hf_config(from_plain(ModelSpec, fields))
     with pytest.raises(BadInput, match=r"some/config\.json: attn_cap: expected a key that this family reads, got 30.0"):

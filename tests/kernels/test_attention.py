@@ -164,3 +164,33 @@ def test_cuda_paths_equal_the_plain_twin(compiled, masked):
     for fast_value, plain_value in zip(*results, strict=True):
         error = (fast_value.float() - plain_value.float()).abs().max()
         assert error < 0.02 * plain_value.float().abs().max()
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(("documents", "window"), [(None, None), (DOCUMENTS, 4)])
+def test_a_sink_takes_its_share_of_each_softmax(plain, documents, window):
+    """Against one more key, whose score is the sink's and whose value is 0; its gradient is the sink's."""
+    q, k, v = inputs()
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    scores = q.transpose(1, 2) @ k.repeat_interleave(2, 2).transpose(1, 2).mT / math.sqrt(8)
+    visible = make_mask(documents, window, SEQ, CPU, plain=True) or make_mask(torch.zeros(2, SEQ), None, SEQ, CPU)
+    scores = scores.masked_fill(~visible.dense, float("-inf"))
+    column = sinks[:, None, None].expand(2, 4, SEQ, 1)
+    weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+    expected = (weights @ v.repeat_interleave(2, 2).transpose(1, 2)).transpose(1, 2)
+    out = attention(q, k, v, make_mask(documents, window, SEQ, CPU, plain=plain), sinks=sinks, plain=plain)
+    assert torch.allclose(out, expected, rtol=0, atol=1e-13)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    gradients = [torch.autograd.grad(result, (q, k, v, sinks), grad) for result in (out, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("documents", "window"), [(None, None), (DOCUMENTS, 4)])
+def test_scores_are_capped_before_the_mask(documents, window):
+    q, k, v = inputs()
+    scores = q.transpose(1, 2) @ k.repeat_interleave(2, 2).transpose(1, 2).mT / math.sqrt(8)
+    mask = make_mask(documents, window, SEQ, CPU, cap=0.7)
+    weights = torch.softmax((0.7 * torch.tanh(scores / 0.7)).masked_fill(~mask.dense, float("-inf")), -1)
+    expected = (weights @ v.repeat_interleave(2, 2).transpose(1, 2)).transpose(1, 2)
+    assert torch.allclose(attention(q, k, v, mask), expected, rtol=0, atol=1e-13)

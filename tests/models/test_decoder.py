@@ -89,7 +89,8 @@ def test_loss_is_the_sum_over_counted_targets():
 
 
 @pytest.mark.parametrize(
-    "model_name", ["llama", "qwen3", "gpt2", "sliding", *(name for name in DENSE if name != "phi3")]
+    "model_name",
+    ["llama", "qwen3", "gpt2", "sliding", "gpt-oss", "gemma2", *(name for name in DENSE if name != "phi3")],
 )
 def test_masked_packed_logits_equal_separate_documents(model_name):
     """Without LongRoPE, which has other frequencies for the whole sequence than for short documents alone."""

@@ -207,6 +207,9 @@ class HFReader:
         stored = self._stored(name)
         if stored.get_dtype() == FP8:
             return _dequantised(stored, self._stored(name + SCALES), first, last)
+        if part.stacked:
+            rows = part.row_count // part.shape[0]  # of an expert
+            return from_stacked(part, stored[first // rows : last // rows])
         return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
 
     def _stored(self, name: str) -> Any:
@@ -250,6 +253,22 @@ class HFReader:
     def _is_unused(self, name: str) -> bool:
         scales = name.endswith(SCALES) and name.removesuffix(SCALES) in self.files
         return scales or name.endswith(FAMILIES[self.spec.family].unused)
+
+
+def from_stacked(part: HFTensor, stored: Tensor) -> Tensor:
+    """Our rows `(rows, width)` of experts as a folder stacks them, or their biases `(experts, width)`."""
+    ours = stored.mT if part.transposed else stored
+    if part.interleaved:
+        ours = ours.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return ours.flatten(0, -2).contiguous()
+
+
+def _to_stacked(part: HFTensor, rows: Tensor) -> Tensor:
+    """The inverse of `from_stacked`, for whole experts."""
+    theirs = rows.unflatten(0, (-1, part.row_count // part.shape[0])) if len(part.shape) == 3 else rows
+    if part.interleaved:
+        theirs = theirs.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return theirs.mT if part.transposed else theirs
 
 
 def _dequantised(stored: Any, scales: Any, first: int, last: int) -> Tensor:
@@ -352,7 +371,7 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[
         file, offset = locations[part.name]
         stored = torch.float32 if part.precise else dtype
         row_bytes = math.prod(rows.shape[1:]) * stored.itemsize
-        _write_tensor(folder / file, offset + first_row * row_bytes, rows, part.transposed, stored)
+        _write_tensor(folder / file, offset + first_row * row_bytes, rows, part, stored)
     for shard in shards:
         sync_file(folder / shard.file)
     if len(shards) > 1:
@@ -391,7 +410,7 @@ def _row_slices(source: RowSource, parameter: ParameterSpec, part: HFTensor) -> 
     rows_per_index, width = math.prod(parameter.shape[1:-1]), math.prod(parameter.shape[1:][-1:])
     step = (
         part.row_count
-        if part.transposed
+        if part.transposed and not part.stacked
         else rows_per_index
         if rows_per_index > 1
         else max(1, SLICE_BYTES // (4 * width))
@@ -411,8 +430,12 @@ def _check_parameter(name: str, parameter: ParameterSpec | None, shape: tuple[in
         raise BadInput(f"weights to export: {name}: expected {expected}")
 
 
-def _write_tensor(path: Path, offset: int, tensor: Tensor, transposed: bool, dtype: torch.dtype) -> None:
-    values = (tensor.t() if transposed else tensor).detach().to(device="cpu", dtype=dtype).contiguous()
+def _write_tensor(path: Path, offset: int, tensor: Tensor, part: HFTensor, dtype: torch.dtype) -> None:
+    if part.stacked:
+        tensor = _to_stacked(part, tensor)
+    elif part.transposed:
+        tensor = tensor.t()
+    values = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
     with open(path, "r+b") as file:
         file.seek(offset)
         values.view(-1).view(torch.uint8).numpy().tofile(file)

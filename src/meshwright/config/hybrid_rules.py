@@ -35,7 +35,10 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("plan.hybrid", "data.packing = none beside it: hybrid ranks divide samples of any length")
         return
     if error := hybrid_error(
-        {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}, _windowed(run), _by_length(run)
+        {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE},
+        _windowed(run),
+        _by_length(run),
+        _altered_scores(run),
     ):
         yield run.mistake("plan.hybrid", error)
         return
@@ -56,6 +59,11 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if ranks % (experts := run("plan.expert") or 1):
         yield run.mistake("plan.expert", f"a divisor of plan.hybrid = {ranks}", str(math.gcd(ranks, experts)))
     yield from _kept(run)
+
+
+def _altered_scores(run: RunValues) -> bool:
+    """Whether attention of the model has sinks or caps of scores."""
+    return bool(run("model.sinks")) or run("model.score_cap") is not None
 
 
 def _by_length(run: RunValues) -> bool:
@@ -106,7 +114,7 @@ def plan_file_hybrid(plan: Document, run: RunValues) -> Iterator[Mistake]:
         return
     if run("data.packing") not in (None, "none"):
         yield plan.mistake(("mesh",), "no hybrid axis, as data.packing is not none", f"{ranks} hybrid ranks")
-    elif error := hybrid_error(sizes, _windowed(run), _by_length(run)):
+    elif error := hybrid_error(sizes, _windowed(run), _by_length(run), _altered_scores(run)):
         yield plan.mistake(("mesh",), f"for the hybrid axis {error}", ", ".join(sizes))
     name = plan.get(("schedule", "name")) or SCHEDULES[0]
     allowed = schedules_of(sizes.get("pipeline", 1))

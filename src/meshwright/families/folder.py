@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -28,7 +29,8 @@ class HFTensor:
     """Tensor of a Hugging Face folder: rows [first_row, first_row + row_count) of one of our parameters, as a matrix.
 
     For stacked experts all dimensions but the last are counted as rows. `shape` is the shape in the folder; with `transposed` our rows are
-    its columns. A `precise` tensor is stored in fp32 whatever the dtype of the folder.
+    its columns. A `precise` tensor is stored in fp32 whatever the dtype of the folder. A `stacked` tensor has the experts of a layer along
+    dimension 0, and `transposed` is then meant of each of them. Outputs of an `interleaved` one alternate between gates and ups.
     """
 
     name: str
@@ -37,6 +39,8 @@ class HFTensor:
     shape: tuple[int, ...]
     transposed: bool
     precise: bool = False
+    stacked: bool = False
+    interleaved: bool = False
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
@@ -154,7 +158,10 @@ def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tup
     reader = HFConfig(config, where)
     if (quantization := reader.get("quantization_config")) and not _is_block_fp8(quantization):
         expected = f"unquantized weights, or fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK}; use the model from which it was quantized"
-        raise reader.error("quantization_config", "a quantized model", expected)
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        if method == "mxfp4":  # as gpt-oss is released
+            expected = "weights in bf16: convert the folder first (transformers: Mxfp4Config(dequantize=True))"
+        raise reader.error("quantization_config", method or "a quantized model", expected)
     found = _fields(family, reader)
     check_dimensions(from_plain(ModelSpec, found), where)
     return found, tuple(reader.notes)
@@ -261,6 +268,8 @@ def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
     """The tensors of a layer's stacked experts in a folder: one per expert, with gate and up projection separate."""
     attribute = parameter.name.rpartition(".")[2]
     prefix, names = _prefix_of(family, spec, parameter), family.modules[f"moe.experts.{attribute}"]
+    if "{expert}" not in names[0]:
+        return [_stacked_experts(family, parameter, attribute, prefix + names[0])]
     experts, rows, inputs = parameter.shape
     size = rows // len(names)
     tensor_names = [name.format(expert=expert) for expert in range(experts) for name in names]
@@ -268,3 +277,13 @@ def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
         HFTensor(f"{prefix}{name}.weight", index * size, size, (size, inputs), False)
         for index, name in enumerate(tensor_names)
     ]
+
+
+def _stacked_experts(family: Family, parameter: ParameterSpec, attribute: str, name: str) -> HFTensor:
+    """The tensor that has a layer's experts in the folder too; a bias's is `(experts, out)`."""
+    module = f"moe.experts.{attribute.removesuffix('_bias')}"
+    transposed, shape = module in family.transposed and len(parameter.shape) == 3, parameter.shape
+    if transposed:
+        shape = (shape[0], shape[2], shape[1])
+    rows = math.prod(parameter.shape[:-1])
+    return HFTensor(name, 0, rows, shape, transposed, stacked=True, interleaved=module in family.interleaved)

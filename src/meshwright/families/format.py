@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshwright.spec.block_pattern import shortest_pattern
 from meshwright.spec.errors import BadInput, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT
 from meshwright.spec.model import ModelSpec, RopeScaling, YarnScaling
@@ -123,12 +124,14 @@ class Family:
 
     A weight that is fused only here has several names, in the order in which it concatenates theirs. A weight that is fused
     here and in Hugging Face's model has one name. Names of a weight that stacks a layer's experts contain `{expert}` for the
-    expert's number.
+    expert's number; without it the folder stacks them too, in a tensor of this name without `.weight`.
     """
     tensors: Callable[[ModelSpec], Mapping[str, str]] = lambda spec: {}
     """Names in a layer that depend on the model or end otherwise: our name → Hugging Face's, both with `.weight` or the like."""
     transposed: frozenset[str] = frozenset()
-    """Our modules whose weights Hugging Face stores as (in, out)."""
+    """Our modules whose weights Hugging Face stores as (in, out); of stacked experts as (experts, in, out)."""
+    interleaved: frozenset[str] = frozenset()
+    """Our modules of gates and ups whose outputs alternate in folders: gate 0, up 0, gate 1, …"""
     unused: tuple[str, ...] = ()
     """Suffixes of tensors in old folders that are not needed (masks, rotary frequencies)."""
     predictions: Mapping[str, str] = field(default_factory=dict)
@@ -236,6 +239,36 @@ class HFConfig:
         return keys[0], default
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""transformers' names of layers with a sliding window and without."""
+
+
+def alternating(layers: int) -> list[str]:
+    """The types of layers of which every other one has a window, the first included."""
+    return [FULL if layer % 2 else SLIDING for layer in range(layers)]
+
+
+def windowed_layers(types: list[str], window: int) -> dict[str, Any]:
+    """The ModelSpec fields of layers of these types that differ in nothing but their window."""
+    if len(set(types)) == 1:
+        return {"sliding_window": window if types[0] == SLIDING else None}
+    names = {SLIDING: "local", FULL: "global"}
+    return {
+        "sliding_window": window,
+        "blocks": {"local": {}, "global": {"sliding_window": 0}},
+        "pattern": list(shortest_pattern([names[kind] for kind in types])),
+    }
+
+
+def written_layers(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json keys of `windowed_layers`."""
+    windows = [spec.block(layer).mixer.window for layer in range(spec.layers)]
+    return {
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "sliding_window": next((window for window in windows if window is not None), None),
+    }
+
+
 SECTION_KEYS = frozenset({"rope_theta", "rope_type", "type"})
 """Keys that every RoPE section may have."""
 
@@ -313,7 +346,6 @@ def read_share(config: HFConfig, head_dim: int, default: float) -> dict[str, Any
 
 def read_yarn(section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The fields of a YarnScaling in a RoPE section; `max_positions` as in `read_scaling`."""
-    section.expect("truncate", True)
     whole, growth = section.get("mscale_all_dim") or 0.0, section.get("mscale") or 0.0
     yarn = {
         "factor": section.number("factor"),
@@ -323,6 +355,7 @@ def read_yarn(section: HFConfig, max_positions: int, without_effect: frozenset[s
         # Without both keys transformers lets the rotated part grow by 1, whatever the other is.
         "mscale": section.number("mscale") if whole and growth else 1.0,
         "mscale_all_dim": float(whole) if growth else 0.0,
+        "truncate": section.flag("truncate", True),
     }
     if section.get("attention_factor") is not None:
         yarn["attention_factor"] = section.number("attention_factor")
@@ -386,6 +419,7 @@ def write_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
             **(growth if scaling.mscale_all_dim else {}),
+            **({} if scaling.truncate else {"truncate": False}),
             **({"attention_factor": scaling.attention_factor} if scaling.attention_factor else {}),
         }
     section: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}

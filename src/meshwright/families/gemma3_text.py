@@ -33,33 +33,36 @@ _OUTSIDE = {LOCAL: ("rope_local_base_freq", None), GLOBAL: ("rope_theta", "rope_
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (cap := config.get(key)) is not None:
+            raise config.error(key, cap, "null: Gemma 3 has no caps")
+    fields = read_gemma(config, vocab_size=262_208, max_seq_len=131_072)
+    ropes = ropes_by_kind(config, _OUTSIDE, BASES, longest=131_072)
+    types = layer_types(config, fields["layers"], _period(config))
+    return {**fields, **kinds_of_layers(types, config.integer("sliding_window", default=WINDOW), ropes)}
+
+
+def read_gemma(config: HFConfig, *, vocab_size: int, max_seq_len: int) -> dict[str, Any]:
+    """The ModelSpec fields that Gemma 2 and 3 read alike, but for these defaults."""
     config.expect("hidden_activation", "gelu_pytorch_tanh")
     for key in ("attention_bias", "use_bidirectional_attention"):
         config.expect(key, False)
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if (cap := config.get(key)) is not None:
-            raise config.error(key, cap, "null: this decoder does not cap logits")
     config.note_unused(NO_DROPOUT, "attention_dropout")
     hidden, head_dim = config.integer("hidden_size", default=2304), config.integer("head_dim", default=256)
     scalar = config.number("query_pre_attn_scalar", 256)
-    layers = config.integer("num_hidden_layers", default=26)
-    ropes = ropes_by_kind(config, _OUTSIDE, BASES, longest=131_072)
     return {
-        "layers": layers,
+        "layers": config.integer("num_hidden_layers", default=26),
         "hidden": hidden,
         "heads": config.integer("num_attention_heads", default=8),
         "kv_heads": config.integer("num_key_value_heads", default=4),
         "head_dim": head_dim,
         "ffn_hidden": config.integer("intermediate_size", default=9216),
-        "vocab_size": config.integer("vocab_size", default=262_208),
-        "max_seq_len": config.integer("max_position_embeddings", default=131_072),
+        "vocab_size": config.integer("vocab_size", default=vocab_size),
+        "max_seq_len": config.integer("max_position_embeddings", default=max_seq_len),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "init_std": config.number("initializer_range", 0.02),
         "embedding_scale": math.sqrt(hidden),
         "score_scale": None if scalar == head_dim else scalar**-0.5,
-        **kinds_of_layers(
-            layer_types(config, layers, _period(config)), config.integer("sliding_window", default=WINDOW), ropes
-        ),
     }
 
 
@@ -161,6 +164,17 @@ def write_kinds(spec: ModelSpec, folder: str, window: int, bases: Mapping[str, f
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
     kinds = write_kinds(spec, "a Gemma 3", WINDOW, BASES)
     return {
+        **write_gemma(spec),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        **kinds,
+        "rope_local_base_freq": kinds["rope_parameters"][LOCAL]["rope_theta"],
+    }
+
+
+def write_gemma(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json keys that Gemma 2 and 3 write alike."""
+    return {
         "hidden_size": spec.hidden,
         "intermediate_size": spec.ffn_hidden,
         "num_hidden_layers": spec.layers,
@@ -174,10 +188,6 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "query_pre_attn_scalar": spec.head_dim if spec.score_scale is None else round(spec.score_scale**-2),
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        **kinds,
-        "rope_local_base_freq": kinds["rope_parameters"][LOCAL]["rope_theta"],
     }
 
 
@@ -191,7 +201,7 @@ def _rope(rotary: RotarySpec | None, base: float, folder: str) -> dict[str, Any]
     return {**write_scaling(scaling), "rope_theta": rotary.base}
 
 
-FAMILY = replace(
+FAMILY = GEMMA3 = replace(
     LLAMA,
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",

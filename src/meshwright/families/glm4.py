@@ -22,9 +22,13 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
+    return {**share_keys(spec), "attention_bias": spec.qkv_bias}
+
+
+def share_keys(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json keys of `gated_decoder_config`, and the rotated share of heads."""
     config, share = gated_decoder_config(spec), {"partial_rotary_factor": spec.rotary_dim / spec.head_dim}
-    rope = {**config["rope_parameters"], **share}
-    return {**config, **share, "rope_parameters": rope, "attention_bias": spec.qkv_bias}
+    return {**config, **share, "rope_parameters": {**config["rope_parameters"], **share}}
 
 
 FAMILY = replace(

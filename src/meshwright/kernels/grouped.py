@@ -88,6 +88,15 @@ def sorted_weights(weights: Tensor, order: ExpertOrder) -> Tensor:
     return _ToGroups.apply(weights.reshape(-1, 1), order.sorted, order.positions.view(-1, 1)).squeeze(1)
 
 
+def group_rows(vectors: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """Of vectors `(groups, width)` the one of each row's group, `(rows, width)`; `offsets` as in `grouped_linear`.
+
+    Rows behind the last offset, as a received buffer may have, get zeros.
+    """
+    group = torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype, device=offsets.device), right=True)
+    return F.embedding(group, F.pad(vectors, (0, 0, 0, 1)))
+
+
 def sizes_stay_on_device(x: Tensor) -> bool:
     """Whether grouped products of `x` need no sizes of groups on the host."""
     return x.is_cuda and x.dtype == torch.bfloat16

@@ -102,6 +102,8 @@ def paged_attention(
     decode_queries: int = 1,
     window: int | None = None,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
     invariant: bool = False,
     plain: bool = False,
     out: Tensor | None = None,
@@ -111,13 +113,14 @@ def paged_attention(
     `block_tables` is `(sequences, max_blocks)`, `context_lengths` `(sequences,)`, `query_starts` `(sequences + 1,)`, all int32. The first
     `decodes` sequences have `decode_queries` queries each: a kernel for few queries computes them. `window` is the number of tokens
     that a query attends to, itself included; blocks before the window are not read. Queries before a sequence's first token, as all of
-    context length 0, are padding: their results are 0. With `invariant` the bits of a sequence's result do not depend on the other
-    sequences. The result is written into `out`, contiguous, if given.
+    context length 0, are padding: their results are 0. `sinks` `(heads,)` and `cap` are those of `kernels.attention`.
+    With `invariant` the bits of a sequence's result do not depend on the other sequences. The result is written into `out`, contiguous,
+    if given.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if runs_kernels(q, plain):
         step = (cache_layer, block_tables, context_lengths, query_starts)
-        _attend_by_kernels(q, *step, out, decodes, decode_queries, window, scales, invariant)
+        _attend_by_kernels(q, *step, out, decodes, decode_queries, window, scales, sinks, cap, invariant)
         return out
     out.zero_()
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
@@ -128,8 +131,8 @@ def paged_attention(
             continue
         first = 0 if window is None else max(0, length - count - window + 1)
         k, v = _gather(cache_layer, block_tables[sequence], first, length, scales, q.dtype)
-        mask = visible_keys(count, k.shape[0], window, q.device)
-        out[queries] = attention(q[queries][None], k[None], v[None], mask, plain=plain)[0]
+        mask = visible_keys(count, k.shape[0], window, q.device, cap)
+        out[queries] = attention(q[queries][None], k[None], v[None], mask, sinks=sinks, plain=plain)[0]
     return out
 
 
@@ -141,6 +144,8 @@ def prompt_attention(
     out: Tensor,
     *,
     window: int | None = None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
     plain: bool = False,
 ) -> None:
     """Causal attention within prompts of `lengths` tokens into `out`, from the step's own q, k and v.
@@ -151,8 +156,8 @@ def prompt_attention(
     start = 0
     for length in lengths:
         tokens = slice(start, start + length)
-        mask = visible_keys(length, length, window, q.device)
-        out[tokens] = attention(q[tokens][None], k[tokens][None], v[tokens][None], mask, plain=plain)[0]
+        mask = visible_keys(length, length, window, q.device, cap)
+        out[tokens] = attention(q[tokens][None], k[tokens][None], v[tokens][None], mask, sinks=sinks, plain=plain)[0]
         start += length
 
 
@@ -187,6 +192,8 @@ def _attend_by_kernels(
     decode_queries: int,
     window: int | None,
     scales: Tensor | None,
+    sinks: Tensor | None,
+    cap: float | None,
     invariant: bool,
 ) -> None:
     """`paged_attention` by the Triton kernels: one for the first `decodes` sequences, another for the chunks behind them."""
@@ -207,10 +214,10 @@ def _attend_by_kernels(
         launch = decode_launch(q.shape[2], cache_layer.element_size(), block, small=small)
         step = (cache_layer, block_tables[:decodes], context_lengths[:decodes])
         options = {"queries": decode_queries, "splits": splits, "least": least, "window": window, "scales": scales}
-        paged_decode(q, *step, out, **options, launch=launch)
+        paged_decode(q, *step, out, **options, sinks=sinks, cap=cap, launch=launch)
     if q.shape[0] > rows:
         step = (cache_layer, block_tables[decodes:], context_lengths[decodes:], query_starts[decodes:])
-        paged_prefill(q, *step, out, queries=q.shape[0] - rows, window=window, scales=scales)
+        paged_prefill(q, *step, out, queries=q.shape[0] - rows, window=window, scales=scales, sinks=sinks, cap=cap)
 
 
 def runs_kernels(x: Tensor, plain: bool) -> bool:
@@ -234,14 +241,20 @@ def _gather(
     return (k.float() * scales[0, :, None]).to(dtype), (v.float() * scales[1, :, None]).to(dtype)
 
 
-def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> AttentionMask | None:
-    """Return the mask of the last `queries` over `keys` tokens; None if each attends to all earlier ones of the same tokens."""
-    if queries == keys and (window is None or window >= keys):
+def visible_keys(
+    queries: int, keys: int, window: int | None, device: torch.device, cap: float | None = None
+) -> AttentionMask | None:
+    """Return the mask of the last `queries` over `keys` tokens, with a `cap` of scores.
+
+    None if each attends to all earlier ones of the same tokens, without a cap.
+    """
+    if cap is None and queries == keys and (window is None or window >= keys):
         return None
     position = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     visible = key <= position
-    return AttentionMask(dense=(visible if window is None else visible & (position - key < window))[None, None])
+    visible = visible if window is None else visible & (position - key < window)
+    return AttentionMask(dense=visible[None, None], cap=cap)
 
 
 def _store(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

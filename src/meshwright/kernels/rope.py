@@ -111,14 +111,16 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
-    """YaRN's scaling (Peng et al. 2023, §3.2) with the bounds of the interpolated range rounded to whole dimensions."""
+    """YaRN's scaling (Peng et al. 2023, §3.2); with `truncate` the interpolated range ends at whole dimensions."""
 
     def dimension(turns: float) -> float:
         """The pair of dimensions that turns so often over the original context."""
         return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension(scaling.beta_slow)), head_dim - 1)
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     scaled = ((pairs - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * scaled + frequencies * (1 - scaled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask
@@ -32,6 +33,7 @@ class Attention(nn.Module):
         self.rotate = ROTATIONS["halves" if spec.rotary is None else spec.rotary.pairs]
         self.query_factor = spec.query_factor
         self.out = Linear(width, hidden, bias=spec.out_bias)
+        self.sinks = nn.Parameter(torch.zeros(spec.heads)) if spec.sinks else None
 
     def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         return self.out(self.attend_heads(self.qkv(x), rope, mask))
@@ -50,4 +52,5 @@ class Attention(nn.Module):
             q, k = self.rotate(q, rope), self.rotate(k, rope)
             if len(rope) > 2:
                 q = q * rope[2]
-        return self.hooks.attend(q, k, v, mask, plain=self.plain).flatten(-2)
+        options = {"plain": self.plain} if self.sinks is None else {"sinks": self.sinks, "plain": self.plain}
+        return self.hooks.attend(q, k, v, mask, **options).flatten(-2)

@@ -24,10 +24,11 @@ from meshwright.spec.blocks.positions import RotarySpec
 
 
 class AttentionKind(NamedTuple):
-    """What decides the mask and the rotary tables of a block: how it rotates, and how many tokens a token attends to."""
+    """What decides the mask and the rotary tables of a block: how it rotates, how many tokens a token attends to, the cap of scores."""
 
     rotary: RotarySpec | None
     window: int | None
+    cap: float | None = None
 
 
 class Block(nn.Module):
@@ -111,7 +112,7 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 def attention_kind(block: BlockSpec) -> AttentionKind:
     """What decides the mask and the rotary tables of a block."""
-    return AttentionKind(block.mixer.rotary, block.mixer.window)
+    return AttentionKind(block.mixer.rotary, block.mixer.window, block.mixer.score_cap)
 
 
 def tables_of(rotary: RotarySpec | None, positions: Tensor, dtype: torch.dtype, length: int) -> RotaryTables | None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask, make_mask
-from meshwright.kernels.loss import LossSums, linear_cross_entropy
+from meshwright.kernels.loss import LossSums, capped, linear_cross_entropy
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.block import AttentionKind, Block, attention_kind, tables_of
@@ -88,6 +88,7 @@ class Decoder(nn.Module):
         self.head = Head(
             None if spec.tied else _weight(spec.vocab_size, spec.hidden),
             loss_chunk,
+            cap=spec.logit_cap,
             factor=spec.logit_factor,
             plain=plain,
             z_loss=z_loss,
@@ -168,11 +169,11 @@ class Decoder(nn.Module):
         """
         kinds, dense = self.attention_kinds, self.plain or dtype == torch.float64
         masks = {
-            window: make_mask(documents, window, seq, positions.device, queries=queries, plain=dense)
-            for window in {kind.window for kind in kinds}
+            (window, cap): make_mask(documents, window, seq, positions.device, queries=queries, cap=cap, plain=dense)
+            for window, cap in {(kind.window, kind.cap) for kind in kinds}
         }
         ropes = {rotary: tables_of(rotary, positions, dtype, seq) for rotary in {kind.rotary for kind in kinds}}
-        return {kind: (ropes[kind.rotary], masks[kind.window]) for kind in kinds}
+        return {kind: (ropes[kind.rotary], masks[kind.window, kind.cap]) for kind in kinds}
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The first block's input `(batch, seq, hidden)`."""
@@ -235,7 +236,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Output projection and, with targets, the loss: one module, so that hooks on it cover both.
 
-    `weight` is None for a tied head; `factor` multiplies its input, and so the logits.
+    `weight` is None for a tied head; `factor` multiplies its input, and so the logits; `cap` is that of the logits
+    (`ModelSpec.logit_cap`).
     """
 
     def __init__(
@@ -244,12 +246,14 @@ class Head(nn.Module):
         loss_chunk: int,
         *,
         factor: float = 1.0,
+        cap: float | None = None,
         plain: bool = False,
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight, self.loss_chunk, self.plain, self.z_loss = weight, loss_chunk, plain, z_loss
         self.factor = factor
+        self.cap = cap
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor | LossSums:
         """Logits of hidden `(batch, seq, hidden)`, or with targets the sums of the losses.
@@ -260,8 +264,8 @@ class Head(nn.Module):
         assert weight is not None, "a tied head needs the embedding's weight"
         hidden = self.scaled(hidden)
         if targets is None:
-            return F.linear(hidden, weight)
-        rows, losses = hidden.flatten(0, 1), {"z_loss": self.z_loss, "plain": self.plain}
+            return capped(F.linear(hidden, weight), self.cap)
+        rows, losses = hidden.flatten(0, 1), {"cap": self.cap, "z_loss": self.z_loss, "plain": self.plain}
         return linear_cross_entropy(rows, weight, targets.flatten(), self.loss_chunk, **losses)
 
     def scaled(self, hidden: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ class DistributedExperts(Experts):
 
     def __init__(self, whole: Experts, exchange: TokenExchange) -> None:
         nn.Module.__init__(self)
-        self.activation, self.gated, self.plain, self.exchange = whole.activation, whole.gated, whole.plain, exchange
+        self.activation, self.gated, self.biased = whole.activation, whole.gated, whole.biased
+        self.plain, self.exchange = whole.plain, exchange
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
 

@@ -55,7 +55,8 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
     group = mesh.group("hybrid")
     if group is None:
         return None
-    if error := hybrid_error(dict(mesh.layout.axes), model.spec.windowed, model.spec.longrope is not None):
+    altered = model.spec.sinks or model.spec.score_cap is not None
+    if error := hybrid_error(dict(mesh.layout.axes), model.spec.windowed, model.spec.longrope is not None, altered):
         raise BadInput(f"plan.hybrid: expected {error}")
     for _, block in blocks_with_layer(model):
         block.hooks.attend = SlotAttention(group.group_name)
@@ -89,7 +90,7 @@ class DividedSamples:
         by_kind = {}
         for kind, (rope, mask) in shared.by_kind.items():
             assert mask is not None, "documents make a mask"
-            by_kind[kind] = rope, SlotMask(mask.dense, mask.blocks, span, divided)
+            by_kind[kind] = rope, SlotMask(mask.dense, mask.blocks, span=span, divided=divided)
         return shared._replace(by_kind=by_kind)
 
     def counted_tokens(self, counted: CountedTokens, shared: SharedInputs) -> CountedTokens:
@@ -121,12 +122,20 @@ class SlotAttention:
     group: str
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, *, plain: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask | None = None,
+        *,
+        sinks: Tensor | None = None,
+        plain: bool = False,
     ) -> Tensor:
         """Attention of q `(1, capacity, heads, head_dim)` over k and v with `kv_heads`; shaped like q, with the width of v.
 
         Narrower values are padded for the part's ring, since keys and values travel as one tensor.
         """
+        assert sinks is None, "refused by `hybrid_error`"
         whole = attention(q, k, v, mask, plain=plain)
         if not isinstance(mask, SlotMask):
             return whole

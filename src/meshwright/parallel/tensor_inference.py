@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels.loss import capped
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, Embedding, Head
 from meshwright.parallel.products import ALL_GATHER
@@ -62,14 +63,14 @@ class DividedHead(Head):
     """This rank's rows of the head `whole`. `sizes` are the numbers of rows of each rank."""
 
     def __init__(self, whole: Head, sizes: list[int], group: dist.ProcessGroup) -> None:
-        super().__init__(whole.weight, loss_chunk=0, factor=whole.factor)
+        super().__init__(whole.weight, loss_chunk=0, factor=whole.factor, cap=whole.cap)
         self.sizes, self.group = sizes, group
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         """Logits `(1, tokens, vocab)` of hidden `(1, tokens, hidden)`, gathered from all ranks."""
         weight = self.weight if tied is None else tied
         assert targets is None and weight is not None, "a model that is divided for inference computes no loss"
-        logits = F.linear(self.scaled(hidden), weight)
+        logits = capped(F.linear(self.scaled(hidden), weight), self.cap)
         logits = F.pad(logits, (0, max(self.sizes) - logits.shape[-1]))
         gathered = logits.new_empty((len(self.sizes) * logits.shape[0], *logits.shape[1:]))
         ALL_GATHER(gathered, logits, group=self.group)

@@ -72,7 +72,7 @@ def mixture_output(block: Block, normed: Tensor) -> Delta:
     mixture = block.moe
     alone = block.hooks.sum_ranks is unchanged and block.mlp_output_norm is None and block.residual_factor == 1
     if alone and (copies := mixture.copy_outputs(normed)) is not None:
-        return CopyOutputs(copies, None if mixture.shared is None else mixture.shared(normed))
+        return CopyOutputs(copies, mixture.shared_output(normed))
     return block.added_output(mixture(normed, losses=False))
 
 

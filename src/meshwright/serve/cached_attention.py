@@ -122,7 +122,7 @@ class CachedAttention:
 
     `norms` are those of queries and keys, and `query_factor` multiplies the queries, if the layer has left them to this object. `rotation`
     is one that the write into the cache cannot do, with its tables `(context, ·)`; `query_growth` `(context, 1)` has the factors of queries
-    by position.
+    by position; `cap` is that of the scores.
     """
 
     def __init__(
@@ -135,12 +135,23 @@ class CachedAttention:
         query_factor: float = 1.0,
         rotation: tuple[Rotation, RotaryTables] | None = None,
         query_growth: Tensor | None = None,
+        cap: float | None = None,
     ) -> None:
+        self._cap = cap
         self._step, self._cache, self._group, self._window = step, cache_layer, group, window
         self._norms, self._query_factor = norms, query_factor
         self._rotation, self._query_growth = rotation, query_growth
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *, plain: bool) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask | None,
+        *,
+        sinks: Tensor | None = None,
+        plain: bool,
+    ) -> Tensor:
         """Attention output of q `(1, tokens, heads, head_dim)`, shaped like q; k and v are `(1, tokens, kv_heads, head_dim)`."""
         q, k, v = q[0], k[0], v[0]
         positions = self._step.inputs.positions
@@ -151,10 +162,13 @@ class CachedAttention:
         if self._query_growth is not None:
             q = q * self._query_growth[positions][:, None]
         if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
-            return decodes.attend(q, k, v, self._cache)[None]
+            return decodes.attend(q, k, v, self._cache, sinks, self._cap)[None]
         step = self._step.inputs
         # With an fp8 cache and in invariant steps all keys are read from the cache, so results do not depend on where chunks begin.
-        keys = torch.empty_like(k) if step.prompts and self._step.scales is None and not self._step.invariant else None
+        # So are those of scores with sinks or a cap on CUDA: of its kernels for prompts, those of the cache have them with a window too.
+        from_cache = self._step.scales is not None or self._step.invariant
+        from_cache = from_cache or (k.is_cuda and (sinks is not None or self._cap is not None))
+        keys = torch.empty_like(k) if step.prompts and not from_cache else None
         slots = step.slots[self._group]
         rope, scales = self._step.ropes[self._group], self._step.scales
         q = rotate_and_write(
@@ -173,28 +187,34 @@ class CachedAttention:
         if self._query_factor != 1:
             q = q * self._query_factor
         if self._step.at_attention is not None:
-            return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, plain))[None]
+            return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, sinks, plain))[None]
         if self._step.invariant and q.is_cuda:
-            return self._attend_alone(q, plain)[None]
+            return self._attend_alone(q, sinks, plain)[None]
         if keys is None:
-            return self._attend_all(plain, q)[None]
+            return self._attend_all(sinks, plain, q)[None]
         count = step.context_lengths.shape[0] - len(step.prompts)
         cut, out = q.shape[0] - sum(step.prompts), torch.empty_like(q)
         if cut:
             tables = step.block_tables[self._group][:count]
             sequences = tables, step.context_lengths[:count], step.query_starts[: count + 1]
-            self._attend_to_cache(q[:cut], sequences, plain, out[:cut])
-        prompt_attention(q[cut:], keys[cut:], v[cut:], step.prompts, out[cut:], window=self._window, plain=plain)
+            self._attend_to_cache(q[:cut], sequences, sinks, plain, out[:cut])
+        options = {"window": self._window, "sinks": sinks, "cap": self._cap, "plain": plain}
+        prompt_attention(q[cut:], keys[cut:], v[cut:], step.prompts, out[cut:], **options)
         return out[None]
 
-    def _attend_all(self, plain: bool, q: Tensor, out: Tensor | None = None) -> Tensor:
+    def _attend_all(self, sinks: Tensor | None, plain: bool, q: Tensor, out: Tensor | None = None) -> Tensor:
         """All sequences of the step attend to the cache."""
         step = self._step.inputs
         sequences = step.block_tables[self._group], step.context_lengths, step.query_starts
-        return self._attend_to_cache(q, sequences, plain, out)
+        return self._attend_to_cache(q, sequences, sinks, plain, out)
 
     def _attend_to_cache(
-        self, q: Tensor, sequences: tuple[Tensor, Tensor, Tensor], plain: bool, out: Tensor | None = None
+        self,
+        q: Tensor,
+        sequences: tuple[Tensor, Tensor, Tensor],
+        sinks: Tensor | None,
+        plain: bool,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attention of sequences with these block tables, context lengths and starts of queries."""
         step = self._step.inputs
@@ -206,11 +226,13 @@ class CachedAttention:
             decode_queries=step.decode_queries,
             window=self._window,
             scales=self._step.scales,
+            sinks=sinks,
+            cap=self._cap,
             plain=plain,
             out=out,
         )
 
-    def _attend_alone(self, q: Tensor, plain: bool) -> Tensor:
+    def _attend_alone(self, q: Tensor, sinks: Tensor | None, plain: bool) -> Tensor:
         """Attention of each token by the kernel for decodes, in the order of addition that it has for this token alone."""
         lone = self._step.lone_tokens()
         tables, parts = lone.block_tables[self._group], []
@@ -219,7 +241,7 @@ class CachedAttention:
             count = len(q[part])
             step = (self._cache, tables[part], lone.context_lengths[part], lone.starts[: count + 1])
             options = {"decodes": count, "window": self._window, "scales": self._step.scales, "plain": plain}
-            parts.append(paged_attention(q[part], *step, **options, invariant=True))
+            parts.append(paged_attention(q[part], *step, **options, sinks=sinks, cap=self._cap, invariant=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -349,7 +371,15 @@ def use_cached_attention(
                 attention.qk_norm = False
                 query_factor, attention.query_factor = attention.query_factor, 1.0  # it follows the norm
             hooks.attend = CachedAttention(
-                step, cache_layer, group, cache.groups[group].window, norms, query_factor, rotation, growth
+                step,
+                cache_layer,
+                group,
+                cache.groups[group].window,
+                norms,
+                query_factor,
+                rotation,
+                growth,
+                cache.groups[group].mixer.score_cap,
             )
     return step
 

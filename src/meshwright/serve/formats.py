@@ -16,6 +16,7 @@ from meshwright.kernels.fixed_product import fixed_linear
 from meshwright.kernels.fp8_products import ALIGNED
 from meshwright.kernels.grouped_fp8 import GROUPED_MAJOR
 from meshwright.kernels.linear import Linear
+from meshwright.kernels.loss import capped
 from meshwright.kernels.router import MOST_EXPERTS
 from meshwright.models.attention import Attention
 from meshwright.models.block import Block
@@ -53,13 +54,13 @@ class InvariantHead(Head):
     """The head `whole` with the product of `InvariantLinear`."""
 
     def __init__(self, whole: Head) -> None:
-        super().__init__(whole.weight, loss_chunk=0, factor=whole.factor)
+        super().__init__(whole.weight, loss_chunk=0, factor=whole.factor, cap=whole.cap)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         """Logits of hidden `(batch, seq, hidden)`, as of `models.decoder.Head` without targets."""
         weight = self.weight if tied is None else tied
         assert targets is None and weight is not None
-        return fixed_linear(self.scaled(hidden), weight)
+        return capped(fixed_linear(self.scaled(hidden), weight), self.cap)
 
 
 def use_formats(
@@ -155,6 +156,8 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
         )
     if weights == "int8" and any(isinstance(module, SharedExperts) for module in model.modules()):
         raise BadInput("weights: int8 is not for expert ranks; use fp8, or tensor ranks", key="weights")
+    if weights is not None and (model.spec.expert_bias or model.spec.mlp == "clamped_swiglu"):
+        raise BadInput(f"weights: {weights} is not for experts with biases or clamped SwiGLU; use bf16", key="weights")
     if not weight.is_cuda:
         return
     if invariant and weight.dtype == torch.float64:
@@ -180,7 +183,7 @@ def _check_invariant_experts(model: Decoder, dtype: torch.dtype) -> None:
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     if not all(moe.experts.takes_few_rows and has_kernels(dtype, moe.count, moe.per_token) for moe in mixtures):
         raise BadInput(
-            "invariant results of a mixture of experts on a GPU: expected SwiGLU in bf16 or fp16 with at most "
+            "invariant results of a mixture of experts on a GPU: expected SwiGLU without biases in bf16 or fp16 with at most "
             f"{MOST_EXPERTS} experts and {MOST_COPIES} of them for a token; use a CPU",
             key="invariant",
         )

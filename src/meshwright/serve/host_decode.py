@@ -94,7 +94,7 @@ class HostDecode:
         weight, spec = model.embed.weight, model.spec
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or model.plain:
             return False
-        scaled = spec.embedding_scale != 1 or spec.logit_factor != 1
+        scaled = spec.embedding_scale != 1 or spec.logit_factor != 1 or spec.logit_cap is not None
         if len(spec.block_kinds) > 1 or scaled or model.positions is not None:
             return False
         return cache.tensors[0].dtype == weight.dtype and all(map(_is_computed, model.modules()))
@@ -225,7 +225,8 @@ def _is_computed(module: nn.Module) -> bool:
     if isinstance(module, Attention):
         width = (module.heads + 2 * module.kv_heads) * module.head_dim
         whole = isinstance(module.qkv, Linear) and module.qkv.out_features == width
-        return whole and module.query_factor == 1 and not module.whole_norm and module.out.bias is None
+        usual = module.query_factor == 1 and not module.whole_norm and module.out.bias is None
+        return whole and usual and module.sinks is None
     if isinstance(module, GatedMLP):
         return not module.gelu and module.gate_up.bias is None
     if isinstance(module, Norm):
@@ -234,7 +235,9 @@ def _is_computed(module: nn.Module) -> bool:
 
 
 def _rotates_whole_heads(block: Block) -> bool:
-    """Whether the halves of each head are rotated by the position alone."""
+    """Whether the halves of each head are rotated by the position alone, and scores have no cap."""
+    if block.attention_kind.cap is not None:
+        return False
     rotary, attention = block.attention_kind.rotary, cast("Attention", block.attention)
     if rotary is None or rotary.pairs != "halves" or rotary.growth_length:
         return False

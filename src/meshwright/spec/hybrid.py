@@ -22,11 +22,13 @@ slots for the numbers left out.
 """
 
 
-def hybrid_error(sizes: Mapping[str, int], windowed: bool, by_length: bool = False) -> str | None:
+def hybrid_error(
+    sizes: Mapping[str, int], windowed: bool, by_length: bool = False, altered_scores: bool = False
+) -> str | None:
     """Return the first unmet requirement of hybrid ranks, in words; None if all are met.
 
     `sizes` are those of the other axes, `windowed` tells whether layers of the model attend to a window, `by_length` whether their
-    rotation depends on the length of a sequence (LongRoPE).
+    rotation depends on the length of a sequence (LongRoPE), `altered_scores` whether attention has sinks or caps.
     """
     other = next((axis for axis in REFUSED_BESIDE if sizes.get(axis, 1) > 1), None)
     if other is not None:
@@ -35,6 +37,8 @@ def hybrid_error(sizes: Mapping[str, int], windowed: bool, by_length: bool = Fal
         return "model.sliding_window = none in all layers beside it: a divided sample attends to all its tokens"
     if by_length:
         return "model.longrope = none beside it: its divisors follow from the length, and slots have other lengths than samples"
+    if altered_scores:
+        return "model.sinks = false and model.score_cap = none beside it: the parts of a divided sample have neither"
     return None
 
 

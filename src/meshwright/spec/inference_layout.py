@@ -38,7 +38,7 @@ def rank_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part, experts: 
     """
     if parameter.expert and experts.count > 1:
         owned = even_rows(spec.experts, experts.count, experts.index)
-        return (Piece((owned.start, 0, 0), (len(owned), *parameter.shape[1:])),)
+        return (Piece((owned.start, *(0 for _ in parameter.shape[1:])), (len(owned), *parameter.shape[1:])),)
     if parameter.expert:
         return tuple(_expert_pieces(spec, parameter, part))
     if part.index and parameter.name.endswith(".bias") and tensor_splits(spec).get(parameter.module) == "columns":
@@ -95,11 +95,18 @@ def experts_error(spec: ModelSpec, ranks: int) -> str | None:
 
 
 def _expert_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> Iterator[Piece]:
-    """Input weights `(experts, matrices · width, hidden)` are divided in dimension 1, `down` `(experts, hidden, width)` in 2."""
-    width, (experts, first, second) = spec.expert_hidden, parameter.shape
+    """Input weights `(experts, matrices · width, hidden)` are divided in dimension 1, `down` `(experts, hidden, width)` in 2.
+
+    Biases `(experts, …)` follow their layer; those of `down` are added after a sum over the ranks, so the first one has them.
+    """
+    width, (experts, first, *second) = spec.expert_hidden, parameter.shape
     columns = even_rows(width, part.count, part.index)
     if parameter.name.endswith(".down"):
         yield Piece((0, 0, columns.start), (experts, first, len(columns)))
         return
+    if parameter.name.endswith(".down_bias"):
+        if part.index == 0:
+            yield Piece((0, 0), parameter.shape)
+        return
     for matrix in range(first // width):
-        yield Piece((0, matrix * width + columns.start, 0), (experts, len(columns), second))
+        yield Piece((0, matrix * width + columns.start, *(0 for _ in second)), (experts, len(columns), *second))

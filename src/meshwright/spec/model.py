@@ -36,8 +36,11 @@ BESIDE_LATENTS: dict[str, Any] = {
     "qk_norm": False,
     "bias": False,
     "qkv_bias": False,
+    "out_bias": False,
     "parallel_block": False,
     "score_scale": None,
+    "score_cap": None,
+    "sinks": False,
 }
 """Values of keys that latent attention needs, beside as many key/value heads as heads."""
 SCALINGS = ("rope_scaling", "yarn", "longrope")
@@ -116,12 +119,14 @@ class ModelSpec:
     """Norms of the outputs of attention and feed-forward network too, before they are added (Gemma)."""
     residual_factor: Annotated[float, Bound(more_than=0)] = 1.0
     """Factor of the outputs of attention and feed-forward network, before they are added (Granite)."""
-    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
-    """Gated SiLU, gated GELU, or GELU without a gate; GELU is its tanh approximation."""
+    mlp: Literal["swiglu", "geglu", "clamped_swiglu", "gelu"] = "swiglu"
+    """Gated SiLU, gated GELU, gpt-oss's clamped gated SiLU, or GELU without a gate; GELU is its tanh approximation."""
     bias: bool = False
     """Biases in every projection (not in the head)."""
     qkv_bias: bool = False
     """Biases of queries, keys and values; `bias` has them too (Qwen2)."""
+    out_bias: bool = False
+    """A bias of attention's output projection; `bias` has it too (gpt-oss)."""
     qk_norm: bool = False
     """RMSNorm of each query and key head before RoPE (Qwen3)."""
     qk_norm_whole: bool = False
@@ -136,6 +141,12 @@ class ModelSpec:
     """Attention and feed-forward network read one norm and are added together (MegaScale §3.1)."""
     score_scale: Annotated[float, Bound(more_than=0)] | None = None
     """Factor of attention scores before the softmax; none is 1 / √head_dim."""
+    score_cap: Annotated[float, Bound(more_than=0)] | None = None
+    """Attention scores s become cap · tanh(s / cap) before the softmax; none does not cap them (Gemma 2)."""
+    logit_cap: Annotated[float, Bound(more_than=0)] | None = None
+    """Logits z become cap · tanh(z / cap); none does not cap them (Gemma 2)."""
+    sinks: bool = False
+    """Each head has a trained score that takes part in every softmax and has no value (gpt-oss)."""
     sliding_window: Positive | None = None
     """Each token attends to this many tokens, itself included; none is full causal attention."""
     experts: NotNegative = 0
@@ -146,6 +157,10 @@ class ModelSpec:
     """Width inside one routed expert."""
     shared_expert_hidden: NotNegative = 0
     """Width inside the shared expert, which every token passes; 0 is none."""
+    shared_expert_gate: bool = False
+    """The shared expert's output is multiplied by a sigmoid of the token (Qwen2-MoE)."""
+    expert_bias: bool = False
+    """Biases of the router and of the experts' linear layers (gpt-oss)."""
     normalised_routing: bool = True
     """Weight a token's experts by their scores divided by the sum of those picked; false: by the scores."""
     first_dense_layers: NotNegative = 0
@@ -347,6 +362,11 @@ def layer_mistakes(spec: ModelSpec) -> Iterator[tuple[str, str, str]]:
         yield "qk_norm_whole", "true", "false without qk_norm"
     if len(scalings := [key for key in SCALINGS if getattr(spec, key) is not None]) > 1:
         yield scalings[1], "a section", f"none beside {scalings[0]}: a model has one scaling"
+    if spec.mlp == "clamped_swiglu" and (not all(routed) or spec.shared_expert_hidden):
+        yield "mlp", "clamped_swiglu", "swiglu, unless every layer has experts, and none a shared one"
+    for key, needed in (("expert_bias", "experts"), ("shared_expert_gate", "shared_expert_hidden")):
+        if getattr(spec, key) and not getattr(spec, needed):
+            yield key, "true", f"false, as model.{needed} is 0"
     for name, kind in spec.blocks.items():
         if kind.routed and not spec.experts:
             yield f"blocks.{name}.routed", "true", "false or none, as model.experts is 0"
@@ -393,8 +413,10 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
         qk_norm=NormSpec(eps=spec.norm_eps, plus_one=spec.norm_plus_one) if spec.qk_norm else None,
         whole_norm=spec.qk_norm_whole,
         score_scale=spec.score_scale,
+        score_cap=spec.score_cap,
+        sinks=spec.sinks,
         qkv_bias=spec.bias or spec.qkv_bias,
-        out_bias=spec.bias,
+        out_bias=spec.bias or spec.out_bias,
     )
 
 
@@ -430,13 +452,15 @@ def mixture_of(spec: ModelSpec) -> MixtureSpec:
         groups=spec.expert_groups,
         groups_per_token=spec.groups_per_token,
         scale=spec.routing_scale,
+        bias=spec.expert_bias,
     )
     return MixtureSpec(
         experts=spec.experts,
         per_token=spec.experts_per_token,
-        expert=feed_forward_of(spec, spec.expert_hidden, bias=False),
+        expert=feed_forward_of(spec, spec.expert_hidden, bias=spec.expert_bias),
         router=router,
         shared=feed_forward_of(spec, spec.shared_expert_hidden) if spec.shared_expert_hidden else None,
+        shared_gate=spec.shared_expert_gate,
     )
 
 

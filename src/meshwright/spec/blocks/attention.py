@@ -10,7 +10,7 @@ from typing import ClassVar
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import Place
 from meshwright.spec.blocks.positions import RotarySpec
-from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Part, Value
+from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Part, Value, VectorOp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,10 @@ class AttentionSpec:
     """`qk_norm` is over all heads of a token together."""
     score_scale: float | None = None
     """Factor of the products of queries and keys before the softmax; None is 1 / √head_dim."""
+    score_cap: float | None = None
+    """Scores s become cap · tanh(s / cap) before the softmax; None does not cap them."""
+    sinks: bool = False
+    """Each head has a score of its own that takes part in every softmax and has no value (gpt-oss)."""
     qkv_bias: bool = False
     out_bias: bool = False
 
@@ -53,6 +57,8 @@ class AttentionSpec:
         name = place.name
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         joined = Value(name("joined"), queries + 2 * keys)
+        if self.sinks:
+            yield VectorOp(name=name("sinks"), reads=(), size=self.heads, heads=self.heads)
         yield LinearOp(
             name=name("qkv"),
             reads=(place.reads,),

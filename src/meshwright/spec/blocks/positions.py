@@ -48,6 +48,8 @@ class YarnScaling:
     """Growth with log(factor) of whole queries and keys; 0 is none."""
     attention_factor: Annotated[float, Bound(at_least=0)] = 0.0
     """Factor of the rotated part of queries and keys; 0 takes that of `mscale` and `mscale_all_dim`."""
+    truncate: bool = True
+    """The ends of the interpolated frequencies are rounded to whole dimensions; false for gpt-oss."""
 
     @property
     def rotary_scale(self) -> float:

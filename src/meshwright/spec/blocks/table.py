@@ -221,6 +221,8 @@ class ExpertsOp(Op):
     inputs: int
     outputs: int
     std: float
+    bias: bool = False
+    """Whether each expert has a bias; those of a layer are one parameter `(experts, outputs)`, `NAME_bias`."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -236,6 +238,8 @@ class ExpertsOp(Op):
 
     def weights(self) -> Iterator[ParameterSpec]:
         yield ParameterSpec(self.name, (self.experts, self.outputs, self.inputs), "normal", self.std)
+        if self.bias:
+            yield ParameterSpec(f"{self.name}_bias", (self.experts, self.outputs), "zeros", 0.0, decay=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +286,15 @@ class WeighOp(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GateOp(Op):
+    """Multiplies a value by the sigmoid of another one of width 1."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.reads
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouteOp(Op):
     """Chooses each token's experts from a router's output."""
 
@@ -311,9 +324,14 @@ class VectorOp(Op):
     size: int
     fill: Fill = "zeros"
     trained: bool = True
+    heads: int = 0
+    """Heads that have an element each, which tensor ranks divide; 0 for a vector that every rank has whole."""
 
     def weights(self) -> Iterator[ParameterSpec]:
-        yield ParameterSpec(self.name, (self.size,), self.fill, 0.0, decay=False, trained=self.trained)
+        split, heads = ("rows", (self.heads,)) if self.heads else ("whole", ())
+        yield ParameterSpec(
+            self.name, (self.size,), self.fill, 0.0, decay=False, trained=self.trained, split=split, heads=heads
+        )
 
 
 @dataclass(frozen=True)
