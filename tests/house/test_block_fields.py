@@ -23,7 +23,17 @@ from meshwright.spec.model import ModelSpec
 HOME = ("spec", "models", "families", "workload")
 """Packages that describe, compute and count layers."""
 NOT_OF_LAYERS = {"family", "layers", "hidden", "vocab_size", "max_seq_len", "embedding_scale", "logit_factor", "tied"}
-NOT_OF_LAYERS |= {"init_std", "prediction_depth", "blocks", "pattern", "first", "sequence", "positions", "norm"}
+NOT_OF_LAYERS |= {
+    "init_std",
+    "logit_cap",
+    "prediction_depth",
+    "blocks",
+    "pattern",
+    "first",
+    "sequence",
+    "positions",
+    "norm",
+}
 """Keys of ModelSpec that are no body's; `positions` and `norm` are names of modules too."""
 BODIES = (AttentionSpec, LatentAttentionSpec, FeedForwardSpec, MixtureSpec, RouterSpec, RotarySpec)
 KEYS = {field.name for field in fields(ModelSpec)} - NOT_OF_LAYERS
@@ -44,7 +54,7 @@ PLACES = {
     "parallel/context.py": ("heads kv_heads", HEADS),
     "parallel/expert_inference.py": ("experts", EXPERTS),
     "parallel/experts.py": ("experts", EXPERTS),
-    "parallel/hybrid.py": ("longrope", "divided samples have no divisors that follow from the length"),
+    "parallel/hybrid.py": ("longrope score_cap sinks", "what divided samples have not"),
     "parallel/routing.py": ("experts", EXPERTS),
     "parallel/tensor.py": ("kv_heads", HEADS),
     "parallel/tensor_inference.py": ("heads kv_heads", HEADS),
@@ -61,10 +71,10 @@ PLACES = {
     "planner/sample_plans.py": ("experts", EXPERTS),
     "planner/slot_offloads.py": ("experts", EXPERTS),
     "planner/space.py": ("experts heads kv_heads", HEADS),
-    "serve/cached_attention.py": ("rotary", "the rotary tables of a group of layers"),
-    "serve/formats.py": ("heads", HEADS),
+    "serve/cached_attention.py": ("rotary score_cap", "the rotary tables and the cap of a group of layers"),
+    "serve/formats.py": ("expert_bias heads mlp", "formats of 8 bits refuse experts with biases; " + HEADS),
     "serve/head_slices.py": ("kv_heads", HEADS),
-    "serve/host_decode.py": ("pairs width", "computes one form of rotation, and asks whether a block has it"),
+    "serve/host_decode.py": ("pairs score_cap width", "computes one form of rotation, and asks whether a block has it"),
     "serve/kv_cache.py": ("kv_heads", HEADS),
     "simulator/copied_experts.py": ("experts experts_per_token", EXPERTS),
     "simulator/expert_placement_costs.py": ("expert_hidden head_dim heads kv_heads mlp", PRICED),

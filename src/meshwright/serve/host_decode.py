@@ -97,7 +97,8 @@ class HostDecode:
         scaled = spec.embedding_scale != 1 or spec.logit_factor != 1 or spec.logit_cap is not None
         if len(spec.block_kinds) > 1 or scaled or model.positions is not None:
             return False
-        return cache.tensors[0].dtype == weight.dtype and all(map(_is_computed, model.modules()))
+        alike = cache.tensors[0].dtype == weight.dtype and cache.groups[0].mixer.score_cap is None
+        return alike and all(map(_is_computed, model.modules()))
 
     def logits(self, inputs: BatchInputs, packed: Packed) -> Tensor:
         """Logits `(1, vocab)` of a packed step of one decode, valid until the next call.
