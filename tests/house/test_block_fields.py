@@ -77,7 +77,7 @@ PLACES = {
     "serve/host_decode.py": ("pairs score_cap width", "computes one form of rotation, and asks whether a block has it"),
     "serve/kv_cache.py": ("kv_heads", HEADS),
     "simulator/copied_experts.py": ("experts experts_per_token", EXPERTS),
-    "simulator/expert_placement_costs.py": ("expert_hidden head_dim heads kv_heads mlp", PRICED),
+    "simulator/expert_placement_costs.py": ("expert_hidden head_dim heads kv_heads", PRICED),
     "training/evaluate.py": ("kv_heads", HEADS),
     "training/expert_decisions.py": ("experts", EXPERTS),
     "training/session.py": ("kv_heads", HEADS),
