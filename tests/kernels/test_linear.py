@@ -89,7 +89,9 @@ def batches(count: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def gradients(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
-    gradients_by_name = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients_by_name = {
+        name: weight.grad for name, weight in model.named_parameters() if not name.endswith("choice_bias")
+    }  # a choice of experts has no gradient
     gradients_by_name |= {f"input {index}": x.grad for index, x in enumerate(inputs)}
     assert all(grad is not None for grad in gradients_by_name.values()), [
         name for name, grad in gradients_by_name.items() if grad is None
