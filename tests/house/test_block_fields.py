@@ -74,7 +74,7 @@ PLACES = {
     "serve/cached_attention.py": ("rotary score_cap", "the rotary tables and the cap of a group of layers"),
     "serve/formats.py": ("expert_bias heads mlp", "formats of 8 bits refuse experts with biases; " + HEADS),
     "serve/head_slices.py": ("kv_heads", HEADS),
-    "serve/host_decode.py": ("pairs score_cap width", "computes one form of rotation, and asks whether a block has it"),
+    "serve/host_decode.py": ("rotary score_cap", "computes one form of attention, and asks whether the layers have it"),
     "serve/kv_cache.py": ("kv_heads", HEADS),
     "simulator/copied_experts.py": ("experts experts_per_token", EXPERTS),
     "simulator/expert_placement_costs.py": ("expert_hidden head_dim heads kv_heads", PRICED),

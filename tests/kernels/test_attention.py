@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from meshwright.kernels.attention import BLOCK, attention, block_mask, make_mask
+from meshwright.kernels.attention import attention, block_mask, make_mask
+from meshwright.spec.blocks.attention import MASK_BLOCK
 from meshwright.workload.model_shape import computed_span
 from tests.slow import quick_first
 
@@ -112,7 +113,7 @@ def test_keys_that_a_window_computes(seq):
         if window < seq:
             mask = block_mask(None, window, seq, CPU)
             blocks = mask.kv_num_blocks + mask.full_kv_num_blocks
-            assert computed_span(window, seq) == pytest.approx(float(blocks.float().mean()) * BLOCK)
+            assert computed_span(window, seq) == pytest.approx(float(blocks.float().mean()) * MASK_BLOCK)
 
 
 QUERIES = torch.cat((torch.arange(70, 200), torch.arange(340, 470)))

@@ -13,6 +13,8 @@ from tests.families.test_families import quiet_transformers, their_model  # noqa
 from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts
 from tests.slow import quick_first
 
+BOUNDS = {"gpt_oss": 2e-4}
+"""Largest difference of fp32 logits, 1e-4 unless listed: of gpt-oss 1.0e-4 was measured with seed 0, whose logits reach 8."""
 SEEDS = {family: quick_first(1, ((family, seed) for seed in range(4)), unpack=True) for family in FAMILIES}
 
 
@@ -29,5 +31,5 @@ def test_greedy_texts_equal_a_full_recomputation_and_transformers(family: str, s
         text = torch.tensor([[*prompt, *new]])
         for whole in (ours(text), theirs(text).logits):
             expected = whole[0, len(prompt) - 1 : -1]
-            assert (torch.stack(seen[number]) - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
+            assert (torch.stack(seen[number]) - expected).abs().max() < BOUNDS.get(family, 1e-4)
             assert new == expected.argmax(1).tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.config.run_values import RunValues
@@ -34,12 +34,7 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if run("data.packing") not in (None, "none"):
         yield run.mistake("plan.hybrid", "data.packing = none beside it: hybrid ranks divide samples of any length")
         return
-    if error := hybrid_error(
-        {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE},
-        _windowed(run),
-        _by_length(run),
-        _altered_scores(run),
-    ):
+    if error := _conflict(run, {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}):
         yield run.mistake("plan.hybrid", error)
         return
     nodes, per_node, longest = run("cluster.nodes"), run("cluster.gpus_per_node"), run("train.seq_len")
@@ -61,14 +56,14 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     yield from _kept(run)
 
 
-def _altered_scores(run: RunValues) -> bool:
-    """Whether attention of the model has sinks or caps of scores."""
-    return bool(run("model.sinks")) or run("model.score_cap") is not None
-
-
-def _by_length(run: RunValues) -> bool:
-    """Whether the rotation depends on the length of a sequence."""
-    return run("model.longrope") is not None
+def _conflict(run: RunValues, sizes: Mapping[str, int]) -> str | None:
+    """What of the run's model, or of other axes of these sizes, hybrid ranks cannot have."""
+    return hybrid_error(
+        sizes,
+        windowed=_windowed(run),
+        by_length=run("model.longrope") is not None,
+        altered_scores=bool(run("model.sinks")) or run("model.score_cap") is not None,
+    )
 
 
 def _windowed(run: RunValues) -> bool:
@@ -114,7 +109,7 @@ def plan_file_hybrid(plan: Document, run: RunValues) -> Iterator[Mistake]:
         return
     if run("data.packing") not in (None, "none"):
         yield plan.mistake(("mesh",), "no hybrid axis, as data.packing is not none", f"{ranks} hybrid ranks")
-    elif error := hybrid_error(sizes, _windowed(run), _by_length(run), _altered_scores(run)):
+    elif error := _conflict(run, sizes):
         yield plan.mistake(("mesh",), f"for the hybrid axis {error}", ", ".join(sizes))
     name = plan.get(("schedule", "name")) or SCHEDULES[0]
     allowed = schedules_of(sizes.get("pipeline", 1))

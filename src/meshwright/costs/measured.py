@@ -65,19 +65,13 @@ def with_profile(
 
 def fits(k: Constants, profile: MachineProfile, number_format: str = "bf16") -> dict[str, Fit]:
     """Fits by type of measurement; types without measurements are absent."""
-    return _fits(profile, number_format, *(_number(getattr(k, name)) for name in DEFAULTS))
+    return _fits(profile, number_format, tuple(_number(getattr(k, name)) for name in DEFAULTS))
 
 
 @lru_cache(maxsize=64)
-def _fits(  # the defaults are those of `DEFAULTS`
-    profile: MachineProfile,
-    number_format: str,
-    slow: float,
-    start_us: float,
-    link_us: float,
-    attention: float,
-    flex: float,
-) -> dict[str, Fit]:
+def _fits(profile: MachineProfile, number_format: str, defaults: tuple[float, ...]) -> dict[str, Fit]:
+    """`fits`, where `defaults` are the constants of `DEFAULTS`, in their order."""
+    slow, start_us, link_us, attention, flex = defaults
     chip = reference_chip(profile)
     measured_format = _measured_format(profile, number_format)
     entries = [entry for entry in profile.products if entry.format == measured_format]

@@ -216,7 +216,7 @@ FAMILY = GEMMA3 = replace(
     },
     values={"qk_norm": True, "norm_plus_one": True, "output_norms": True, "mlp": "geglu", "tied": True},
     by_width=lambda hidden: {"embedding_scale": math.sqrt(hidden)},
-    # Beside `layer_types` the pattern has no effect; without them `_layer_types` reads it.
+    # Beside `layer_types` the pattern has no effect; without them `_period` reads it.
     without_effect=frozenset({"cache_implementation", "_sliding_window_pattern"}),
     from_config=_from_config,
     to_config=_to_config,

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from meshwright.kernels import fixed_order_attention
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sinks import join_sinks, sink_attention, softmax_with_sinks
+from meshwright.spec.blocks.attention import MASK_BLOCK
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BACKENDS = [
@@ -32,8 +33,6 @@ BACKENDS = [
     SDPBackend.MATH,
 ]
 """Order of preference on CUDA: cuDNN is the fastest on Hopper. torch skips a backend that does not support the shapes."""
-BLOCK = 128
-"""Queries, and keys, per block of a block mask."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def block_mask(
     return BlockMask.from_kv_blocks(
         *_block_lists(some & ~every),
         *_block_lists(some & every),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=MASK_BLOCK,
         mask_mod=_mask_function(documents, window, queries),
         seq_lengths=(seq if queries is None else len(queries), seq),
     )
@@ -169,15 +168,17 @@ def _mask_function(documents: Tensor | None, window: int | None, queries: Tensor
 
 def _block_ends(positions: Tensor) -> tuple[Tensor, Tensor]:
     """First and last of the ascending positions `(n,)` in each block."""
-    return positions[::BLOCK], torch.cat((positions[BLOCK - 1 :: BLOCK], positions[-1:]))[: -(-len(positions) // BLOCK)]
+    return positions[::MASK_BLOCK], torch.cat((positions[MASK_BLOCK - 1 :: MASK_BLOCK], positions[-1:]))[
+        : -(-len(positions) // MASK_BLOCK)
+    ]
 
 
 def _extremes(documents: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest and highest document number per block, `(batch, 1, blocks)`; the last token's number pads the last block."""
     seq = documents.shape[1]
-    blocks = -(-seq // BLOCK)
-    filler = documents[:, -1:].expand(-1, blocks * BLOCK - seq)
-    filled = torch.cat((documents, filler), dim=1).view(-1, 1, blocks, BLOCK)
+    blocks = -(-seq // MASK_BLOCK)
+    filler = documents[:, -1:].expand(-1, blocks * MASK_BLOCK - seq)
+    filled = torch.cat((documents, filler), dim=1).view(-1, 1, blocks, MASK_BLOCK)
     return filled.amin(dim=-1), filled.amax(dim=-1)
 
 

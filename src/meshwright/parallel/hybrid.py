@@ -55,8 +55,13 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
     group = mesh.group("hybrid")
     if group is None:
         return None
-    altered = model.spec.sinks or model.spec.score_cap is not None
-    if error := hybrid_error(dict(mesh.layout.axes), model.spec.windowed, model.spec.longrope is not None, altered):
+    spec = model.spec
+    if error := hybrid_error(
+        dict(mesh.layout.axes),
+        windowed=spec.windowed,
+        by_length=spec.longrope is not None,
+        altered_scores=spec.sinks or spec.score_cap is not None,
+    ):
         raise BadInput(f"plan.hybrid: expected {error}")
     for _, block in blocks_with_layer(model):
         block.hooks.attend = SlotAttention(group.group_name)

@@ -25,6 +25,7 @@ from meshwright.policies.batch_request import Part
 from meshwright.serve.batch_inputs import BatchInputs, Packed
 from meshwright.serve.host_attention import signed_tables
 from meshwright.serve.kv_cache import KVCache
+from meshwright.spec.blocks.attention import AttentionSpec
 
 
 class _Layer(NamedTuple):
@@ -97,8 +98,12 @@ class HostDecode:
         scaled = spec.embedding_scale != 1 or spec.logit_factor != 1 or spec.logit_cap is not None
         if len(spec.block_kinds) > 1 or scaled or model.positions is not None:
             return False
-        alike = cache.tensors[0].dtype == weight.dtype and cache.groups[0].mixer.score_cap is None
-        return alike and all(map(_is_computed, model.modules()))
+        mixer = cache.groups[0].mixer
+        if not isinstance(mixer, AttentionSpec) or not mixer.rotates_whole_heads or mixer.score_cap is not None:
+            return False
+        if mixer.rotary is None or mixer.rotary.growth_length or cache.tensors[0].dtype != weight.dtype:
+            return False
+        return all(map(_is_computed, model.modules()))
 
     def logits(self, inputs: BatchInputs, packed: Packed) -> Tensor:
         """Logits `(1, vocab)` of a packed step of one decode, valid until the next call.
@@ -221,8 +226,7 @@ def _is_computed(module: nn.Module) -> bool:
         return False
     if isinstance(module, Block):
         norms = module.attention_norm is not None and module.attention_output_norm is None
-        usual = norms and not module.parallel and module.residual_factor == 1 and module.hooks.sum_ranks is unchanged
-        return usual and _rotates_whole_heads(module)
+        return norms and not module.parallel and module.residual_factor == 1 and module.hooks.sum_ranks is unchanged
     if isinstance(module, Attention):
         width = (module.heads + 2 * module.kv_heads) * module.head_dim
         whole = isinstance(module.qkv, Linear) and module.qkv.out_features == width
@@ -233,16 +237,6 @@ def _is_computed(module: nn.Module) -> bool:
     if isinstance(module, Norm):
         return module.bias is None and not module.plus_one
     return not isinstance(module, Linear) or module.scaling is None
-
-
-def _rotates_whole_heads(block: Block) -> bool:
-    """Whether the halves of each head are rotated by the position alone, and scores have no cap."""
-    if block.attention_kind.cap is not None:
-        return False
-    rotary, attention = block.attention_kind.rotary, cast("Attention", block.attention)
-    if rotary is None or rotary.pairs != "halves" or rotary.growth_length:
-        return False
-    return isinstance(block.attention, Attention) and rotary.width == attention.head_dim
 
 
 _MODULES = (Decoder, Embedding, nn.ModuleDict, nn.ModuleList, Block, Attention, GatedMLP, Norm, Head, Linear)

@@ -22,9 +22,7 @@ slots for the numbers left out.
 """
 
 
-def hybrid_error(
-    sizes: Mapping[str, int], windowed: bool, by_length: bool = False, altered_scores: bool = False
-) -> str | None:
+def hybrid_error(sizes: Mapping[str, int], *, windowed: bool, by_length: bool, altered_scores: bool) -> str | None:
     """Return the first unmet requirement of hybrid ranks, in words; None if all are met.
 
     `sizes` are those of the other axes, `windowed` tells whether layers of the model attend to a window, `by_length` whether their

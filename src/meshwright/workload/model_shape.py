@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
+from meshwright.spec.blocks.attention import MASK_BLOCK
 from meshwright.spec.blocks.block import BlockSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.memory import Elements, activations, saved
@@ -24,8 +25,6 @@ from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.workload.arrays import Array
 
 Role = Literal["linear", "router", "expert"]
-MASK_BLOCK = 128
-"""Queries, and keys, per block of a mask (`kernels.attention.BLOCK`)."""
 T = TypeVar("T")
 
 

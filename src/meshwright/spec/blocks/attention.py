@@ -12,6 +12,9 @@ from meshwright.spec.blocks.part import Place
 from meshwright.spec.blocks.positions import RotarySpec
 from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Part, Value, VectorOp
 
+MASK_BLOCK = 128
+"""Queries, and keys, per block of a mask of flex attention: a block is computed whole or not at all."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
