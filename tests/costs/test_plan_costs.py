@@ -37,6 +37,7 @@ from meshwright.spec.plan import (
     ScheduleName,
     SchedulePlan,
 )
+from meshwright.workload.model_shape import QUERY_BLOCK_KEYS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 NODE = ClusterSpec(gpu="H200", gpus_per_node=8)
@@ -132,7 +133,8 @@ def test_only_layers_with_a_window_have_the_rate_of_flex_attention() -> None:
         return number(times.forward), number(times.backward)
 
     k = priced.constants
-    flops = 4 * 4096 * 1008 * LLAMA.heads * LLAMA.head_dim * 5  # 1,008 keys: test_keys_that_a_window_computes
+    keys = 1008 + QUERY_BLOCK_KEYS  # test_keys_that_a_window_computes, and each block of queries
+    flops = 4 * 4096 * keys * LLAMA.heads * LLAMA.head_dim * 5
     windowed = flops / number(priced.machine.half_peak * k.attention * k.flex) * (1 + 32 / LLAMA.head_dim)
     forward, backward = device_seconds()
     half_rate, half_rate_backward = device_seconds(flex=number(k.flex) / 2)
@@ -142,11 +144,11 @@ def test_only_layers_with_a_window_have_the_rate_of_flex_attention() -> None:
 
 
 def test_a_measured_step_of_gemma() -> None:
-    """One H200, 8 sequences of 4,096 tokens: 1.53 s. Without flex attention's own rates 1.37 s would be predicted."""
+    """One H200, 8 sequences of 4,096 tokens: 1.49 s and 1.53 s. The rates of flex attention are those of the kernel alone."""
     gemma = replace(from_plain(ModelSpec, MODEL_PRESETS["gemma3-4b"]), vocab_size=262_208)
     plan = plan_of({"shard": 1}, micro=4, accumulate=2)
     time = plan_time(gemma, TrainSpec(steps=1, global_batch=8, seq_len=4096), plan, ClusterSpec(gpu="H200"))
-    assert time is not None and time.seconds == pytest.approx(1.53, rel=0.06)
+    assert time is not None and time.seconds == pytest.approx(1.51, rel=0.05)
 
 
 def test_a_vocabulary_that_is_no_multiple_of_eight_costs_its_logits() -> None:

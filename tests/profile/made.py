@@ -115,7 +115,7 @@ def _attention(seq: int, head: int, machine: Machine, window: int | None) -> Att
         rate *= TRUE["attention_wide"] if head == 256 else 1.0
     else:
         blocks = [min(block, window // 128) + 1 for block in range(seq // 128)]
-        scores = 128 * sum(blocks) / len(blocks)
+        scores = 128 * sum(blocks) / len(blocks) + 350  # each block of queries costs as much as 350 keys
         rate *= TRUE["flex"] * (TRUE["flex_wide"] if head == 256 else 1.0)
         backward = TRUE["flex_backward"]
     forward = 4 * tokens * scores * heads * head / rate * (1 + 32 / head)

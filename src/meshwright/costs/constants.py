@@ -189,25 +189,24 @@ class Constants:
     attention_wide: Array = 1.0
     """Rate of attention with heads wider than 192, relative to `attention`.
 
-    Own engine: a guess, as fast as with heads of 128; no run has measured it.
+    Own engine: heads of 256 on an H200, sequences of 4,096 tokens (benchmarks/results/2026-11-29-attention-windows-H200.json).
     """
     flex: Array = 1.0
     """Rate of the forward of flex attention, which layers with a window have, relative to `attention`.
 
-    Own engine, with `flex_backward`: within documents flex attention reached 0.69 of cuDNN's rate, forward and backward together
-    (benchmarks/results/2026-11-26-document-attention-H200.json). A step of Llama-3.2-1B with a window of 1,024 takes 0.480 s by it,
-    measured 0.471 (2026-11-23-levers-one-gpu-H200.jsonl).
+    Own engine: of blocks of keys alone; each block of queries costs as much as 350 keys more (`workload.model_shape.priced_span`). With
+    that, windows of 128 to 4,096 keys and heads of 64 and 128 are within 4% (benchmarks/results/2026-11-29-attention-windows-H200.json).
     """
     flex_wide: Array = 1.0
     """Rate of flex attention with heads wider than 192, relative to `flex`.
 
-    Own engine: fitted to one step of Gemma-3-4B, 1.53 s on an H200 (2026-11-29-new-families-H200.json), so it includes whatever else that
-    step lacks. It is to be replaced by the rate that `meshwright profile` measures.
+    Own engine: heads of 256 with windows of 512 and 1,024 keys, as above, forward and backward together. Their backward alone takes 5.6
+    times their forward.
     """
     flex_backward: Array = 2.5
     """Time of flex attention's backward relative to its forward.
 
-    Own engine: published rates of flex attention on an H100 have 4.3, of cuDNN 3.2 where this model has 2.5.
+    Own engine: 2.8 to 3.7 with heads of 64 and 128, as above.
     """
     fixed_order: Array = 1.0
     """1 if sums in a fixed order slow attention's backward; 0 on CPU ranks, where its sums always have one order."""

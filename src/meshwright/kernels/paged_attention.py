@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwright.kernels.attention import AttentionMask, attention
 from meshwright.kernels.norm import HeadNorms, accumulate_dtype, rms_norm
-from meshwright.kernels.rope import RotaryTables, rotate
+from meshwright.kernels.rope import RotaryTables, rotate, rotate_neighbours
 
 PROGRAMS_PER_PROCESSOR = 4
 """Programs of the decode kernel that each multiprocessor should get at least, if contexts are long."""
@@ -63,20 +63,24 @@ def rotate_and_write(
     scales: Tensor | None = None,
     rotated_keys: Tensor | None = None,
     norms: HeadNorms | None = None,
+    neighbours: bool = False,
     plain: bool = False,
 ) -> Tensor:
     """Return q rotated to `positions` `(tokens,)`, and write k, rotated, and v into the `slots` of `cache_layer`.
 
     q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. `tables` are cosines and sines, each
-    `(max_positions, head_dim / 2)`; None means a model without rotary embedding. Negative slots are skipped. The rotated keys are also
-    written into `rotated_keys`, shaped like k, if given. Rotation and rounding are those of `rope.rotate`. With `norms` heads
-    of q and k are normed first.
+    `(max_positions, width / 2)`, of heads that are rotated over their first `width` dimensions; None means a model without rotary
+    embedding. Negative slots are skipped. The rotated keys are also written into `rotated_keys`, shaped like k, if given. Rotation and
+    rounding are those of `rope.rotate`, with `neighbours` those of `rope.rotate_neighbours`. With `norms` heads of q and k are normed
+    first.
     """
     if runs_kernels(q, plain):
         from meshwright.kernels.cache_write_triton import rotate_write
 
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        rotate_write(q, k, v, tables, positions, cache_layer, slots, out, rotated_keys, scales, norms)
+        rotate_write(
+            q, k, v, tables, positions, cache_layer, slots, out, rotated_keys, scales, norms, neighbours=neighbours
+        )
         return out
     if norms is not None:
         q = rms_norm(q, norms.query, norms.eps, plus_one=norms.plus_one, plain=plain)
@@ -84,7 +88,8 @@ def rotate_and_write(
     if tables is not None:
         cos, sin = tables
         step_tables = cos[positions][:, None], sin[positions][:, None]
-        q, k = rotate(q, step_tables), rotate(k, step_tables)
+        turn = rotate_neighbours if neighbours else rotate
+        q, k = turn(q, step_tables), turn(k, step_tables)
     if rotated_keys is not None:
         rotated_keys.copy_(k)
     write_cache(k, v, cache_layer, slots, scales=scales, plain=plain)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -116,8 +115,13 @@ class AttentionAccumulator:
 
     def add(self, queries: slice, out: Tensor, logsumexp: Tensor) -> None:
         """Add the partial result of some queries over other keys."""
-        combine = _compiled_combine() if out.is_cuda else _combine
-        combine(self.out[:, queries], self.logsumexp[..., queries], out, logsumexp)
+        parts = self.out[:, queries], self.logsumexp[..., queries], out, logsumexp
+        if out.is_cuda:
+            from meshwright.kernels.partial_triton import combine
+
+            combine(*parts)
+        else:
+            _combine(*parts)
 
 
 def _combine(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
@@ -126,12 +130,6 @@ def _combine(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Ten
     weight, other_weight = ((part - combined).exp().transpose(1, 2)[..., None] for part in (logsumexp, other_logsumexp))
     out.copy_(out * weight + other.to(out.dtype) * other_weight)
     logsumexp.copy_(combined)
-
-
-@cache
-def _compiled_combine() -> Callable[..., None]:
-    """`_combine`, compiled for its first shape, then once for any: samples that ranks divide have changing lengths."""
-    return torch.compile(_combine)
 
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:

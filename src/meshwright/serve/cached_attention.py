@@ -20,7 +20,7 @@ from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.latent_attention import latent_attention, rotate_and_write_latents
 from meshwright.kernels.norm import HeadNorms
 from meshwright.kernels.paged_attention import is_fp8, paged_attention, prompt_attention, rotate_and_write
-from meshwright.kernels.rope import RotaryTables
+from meshwright.kernels.rope import RotaryTables, rotate_neighbours
 from meshwright.models.attention import Attention
 from meshwright.models.block import Block, tables_of
 from meshwright.models.decoder import Decoder
@@ -121,7 +121,8 @@ class CachedAttention:
     """`attend` of one layer: writes keys and values into the cache and attends to all tokens of each request.
 
     `norms` are those of queries and keys, and `query_factor` multiplies the queries, if the layer has left them to this object. `rotation`
-    is one that the write into the cache cannot do, with its tables `(context, ·)`; `query_growth` `(context, 1)` has the factors of queries
+    is one that is computed before the write into the cache, with its tables `(context, ·)`; `neighbours` is for the one that is not, as in
+    `rotate_and_write`; `query_growth` `(context, 1)` has the factors of queries
     by position; `cap` is that of the scores.
     """
 
@@ -134,13 +135,14 @@ class CachedAttention:
         norms: HeadNorms | None = None,
         query_factor: float = 1.0,
         rotation: tuple[Rotation, RotaryTables] | None = None,
+        neighbours: bool = False,
         query_growth: Tensor | None = None,
         cap: float | None = None,
     ) -> None:
         self._cap = cap
         self._step, self._cache, self._group, self._window = step, cache_layer, group, window
         self._norms, self._query_factor = norms, query_factor
-        self._rotation, self._query_growth = rotation, query_growth
+        self._rotation, self._neighbours, self._query_growth = rotation, neighbours, query_growth
 
     def __call__(
         self,
@@ -182,6 +184,7 @@ class CachedAttention:
             scales=scales,
             rotated_keys=keys,
             norms=self._norms,
+            neighbours=self._neighbours,
             plain=plain,
         )
         if self._query_factor != 1:
@@ -352,7 +355,8 @@ def use_cached_attention(
     positions = torch.arange(context, device=weight.device)
     tables = [tables_of(group.mixer.rotary, positions, weight.dtype, context) for group in cache.groups]
     ropes = [None if rope is None else tuple(table[0, :, 0] for table in rope) for rope in tables]
-    step = CurrentStep([_written(*pair) for pair in zip(cache.groups, ropes, strict=True)], cache, invariant=invariant)
+    written = [_written(*pair, on_cuda=weight.is_cuda) for pair in zip(cache.groups, ropes, strict=True)]
+    step = CurrentStep(written, cache, invariant=invariant)
     modules = cast("Iterable[PredictionModule]", model.predictions[:predictions])
     blocks = [*model.layers.values(), *(module.block for module in modules)]
     for number, block in enumerate(blocks):
@@ -365,7 +369,7 @@ def use_cached_attention(
             norms, query_factor, rope = None, 1.0, ropes[group]
             growth = rope[2] if rope is not None and len(rope) > 2 else None
             rotation = None if rope is None or step.ropes[group] is not None else (attention.rotate, rope[:2])
-            fused = cache_layer.is_cuda and not attention.whole_norm and rotation is None and growth is None
+            fused = cache_layer.is_cuda and not attention.whole_norm and growth is None
             if attention.qk_norm and fused:  # one kernel norms, rotates and writes
                 norms = _head_norms(attention)
                 attention.qk_norm = False
@@ -378,16 +382,20 @@ def use_cached_attention(
                 norms,
                 query_factor,
                 rotation,
+                attention.rotate is rotate_neighbours,
                 growth,
                 cache.groups[group].mixer.score_cap,
             )
     return step
 
 
-def _written(group: LayerGroup, rope: RotaryTables | None) -> RotaryTables | None:
-    """Cosines and sines with which a group's keys are rotated as they are written; None where the layers rotate them before."""
+def _written(group: LayerGroup, rope: RotaryTables | None, *, on_cuda: bool) -> RotaryTables | None:
+    """Cosines and sines with which a group's keys are rotated as they are written; None where the layers rotate them before.
+
+    On a CPU the kernels of decodes rotate whole heads by halves only.
+    """
     mixer = group.mixer
-    rotates_before = isinstance(mixer, AttentionSpec) and not mixer.rotates_whole_heads
+    rotates_before = isinstance(mixer, AttentionSpec) and not (mixer.rotates_whole_heads or on_cuda)
     return None if rope is None or rotates_before else rope[:2]
 
 

@@ -238,7 +238,7 @@ def _rank_tensors(
         for layer, strategy in zip(part.layers, strategies, strict=True)
         if strategy.activations_offloaded
     ]
-    temporary_elements = max(per_token(layer)[1] for layer in part.layers)
+    temporary = _temporary_bytes(model, plan, part, strategies, activation_bytes, per_token, number_formats)
     moving = moving_elements(model) if plan.paired else 0.0
     received = received_elements(model, plan.axis_size("tensor"), context_size(plan))
     is_unsharded = (
@@ -256,7 +256,7 @@ def _rank_tensors(
     pending_micro_batches = accumulate if plan.layered else 0
     device_layers = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
     modules = model.prediction_depth * (part.head > 0)
-    saved, temporary = per_token(model.layers - 1)
+    saved, last_temporary = per_token(model.layers - 1)
     block, kept = max(part.blocks), sum(not strategy.reshard for strategy in strategies)
     if copies_experts(plan):
         block, kept = _with_copies(model, plan, block, kept, len(part.layers))
@@ -277,7 +277,7 @@ def _rank_tensors(
         "offloaded_share": host_parameters / (sum(part.blocks) + part.ends),
         "layers": len(part.layers),
         "activations": stored_activations + sum(sorted(offloaded)[-device_layers:]),
-        "working": activation_bytes * (temporary_elements + float(received) + moving) + scores,
+        "working": temporary + activation_bytes * (float(received) + moving) + scores,
         "tokens": tokens,
         "width": plan.axis_size("tensor"),
         "hidden": model.hidden,
@@ -287,9 +287,35 @@ def _rank_tensors(
         "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
         "predictions": modules,
         "prediction_activations": activation_bytes
-        * prediction_elements(model, modules, saved, temporary + float(received)),
+        * prediction_elements(model, modules, saved, last_temporary + float(received)),
         "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
     }
+
+
+def _temporary_bytes(
+    model: ModelSpec,
+    plan: Plan,
+    part: StagePart,
+    strategies: Sequence[LayerStrategy],
+    activation_bytes: float,
+    per_token: Callable[[int], tuple[float, float]],
+    number_formats: Formats,
+) -> float:
+    """Bytes of temporary tensors in the backward of the block that needs the most, beside the activations of all blocks.
+
+    The blocks behind it have freed what they saved: a block that is computed again needs less room if the last blocks are not. They have
+    left gradients, but these take the room of their weights in the compute dtype. In layered order nothing is taken as freed.
+    """
+    gradient = number_formats.reduce / shard_size(plan)
+    if gradients_final_in_backward(model, plan) or plan.batch.accumulate > 1:  # later ones are added to sums that exist
+        gradient = 0.0
+    largest, freed = 0.0, 0.0
+    for layer, strategy, block in reversed(list(zip(part.layers, strategies, part.blocks, strict=True))):
+        saved, temporary = per_token(layer)
+        largest = max(largest, activation_bytes * temporary - max(freed, 0.0))
+        if not (plan.layered or strategy.activations_offloaded):
+            freed += activation_bytes * saved - block * max(0.0, float(gradient) - float(number_formats.compute))
+    return largest
 
 
 def _with_copies(model: ModelSpec, plan: Plan, block: float, kept: float, layers: int) -> tuple[float, float]:

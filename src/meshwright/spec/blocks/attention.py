@@ -51,7 +51,7 @@ class AttentionSpec:
 
     @property
     def rotates_whole_heads(self) -> bool:
-        """Whether heads are rotated whole and by halves, or not at all, as kernels that write a cache can do it."""
+        """Whether heads are rotated whole and by halves, or not at all, as the kernels of decodes on a CPU do it."""
         rotary = self.rotary
         return rotary is None or (rotary.width == self.head_dim and rotary.pairs == "halves")
 
