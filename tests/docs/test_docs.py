@@ -307,7 +307,7 @@ def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> No
 def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "page.yaml"
     file.write_text(block.text, encoding="utf-8")
-    if re.search(r"^mesh:", block.text, re.MULTILINE):
+    if re.search(r"^micro_batch:", block.text, re.MULTILINE):
         load_plan(file)
     elif re.search(r"^gpus_per_node:", block.text, re.MULTILINE):
         load_run(None, [f"cluster={file}", "train.global_batch=128"])

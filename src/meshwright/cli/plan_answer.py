@@ -48,6 +48,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_keys import plain_keys
 from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import RunSpec
 
@@ -238,11 +239,11 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
             "fits": other.fits,
             "trainable": untrainable(other.plan) is None,
             "why_not": answer.why_not(other),
-            "plan": to_plain(other.plan),
+            "plan": plain_keys(other.plan),
         }
         for other in answer.others
     ]
-    plan = to_plain(answer.plan)
+    plan = plain_keys(answer.plan)
     body = {
         "name": plan_name(answer.plan),
         "plan": plan,
@@ -363,12 +364,12 @@ def _objective(answer: Answer) -> dict[str, Any]:
 def _untrainable(candidate: Candidate | None) -> dict[str, Any] | None:
     if candidate is None:
         return None
-    return {"plan": to_plain(candidate.plan), "cannot_train": untrainable(candidate.plan)}
+    return {"plan": plain_keys(candidate.plan), "cannot_train": untrainable(candidate.plan)}
 
 
 def _probe(probe: Probe) -> dict[str, Any]:
     return {
-        "plan": to_plain(probe.plan),
+        "plan": plain_keys(probe.plan),
         "predicted_seconds": probe.predicted_seconds,
         "measured_seconds": probe.measured_seconds,
         "predicted_bytes": probe.predicted_bytes,
@@ -381,7 +382,7 @@ def _point(point: Point, tokens: float | None, price: float | None) -> dict[str,
     hours = point.gpu_hours(tokens) if tokens else None
     return {
         "gpus": point.gpus,
-        "plan": to_plain(point.answer.best.plan) if point.answer else None,
+        "plan": plain_keys(point.answer.best.plan) if point.answer else None,
         "step_seconds": point.seconds,
         "tokens_per_second": point.tokens_per_second,
         "days": hours / point.gpus / 24 if hours else None,

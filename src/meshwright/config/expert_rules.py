@@ -7,28 +7,33 @@ from collections.abc import Iterator
 
 from meshwright.config.divisors import nearest_divisor
 from meshwright.config.run_values import RunValues
-from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
 from meshwright.spec.paired import NO_EXCHANGE, SAMPLES_DIFFER, paired_conflict
 
 
-def expert_pins(run: RunValues) -> Iterator[Mistake]:
+def expert_keys(run: RunValues) -> Iterator[Mistake]:
     """Every rank gets the same number of experts; expert ranks divide the shard and context ranks of one model copy."""
     experts, ranks = run("model.experts"), run("plan.expert")
     if experts is None:
         return
-    yield from _copy_pins(run, experts)
-    yield from _exchange_pins(run, experts)
-    yield from _owner_pins(run)
-    yield from _paired_pins(run, experts)
+    yield from _copy_keys(run, experts)
+    yield from _exchange_keys(run, experts)
+    yield from _owner_keys(run)
+    yield from _paired_keys(run, experts)
     if ranks is None:
+        if experts and run.plan_file is not None and run.plan_file.usable(("expert",)):
+            yield run.mistake(
+                "plan.expert", "the ranks that a layer's experts are spread over, in a plan file", "1", "nothing"
+            )
         return
+    tensor = run("plan.tensor") or 1
     if not experts:
         yield run.mistake("plan.expert", "no key, as the model is dense (model.experts is 0)")
-    elif experts % ranks:
-        near = str(nearest_divisor(experts, ranks))
-        yield run.mistake("plan.expert", f"a divisor of model.experts = {experts}", near)
-    elif (shard := run("plan.shard")) is not None:
+    elif experts % (ranks * tensor):
+        beside = f" ÷ plan.tensor {tensor}" if tensor > 1 else ""
+        near = str(nearest_divisor(experts // math.gcd(experts, tensor), ranks))
+        yield run.mistake("plan.expert", f"a divisor of model.experts = {experts}{beside}", near)
+    elif (shard := run("plan.shard")) is not None and not run("plan.hybrid"):
         size = shard * (run("plan.context_ring") or 1) * (run("plan.context_ulysses") or 1)
         if size % ranks:
             yield run.mistake(
@@ -36,7 +41,7 @@ def expert_pins(run: RunValues) -> Iterator[Mistake]:
             )
 
 
-def _copy_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
+def _copy_keys(run: RunValues, experts: int) -> Iterator[Mistake]:
     """Copies of experts need a policy, and a mixture of experts on several ranks."""
     policy, slots = run("plan.expert_policy"), run("plan.expert_slots")
     if policy not in (None, "none"):
@@ -44,7 +49,7 @@ def _copy_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
         if ranks == 1:
             expected = "none, unless plan.expert (or plan.tensor) spreads experts over several ranks"
             yield run.mistake("plan.expert_policy", expected, "none")
-        elif slots is not None and (expected := _slots(policy, slots, experts, ranks)):
+        elif (slots is not None or run.plan_file) and (expected := _slots(policy, slots or 0, experts, ranks)):
             yield run.mistake("plan.expert_slots", expected)
         return
     for key in ("expert_slots", "expert_keep", "expert_window"):
@@ -53,7 +58,7 @@ def _copy_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
             yield run.mistake(f"plan.{key}", "no key without plan.expert_policy, which says which experts are copied")
 
 
-def _exchange_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
+def _exchange_keys(run: RunValues, experts: int) -> Iterator[Mistake]:
     """Kernels exchange tokens between several expert ranks that are GPUs; a bound belongs to them."""
     exchange, ranks = run("plan.expert_exchange"), (run("plan.expert") or 1) * (run("plan.tensor") or 1)
     if exchange in (None, "all_to_all"):
@@ -66,7 +71,7 @@ def _exchange_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
         yield run.mistake("plan.expert_exchange", "all_to_all, as the kernels run on GPUs", "all_to_all")
 
 
-def _paired_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
+def _paired_keys(run: RunValues, experts: int) -> Iterator[Mistake]:
     """Two micro-batches run together so that the exchange of tokens with other ranks overlaps with compute."""
     if run("plan.schedule") != "paired":
         return
@@ -90,8 +95,17 @@ def _paired_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
             offload=[run("plan.offload"), *(layer.get("offload") for layer in layers)],
         )
     )
+    if conflict is None and (micro_batches := _micro_batches(run)) is not None and micro_batches % 2:
+        conflict = f"a rank has {micro_batches} micro-batches in a step, an odd number"
     if conflict is not None:
         yield run.mistake("plan.schedule", f"another schedule than paired, as {conflict}", "1f1b")
+
+
+def _micro_batches(run: RunValues) -> int | None:
+    """Micro-batches of a rank in a step, where batch, data ranks and micro-batch are given."""
+    keys = ("train.global_batch", "plan.replicate", "plan.shard", "plan.micro_batch")
+    batch, *parts = map(run, keys)
+    return batch // math.prod(parts) if batch and all(parts) and batch % math.prod(parts) == 0 else None
 
 
 def _all_fixed(policy: str | None, slots: int, experts: int, ranks: int) -> bool:
@@ -99,32 +113,7 @@ def _all_fixed(policy: str | None, slots: int, experts: int, ranks: int) -> bool
     return policy == "fixed" and slots >= experts - experts // ranks
 
 
-def plan_file_paired(plan: Document, run: RunValues, sizes: dict[str, int]) -> Iterator[Mistake]:
-    """Mistakes of a plan file with the schedule `paired`; `sizes` are those of its axes."""
-    if not plan.has(("schedule", "name")) or plan.get(("schedule", "name")) != "paired":
-        return
-    section = plan.get(("experts",)) if plan.has(("experts",)) else None
-    section, layers = section or {}, plan.get(("layers",)) if plan.has(("layers",)) else ()
-    ranks, experts = section.get("expert", 1) * sizes.get("tensor", 1), run("model.experts") or 0
-    none_sent = ranks == 1 or _all_fixed(section.get("policy"), section.get("slots", 0), experts, ranks)
-    conflict = (
-        NO_EXCHANGE
-        if none_sent
-        else paired_conflict(
-            pipeline=sizes.get("pipeline", 1),
-            exchange=section.get("exchange"),
-            recompute=[layer.get("recompute") for layer in layers],
-            offload=[layer.get("offload") for layer in layers],
-        )
-    )
-    if conflict is not None:
-        yield plan.mistake(("schedule", "name"), f"another schedule than paired, as {conflict}", "paired", "1f1b")
-    elif plan.get(("batch", "accumulate")) % 2:
-        accumulate = plan.get(("batch", "accumulate"))
-        yield plan.mistake(("batch", "accumulate"), "an even number with schedule paired", str(accumulate))
-
-
-def _owner_pins(run: RunValues) -> Iterator[Mistake]:
+def _owner_keys(run: RunValues) -> Iterator[Mistake]:
     """Owners that follow the loads need several expert ranks, and free choice of the experts of each."""
     if run("plan.expert_owners") == "heterogeneous":
         ranks = (run("plan.expert") or 1) * (run("plan.tensor") or 1)
@@ -145,46 +134,7 @@ def _owners(run: RunValues, ranks: int, policy: str | None) -> str:
     return ""
 
 
-def plan_file_experts(plan: Document, run: RunValues, tensor: int) -> Iterator[Mistake]:
-    """Mistakes of the section `experts` of a plan file, for `tensor` tensor ranks."""
-    experts = run("model.experts")
-    if experts is None or not plan.has(("experts",)) or not isinstance(plan.get(("experts",)), dict):
-        return
-    section = plan.get(("experts",))
-    size, policy, slots = section["expert"], section.get("policy", "none"), section.get("slots", 0)
-    if not experts or experts % (size * tensor):
-        beside = f" ÷ {tensor} tensor ranks" if tensor > 1 else ""
-        expected = (
-            f"a divisor of model.experts = {experts}{beside}" if experts else "no `experts`, as the model is dense"
-        )
-        yield plan.mistake(("experts", "expert"), expected, str(size))
-    elif policy != "none" and size * tensor == 1:
-        yield plan.mistake(("experts", "policy"), "none, as every rank has all experts", policy, "none")
-    elif expected := _slots(policy, slots, experts, size * tensor):
-        yield plan.mistake(("experts", "slots" if "slots" in section else "policy"), expected, str(slots))
-    elif policy == "none" and section.get("keep"):
-        yield plan.mistake(("experts", "keep"), "false, as policy none copies no experts", "true", "false")
-    else:
-        yield from _plan_file_exchange(plan, run, size * tensor)
-        if section.get("owners", "even") != "even" and (expected := _owners(run, size * tensor, policy)):
-            yield plan.mistake(("experts", "owners"), expected, section["owners"], "even")
-
-
-def _plan_file_exchange(plan: Document, run: RunValues, ranks: int) -> Iterator[Mistake]:
-    section = plan.get(("experts",))
-    exchange = section.get("exchange", "all_to_all")
-    if exchange == "all_to_all":
-        if section.get("receive_bound") is not None:
-            expected = "no key without exchange: peer"
-            yield plan.mistake(("experts", "receive_bound"), expected, str(section["receive_bound"]))
-    elif ranks == 1 or str(run("cluster.gpu")).lower() == "cpu":
-        expected = "all_to_all, unless GPUs share the experts"
-        yield plan.mistake(("experts", "exchange"), expected, exchange, "all_to_all")
-
-
 def _slots(policy: str, slots: int, experts: int, ranks: int) -> str:
     """The slots that are expected of a rank that owns `experts` / `ranks` experts; empty if `slots` are."""
-    if policy == "none":
-        return "slots: 0, as policy none copies no experts" if slots else ""
     others = experts - experts // ranks
     return "" if 1 <= slots <= others else f"slots: 1 to the {others} experts of other ranks, for policy {policy}"

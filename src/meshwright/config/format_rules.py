@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from meshwright.config.run_values import RunValues
-from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.chips import CHIPS, formats_on
 from meshwright.spec.errors import Mistake
 from meshwright.spec.fp8_limits import FP8_MULTIPLE, FP8_WIDTH_KEYS, product_sides
 from meshwright.spec.plan import CONTEXT_AXES
-
-
-def plan_file_formats(plan: Document, run: RunValues, context: int) -> Iterator[Mistake]:
-    """The number formats of a plan file that break a rule, on `context` context ranks."""
-    precision = plan.get(("precision",)) if plan.has(("precision",)) else {}
-    for key, expected in _format_rules(run, precision):
-        yield plan.mistake(("precision", key), expected, str(precision[key]), "fp32")
-    formats = [precision.get("linear"), *(entry.get("linear") for entry in _entries(plan, ("layers",)))]
-    for key, expected in _fp8_rules(run, formats, precision.get("gather"), precision.get("compute"), context):
-        yield plan.mistake(("precision", key), expected, format_value(precision.get(key, "compute")))
 
 
 def number_formats(run: RunValues) -> Iterator[Mistake]:
@@ -43,15 +31,10 @@ def _format_rules(run: RunValues, formats: Mapping[str, str | None]) -> Iterator
 
 
 def fp8_products(run: RunValues) -> Iterator[Mistake]:
-    formats = [run("plan.linear"), *(entry.get("linear") for entry in _entries(run.document, ("plan", "layers")))]
+    formats = [run("plan.linear"), *(entry.get("linear") for entry in run("plan.layers") or ())]
     context = math.prod(run(f"plan.{axis}") or 1 for axis in CONTEXT_AXES)
     for key, expected in _fp8_rules(run, formats, run("plan.gather"), run("plan.compute"), context):
         yield run.mistake(f"plan.{key}", expected, "compute")
-
-
-def _entries(document: Document, path: KeyPath) -> list[dict[str, Any]]:
-    entries = document.get(path) if document.has(path) else None
-    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def _fp8_rules(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.config.run_values import RunValues
-from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
 from meshwright.spec.hybrid import (
     REFUSED_BESIDE,
@@ -26,7 +25,9 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     """Pinned hybrid ranks: all ranks but those of pipelines and tensor parallelism, for samples of any length."""
     ranks, capacity, tensor = run("plan.hybrid"), run("plan.capacity"), run("plan.tensor") or 1
     if not ranks:
-        if capacity:
+        if run("plan.samples"):
+            yield from _slots(run, 1)
+        elif capacity:
             yield run.mistake("plan.capacity", "no such key without plan.hybrid, whose slots it sizes", "none")
         if run("plan.hybrid_attention"):
             yield run.mistake("plan.hybrid_attention", "no such key without plan.hybrid", "none")
@@ -37,16 +38,14 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if error := _conflict(run, {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}):
         yield run.mistake("plan.hybrid", error)
         return
-    nodes, per_node, longest = run("cluster.nodes"), run("cluster.gpus_per_node"), run("train.seq_len")
+    nodes, per_node = run("cluster.nodes"), run("cluster.gpus_per_node")
     beside, cluster = tensor * _pipeline(run), (nodes or 0) * (per_node or 0)
     if cluster and ranks * beside != cluster:
         factors = (("plan.pipeline", _pipeline(run)), ("plan.tensor", tensor))
         divided = "".join(f" ÷ {key} {size}" for key, size in factors if size > 1)
         nearest = None if cluster % beside else str(cluster // beside)
         yield run.mistake("plan.hybrid", f"all of the cluster's {cluster} ranks{divided}", nearest)
-    longer = run("plan.offload_capacity") or 0
-    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest, longer)):
-        yield run.mistake("plan.capacity", wrong[0], str(wrong[1]))
+    yield from _slots(run, ranks)
     heads = exchanged_heads(run("model.kv_heads") or 1, tensor)
     if run("plan.hybrid_attention") == "ulysses" and not any(heads % k == 0 for k in range(2, ranks + 1)):
         expected = f"ring: no number of ranks from 2 to {ranks} divides a rank's {heads} key/value heads"
@@ -54,6 +53,13 @@ def hybrid(run: RunValues) -> Iterator[Mistake]:
     if ranks % (experts := run("plan.expert") or 1):
         yield run.mistake("plan.expert", f"a divisor of plan.hybrid = {ranks}", str(math.gcd(ranks, experts)))
     yield from _kept(run)
+
+
+def _slots(run: RunValues, ranks: int) -> Iterator[Mistake]:
+    """Slots of `ranks` ranks together hold the longest sample."""
+    capacity, longest, longer = run("plan.capacity"), run("train.seq_len"), run("plan.offload_capacity") or 0
+    if capacity and longest and (wrong := capacity_error(capacity, ranks, run("plan.tensor") or 1, longest, longer)):
+        yield run.mistake("plan.capacity", wrong[0], str(wrong[1]))
 
 
 def _conflict(run: RunValues, sizes: Mapping[str, int]) -> str | None:
@@ -95,30 +101,6 @@ def _kept(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("plan.gradients", f"whole, {reason}", "whole")
     if any(_collects(layer) for layer in run("plan.layers") or ()):
         yield run.mistake("plan.layers", f"reshard false and gradients whole in every range, {reason}", None, "another")
-
-
-def plan_file_hybrid(plan: Document, run: RunValues) -> Iterator[Mistake]:
-    """A plan file with a hybrid axis obeys the same rules."""
-    sizes: dict[str, int] = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
-    ranks, tensor, longest = sizes.get("hybrid", 1), sizes.get("tensor", 1), run("train.seq_len")
-    capacity = plan.get(("samples", "capacity"))
-    longer = plan.get(("samples", "offload", "capacity")) or 0
-    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest, longer)):
-        yield plan.mistake(("samples", "capacity"), wrong[0], str(capacity), str(wrong[1]))
-    if ranks == 1:
-        return
-    if run("data.packing") not in (None, "none"):
-        yield plan.mistake(("mesh",), "no hybrid axis, as data.packing is not none", f"{ranks} hybrid ranks")
-    elif error := _conflict(run, sizes):
-        yield plan.mistake(("mesh",), f"for the hybrid axis {error}", ", ".join(sizes))
-    name = plan.get(("schedule", "name")) or SCHEDULES[0]
-    allowed = schedules_of(sizes.get("pipeline", 1))
-    if name not in (*allowed, *REFUSED_SCHEDULES):
-        yield plan.mistake(("schedule", "name"), f"{_either(allowed)} with a hybrid axis", name, SCHEDULES[0])
-    for index, layer in enumerate(plan.get(("layers",)) or ({},)):
-        if name != _LAYERED and _collects(layer):
-            expected = f"reshard false and gradients whole with a hybrid axis, unless the schedule is {_LAYERED}"
-            yield plan.mistake(("layers", index), expected, "another")
 
 
 def _either(names: Sequence[str]) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any
 
 from meshwright.config.run_values import RunValues
-from meshwright.config.yaml_positions import Document, KeyPath, format_value
+from meshwright.config.yaml_positions import format_value
 from meshwright.spec.errors import Mistake
 from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.model import ModelSpec, parameters
@@ -25,20 +24,15 @@ REQUIRED = {
 
 
 def offloaded_state(run: RunValues) -> Iterator[Mistake]:
-    """Pins that move the state of an optimizer other than AdamW to host memory."""
-    expected, offload = _expected(run), run("plan.offload")
-    if expected and offload in ("optimizer", "both"):
+    """Plans that move the state of an optimizer other than AdamW to host memory."""
+    expected = _expected(run)
+    if not expected:
+        return
+    if run("plan.offload") in ("optimizer", "both"):
         yield run.mistake("plan.offload", expected, "none")
-    yield from plan_file_offload(run.document, run, ("plan", "layers"))
-
-
-def plan_file_offload(document: Document, run: RunValues, path: KeyPath = ("layers",)) -> Iterator[Mistake]:
-    """Layers at `path` that move the state of an optimizer other than AdamW to host memory."""
-    expected, entries = _expected(run), document.get(path) if document.has(path) else None
-    for index, entry in enumerate(entries if expected and isinstance(entries, list) else []):
-        offload: Any = entry.get("offload") if isinstance(entry, dict) else None
-        if offload in ("optimizer", "both"):
-            yield document.mistake((*path, index, "offload"), expected, format_value(offload), "none")
+    for index, layer in enumerate(run("plan.layers") or ()):
+        if layer.get("offload") in ("optimizer", "both"):
+            yield run.mistake_at(("plan", "layers", index, "offload"), expected, "none")
 
 
 def _expected(run: RunValues) -> str:

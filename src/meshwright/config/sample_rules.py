@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from meshwright.config.run_values import RunValues
-from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
 
 _UNDIVIDED = ("pipeline", "context_ring", "context_ulysses", "tensor")
@@ -22,7 +21,13 @@ def samples(run: RunValues) -> Iterator[Mistake]:
         if tokens:
             expected = "none, as train.global_batch_tokens gives the batch in tokens"
             yield run.mistake("data.packing", expected, "none", run("data.packing"))
+        if run.plan_file is not None and run("plan.samples") and run("data.packing"):
+            expected = f"no such section, as data.packing is {run('data.packing')}"
+            yield run.mistake("plan.samples", expected, None, "a section")
         return
+    if run.plan_file is not None and not (run("plan.samples") and run("plan.capacity")):
+        key = "plan.capacity" if run("plan.samples") else "plan.samples"
+        yield run.mistake(key, "capacity, and samples with alpha and beta, as data.packing is none", None, "none")
     if tokens is None:
         if not run.document.partial and ("train", "global_batch_tokens") not in run.unusable:
             expected = "the tokens of a step in place of train.global_batch, as data.packing is none"
@@ -51,9 +56,20 @@ def slot_offload(run: RunValues) -> Iterator[Mistake]:
     longer, capacity, layers = run("plan.offload_capacity"), run("plan.capacity"), run("model.layers")
     if not longer:
         return
-    if not (capacity and run("plan.hybrid")):
+    times = run("plan.samples") or {}
+    if not (capacity and (run("plan.hybrid") or times)):
         yield run.mistake("plan.offload_capacity", "no such key without plan.hybrid and plan.capacity", "none")
-    elif (run("plan.pipeline") or 1) > 1 or run("plan.stages") or run("model.experts"):
+        return
+    most = capacity * (run("plan.hybrid") or 1) + 1
+    for key, limit, of in (
+        ("offload_layers", layers, "the model's blocks"),
+        ("offload_shortest", most, "more than all ranks together hold without offload"),
+    ):
+        if run.plan_file is not None and not times.get(key):
+            yield run.mistake(f"plan.samples.{key}", "a number, as plan.offload_capacity is given", None, "none")
+        elif limit and (times.get(key) or 0) > limit:
+            yield run.mistake(f"plan.samples.{key}", f"at most {limit}: {of}", str(limit))
+    if (run("plan.pipeline") or 1) > 1 or run("plan.stages") or run("model.experts"):
         yield run.mistake(
             "plan.offload_capacity",
             "none beside pipeline ranks or experts, whose layers have unequal activations",
@@ -76,46 +92,3 @@ def _offload_error(longer: int, capacity: int, tensor: int, layers: int) -> str 
         return None
     multiple = "an even number of" if unit == 2 else f"a multiple of {unit}"
     return f"{multiple} tokens above the {capacity} of other slots and at most {most}, where all {layers} blocks are offloaded"
-
-
-def plan_file_samples(plan: Document, run: RunValues) -> Iterator[Mistake]:
-    """A plan file has `samples` exactly if its run has samples of any length, and places them on data ranks only."""
-    given, wanted = bool(plan.get(("samples",))), run("data.packing") == "none"
-    if given != wanted:
-        expected = (
-            f"{'capacity, alpha and beta' if wanted else 'no such section'}, as data.packing is {run('data.packing')}"
-        )
-        yield plan.mistake(("samples",), expected, "a section" if given else "none")
-    if not wanted:
-        return
-    yield from _plan_file_offload(plan, run)
-    if plan.get(("batch", "micro_batch")) != 1:
-        micro = str(plan.get(("batch", "micro_batch")))
-        yield plan.mistake(("batch", "micro_batch"), "1: a micro-batch is one slot of samples", micro, "1")
-    hybrid = any(axis["axis"] == "hybrid" for axis in plan.get(("mesh",)))
-    for index, axis in () if hybrid else enumerate(plan.get(("mesh",))):
-        if axis["axis"] in _UNDIVIDED and axis["size"] > 1:
-            yield plan.mistake(("mesh", index, "size"), "1, as data.packing is none", str(axis["size"]), "1")
-
-
-def _plan_file_offload(plan: Document, run: RunValues) -> Iterator[Mistake]:
-    """Slots with offload of a plan file: their size, layers of the model, and no sample that neither kind of slot holds."""
-    path, capacity, layers = ("samples", "offload"), plan.get(("samples", "capacity")), run("model.layers")
-    if not plan.get(path) or not capacity or not layers:
-        return
-    sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
-    if sizes.get("pipeline", 1) > 1 or run("model.experts"):
-        yield plan.mistake(
-            path, "none beside pipeline ranks or experts, whose layers have unequal activations", "a section", "none"
-        )
-    longer, offloaded, shortest = (plan.get((*path, key)) for key in ("capacity", "layers", "shortest"))
-    if wrong := _offload_error(longer, capacity, sizes.get("tensor", 1), layers):
-        yield plan.mistake((*path, "capacity"), wrong, str(longer))
-    if offloaded > layers:
-        yield plan.mistake((*path, "layers"), f"at most the model's {layers} blocks", str(offloaded), str(layers))
-    if any(layer.get("offload") in _ACTIVATIONS for layer in plan.get(("layers",)) or ()):
-        yield plan.mistake(("layers",), f"offload none or optimizer in every range, {_OF_LONG_SAMPLES}", "another")
-    most = capacity * sizes.get("hybrid", 1) + 1
-    if shortest > most:
-        expected = f"at most {most}, as all ranks together hold no longer sample without offload"
-        yield plan.mistake((*path, "shortest"), expected, str(shortest), str(most))

@@ -327,7 +327,7 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
     A plan written by a person may use the share of device memory that a search leaves free."""
     memory = run.cluster.memory_bytes() or device_memory(run)
     if any(overfull_ranks(run, plan, memory)):
-        return f"{shortfall(run, plan, memory)}; lower batch.micro_batch, shard over more ranks, or set recompute or offload in layers"
+        return f"{shortfall(run, plan, memory)}; lower plan.micro_batch, shard over more ranks, or set plan.recompute or plan.offload"
     if host_excess := host_excess_bytes(run, plan):
         source = "" if run.cluster.host_memory_gib else ", a default"
         return (

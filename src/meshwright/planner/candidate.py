@@ -29,10 +29,10 @@ from meshwright.spec.plan import (
     MeshAxis,
     Offload,
     Plan,
-    PlanPins,
     Precision,
     SlotOffload,
 )
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 from meshwright.workload.dtypes import state_bytes
 from meshwright.workload.groups import shard_size
@@ -401,6 +401,6 @@ def in_longer_slots(run: RunSpec, plan: Plan, offload: SlotOffload) -> tuple[Run
     return replace(run, train=train), replace(plan, layers=layers, samples=None)
 
 
-def pins_of(run: RunSpec) -> PlanPins:
+def pins_of(run: RunSpec) -> PlanKeys:
     """The pinned fields of the run's plan; all None where it has no pins."""
-    return run.plan if isinstance(run.plan, PlanPins) else PlanPins()
+    return run.plan if isinstance(run.plan, PlanKeys) else PlanKeys()

@@ -243,10 +243,17 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
                     "context_ulysses": ulysses,
                     "tensor": tensor,
                 }
-                for expert, order in product(
-                    _expert_sizes(run, shard * ring * ulysses, tensor), orders(run.cluster, sizes)
-                ):
+                for expert, order in product(_expert_sizes(run, shard * ring * ulysses, tensor), _orders(run, sizes)):
                     yield Mesh(tuple(sizes[axis] for axis in AXES), expert, order)
+
+
+def _orders(run: RunSpec, sizes: Mapping[str, int]) -> list[tuple[AxisName, ...]]:
+    """Orders of all axes that are tried: the pinned one, where it has every axis with more than one rank, else `placement.orders`."""
+    pinned = pins_of(run).order
+    if pinned is None:
+        return orders(run.cluster, sizes)
+    others = tuple(axis for axis in AXES if axis not in pinned)
+    return [] if any(sizes[axis] > 1 for axis in others) else [(*(axis for axis in pinned if axis in AXES), *others)]
 
 
 def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:

@@ -108,7 +108,7 @@ class LayerStrategy:
     """Tensors offloaded to host memory.
     activations: from a block's forward until its backward. optimizer: the optimizer and its state. both: all of these."""
     linear: Linear | None = None
-    """Number format of these layers' matrix products; `compute` keeps them out of fp8, none takes `precision.linear`."""
+    """Number format of these layers' matrix products; `compute` keeps them out of fp8, none takes the plan's."""
 
     @property
     def activations_offloaded(self) -> bool:
@@ -388,94 +388,6 @@ class Plan:
     def linear(self, layer: int, layers: int) -> Linear:
         """Number format of the matrix products of block `layer` in a model of `layers` blocks."""
         return self.strategy(layer, layers).linear or self.precision.linear
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanPins:
-    """Plan fields that the user fixes; the planner chooses the others."""
-
-    replicate: Positive | None = None
-    """Whole copies of the model."""
-    shard: Positive | None = None
-    """Ranks each copy is sharded over."""
-    hybrid: Positive | None = None
-    """Ranks that samples are spread over, a long one over as many as it needs; in place of shard and context ranks."""
-    capacity: Positive | None = None
-    """With `hybrid`, tokens of a rank's micro-batch; left out, as few as let all ranks hold the longest sample."""
-    offload_capacity: Positive | None = None
-    """With `capacity`, tokens of a slot for long samples whose activations are partly offloaded; left out, none."""
-    hybrid_attention: Literal["ring", "ulysses"] | None = None
-    """With `hybrid`, attention of divided samples: ring, or `ulysses` where ranks divide the kv heads; left out, the faster."""
-    pipeline: Positive | None = None
-    """Pipeline ranks the layers are split over."""
-    context_ring: Positive | None = None
-    """Ranks a sequence is split over; keys and values are passed round the ring."""
-    context_ulysses: Positive | None = None
-    """Ranks a sequence is split over; an all-to-all exchanges sequence for heads in attention."""
-    tensor: Positive | None = None
-    """Ranks every matrix is split over."""
-    expert: Positive | None = None
-    """Ranks that a layer's experts are spread over."""
-    expert_policy: ExpertPolicy | None = None
-    """Experts of other ranks that are present on a rank."""
-    expert_slots: NotNegative | None = None
-    """Experts of other ranks that are present on a rank, per layer, at most."""
-    expert_keep: bool | None = None
-    """Keep present experts gathered for the step."""
-    expert_window: Positive | None = None
-    """Steps whose loads decide which experts are present."""
-    expert_owners: ExpertOwners | None = None
-    """Assignment of experts to owner ranks."""
-    expert_owners_every: Positive | None = None
-    """Steps after which heterogeneous owners may move."""
-    expert_exchange: ExpertExchange | None = None
-    """Transport of tokens between expert ranks."""
-    expert_receive_bound: ReceiveBound | None = None
-    """Rows that a rank has room to receive, as a multiple of those that it sends; left out, all rows of all ranks."""
-    schedule: ScheduleName | None = None
-    """Order of stages and micro-batches."""
-    stages: tuple[tuple[str, ...], ...] | None = None
-    """By pipeline rank, the layer ranges of its virtual stages."""
-    micro_batch: Positive | None = None
-    """Sequences one rank runs at a time."""
-    reshard: bool | None = None
-    """Free gathered parameters after each use."""
-    gradients: Gradients | None = None
-    """How gradients are kept between micro-batches, for all layers."""
-    recompute: Recompute | None = None
-    """Activations computed again in backward, for all layers."""
-    offload: Offload | None = None
-    """Tensors offloaded to host memory, for all layers."""
-    layers: tuple[LayerStrategy, ...] | None = None
-    """Strategies by layer range, in place of `reshard`, `gradients`, `recompute` and `offload`."""
-    compute: Compute | None = None
-    """Number format of forward and backward; left out, bf16 where GPUs have it, else fp32. fp16 can only be planned."""
-    linear: Linear | None = None
-    """Number format of the linear layers' matrix products."""
-    gather: Literal["compute", "fp8"] | None = None
-    """Number format of weights while they are gathered; left out, fp8 where `linear` here is fp8_tensorwise."""
-    reduce: Literal["bf16", "fp32", "fp64"] | None = None
-    """Number format of the gradient sum."""
-    reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
-    """Number format of the gradient sum over replicas."""
-    moments: Moments | None = None
-    """Number format of AdamW's moments in host memory; left out, fp32."""
-    offload_fraction: OffloadShare | None = None
-    """Share of the offloaded optimizer state in host memory, the rest on the device; left out, the least that fits."""
-    offload_staging: Gigabytes | None = None
-    """Gigabytes of device memory for optimizer state that is fetched ahead of its update; left out, what helps and fits."""
-    accumulation: Accumulation | None = None
-    """Sums of gradient shards between micro-batches: on the device, there in bf16, or in host memory.
-    Left out, on the device, or in host memory where that is faster or nothing fits otherwise."""
-    gather_engine: Engine | None = None
-    """Engine of the all-gathers of weights over shard and context ranks."""
-    tensor_engine: Engine | None = None
-    """Engine that moves tokens along the tensor axis."""
-    mlp_tile: NotNegative | None = None
-    """Tokens of a tile of the feed-forward networks, with recompute all_but_attention or full; 0: no tiles.
-    Left out, tiles are used where nothing fits without."""
-    compile: bool | None = None
-    """`torch.compile` for each block."""
 
 
 @lru_cache(maxsize=256)  # the planner calls it layer by layer
