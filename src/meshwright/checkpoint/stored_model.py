@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.initial import checkpoint_weights
 from meshwright.checkpoint.inventory import newest_checkpoint
-from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.config.load import load_resolved_model
 from meshwright.models.decoder import Decoder
 from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces
 from meshwright.spec.layout import WHOLE, Part
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,9 @@ def open_model(folder: Path, *, contents: bool = True, predictions: int = 0) -> 
         yield StoredModel(_with_predictions(spec, predictions), weights.read_rows, lambda: None)
         return
     checkpoint = newest_checkpoint(folder, contents=contents)
-    spec = _with_predictions(load_resolved_model(checkpoint / "config.yaml"), predictions)
-    with CheckpointReader(checkpoint) as reader:
-        names = {parameter.name: f"model.{parameter.name}" for parameter in parameters(spec)}
-        yield StoredModel(
-            spec,
-            lambda parameter, start, stop: reader.read_rows(names[parameter.name], start, stop),
-            lambda: reader.verify(names.values()),
-        )
+    spec = _with_predictions(without_adapter(load_resolved_model(checkpoint / "config.yaml")), predictions)
+    with checkpoint_weights(checkpoint) as weights:
+        yield StoredModel(spec, weights.read_rows, weights.verify)
 
 
 def _with_predictions(spec: ModelSpec, most: int) -> ModelSpec:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.config.adapter_rules import adapters, plan_file_adapters
 from meshwright.config.divisors import divisors, nearest_divisor
 from meshwright.config.expert_rules import expert_pins, plan_file_experts, plan_file_paired
 from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
@@ -97,6 +98,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _stages,
         number_formats,
         fp8_products,
+        adapters,
         offloaded_state,
         decay_patterns,
         final_learning_rate,
@@ -134,6 +136,7 @@ def plan_file_checks(
         mistakes += plan_file_paired(plan, run, sizes)
         mistakes += plan_file_formats(plan, run, math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES))
         mistakes += plan_file_offload(plan, run)
+        mistakes += plan_file_adapters(plan, run)
     if layers and sound:
         schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
         pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)

@@ -128,6 +128,7 @@ def build_engine(
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
     remove_other_modules(model, rank_parameters(spec, table, pipeline_rank))
+    _narrow_frozen_weights(model, DTYPES[plan.precision.compute])
     division = mesh.division
     shrink_to_local_parts(model, division)
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
@@ -195,6 +196,16 @@ def build_engine(
         presents,
         *(plan.precision.moments, plan.offload_fraction, round(plan.offload_staging * 1e9)),
     )
+
+
+def _narrow_frozen_weights(model: Decoder, dtype: torch.dtype) -> None:
+    """Keep frozen weights in the dtype of compute: as no update is added to them, they need no wider one."""
+    frozen = {parameter.name for parameter in parameters(model.spec) if parameter.frozen and not parameter.precise}
+    for name, weight in list(model.named_parameters()):
+        if name in frozen and weight.dtype != dtype:
+            module, _, attribute = name.rpartition(".")
+            narrow = torch.nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+            setattr(model.get_submodule(module), attribute, narrow)
 
 
 def _routing(
@@ -270,8 +281,8 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
     """The gradient sum over the first and last stage, if both use the embedding and are on different ranks; collective."""
     first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
     last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.spec.layers for stage in stages))
-    if not model.spec.embedding_at_both_ends or first == last:
-        return None
+    if not model.spec.embedding_at_both_ends or first == last or model.spec.adapter is not None:
+        return None  # a frozen embedding has no gradient
     group = mesh.pair(first, last)
     if group is None:
         return None

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_factor
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.pack import pack
-from meshwright.models.moe import Experts
+from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.spec.layout import expert_shard_dimension
 from meshwright.spec.plan import Precision
 
@@ -65,15 +65,13 @@ class ParameterGroup:
         def shard_dimension(weight: nn.Parameter) -> Shard:
             return Shard(expert_shard_dimension(weight.shape, mesh.size()) if weight in experts else 0)
 
-        # Weights that gradients do not train stay whole, in the stored dtype (`spec.model.ParameterSpec.trained`).
-        untrained = {weight for module in modules for weight in module.parameters() if not weight.requires_grad}
         fully_shard(
             list(modules),
             mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=True,
             shard_placement_fn=shard_dimension,
-            ignored_params=untrained,
+            ignored_params=set(unsharded_weights(modules, mesh.size())),
         )
         for module in modules:
             module._forward_pre_hooks.clear()
@@ -218,6 +216,17 @@ class ParameterGroup:
     def use_copy_gather(self, copy_gather: Any) -> None:
         """Use `copy_gather` instead of FSDP2's `AllGather`; its `release_buffer` is called when a buffer is no longer read."""
         self._group._all_gather_comm = self._copy_gather = copy_gather
+
+
+def unsharded_weights(modules: Sequence[nn.Module], ranks: int) -> Iterator[nn.Parameter]:
+    """The weights that stay whole on every rank, in the dtype in which they are stored.
+
+    These are the biases of routers, which the run itself updates (`ParameterSpec.trained`), and on one rank frozen weights: a group would
+    copy them at each gather.
+    """
+    biases = {mixture.choice_bias for mixture in _submodules(modules, MixtureOfExperts)}
+    weights = (weight for module in modules for weight in module.parameters())
+    return (weight for weight in weights if not weight.requires_grad and (ranks == 1 or weight in biases))
 
 
 class UnsharedParameterGroup(ParameterGroup):

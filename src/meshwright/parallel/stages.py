@@ -26,7 +26,7 @@ from meshwright.parallel.blocks import predictions_of
 from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.copied_weights import CopiedParameterGroup
 from meshwright.parallel.experts import DistributedExperts
-from meshwright.parallel.fsdp import ParameterGroup, UnsharedParameterGroup
+from meshwright.parallel.fsdp import ParameterGroup, UnsharedParameterGroup, unsharded_weights
 from meshwright.parallel.hybrid import DividedSamples
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.predictions import PredictionLoss
@@ -249,7 +249,9 @@ def _shard(
         # The experts first: FSDP2 then excludes them from the group of the whole unit.
         owned = _parameter_group(experts, plan, expert_shards, sum_dtype)
         groups.append(owned if copy_group is None else _with_copies(owned, copy_group, plan))
-    groups.append(_parameter_group(modules, plan, shards, sum_dtype))
+    whole = {*unsharded_weights(modules, shards.size())}
+    if any(weight not in whole for module in modules for weight in module.parameters()):
+        groups.append(_parameter_group(modules, plan, shards, sum_dtype))
     return ShardedUnit(groups, uses=uses, final=gradients_final_in_backward(spec, plan))
 
 

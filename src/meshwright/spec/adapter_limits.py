@@ -1,0 +1,25 @@
+"""What a layout cannot have beside adapters (`model.adapter`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshwright.spec.plan import Linear
+
+
+def adapter_conflict(
+    kind: str | None, *, tensor: int, formats: Iterable[Linear], mlp_tile: int
+) -> tuple[str, str] | None:
+    """The key of `plan` that does not go with adapters of a kind and what was expected; None without a conflict or adapters."""
+    if kind is None:
+        return None
+    if kind == "dora" and tensor > 1:
+        return (
+            "tensor",
+            "1, as the row lengths of model.adapter.kind = dora are sums over the inputs of all tensor ranks",
+        )
+    if any(name != "compute" for name in formats):
+        return "linear", "compute, as frozen weights beside model.adapter have no fp8 form in this release"
+    if mlp_tile:
+        return "mlp_tile", "0, as tiles do not compute the adapters of model.adapter in this release"
+    return None
