@@ -7,6 +7,7 @@ them, so that adapters are never put beside other weights.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,10 @@ DIGEST_ROWS = 8
 
 @dataclass(frozen=True)
 class Delta:
-    """An adapter of rows [first_row, first_row + outputs) of a weight: A `(rank, in)`, B `(outputs, rank)`."""
+    """An adapter of rows [first_row, first_row + outputs) of a weight: A `(rank, in)`, B `(outputs, rank)`.
+
+    Of stacked experts all dimensions but the last are counted as rows. A delta that `replaces` has the rows themselves in `a`.
+    """
 
     first_row: int
     a: Tensor
@@ -37,6 +41,11 @@ class Delta:
     scale: float
     magnitude: Tensor | None = None
     """Length of each row of the merged weight `(outputs,)`, with DoRA."""
+    replaces: bool = False
+
+    @property
+    def rows(self) -> range:
+        return range(self.first_row, self.first_row + len(self.a if self.replaces else self.b))
 
 
 Deltas = Mapping[str, Sequence[Delta]]
@@ -87,7 +96,11 @@ def merged(read_rows: ReadRows, deltas: Deltas) -> ReadRows:
     def read(parameter: ParameterSpec, start: int, stop: int) -> Tensor:
         rows = read_rows(parameter, start, stop)
         own = deltas.get(parameter.name, ())
-        return _merged_rows(rows, start, own) if own and rows.numel() else rows
+        if not own or not rows.numel():
+            return rows
+        # Rows of experts follow one another.
+        per_index = math.prod(parameter.shape[1:-1])
+        return _merged_rows(rows.flatten(0, -2), start * per_index, own).view(rows.shape)
 
     return read
 
@@ -95,11 +108,14 @@ def merged(read_rows: ReadRows, deltas: Deltas) -> ReadRows:
 def _merged_rows(rows: Tensor, start: int, deltas: Sequence[Delta]) -> Tensor:
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for delta in deltas:
-        first, last = max(start, delta.first_row), min(start + len(rows), delta.first_row + len(delta.b))
+        first, last = max(start, delta.rows.start), min(start + len(rows), delta.rows.stop)
         if first >= last:
             continue
         own = slice(first - delta.first_row, last - delta.first_row)
         part = wide[first - start : last - start]
+        if delta.replaces:
+            part.copy_(delta.a[own])
+            continue
         part += delta.scale * (delta.b[own].to(wide.dtype) @ delta.a.to(wide.dtype))
         if delta.magnitude is not None:
             part *= (delta.magnitude[own].to(wide.dtype) / part.norm(dim=1))[:, None]

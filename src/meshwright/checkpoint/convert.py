@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 
+from meshwright.checkpoint.adapters import BASE
 from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt, recover
 from meshwright.checkpoint.contents import Chunk, TensorRecord
 from meshwright.checkpoint.files import disk_space_error
@@ -19,9 +20,11 @@ from meshwright.checkpoint.hf import BASE_MODEL, export_hf, import_hf
 from meshwright.checkpoint.initial import CheckpointWeights, checkpoint_weights
 from meshwright.checkpoint.inventory import choose_newest
 from meshwright.checkpoint.manifest import step_name
+from meshwright.checkpoint.peft import write_peft
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.stored_model import open_model
 from meshwright.config.load import resolved_yaml
 from meshwright.data.chat_template import TEMPLATE, copy_chat_files
 from meshwright.data.text_format import TEXT_FORMAT, TOKENIZER, TextFormat, known_text_format, tokenizer_file
@@ -79,6 +82,59 @@ def export_checkpoint(
             limits=_limits(config, text),
         )
     return path
+
+
+def export_adapter(source: Path, out: Path) -> Path:
+    """Write the adapters of a run or a checkpoint as a folder that peft loads, and return the checkpoint they came from.
+
+    Raises BadInput when it has none, or when `out` exists and is not empty; Damaged as `export_checkpoint`.
+    """
+    chosen = choose_newest(source)
+    if chosen.warning is not None:
+        log.warning("%s", chosen.warning)
+    with CheckpointReader(chosen.path) as reader:
+        config = _config(reader)
+        spec = _model(config, chosen.path)
+        if spec.adapter is None:
+            raise BadInput(f"{chosen.path} has no adapters: the run has no model.adapter")
+        kind, _, folder = str(config["model"].get("init")).partition(":")
+        write_peft(
+            out,
+            spec,
+            lambda name: reader.read(f"model.{name}"),
+            base_name=folder or kind,
+            base=reader.state().get(BASE),
+        )
+    return chosen.path
+
+
+def merge_adapter(
+    base: Path,
+    adapter: Path,
+    out: Path,
+    *,
+    dtype: str = "bf16",
+    note: Callable[[str], object] = lambda sentence: None,
+) -> None:
+    """Write the model in `base` with the adapters in `adapter` merged into it as a Hugging Face folder at `out`.
+
+    Both may be any that `stored_model.open_model` takes. W + s · BA is computed in fp32 and rounded once. Errors as `export_checkpoint`.
+    """
+    with open_model(base, adapter=adapter) as stored:
+        note(f"sums in fp32, rounded once to {dtype}")
+        tokenizer = tokenizer_file(base)
+        text = None if tokenizer is None else known_text_format(base)
+        specs = {parameter.name: parameter for parameter in parameters(stored.spec)}
+        export_hf(
+            out,
+            stored.spec,
+            lambda name: stored.read_rows(specs[name], 0, specs[name].shape[0]),
+            tokenizer=tokenizer,
+            run_note=f"The adapters of `{adapter.name}` merged into the weights of `{base.name}`.",
+            dtype=dtype,
+            text=text,
+            limits=f"Exported by Meshwright: the model of `{base.name}` with adapters.",
+        )
 
 
 def import_checkpoint(source: Path, out: Path) -> Path:

@@ -55,11 +55,10 @@ def resolved_targets(spec: ModelSpec, targets: Iterable[str]) -> tuple[str, ...]
     return tuple(target for target in ours if target in found)
 
 
-def folder_targets(spec: ModelSpec) -> tuple[str, ...]:
-    """The last parts of the folder's names of all layers with an adapter, as peft's `target_modules`."""
-    assert spec.adapter is not None
-    names = (full for full, target in folder_names(spec).items() if target in spec.adapter.targets)
-    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in names))
+def shortened(layers: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    """Names of a folder's layers as short as they can be: last parts, but the whole name where a layer of `others` ends alike."""
+    taken = {name.rpartition(".")[2] for name in others}
+    return tuple(dict.fromkeys(last if (last := name.rpartition(".")[2]) not in taken else name for name in layers))
 
 
 def adapter_of(spec: ModelSpec, **fields: object) -> ModelSpec:

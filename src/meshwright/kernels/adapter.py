@@ -55,7 +55,7 @@ class Adapter(nn.Module):
         return total * self._row_factors(weight).to(total.dtype) if self.magnitudes else total
 
     def _stacked(self, name: str) -> Tensor:
-        values = [self.get_parameter(part.parameter(name)) for part in self.parts]
+        values: list[Tensor] = [self.get_parameter(part.parameter(name)) for part in self.parts]
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def _expansion(self) -> Tensor:

@@ -248,21 +248,19 @@ class LinearOp(Op):
     def _adapter_weights(self) -> Iterator[ParameterSpec]:
         """A starts with the variance of peft's uniform draw, 1 / (3 · inputs), and B from zero: the first step has the base's output."""
         heads = {part.name: part.heads for part in self.parts}
-        by_rows, by_columns = (side if self.split == side else "whole" for side in ("rows", "columns"))
+        of_outputs: TensorSplit = "rows" if self.split == "rows" else "whole"
+        of_inputs: TensorSplit = "columns" if self.split == "columns" else "whole"
         for adapter in self.adapters:
-
-            def name(parameter: str, adapter: AdapterPart = adapter) -> str:
-                return f"{self.name}.{ADAPTER}.{adapter.parameter(parameter)}"
-
-            covered = adapter.blocks or ((adapter.part, adapter.outputs),)
-            rows = {"split": by_rows, "heads": tuple(heads.get(part, 0) for part, _ in covered)}
-            std = 1 / math.sqrt(3 * self.inputs)
-            yield ParameterSpec(name("a"), (adapter.rank, self.inputs), "normal", std, split=by_columns)
-            yield ParameterSpec(name("b"), (adapter.outputs, adapter.rank), "zeros", 0.0, adapter.blocks, **rows)
+            a, b, magnitude = (f"{self.name}.{ADAPTER}.{adapter.parameter(name)}" for name in ("a", "b", "magnitude"))
+            rows = tuple(heads.get(part, 0) for part, _ in adapter.blocks or ((adapter.part, adapter.outputs),))
+            std, outputs = 1 / math.sqrt(3 * self.inputs), adapter.outputs
+            yield ParameterSpec(a, (adapter.rank, self.inputs), "normal", std, split=of_inputs)
+            yield ParameterSpec(b, (outputs, adapter.rank), "zeros", 0.0, adapter.blocks, split=of_outputs, heads=rows)
             if self.magnitudes:
-                yield ParameterSpec(
-                    name("magnitude"), (adapter.outputs,), "ones", 0.0, adapter.blocks, decay=False, **rows
+                lengths = ParameterSpec(
+                    magnitude, (outputs,), "ones", 0.0, adapter.blocks, split=of_outputs, heads=rows
                 )
+                yield replace(lengths, decay=False)
 
 
 @dataclass(frozen=True, kw_only=True)
