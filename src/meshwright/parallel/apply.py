@@ -128,9 +128,8 @@ def build_engine(
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
     remove_other_modules(model, rank_parameters(spec, table, pipeline_rank))
-    _narrow_frozen_weights(model, DTYPES[plan.precision.compute])
     division = mesh.division
-    shrink_to_local_parts(model, division)
+    shrink_to_local_parts(model, division, DTYPES[plan.precision.compute])
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
     context = divide_sequences(model, plan, mesh) or divide_samples(model, mesh)
     presents = distribute_experts(model, mesh, plan.experts)
@@ -196,16 +195,6 @@ def build_engine(
         presents,
         *(plan.precision.moments, plan.offload_fraction, round(plan.offload_staging * 1e9)),
     )
-
-
-def _narrow_frozen_weights(model: Decoder, dtype: torch.dtype) -> None:
-    """Keep frozen weights in the dtype of compute: as no update is added to them, they need no wider one."""
-    frozen = {parameter.name for parameter in parameters(model.spec) if parameter.frozen and not parameter.precise}
-    for name, weight in list(model.named_parameters()):
-        if name in frozen and weight.dtype != dtype:
-            module, _, attribute = name.rpartition(".")
-            narrow = torch.nn.Parameter(weight.detach().to(dtype), requires_grad=False)
-            setattr(model.get_submodule(module), attribute, narrow)
 
 
 def _routing(

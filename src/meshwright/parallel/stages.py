@@ -159,15 +159,17 @@ def remove_other_modules(model: Decoder, parameter_names: Iterable[str]) -> None
         model.predictions = nn.ModuleList()
 
 
-def shrink_to_local_parts(model: Decoder, division: Division) -> None:
+def shrink_to_local_parts(model: Decoder, division: Division, compute: torch.dtype) -> None:
     """Replace every parameter of a model on the meta device by one with the shape of the rank's part; names do not change.
 
-    `division` tells which part of the weights the tensor and expert ranks have.
+    `division` tells which part of the weights the tensor and expert ranks have. Frozen weights get the dtype `compute`: as no update is
+    added to them, they need no wider one.
     """
     specs = {parameter.name: parameter for parameter in parameters(model.spec)}
     for name, whole in list(model.named_parameters()):
         module, _, attribute = name.rpartition(".")
-        local = whole.new_empty(local_shape(specs[name], division))
+        narrow = specs[name].frozen and not specs[name].precise
+        local = whole.new_empty(local_shape(specs[name], division), dtype=compute if narrow else None)
         setattr(model.get_submodule(module), attribute, nn.Parameter(local, requires_grad=whole.requires_grad))
 
 
