@@ -143,7 +143,7 @@ class UnitCosts:
     def replicate(self, unit: Unit) -> float:
         """Seconds to reduce the unit's gradient shards over replicas."""
         width = bytes_of(self.plan.precision.reduce_replicas or self.plan.precision.stored)
-        seconds = self._all_reduce_seconds(self.parameters(unit).shard * width)
+        seconds = self._all_reduce_seconds(self.parameters(unit).trained * width)
         return self._beside_backward(unit, self._replica_group, seconds)
 
     def tied_gradient(self) -> float:
@@ -210,7 +210,8 @@ class UnitCosts:
         count = float(parameters.count)
         if not isinstance(unit, str) and products_accumulate_gradients(self.plan, unit, self.model.layers):
             count = parameters.experts + parameters.dense * number(self.cost_inputs.constants.product_sums)
-        return self._memory_seconds(count * width)
+        share = parameters.trained / max(parameters.shard, 1.0)
+        return self._memory_seconds(share * count * width)
 
     @property
     def _summed_bytes(self) -> int:
@@ -232,7 +233,9 @@ class UnitCosts:
         """Seconds of a rank's optimizer step for `units`, including the copies of state in host memory."""
         machine, k = self.cost_inputs.machine, self.cost_inputs.constants
         on_device, on_host = (
-            sum(self.parameters(unit).shard for unit in units if self._strategy(unit).optimizer_offloaded is offloaded)
+            sum(
+                self.parameters(unit).trained for unit in units if self._strategy(unit).optimizer_offloaded is offloaded
+            )
             for offloaded in (False, True)
         )
         blocks = sum(isinstance(unit, int) for unit in units)
@@ -256,7 +259,7 @@ class UnitCosts:
         passes = self.plan.batch.accumulate if self.plan.layered else 1
         copies, launches, forwards, compute = [], [], [], 0.0
         for unit in units:
-            streamed = self.parameters(unit).shard * self._strategy(unit).optimizer_offloaded
+            streamed = self.parameters(unit).trained * self._strategy(unit).optimizer_offloaded
             kept = min(on_device, streamed)
             on_device -= kept
             copies.append((streamed - kept) * seconds_per_parameter)
@@ -290,7 +293,7 @@ class UnitCosts:
         """Exposed seconds of copies of the unit's gradient sums beside one of its backwards of `backward` seconds."""
         if self.plan.accumulation != "host" or not self.plan.sums_shards(self._strategy(unit)):
             return 0.0
-        size = self.parameters(unit).shard * bytes_of(self.plan.precision.stored)
+        size = self.parameters(unit).trained * bytes_of(self.plan.precision.stored)
         copied = size / rate_both_ways(self.cost_inputs.machine)
         return number(exposed_sum_copies(copied, backward, self.plan.batch.accumulate))
 
@@ -425,6 +428,7 @@ class UnitCosts:
         return sum(
             number(product.layers * speed.seconds(product.k, product.m, product.n, product.count))
             for product in layer_products(shape, step_shape(shape, cost_inputs.layout), width)
+            if not np.any(shape.frozen)  # the backward of adapters is not split
         )
 
 

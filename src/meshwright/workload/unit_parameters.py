@@ -28,6 +28,8 @@ class UnitParameters:
     """The share of `dense` on the first shard rank: FSDP2 gives it ceil(rows / shards) rows of each parameter."""
     expert_shard: float = 0.0
     """The share of `experts` on each rank of their shard group."""
+    trained: float = 0.0
+    """Parameters of the first shard rank's share that are trained: all but frozen ones."""
 
     @property
     def count(self) -> int:
@@ -87,14 +89,19 @@ def _unit(
     model: ModelSpec, parameters: Iterable[ParameterSpec], tensor: int, shards: int, expert: int
 ) -> UnitParameters:
     dense = experts = dense_shard = 0
+    trained = 0.0
     for parameter in parameters:
         if parameter.expert:
-            experts += parameter.count // (tensor * expert)
+            count = parameter.count // (tensor * expert)
+            experts += count
+            trained += count * expert / shards * (not parameter.frozen)
             continue
         rows, *other_sizes = local_shape(parameter, Division(Part(0, tensor)))
         dense += rows * prod(other_sizes)
-        dense_shard += len(shard_rows(rows, shards, 0)) * prod(other_sizes)
-    return UnitParameters(dense, experts, dense_shard, experts * expert / shards)
+        own = len(shard_rows(rows, shards, 0)) * prod(other_sizes)
+        dense_shard += own
+        trained += own * (not parameter.frozen)
+    return UnitParameters(dense, experts, dense_shard, experts * expert / shards, trained)
 
 
 def stage_parameters(shape: Shape, layout: Layouts, layer_share: Array) -> tuple[Array, Array]:

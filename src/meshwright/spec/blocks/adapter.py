@@ -53,9 +53,10 @@ class AdapterSpec:
     def applied(self, operations: Iterable[Op]) -> Iterator[Op]:
         """The operations of a block with its adapters."""
         for op in operations:
-            yield (
-                replace(op, adapters=self.parts(op), magnitudes=self.kind == "dora") if isinstance(op, LinearOp) else op
-            )
+            if isinstance(op, LinearOp):
+                yield replace(op, adapters=self.parts(op), frozen=True, magnitudes=self.kind == "dora")
+            else:
+                yield op
 
 
 def target_names(operations: Iterable[Op]) -> Iterator[str]:

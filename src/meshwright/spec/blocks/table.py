@@ -212,12 +212,14 @@ class LinearOp(Op):
     bias: bool = False
     router: bool = False
     adapters: tuple[AdapterPart, ...] = ()
+    frozen: bool = False
+    """Whether its weight has no gradient; then its backward reads the input for adapters only."""
     magnitudes: bool = False
     """Whether each adapter trains the lengths of its rows of the weights too (DoRA)."""
 
     @property
     def kept(self) -> tuple[str, ...]:
-        return self.reads
+        return self.reads if self.adapters or not self.frozen else ()
 
     @property
     def rounds(self) -> bool:
