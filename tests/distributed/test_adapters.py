@@ -6,15 +6,29 @@ second step is the first with gradients of A.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from meshwright.checkpoint.convert import export_adapter, export_checkpoint, merge_adapter
+from meshwright.checkpoint.single_device import load_model
+from meshwright.config.load import load_resolved
+from meshwright.data.loader import open_data
 from meshwright.families.adapters import adapter_of
+from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
-from tests.distributed.pool import Pool
+from meshwright.training.evaluate import HeldOut, evaluate_plain
+from tests.distributed.pool import CaseFailed, Pool
 from tests.distributed.test_equality import GPT, LLAMA, compare, one_device, sharded
 from tests.distributed.test_schedules import STEPS, Case, named
+from tests.distributed.test_training import merge_tensors, same_bits, tiny, trained
+from tests.slow import quick_first
+from tests.training.tiny import ranks, staged
+
+__all__ = ["tiny"]
 
 DENSE = adapter_of(replace(LLAMA, layers=4), rank=3, alpha=6.0)
 SOME = adapter_of(LLAMA, rank=4, alpha=16.0, targets=("q_proj", "v_proj", "down_proj"), kind="rslora")
@@ -51,3 +65,73 @@ WIDER = [
 def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
     results = pool.run(sharded, case.plan.ranks, spec, case.plan, 1.0, STEPS)
     compare(results, one_device(spec)[:STEPS], 1e-9)
+
+
+ADAPTER = "model.adapter={rank: 2, targets: [q_proj, v_proj, down_proj]}"
+PLANS = {
+    "fsdp": ranks(2),
+    "pipeline, bf16": [*staged(2, "zbv"), "plan.compute=bf16"],
+    "tensor": [*ranks(1), "cluster.gpus_per_node=2", "plan.tensor=2"],
+}
+
+
+@pytest.mark.parametrize("name", quick_first(1, PLANS))
+def test_a_run_with_adapters_resumes_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Path, name: str) -> None:
+    """Checkpoints have the adapters alone; the base comes from `model.init` again, here the weights of the run's seed."""
+    options = [ADAPTER, *PLANS[name]]
+    whole = trained(pool, tiny, tmp_path / "whole", *options)
+    first = trained(pool, tiny, tmp_path / "parts", *options, stop_at=3)
+    second = trained(pool, tiny, tmp_path / "parts", *options)
+    assert [result.began for result in second] == [3, 3]
+    assert first[0].losses + second[0].losses == whole[0].losses
+    tensors = merge_tensors(whole)
+    assert same_bits(merge_tensors(second), tensors)
+    assert tensors and all(".adapter." in key for key in tensors)
+
+
+def test_merged_exported_and_continued(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    """A run whose base is a folder: validation equals that of the merged model; other ranks continue it, another base is refused."""
+    trained(pool, tiny, tmp_path, *ranks(1), "name=full")
+    base = tmp_path / "base"
+    export_checkpoint(tmp_path / "full", base, dtype="fp32")
+    options = [ADAPTER, f"model.init=hf:{base}", "train.learning_rate=0.05"]
+    seen = trained(pool, tiny, tmp_path, *options, *ranks(2), stop_at=3)
+    seen = trained(pool, tiny, tmp_path, *options, *ranks(1))
+    assert seen[0].began == 3
+    run = load_resolved(tmp_path / "tiny" / "config.yaml")
+    measured = seen[0].validations[-1][1].loss
+    data = open_data(
+        run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size, split="validation"
+    )
+    held_out = HeldOut.of(data, run.data.validation_tokens, run.train.global_batch_tokens)
+
+    def loss_of(folder: Path, adapter: Path | None = None) -> float:
+        model = load_model(folder, torch.device("cpu"), torch.float32, adapter=adapter)
+        return evaluate_plain(model, held_out, micro_batch=8, device=torch.device("cpu"), loss=None).loss
+
+    assert abs(loss_of(base) - measured) > 1e-3, "six steps must change the model"
+    export_checkpoint(tmp_path / "tiny", tmp_path / "merged", dtype="fp32")
+    export_adapter(tmp_path / "tiny", tmp_path / "adapter")
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged-again", dtype="fp32")
+    losses = [
+        loss_of(tmp_path / "tiny"),
+        loss_of(tmp_path / "merged"),
+        loss_of(tmp_path / "merged-again"),
+        loss_of(base, tmp_path / "adapter"),
+        loss_of(base, tmp_path / "tiny"),
+    ]
+    assert losses == pytest.approx([measured] * 5, rel=1e-5)
+    assert "adapters (lora) of rank 2" in (tmp_path / "merged" / "README.md").read_text(encoding="utf-8")
+    # The same path with other weights: resume and inference refuse it.
+    shutil.rmtree(base)
+    trained(pool, tiny, tmp_path, *ranks(1), "name=other", "seed=5", "train.steps=3")
+    export_checkpoint(tmp_path / "other", base, dtype="fp32")
+    with pytest.raises(BadInput, match="was trained beside the weights with digest"):
+        loss_of(tmp_path / "tiny")
+    with pytest.raises(CaseFailed, match="give the base that it was trained with"):
+        trained(pool, tiny, tmp_path, *options, *ranks(1), "train.steps=8")
+    assert run.model.adapter is not None and list(run.model.adapter.targets) == [
+        "attention.qkv.q",
+        "attention.qkv.v",
+        "mlp.down",
+    ]

@@ -118,7 +118,7 @@ class ProductRate:
     def forward_backward(
         self, m: Array, inner: Array, n: Array, count: Array = 1.0, *, frozen: Array = 0.0
     ) -> ForwardBackward:
-        """Seconds of the forward, and of the backward, which computes the gradients of both operands, or without that of a frozen weight."""
+        """Seconds of the forward, and of the backward, which computes the gradients of both operands, but not that of a `frozen` weight."""
         backward = self.seconds(m, n, inner, count) + (1 - frozen) * self.seconds(inner, m, n, count)
         return ForwardBackward(self.seconds(m, inner, n, count), backward)
 

@@ -29,7 +29,7 @@ from meshwright.workload.tensor_bytes import (
     peak_bytes,
     sums_beside_activations,
 )
-from meshwright.workload.unit_parameters import EndParameters, block_unit, end_units
+from meshwright.workload.unit_parameters import EndParameters, block_unit, end_units, trained_share
 
 
 def layout_memory(model: ModelSpec, layout: Layouts, formats: Formats) -> dict[str, Array]:
@@ -82,7 +82,7 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
     pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
     reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
     whole = reduces_once & (shards > 1)
-    trained, trained_ends = sizes.trained, 1.0 if model.adapter is None else 0.0
+    trained, trained_ends = sizes.trained, trained_share(model, None)
     owned_ends = rank_ends / shards
     owned_trained = (owned - owned_ends) * trained + owned_ends * trained_ends
     shard_sums = sums_beside_activations(
@@ -169,7 +169,7 @@ class _ModelParameters:
 def _model_parameters(model: ModelSpec) -> _ModelParameters:
     blocks = [block_unit(model, kind=model.kind(layer)) for layer in range(model.layers)]
     counts, experts = (sum(block.count for block in blocks), sum(block.experts for block in blocks))
-    trained = sum(block.trained for block in blocks) / counts
+    trained = sum(block.count * trained_share(model, model.kind(layer)) for layer, block in enumerate(blocks)) / counts
     return _ModelParameters(counts / model.layers, experts / model.layers, trained, end_units(model))
 
 

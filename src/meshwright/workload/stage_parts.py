@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from meshwright.spec.model import ModelSpec
 from meshwright.workload.rank_layers import StageTable
-from meshwright.workload.unit_parameters import UnitParameters, block_unit, end_units
+from meshwright.workload.unit_parameters import block_unit, end_units, trained_share
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,10 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
         head=head.count,
         last=head.count if has_last_block and not (model.embedding_at_both_ends and has_first_block) else max(blocks),
         sharded=sum(unit.shard for unit in (*units, embed, head)),
-        trained=tuple(map(_share, units)),
-        trained_ends=_share(embed + head),
+        trained=tuple(trained_share(model, model.kind(layer)) for layer in layers),
+        trained_ends=trained_share(model, None),
         sends=_sends(table, rank),
     )
-
-
-def _share(unit: UnitParameters) -> float:
-    """The share of a unit's parameters that is trained; 1 of a unit without parameters."""
-    return unit.trained / unit.shard if unit.shard else 1.0
 
 
 def _sends(table: StageTable, rank: int) -> int:

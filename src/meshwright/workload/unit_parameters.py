@@ -28,8 +28,6 @@ class UnitParameters:
     """The share of `dense` on the first shard rank: FSDP2 gives it ceil(rows / shards) rows of each parameter."""
     expert_shard: float = 0.0
     """The share of `experts` on each rank of their shard group."""
-    trained: float = 0.0
-    """Parameters of the first shard rank's share that are trained: all but frozen ones."""
 
     @property
     def count(self) -> int:
@@ -85,23 +83,25 @@ def end_units(model: ModelSpec, *, tensor: int = 1, shards: int = 1, expert: int
     return EndParameters(*(_unit(model, group, tensor, shards, expert) for group in groups))
 
 
+@lru_cache(maxsize=1024)
+def trained_share(model: ModelSpec, kind: int | None) -> float:
+    """The share of the parameters that is trained, of a block of a kind or (None) of the ends; the others are frozen."""
+    unit = end_parameters(model) if kind is None else block_parameters(model, kind)
+    return sum(parameter.count for parameter in unit if not parameter.frozen) / sum(each.count for each in unit)
+
+
 def _unit(
     model: ModelSpec, parameters: Iterable[ParameterSpec], tensor: int, shards: int, expert: int
 ) -> UnitParameters:
     dense = experts = dense_shard = 0
-    trained = 0.0
     for parameter in parameters:
         if parameter.expert:
-            count = parameter.count // (tensor * expert)
-            experts += count
-            trained += count * expert / shards * (not parameter.frozen)
+            experts += parameter.count // (tensor * expert)
             continue
         rows, *other_sizes = local_shape(parameter, Division(Part(0, tensor)))
         dense += rows * prod(other_sizes)
-        own = len(shard_rows(rows, shards, 0)) * prod(other_sizes)
-        dense_shard += own
-        trained += own * (not parameter.frozen)
-    return UnitParameters(dense, experts, dense_shard, experts * expert / shards, trained)
+        dense_shard += len(shard_rows(rows, shards, 0)) * prod(other_sizes)
+    return UnitParameters(dense, experts, dense_shard, experts * expert / shards)
 
 
 def stage_parameters(shape: Shape, layout: Layouts, layer_share: Array) -> tuple[Array, Array]:
