@@ -72,6 +72,9 @@ PLANS = {
     "fsdp": ranks(2),
     "pipeline, bf16": [*staged(2, "zbv"), "plan.compute=bf16"],
     "tensor": [*ranks(1), "cluster.gpus_per_node=2", "plan.tensor=2"],
+    "fp8": [*ranks(1), "plan.compute=bf16", "plan.linear=fp8_tensorwise"],
+    "fp8, pipeline": [*staged(2, "1f1b"), "plan.compute=bf16", "plan.linear=fp8_tensorwise"],
+    "fp8, fsdp": [*ranks(2), "plan.compute=bf16", "plan.linear=fp8_rowwise"],
 }
 
 
@@ -82,7 +85,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit(pool: Pool, tiny: Path, tmp_pat
     whole = trained(pool, tiny, tmp_path / "whole", *options)
     first = trained(pool, tiny, tmp_path / "parts", *options, stop_at=3)
     second = trained(pool, tiny, tmp_path / "parts", *options)
-    assert [result.began for result in second] == [3, 3]
+    assert {result.began for result in second} == {3}
     assert first[0].losses + second[0].losses == whole[0].losses
     tensors = merge_tensors(whole)
     assert same_bits(merge_tensors(second), tensors)

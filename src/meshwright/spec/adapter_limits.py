@@ -18,8 +18,11 @@ def adapter_conflict(
             "tensor",
             "1, as the row lengths of model.adapter.kind = dora are sums over the inputs of all tensor ranks",
         )
-    if any(name != "compute" for name in formats):
-        return "linear", "compute, as frozen weights beside model.adapter have no fp8 form in this release"
+    if kind == "dora" and any(name != "compute" for name in formats):
+        return (
+            "linear",
+            "compute, as the row lengths of model.adapter.kind = dora follow from weights that are not rounded",
+        )
     if mlp_tile:
         return "mlp_tile", "0, as tiles do not compute the adapters of model.adapter in this release"
     return None

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from meshwright.checkpoint.adapters import base_digest, placed_parts
 from meshwright.checkpoint.initial import Initial, base_weights, initial_weights
+from meshwright.parallel.apply import Engine
 from meshwright.spec.blocks.table import ADAPTER
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Box
@@ -46,11 +48,14 @@ def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) 
                 _fill(elements, box, specs[name], initial)
 
 
-def load_base(weights: Mapping[str, StateParts], spec: ModelSpec, init: str, seed: int) -> str:
+def load_base(engine: Engine, spec: ModelSpec, init: str, seed: int) -> str:
     """Load the frozen weights of a run with adapters and return their digest; DoRA's magnitudes start as the lengths of their rows."""
+    weights = engine.weights
     load_initial({name: parts for name, parts in weights.items() if not _is_adapter(name)}, spec, init)
     with base_weights(spec, init, seed) as base:
         specs = {parameter.name: parameter for parameter in parameters(without_adapter(spec))}
+        for stored in engine.stored_fp8 if init != "scratch" else ():
+            stored.fill(partial(base.read_rows, specs[stored.name]))
         for placed in placed_parts(spec):
             parts = weights.get(placed.parameter("magnitude"))
             for box, elements in () if parts is None else parts.pieces():

@@ -219,7 +219,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         session.replay.positions = session.decisions.owners.positions
     session.numerics = NumericalPolicy(run.train, assignment.skip_samples, mesh.axis_size("replicate"))
     if run.model.adapter is not None:  # checkpoints do not have the frozen weights
-        session.base = load_base(engine.weights, run.model, run.model.init, run.seed)
+        session.base = load_base(engine, run.model, run.model.init, run.seed)
     session.resumed_from = resume(session, assignment.resume_at_most)
     if session.resumed_from is None:
         if session.base is None:

@@ -73,6 +73,7 @@ def formats(
     return Formats(
         compute=compute_bytes,
         reduce=bytes_of(precision.reduce),
+        frozen=1 if precision.linear == "fp8_tensorwise" else compute_bytes,
         stored=bytes_of(precision.stored),
         resident=bytes_of(precision.resident),
         travelling=bytes_of(replica_dtype)

@@ -35,6 +35,8 @@ class Formats:
 
     compute: Array = 2
     reduce: Array = 4
+    frozen: Array = 2
+    """Bytes of a block's weight that is frozen, where one rank has it whole."""
     stored: Array = 4
     resident: Array = 2
     """Bytes of a weight on the device whose optimizer is in host memory."""
@@ -194,7 +196,7 @@ def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     kept = records * (1 - np.asarray(formats.offload_fraction))
     return {
         "weights": trained * (formats.stored * on_device + formats.resident * rank.offloaded_share)
-        + (rank.owned - trained) * formats.compute,
+        + _frozen_bytes(rank, formats),
         "optimizer": _states(rank, formats) * on_device * formats.stored + staged + kept,
         "ema": trained * formats.stored * formats.average,
         # The buffer of a sent message is freed when the next message is sent.
@@ -211,6 +213,13 @@ def _states(rank: RankTensors, formats: Formats) -> Array:
     ends = np.minimum(rank.owned, rank.ends / rank.shards)
     blocks = formats.block_states * (rank.owned - ends) * rank.trained
     return blocks + formats.end_states * ends * rank.trained_ends
+
+
+def _frozen_bytes(rank: RankTensors, formats: Formats) -> Array:
+    """Bytes of the rank's frozen weights: those of blocks may be stored in fp8, unless several ranks shard them."""
+    ends = np.minimum(rank.owned, rank.ends / rank.shards)
+    in_blocks = (rank.owned - ends) * (1 - rank.trained) * np.where(rank.shards > 1, formats.compute, formats.frozen)
+    return in_blocks + ends * (1 - rank.trained_ends) * formats.compute
 
 
 def _trained(rank: RankTensors) -> Array:
