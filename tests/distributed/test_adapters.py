@@ -21,8 +21,10 @@ from meshwright.families.adapters import adapter_of
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 from meshwright.training.evaluate import HeldOut, evaluate_plain
+from tests.distributed import test_hybrid as hybrid
 from tests.distributed.pool import CaseFailed, Pool
 from tests.distributed.test_equality import GPT, LLAMA, compare, one_device, sharded
+from tests.distributed.test_experts import SHARED
 from tests.distributed.test_schedules import STEPS, Case, named
 from tests.distributed.test_training import merge_tensors, same_bits, tiny, trained
 from tests.slow import quick_first
@@ -36,6 +38,8 @@ SOME = adapter_of(LLAMA, rank=4, alpha=16.0, targets=("q_proj", "v_proj", "down_
 FUSED = adapter_of(replace(GPT, heads=4, kv_heads=4), rank=2, alpha=2.0)
 """One adapter for queries, keys and values, biases, and a tied head."""
 ROWS = adapter_of(LLAMA, rank=3, kind="dora")
+BESIDE_EXPERTS = adapter_of(SHARED, rank=2)
+"""Frozen routed experts; attention, dense layers and the shared expert have adapters."""
 CASES = [
     (SOME, Case("1f1b", micro=4)),
     (DENSE, Case("1f1b", shard=2, micro=2, recompute="selective")),
@@ -56,6 +60,8 @@ WIDER = [
     (DENSE, Case("1f1b", shard=2, micro=4, compile=True, recompute="selective")),
     (FUSED, Case("1f1b", tensor=2, micro=4, compile=True)),
     (ROWS, Case("1f1b", micro=4, compile=True)),
+    (BESIDE_EXPERTS, Case("1f1b", shard=2, expert=2, micro=2, recompute="selective")),
+    (BESIDE_EXPERTS, Case("zbv", pipeline=2, ulysses=2, expert=2)),
 ]
 
 
@@ -65,6 +71,14 @@ WIDER = [
 def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
     results = pool.run(sharded, case.plan.ranks, spec, case.plan, 1.0, STEPS)
     compare(results, one_device(spec)[:STEPS], 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [hybrid.Case(3, recompute="selective"), hybrid.Case(4, tensor=2, exchange=0.0), hybrid.Case(2, pipeline=2)]
+)
+def test_samples_that_ranks_divide(pool: Pool, case: hybrid.Case) -> None:
+    hybrid.check(pool, adapter_of(hybrid.WIDE, rank=3), case, range(2))
 
 
 ADAPTER = "model.adapter={rank: 2, targets: [q_proj, v_proj, down_proj]}"

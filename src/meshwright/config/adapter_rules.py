@@ -52,6 +52,7 @@ def adapters(run: RunValues) -> Iterator[Mistake]:
     layers = run("plan.layers") or ()
     formats = [run("plan.linear"), *(layer.get("linear") for layer in layers if isinstance(layer, dict))]
     sizes = {"tensor": run("plan.tensor") or 1, "mlp_tile": run("plan.mlp_tile") or 0}
+    sizes |= {key: run(f"plan.{key}") or usual for key, usual in (("expert_policy", "none"), ("expert_owners", "even"))}
     if wrong := adapter_conflict(_kind(run), formats=filter(None, formats), **sizes):
         yield run.mistake(f"plan.{wrong[0]}", wrong[1])
 
@@ -61,9 +62,16 @@ def plan_file_adapters(plan: Document, run: RunValues) -> Iterator[Mistake]:
     values = from_plain(Plan, validate(Plan, plan.data)[0])
     formats = [layer.linear or values.precision.linear for layer in values.layers]
     sizes = {"tensor": values.axis_size("tensor"), "mlp_tile": values.mlp_tile}
+    if values.experts is not None:
+        sizes |= {"expert_policy": values.experts.policy, "expert_owners": values.experts.owners}
     if wrong := adapter_conflict(_kind(run), formats=formats, **sizes):
         at_axis = [axis.axis for axis in values.mesh].index("tensor") if wrong[0] == "tensor" else 0
-        paths: dict[str, KeyPath] = {"tensor": ("mesh", at_axis, "size"), "linear": ("precision", "linear")}
+        paths: dict[str, KeyPath] = {
+            "tensor": ("mesh", at_axis, "size"),
+            "linear": ("precision", "linear"),
+            "expert_policy": ("experts", "policy"),
+            "expert_owners": ("experts", "owners"),
+        }
         path = paths.get(wrong[0], (wrong[0],))
         yield plan.mistake(path, wrong[1], format_value(plan.get(path) if plan.has(path) else None))
 

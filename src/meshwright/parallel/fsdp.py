@@ -13,7 +13,7 @@ the plain sum.) Method: Zhao et al. 2023 (FSDP), Rajbhandari et al. 2020 (ZeRO).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -42,7 +42,8 @@ Span = AbstractContextManager[None]
 class ParameterGroup:
     """The parameters of some modules, sharded over the ranks of a mesh; without those of inner modules that have a group.
 
-    Gradients of shards are summed in `sum_dtype`, by default in that of the master weights.
+    Gradients of shards are summed in `sum_dtype`, by default in that of the master weights. Weights in `whole` have no group (see
+    `unsharded_weights`).
     """
 
     kept = False
@@ -54,6 +55,7 @@ class ParameterGroup:
         mesh: DeviceMesh,
         precision: Precision,
         sum_dtype: torch.dtype | None = None,
+        whole: Collection[nn.Parameter] = (),
     ) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[precision.compute] if precision.compute == "bf16" else None,
@@ -71,7 +73,7 @@ class ParameterGroup:
             mp_policy=policy,
             reshard_after_forward=True,
             shard_placement_fn=shard_dimension,
-            ignored_params=set(unsharded_weights(modules, mesh.size())),
+            ignored_params=set(whole),
         )
         for module in modules:
             module._forward_pre_hooks.clear()

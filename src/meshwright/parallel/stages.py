@@ -6,7 +6,7 @@ one block, or the final norm with the head, the loss and the modules that predic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -247,13 +247,15 @@ def _shard(
     """
     experts = [part for module in modules for part in module.modules() if isinstance(part, DistributedExperts)]
     groups: list[ParameterGroup | CopiedParameterGroup] = []
+    whole: set[nn.Parameter] = set()
     if experts and expert_shards is not None:
         # The experts first: FSDP2 then excludes them from the group of the whole unit.
-        owned = _parameter_group(experts, plan, expert_shards, sum_dtype)
-        groups.append(owned if copy_group is None else _with_copies(owned, copy_group, plan))
-    whole = {*unsharded_weights(modules, shards.size())}
-    if any(weight not in whole for module in modules for weight in module.parameters()):
-        groups.append(_parameter_group(modules, plan, shards, sum_dtype))
+        whole = {*unsharded_weights(experts, expert_shards.size())}
+        if owned := _parameter_group(experts, plan, expert_shards, sum_dtype, whole):
+            groups.append(owned if copy_group is None else _with_copies(owned, copy_group, plan))
+    whole |= {*unsharded_weights(modules, shards.size())}
+    if group := _parameter_group(modules, plan, shards, sum_dtype, whole):
+        groups.append(group)
     return ShardedUnit(groups, uses=uses, final=gradients_final_in_backward(spec, plan))
 
 
@@ -268,10 +270,17 @@ def _with_copies(owned: ParameterGroup, group: dist.ProcessGroup, plan: Plan) ->
 
 
 def _parameter_group(
-    modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, sum_dtype: torch.dtype | None
-) -> ParameterGroup:
+    modules: Sequence[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh,
+    sum_dtype: torch.dtype | None,
+    whole: Collection[nn.Parameter],
+) -> ParameterGroup | None:
+    """The group of the parameters that are not `whole` on each rank; None without any."""
+    if all(weight in whole for module in modules for weight in module.parameters()):
+        return None
     group_class = ParameterGroup if mesh.size() > 1 else UnsharedParameterGroup
-    return group_class(modules, mesh, plan.precision, sum_dtype)
+    return group_class(modules, mesh, plan.precision, sum_dtype, whole)
 
 
 def _runs_embedding(model: Decoder) -> bool:

@@ -8,7 +8,13 @@ from meshwright.spec.plan import Linear
 
 
 def adapter_conflict(
-    kind: str | None, *, tensor: int, formats: Iterable[Linear], mlp_tile: int
+    kind: str | None,
+    *,
+    tensor: int = 1,
+    formats: Iterable[Linear] = (),
+    mlp_tile: int = 0,
+    expert_policy: str = "none",
+    expert_owners: str = "even",
 ) -> tuple[str, str] | None:
     """The key of `plan` that does not go with adapters of a kind and what was expected; None without a conflict or adapters."""
     if kind is None:
@@ -25,4 +31,11 @@ def adapter_conflict(
         )
     if mlp_tile:
         return "mlp_tile", "0, as tiles do not compute the adapters of model.adapter in this release"
+    if expert_policy != "none":
+        return (
+            "expert_policy",
+            "none, as copies of experts are for experts that are trained, and model.adapter freezes them",
+        )
+    if expert_owners != "even":
+        return "expert_owners", "even, as experts move with their optimizer state, which model.adapter leaves out"
     return None

@@ -414,7 +414,7 @@ def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str
     error = tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, seq_len)
     error = error or norm_split_error(ranks, spec.qk_norm_whole)
     if spec.adapter is not None and not error:
-        conflict = adapter_conflict(spec.adapter.kind, tensor=ranks, formats=(), mlp_tile=0)
+        conflict = adapter_conflict(spec.adapter.kind, tensor=ranks)
         error = conflict and conflict[1]
     return error or expert_split_error(ranks, spec.experts, spec.shared_expert_hidden)
 
