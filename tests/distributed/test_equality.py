@@ -236,6 +236,8 @@ def join_shards(name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch
     if ".moe.experts." in name:
         return torch.cat(shards)
     module, parameter_name = name.split(".")[-2:]
+    if module == "adapter":
+        return join_adapters(name.split(".")[-3], parameter_name, shards, spec)
     if module == "qkv":
         kv = max(1, spec.kv_heads // len(shards)) * spec.head_dim
         q, k, v = zip(*(shard.split((len(shard) - 2 * kv, kv, kv)) for shard in shards), strict=True)
@@ -253,6 +255,17 @@ def join_shards(name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch
     if module in ("out", "down") and parameter_name == "weight":
         return torch.cat(shards, dim=1)
     return distinct(shards, 1)[0]
+
+
+def join_adapters(layer: str, name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+    """An adapter's A or B: B is divided as the outputs of its layer are, A as the inputs."""
+    if layer in ("out", "down"):
+        return torch.cat(shards, dim=1) if name == "a" else distinct(shards, 1)[0]
+    if name.endswith("a"):
+        return distinct(shards, 1)[0]
+    if name[0] in "kv":
+        return torch.cat([*distinct(shards, spec.kv_heads)])
+    return join_shards(f"{layer}.weight", shards, spec) if name == "b" else torch.cat(shards)
 
 
 def distinct(tensors: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:

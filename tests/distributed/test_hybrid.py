@@ -38,7 +38,7 @@ from meshwright.spec.plan import (
     SchedulePlan,
 )
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import CLIP, GPT, LLAMA, assemble_whole, compare
+from tests.distributed.test_equality import CLIP, GPT, LLAMA, assemble_whole, compare, trained_weights
 from tests.distributed.test_experts import SHARED
 from tests.distributed.test_schedules import named
 from tests.distributed.test_training import trained
@@ -178,7 +178,7 @@ def on_ranks(
         loss, z_loss = mesh.sum_over_all(torch.stack([loss, engine.executor.z_loss])).tolist()
         norm = gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
         clip = clip_factor(norm, CLIP)
-        whole = assemble_whole({name: weight.grad for name, weight in engine.model.named_parameters()}, spec, mesh)
+        whole = assemble_whole({name: weight.grad for name, weight in trained_weights(engine.model)}, spec, mesh)
         gradients = {name: gradient * clip for name, gradient in whole.items()}
         figures = {"loss": loss, "z_loss": z_loss, "norm": norm.item(), "gradients": gradients, "weights": {}}
         results.append({**figures, "graphs": compiled_graphs(), "routed": routed_sums(engine, mesh)})
@@ -212,7 +212,7 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
         targets.append(sample_targets)
     every, trained = torch.cat(logits), torch.cat(targets) >= 0
     if not trained.any():
-        zeros = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
+        zeros = {name: torch.zeros_like(weight) for name, weight in trained_weights(model)}
         return {
             "loss": 0.0,
             "z_loss": 0.0,
@@ -235,7 +235,7 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
         )
     (loss + Z_LOSS * z_loss + router_loss).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients = {name: weight.grad for name, weight in trained_weights(model)}
     figures = {"loss": loss.item(), "z_loss": z_loss.item(), "norm": norm.item()}
     return {**figures, "gradients": gradients, "routed": routed}
 

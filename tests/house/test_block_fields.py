@@ -33,6 +33,7 @@ NOT_OF_LAYERS |= {
     "sequence",
     "positions",
     "norm",
+    "adapter",
 }
 """Keys of ModelSpec that are no body's; `positions` and `norm` are names of modules too."""
 BODIES = (AttentionSpec, LatentAttentionSpec, FeedForwardSpec, MixtureSpec, RouterSpec, RotarySpec)

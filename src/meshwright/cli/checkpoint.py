@@ -191,6 +191,54 @@ def to_hf(
     print(f"{source} → {out}", file=sys.stderr)
 
 
+@app.command("to-peft")
+def to_peft(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A run with adapters (`model.adapter`), or one of its checkpoints.")
+    ],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist or be empty.")],
+) -> None:
+    """Write the adapters of a run as a folder that peft loads: adapter_config.json and adapter_model.safetensors.
+
+    The base's weights are not in it.
+
+    Example:
+
+        meshwright checkpoint to-peft runs/tuned my-adapter
+    """
+    from meshwright.checkpoint.convert import export_adapter
+
+    with _disk_errors("exporting"):
+        source = export_adapter(checkpoint, out)
+    print(f"{source} → {out}", file=sys.stderr)
+
+
+@app.command()
+def merge(
+    base: Annotated[
+        Path, typer.Argument(help="The model that the adapters belong to: a Hugging Face folder or a run.")
+    ],
+    adapter: Annotated[
+        Path, typer.Argument(help="The adapters: a folder in peft's files, or a run with adapters (`model.adapter`).")
+    ],
+    out: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; it must not exist or be empty.")],
+    dtype: Annotated[Format, typer.Option(help="Number format of the weights.")] = Format.bf16,
+) -> None:
+    """Write a model with adapters merged into its weights as a Hugging Face folder.
+
+    Sums are computed in fp32 and rounded once to the format of the weights: bf16 loses what is below 1/512 of a weight.
+
+    Example:
+
+        meshwright checkpoint merge ./Llama-3.2-1B my-adapter merged
+    """
+    from meshwright.checkpoint.convert import merge_adapter
+
+    with _disk_errors("merging"):
+        merge_adapter(base, adapter, out, dtype=dtype.value, note=say)
+    print(f"{base} + {adapter} → {out}", file=sys.stderr)
+
+
 @app.command("from-hf")
 def from_hf(
     folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A Hugging Face folder with safetensors weights.")],

@@ -16,7 +16,14 @@ from meshwright.planner.reprice import reprice
 from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.layout import Layout, stage_table
-from meshwright.spec.model import flops_per_token, prediction_parameter_count
+from meshwright.spec.model import (
+    ModelSpec,
+    flops_per_token,
+    parameter_count,
+    prediction_parameter_count,
+    trained_parameter_count,
+    without_adapter,
+)
 from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import LayerStrategy, Plan, layer_range
 from meshwright.spec.plan_keys import PlanKeys
@@ -155,7 +162,20 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     copied = {GATHERS: "by copy engines", TOKENS: "between tensor ranks by copy engines, beside the products"}
     entries += [(option.transfer_name, copied[option]) for option in copied_options(plan)]
     entries.append(("compile", "each block" if plan.compile else "no"))
-    return entries + ([("prediction", _prediction_text(run, plan))] if run.model.prediction_depth else [])
+    entries += [("prediction", _prediction_text(run, plan))] if run.model.prediction_depth else []
+    return entries + ([("adapters", adapter_text(run.model, run.train.seq_len))] if run.model.adapter else [])
+
+
+def adapter_text(model: ModelSpec, seq_len: int) -> str:
+    """What the adapters of a model are and save, in words."""
+    adapter, base = model.adapter, without_adapter(model)
+    assert adapter is not None
+    flops, full = (flops_per_token(of, seq_len, causal=True) for of in (model, base))
+    return (
+        f"{adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}: {short(trained_parameter_count(model))} parameters are "
+        f"trained; the other {short(parameter_count(base))} are frozen, without gradients and optimizer state; {flops / full:.0%} of "
+        "the FLOPs of full training"
+    )
 
 
 def _prediction_text(run: RunSpec, plan: Plan) -> str:

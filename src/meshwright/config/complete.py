@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.adapter_rules import complete_adapter
 from meshwright.config.family_dimensions import DIMENSIONS, ffn_width
 from meshwright.config.presets import MODEL_PRESETS, run_preset
 from meshwright.config.value_sources import EMBEDDED, Detect, merged
@@ -43,6 +44,7 @@ def complete(document: Document, stem: str, runs: Path, detect: Detect, model_re
     _resolve_run_name(document, runs)
     notes += _take_dimensions(document, model_reader)
     notes += _complete_model(document)
+    complete_adapter(document)
     _limit_sequence(document)
     complete_batch(document)
     _complete_epochs(document)

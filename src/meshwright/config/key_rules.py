@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.config.adapter_rules import adapters
 from meshwright.config.divisors import divisors, nearest_divisor
 from meshwright.config.expert_rules import expert_keys
 from meshwright.config.format_rules import fp8_products, number_formats
@@ -103,6 +104,7 @@ def cross_checks(document: Document, unusable: set[KeyPath], plan_file: Values |
         _stages,
         number_formats,
         fp8_products,
+        adapters,
         offloaded_state,
         decay_patterns,
         final_learning_rate,

@@ -63,6 +63,12 @@ BIAS_BYTES = 20.0
 Megatron-Core adds in fp32, concatenates and casts (`TEGroupedMLP._apply_bias`).
 """
 
+ADAPTER_PASSES = 1.5, 2.5
+"""Times that an adapter reads or writes its layer's input and output, forward and backward, mean of A and B.
+
+A reads the input; its backward reads it again and adds to the input's gradient. B adds to the output; its backward reads the output's
+gradient twice.
+"""
 TILE = 128.0
 """Tile of a matrix product that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
 MAX_PEAK_SHARE = 0.88
@@ -109,9 +115,11 @@ class ProductRate:
         result_elements = elements_in_waves(m, n, self.multiprocessors, count)
         return 2 * result_elements * inner / self.flops * (1 + self.narrow * inverse_sum)
 
-    def forward_backward(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> ForwardBackward:
-        """Seconds of the forward, and of the backward, which computes the gradients of both operands."""
-        backward = self.seconds(m, n, inner, count) + self.seconds(inner, m, n, count)
+    def forward_backward(
+        self, m: Array, inner: Array, n: Array, count: Array = 1.0, *, frozen: Array = 0.0
+    ) -> ForwardBackward:
+        """Seconds of the forward, and of the backward, which computes the gradients of both operands, but not that of a `frozen` weight."""
+        backward = self.seconds(m, n, inner, count) + (1 - frozen) * self.seconds(inner, m, n, count)
         return ForwardBackward(self.seconds(m, inner, n, count), backward)
 
 
@@ -167,8 +175,11 @@ def layer_times(
     wide_rate = _sustained_rate(machine, k, machine.half_peak)
     for product in layer_products(shape, step, tensor_ranks):
         if product.role != "router":  # constants were fitted without the router's product
-            seconds = rate.forward_backward(product.m, product.k, product.n, product.count)
-            if product.role == "expert":
+            if product.role == "adapter":
+                seconds = _adapter_passes(product, memory_rate)
+            else:
+                seconds = rate.forward_backward(product.m, product.k, product.n, product.count, frozen=shape.frozen)
+            if product.role == "expert" and not np.any(shape.frozen):
                 seconds += _wide_weight_gradient(product, machine, k, rate, wide_rate)
             products += seconds.times(product.layers)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory_rate)
@@ -207,11 +218,11 @@ def layer_times(
     ring_us = np.maximum(layout.sequence, across_nodes) * (tensor_ranks - 1) * k.ring_us
     tensor_us = np.where(tensor_ranks > 1, k.host_tensor_us, 0.0) + ring_us
     host = shape.layers * (k.host_us + tensor_us) * launches * 1e-6
-    logits = wide_rate.forward_backward(tokens, shape.hidden, shape.vocab / tensor_ranks)
+    logits = wide_rate.forward_backward(tokens, shape.hidden, shape.vocab / tensor_ranks, frozen=shape.frozen)
     loss_seconds = tokens * shape.vocab / tensor_ranks * k.logit_bytes / memory_rate
     # The weight gradient of each chunk of logits is added to an fp32 sum, which is rounded at the end (kernels.loss).
     gradient_bytes = HEAD_ROUNDING_BYTES + HEAD_SUM_BYTES * np.ceil(tokens / layout.loss_chunk)
-    sum_seconds = shape.table_params / tensor_ranks * gradient_bytes * k.own_engine / memory_rate
+    sum_seconds = shape.table_params / tensor_ranks * gradient_bytes * k.own_engine / memory_rate * (1 - shape.frozen)
     embed = tokens * shape.hidden * 12 / memory_rate
     padded_vocab = np.where(np.mod(shape.vocab / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
     head = (logits.forward + logits.backward + loss_seconds) * padded_vocab + sum_seconds
@@ -219,6 +230,12 @@ def layer_times(
     outside_block = projection.forward + projection.backward + head + embed
     module = (forward + backward + recomputed) / shape.layers * module_blocks + outside_block
     return LayerTime(forward, backward + recomputed, host, head + shape.predictions * module, embed)
+
+
+def _adapter_passes(product: Product, memory_rate: Array) -> ForwardBackward:
+    """Seconds of an adapter's A or B: so narrow a product takes as long as its wide side passes through device memory."""
+    seconds = 2.0 * product.m * (product.k + product.n) / memory_rate
+    return ForwardBackward(ADAPTER_PASSES[0] * seconds, ADAPTER_PASSES[1] * seconds)
 
 
 def _wide_weight_gradient(

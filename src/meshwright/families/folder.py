@@ -16,7 +16,7 @@ from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest, 
 from meshwright.spec.fields import from_plain
 from meshwright.spec.folder_files import read_folder_json
 from meshwright.spec.foreign_words import no_folder_hint
-from meshwright.spec.model import KindSpec, ModelSpec, ParameterSpec, parameters
+from meshwright.spec.model import KindSpec, ModelSpec, ParameterSpec, parameters, without_adapter
 
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in a folder with fp8 weights."""
@@ -72,7 +72,7 @@ def to_hf_config(
 
     Raises BadInput for a field that the family's architecture cannot express.
     """
-    family = FAMILIES[spec.family]
+    family, spec = FAMILIES[spec.family], without_adapter(spec)
     if obstacle := export_obstacle(spec):
         raise BadInput(f"{obstacle}; Meshwright's own checkpoints can hold this model")
     return {
@@ -91,6 +91,7 @@ def to_hf_config(
 
 def export_obstacle(spec: ModelSpec) -> str | None:
     """Return why a Hugging Face folder of the model's family cannot hold it, and which family's can; None if it can."""
+    spec = without_adapter(spec)  # a folder has merged weights
     if (obstacle := _obstacle(FAMILIES[spec.family], spec)) is None:
         return None
     able = [name for name, family in FAMILIES.items() if _obstacle(family, spec) is None]
@@ -243,7 +244,7 @@ def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
         prefix = _prefix_of(family, spec, parameter)
         if single := family.tensors(spec).get(f"{module}.{weight_or_bias}"):
             shape = parameter.shape
-            return [HFTensor(prefix + single, 0, shape[0], shape, False, not parameter.trained)]
+            return [HFTensor(prefix + single, 0, shape[0], shape, False, parameter.precise)]
         outside_block = parameter.predicts and module in family.predictions
         names = (family.predictions[module],) if outside_block else family.modules[module]
     sizes = [size for _, size in parameter.blocks] if len(names) > 1 else [parameter.shape[0]]

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import fp8_products as fp8
+from meshwright.kernels.adapter import Adapter
 
 
 class Linear(nn.Linear):
@@ -39,19 +40,30 @@ class Linear(nn.Linear):
     tokens_per_input_token: int = 1
     """Tokens in this layer's input per token of the block's input; above 1 with sequence parallelism (`parallel.products`)."""
 
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.adapter: Adapter | None = None
+
     # pyrefly: ignore [bad-override-param-name]  # every block here calls its input x
     def forward(self, x: Tensor) -> Tensor:
         """`(…, out_features)` of x `(…, in_features)`."""
+        if self.adapter is None:
+            return self._product(x, self.bias)
+        y = self.adapter(x, self._product(x, None), self.weight)
+        return y if self.bias is None else y + self.bias
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x · weightᵀ + bias."""
         # Tested while tracing, so that a block without a split backward compiles to the graph of nn.Linear.
         taps = self.taps if torch.is_grad_enabled() else None
         if self.scaling is not None:
             out = fp8.linear(x, self.weight, self.fp8_weight, self.scaling, taps)
-            return out if self.bias is None else out + self.bias
+            return out if bias is None else out + bias
         if taps is None:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight, bias)
         output_tap, input_tap = taps
         assert x.shape == input_tap.shape, "every Linear of a split block receives the block's own tokens"
-        return _Product.apply(x, self.weight, self.bias, output_tap, input_tap)
+        return _Product.apply(x, self.weight, bias, output_tap, input_tap)
 
 
 def with_taps(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from meshwright.kernels.attention import AttentionMask, make_mask
 from meshwright.kernels.loss import LossSums, capped, linear_cross_entropy
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.rope import RotaryTables
+from meshwright.models.adapter import add_adapters
 from meshwright.models.block import AttentionKind, Block, attention_kind, tables_of
 from meshwright.models.moe import CountedTokens, RoutedOutput
 from meshwright.models.norm import Norm
@@ -96,6 +97,7 @@ class Decoder(nn.Module):
         self.predictions = nn.ModuleList(
             PredictionModule(spec, plain, Block(spec.block(spec.layers), plain)) for _ in range(spec.prediction_depth)
         )
+        add_adapters(self, spec)
 
     def forward(
         self,

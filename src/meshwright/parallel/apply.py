@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.kernels.fp8_products import E4M3
 from meshwright.kernels.linear import with_taps
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
@@ -27,7 +28,7 @@ from meshwright.parallel.context import divide_sequences
 from meshwright.parallel.copy_engine import use_copy_engines
 from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import count_expert_loads_over_whole_sequences, distribute_experts
-from meshwright.parallel.fp8_weights import WeightScales, use_fp8_products
+from meshwright.parallel.fp8_weights import StoredFp8, WeightScales, store_frozen_in_fp8, use_fp8_products
 from meshwright.parallel.fsdp import DTYPES, CommunicationStreams
 from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.hybrid import divide_samples
@@ -70,7 +71,8 @@ class Engine:
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
     plan has no separate master weights. `present_experts` has by layer the experts that are present beside their owners; empty if the plan
-    copies none. `moments` and `offload_fraction` are the plan's; `offload_staging` is in bytes.
+    copies none. `stored_fp8` are frozen weights that `weights` does not have, as they are stored in fp8. `moments` and `offload_fraction`
+    are the plan's; `offload_staging` is in bytes.
     """
 
     model: Decoder
@@ -85,6 +87,7 @@ class Engine:
     moments: Moments = "fp32"
     offload_fraction: float = 1.0
     offload_staging: int = 0
+    stored_fp8: Sequence[StoredFp8] = ()
 
     @property
     def holds_loss(self) -> bool:
@@ -129,12 +132,13 @@ def build_engine(
         model.to(torch.float64)
     remove_other_modules(model, rank_parameters(spec, table, pipeline_rank))
     division = mesh.division
-    shrink_to_local_parts(model, division)
+    shrink_to_local_parts(model, division, DTYPES[plan.precision.compute])
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
     context = divide_sequences(model, plan, mesh) or divide_samples(model, mesh)
     presents = distribute_experts(model, mesh, plan.experts)
     count_expert_loads_over_whole_sequences(model, mesh)
     use_fp8_products(model, plan, mesh.device)
+    stored_fp8 = store_frozen_in_fp8(model, mesh.shards)
     parts = wrap_blocks(model, plan)
     for layer, block in blocks_with_layer(model):
         # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
@@ -144,7 +148,7 @@ def build_engine(
     units = make_units(model, table[pipeline_rank], plan, mesh, parts)
     model.to_empty(device=mesh.device)
     on_phase_end("model")
-    initialise_shards(model, seed, division)
+    initialise_shards(model, seed, division, stored_fp8)
     on_phase_end("weights")
     tied = _tied_sum(model, table, mesh)
     # A box is the rectangular region of a parameter that a rank has; a fused weight may have several.
@@ -189,11 +193,12 @@ def build_engine(
         training,
         partial(training_schedule, plan, spec.layers),
         partial(evaluation_schedule, plan, spec.layers),
-        local_weights(model, division),
+        {name: parts for name, parts in local_weights(model, division).items() if parts.local.dtype != E4M3},
         _duplicate_rows(boxes_by_parameter, tied),
         _host_offloaded(model, plan, sharded),
         presents,
         *(plan.precision.moments, plan.offload_fraction, round(plan.offload_staging * 1e9)),
+        stored_fp8=stored_fp8,
     )
 
 
@@ -270,8 +275,8 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
     """The gradient sum over the first and last stage, if both use the embedding and are on different ranks; collective."""
     first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
     last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.spec.layers for stage in stages))
-    if not model.spec.embedding_at_both_ends or first == last:
-        return None
+    if not model.spec.embedding_at_both_ends or first == last or model.spec.adapter is not None:
+        return None  # a frozen embedding has no gradient
     group = mesh.pair(first, last)
     if group is None:
         return None
@@ -341,13 +346,27 @@ def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
 
 
 @torch.no_grad()
-def initialise_shards(model: Decoder, seed: int, division: Division = UNDIVIDED) -> None:
-    """Fill this rank's part of every parameter; the values do not depend on how the model is sharded."""
+def initialise_shards(
+    model: Decoder, seed: int, division: Division = UNDIVIDED, stored_fp8: Sequence[StoredFp8] = ()
+) -> None:
+    """Fill this rank's part of every parameter; the values do not depend on how the model is sharded.
+
+    Weights of `stored_fp8` are rounded.
+    """
     parts_by_parameter = local_weights(model, division)
+    in_fp8 = {stored.name: stored for stored in stored_fp8}
     for parameter in parameters(model.spec):
-        if parameter.name in parts_by_parameter:
+        if stored := in_fp8.get(parameter.name):
+            stored.fill(partial(_initial_rows, seed, parameter, stored.linear.weight.device))
+        elif parameter.name in parts_by_parameter:
             for box, elements in parts_by_parameter[parameter.name].pieces():
                 _fill(elements, parameter, seed, box)
+
+
+def _initial_rows(seed: int, parameter: ParameterSpec, device: torch.device, start: int, stop: int) -> torch.Tensor:
+    """Rows [start, stop) of the initial values of a matrix."""
+    width = parameter.shape[1]
+    return initial_values(seed, parameter, start * width, (stop - start) * width, device).view(-1, width)
 
 
 def _fill(local: torch.Tensor, parameter: ParameterSpec, seed: int, box: Box) -> None:

@@ -15,7 +15,7 @@ from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import parameter_count
+from meshwright.spec.model import trained_parameter_count
 from meshwright.spec.nodes import memory_limits
 from meshwright.spec.paired import plan_conflict
 from meshwright.spec.plan import (
@@ -346,7 +346,10 @@ def offload_fraction_of(run: RunSpec) -> float:
     pinned = pins_of(run).offload_fraction
     if pinned is not None:
         return pinned
-    usable, state = run.cluster.nodes * host_budget(run), parameter_count(run.model) * state_bytes(precision_of(run))
+    usable, state = (
+        run.cluster.nodes * host_budget(run),
+        trained_parameter_count(run.model) * state_bytes(precision_of(run)),
+    )
     return max(1, int(SHARES * min(1.0, usable / state))) / SHARES
 
 

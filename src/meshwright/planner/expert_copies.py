@@ -46,7 +46,13 @@ def copy_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
     kept for the step unless that is pinned.
     """
     pins, ranks = pins_of(run), _group(plan)
-    if plan.experts is None or ranks == 1 or pins.expert_policy is not None or copies_experts(plan):
+    if (
+        run.model.adapter
+        or plan.experts is None
+        or ranks == 1
+        or pins.expert_policy is not None
+        or copies_experts(plan)
+    ):
         return
     if run.train.expert_load in (None, EQUAL_LOADS):
         return
@@ -61,7 +67,13 @@ def copy_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 def owner_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
     """`plan` with owners that follow the loads; none without recorded loads, if owners are pinned, and where they cannot move."""
     model, pins = run.model, pins_of(run)
-    if plan.experts is None or _group(plan) == 1 or pins.expert_owners is not None or plan.experts.policy == "fixed":
+    if (
+        run.model.adapter
+        or plan.experts is None
+        or _group(plan) == 1
+        or pins.expert_owners is not None
+        or plan.experts.policy == "fixed"
+    ):
         return
     if run.train.expert_load in (None, EQUAL_LOADS) or model.groups_per_token < model.expert_groups:
         return

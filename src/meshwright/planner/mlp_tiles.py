@@ -21,6 +21,7 @@ def with_tiles(run: RunSpec) -> RunSpec | None:
     dense = any(not model.routed(layer) for layer in range(model.layers))
     allowed = (
         pins.mlp_tile is None
+        and model.adapter is None
         and pins.layers is None
         and (pins.tensor or 1) == 1
         and (pins.recompute is None or pins.recompute in RECOMPUTES_PRODUCTS)

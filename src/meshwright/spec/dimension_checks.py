@@ -33,7 +33,7 @@ def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
 
 def _bound_mistakes(spec: ModelSpec) -> Iterator[str]:
     """Yield the numbers outside their bounds, and a number of experts that no machine can list."""
-    sections = {"": spec, **{f"{key}.": getattr(spec, key) for key in SCALINGS}}
+    sections = {"": spec, **{f"{key}.": getattr(spec, key) for key in (*SCALINGS, "adapter")}}
     for prefix, section in sections.items():
         for name, annotation in hints_of(type(section)).items() if section is not None else ():
             value, bounds = getattr(section, name), get_args(annotation)[1:]

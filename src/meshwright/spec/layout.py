@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import lcm
 
+from meshwright.spec.adapter_limits import adapter_conflict
 from meshwright.spec.blocks.table import ParameterSpec, TensorSplit
 from meshwright.spec.blocks.transfers import transfers
 from meshwright.spec.model import (
@@ -412,6 +413,9 @@ def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str
     `seq_len` is checked if it is given."""
     error = tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, seq_len)
     error = error or norm_split_error(ranks, spec.qk_norm_whole)
+    if spec.adapter is not None and not error:
+        conflict = adapter_conflict(spec.adapter.kind, tensor=ranks)
+        error = conflict and conflict[1]
     return error or expert_split_error(ranks, spec.experts, spec.shared_expert_hidden)
 
 

@@ -14,6 +14,7 @@ from itertools import cycle, groupby, islice
 from typing import Annotated, Any, Literal
 
 from meshwright.spec.block_pattern import expanded, pattern_mistakes
+from meshwright.spec.blocks.adapter import AdapterSpec, target_names
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.block import BlockSpec, SublayerSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
@@ -22,7 +23,8 @@ from meshwright.spec.blocks.mixture import MixtureSpec, RouterSpec
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import Body
 from meshwright.spec.blocks.positions import LongRopeScaling, Pairs, RopeScaling, RotarySpec, YarnScaling
-from meshwright.spec.blocks.table import ParameterSpec, TensorSplit, Value
+from meshwright.spec.blocks.table import ParameterSpec, TensorSplit, Value, as_frozen
+from meshwright.spec.errors import nearest
 from meshwright.spec.fields import Bound, Name, NotNegative, Positive
 
 LATENT_NORM_EPS = 1e-6
@@ -193,6 +195,8 @@ class ModelSpec:
     """Kinds of the first layers, before `pattern`."""
     sequence: tuple[str, ...] = ()
     """Kinds of all layers, in place of `pattern`."""
+    adapter: AdapterSpec | None = None
+    """Low-rank adapters of linear layers. A run with them trains only them; all other weights stay as they are."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -326,6 +330,7 @@ def block_of(spec: ModelSpec, name: str = "", routed: bool = True) -> BlockSpec:
         ),
         std=spec.init_std,
         residual_std=spec.init_std / math.sqrt(2 * spec.layers),
+        adapter=spec.adapter,
     )
 
 
@@ -383,6 +388,7 @@ def unusable_keys(spec: ModelSpec) -> Iterator[str]:
         yield f"{key} is {found}: expected {expected}" + (f"; nearest: {near}" if near else "")
     for key, found, expected in layer_mistakes(spec):
         yield f"{key} is {found}: expected {expected}"
+    yield from _adapter_mistakes(spec)
     if not spec.experts:
         yield from mixture_of(spec).router.mistakes(spec.experts, spec.experts_per_token)
     if not spec.kv_rank:
@@ -393,6 +399,21 @@ def unusable_keys(spec: ModelSpec) -> Iterator[str]:
     for name, value in {"kv_heads": spec.heads, **BESIDE_LATENTS}.items():
         if getattr(spec, name) != value:
             yield f"{name} is {getattr(spec, name)}: expected {value} with kv_rank (latent attention)"
+
+
+def _adapter_mistakes(spec: ModelSpec) -> Iterator[str]:
+    """What is wrong with the targets of adapters."""
+    if spec.adapter is None:
+        return
+    known = adapter_targets(spec)
+    for target in spec.adapter.targets:
+        if target not in known:
+            near = nearest(target, known)
+            yield f"adapter.targets has {target}: expected {', '.join(known)}" + (f"; nearest: {near}" if near else "")
+    if both := [name for name in spec.adapter.targets if name.rpartition(".")[0] in spec.adapter.targets]:
+        yield f"adapter.targets has {both[0]} and the whole layer {both[0].rpartition('.')[0]}: expected one of them"
+    if spec.prediction_depth:
+        yield f"prediction_depth is {spec.prediction_depth}: expected 0 with adapters"
 
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:
@@ -477,6 +498,8 @@ def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
         weights.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std, "rows"))
     for depth in range(spec.prediction_depth):
         weights.extend(prediction_parameters(spec, depth))
+    if spec.adapter is not None:
+        weights = [weight if weight.adapter else as_frozen(weight) for weight in weights]
     return tuple(weights)
 
 
@@ -522,6 +545,22 @@ def active_parameter_count(spec: ModelSpec) -> int:
     return sum(_active(spec, parameter) for parameter in parameters(spec))
 
 
+def trained_parameter_count(spec: ModelSpec) -> int:
+    """Weights that a run trains: all, or those of its adapters."""
+    return sum(parameter.count for parameter in parameters(spec) if not parameter.frozen)
+
+
+def without_adapter(spec: ModelSpec) -> ModelSpec:
+    """The model without its adapters: the same base."""
+    return spec if spec.adapter is None else replace(spec, adapter=None)
+
+
+def adapter_targets(spec: ModelSpec) -> tuple[str, ...]:
+    """Our names of the linear layers that can have an adapter, and of their fused parts."""
+    tables = (block.table() for block in without_adapter(spec).block_kinds)
+    return tuple(dict.fromkeys(name for table in tables for name in target_names(table.operations)))
+
+
 def prediction_parameter_count(spec: ModelSpec) -> int:
     """Weights of the prediction modules, without the embedding and the head that they share with the model."""
     return sum(parameter.count for parameter in parameters(spec) if parameter.predicts)
@@ -533,7 +572,8 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
 
     6 per weight of every matrix product (the head counts also when tied, embedding look-ups do not; of routed experts
     those used for a token) plus attention scores and values: 6·layers·(heads·head_dim + value width)·length. `causal=False` counts the
-    full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. Norms, RoPE and
+    full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. A frozen weight counts 4: its gradient is not
+    computed. Norms, RoPE and
     activations are not counted. A prediction module counts as a layer, its projection and another use of the head.
     """
     predicting = (BlockRun(spec.block(spec.layers), spec.layers, spec.prediction_depth),)
@@ -541,7 +581,7 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     blocks = sum(run.count * block_flops_per_token(run.block, seq_len, causal=causal) for run in runs)
     matmul = spec.prediction_depth * 2 * spec.hidden * spec.hidden
     matmul += (1 + spec.prediction_depth) * spec.vocab_size * spec.hidden
-    return blocks + 6.0 * matmul
+    return blocks + (6.0 if spec.adapter is None else 4.0) * matmul
 
 
 def block_flops_per_token(block: BlockSpec, seq_len: int, *, causal: bool) -> float:
@@ -550,7 +590,8 @@ def block_flops_per_token(block: BlockSpec, seq_len: int, *, causal: bool) -> fl
     attention = sum(
         op.heads * (op.key_dim + op.value_dim) * mean_span(op.window, seq_len, causal) for op in table.attends
     )
-    return 6.0 * (table.multiplications + attention)
+    weights = (4.0 if table.frozen else 6.0) * table.multiplications
+    return weights + 6.0 * (table.adapter_multiplications + attention)
 
 
 def _active(spec: ModelSpec, parameter: ParameterSpec) -> int:

@@ -20,11 +20,11 @@ from meshwright.spec.blocks.memory import Elements, activations, saved
 from meshwright.spec.blocks.mixture import MixtureSpec
 from meshwright.spec.blocks.table import AttendOp, ExpertsOp, LinearOp, Table, TensorSplit
 from meshwright.spec.blocks.transfers import Transfers, transfers
-from meshwright.spec.model import BlockRun, ModelSpec, sequence
+from meshwright.spec.model import BlockRun, ModelSpec, parameter_count, sequence, trained_parameter_count
 from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.workload.arrays import Array
 
-Role = Literal["linear", "router", "expert"]
+Role = Literal["linear", "router", "expert", "adapter"]
 T = TypeVar("T")
 QUERY_BLOCK_KEYS = 350
 """Keys in whose time attention with a window does what it does once for a block of queries (`priced_span`)."""
@@ -35,7 +35,7 @@ class LinearColumns:
     """Equal linear layers of a model's blocks; `experts` linear layers of one block are a single grouped one."""
 
     role: Role
-    """`linear` layers have the plan's linear format, the others the compute dtype."""
+    """`linear` layers have the plan's linear format, the others the compute dtype. An `adapter` is the A or the B of a layer's adapters."""
     split: TensorSplit
     """What tensor ranks divide: outputs (`rows`), inputs (`columns`), or the tokens of a layer that is whole."""
     inputs: Array
@@ -111,6 +111,10 @@ class Shape:
     """Width of keys and values of one head; 0 if unknown."""
     padding: Array = 0.0
     """Width by which context ranks pad values to that of keys."""
+    frozen: Array = 0.0
+    """1 when all weights but those of adapters are frozen: they have no gradients."""
+    trained: Array = 1.0
+    """Share of the model's parameters that are trained."""
     predictions: Array = 0.0
     """Modules after the layers that predict further tokens."""
     module_params: Array = 0.0
@@ -171,6 +175,8 @@ def shape_of(model: ModelSpec, seq_len: int, *, kind: int | None = None) -> Shap
         shape_of_runs(tuple((run.block, run.count) for run in runs), layers=model.layers, seq_len=seq_len),
         vocab=model.vocab_size,
         tied=float(model.tied),
+        frozen=float(model.adapter is not None),
+        trained=trained_parameter_count(model) / parameter_count(model),
         predictions=model.prediction_depth,
         module_params=2 * model.hidden**2 + module_dense,
         module_expert_params=module_experts,
@@ -319,7 +325,22 @@ def _linears(runs: Sequence[tuple[BlockSpec, float]]) -> tuple[LinearColumns, ..
             else:
                 continue
             layers[key] = layers.get(key, 0) + count
+            for adapter in _adapters(op) if isinstance(op, LinearOp) else ():
+                layers[adapter] = layers.get(adapter, 0) + count
     return tuple(LinearColumns(*key, layers=count) for key, count in layers.items() if count)
+
+
+def _adapters(op: LinearOp) -> tuple[tuple[Role, TensorSplit, float, float], ...]:
+    """The A and the B of a linear layer's adapters as linear layers: all parts together (`kernels.adapter`).
+
+    Tensor ranks apply what they do not divide to their own tokens (`parallel.products`).
+    """
+    if not op.adapters:
+        return ()
+    ranks = sum(part.rank for part in op.adapters)
+    a: TensorSplit = "columns" if op.split == "columns" else "whole"
+    b: TensorSplit = "rows" if op.split == "rows" else "whole"
+    return ("adapter", a, op.inputs, ranks), ("adapter", b, ranks, op.outputs)
 
 
 def _saved_elements(block: BlockSpec) -> np.ndarray:

@@ -73,6 +73,7 @@ def formats(
     return Formats(
         compute=compute_bytes,
         reduce=bytes_of(precision.reduce),
+        frozen=1 if precision.linear == "fp8_tensorwise" else compute_bytes,
         stored=bytes_of(precision.stored),
         resident=bytes_of(precision.resident),
         travelling=bytes_of(replica_dtype)
@@ -196,7 +197,7 @@ def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     offloaded = sum(
         parameter.count
         for parameter in parameters(model)
-        if plan.strategy_of(parameter.name, model.layers).optimizer_offloaded
+        if plan.strategy_of(parameter.name, model.layers).optimizer_offloaded and not parameter.frozen
     ) * plan.axis_size("replicate")
     return offloaded * plan.offload_fraction * state_bytes(plan.precision) / nodes
 
@@ -208,7 +209,7 @@ def gradient_sums_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     summed = sum(
         parameter.count
         for parameter in parameters(model)
-        if plan.sums_shards(plan.strategy_of(parameter.name, model.layers))
+        if plan.sums_shards(plan.strategy_of(parameter.name, model.layers)) and not parameter.frozen
     )
     return summed * plan.axis_size("replicate") * summed_bytes(plan.precision, "host") / nodes
 
@@ -266,6 +267,8 @@ def _rank_tensors(
         "block": block,
         "ends": part.ends,
         "head": part.head,
+        "trained": sum(part.trained) / len(part.trained),
+        "trained_ends": part.trained_ends,
         "shards": shard_size(plan),
         "gathers": not is_unsharded,
         "kept": kept,
@@ -342,18 +345,19 @@ def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], numb
     if plan.layered or plan.batch.accumulate == 1:
         return 0
     # The gradients of two micro-batches together are added before the reduction.
-    pair = float(number_formats.reduce) * max(part.blocks) if plan.paired else 0.0
+    pair = float(number_formats.reduce) * max(part.blocks) * max(part.trained) if plan.paired else 0.0
     if plan.paired and plan.batch.accumulate == 2:
         return pair
     shards, reduced_once = shard_size(plan), [strategy.gradients == "whole" for strategy in strategies]
-    ends = part.ends / shards
-    summed = sum(count for once, count in zip(reduced_once, part.shards, strict=True) if not once)
+    ends, blocks = part.ends * part.trained_ends / shards, list(zip(reduced_once, part.trained, strict=True))
+    summed = sum(count * share for (once, share), count in zip(blocks, part.shards, strict=True) if not once)
     summed += 0 if reduced_once[-1] else ends
     # On one rank a unit's own sum is as large as its shard's.
     width = number_formats.reduce if shards > 1 else number_formats.stored
-    whole = sum(count for once, count in zip(reduced_once, part.blocks, strict=True) if once)
-    whole += part.ends if reduced_once[-1] else 0
-    sums = sums_beside_activations(number_formats, summed, max(part.blocks), part.head, shards)
+    whole = sum(count * share for (once, share), count in zip(blocks, part.blocks, strict=True) if once)
+    whole += part.ends * part.trained_ends if reduced_once[-1] else 0
+    largest, head = max(part.blocks) * max(part.trained), part.head * part.trained_ends
+    sums = sums_beside_activations(number_formats, summed, largest, head, shards)
     return float(sums) + float(width) * whole + pair * (not any(reduced_once))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.spec.blocks.adapter import AdapterSpec
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
@@ -47,6 +48,8 @@ class BlockSpec:
     """Standard deviation of initial weights."""
     residual_std: float
     """That of projections back into the residual stream."""
+    adapter: AdapterSpec | None = None
+    """Adapters of its linear layers, beside which all its other weights are frozen."""
 
     @property
     def bodies(self) -> tuple[Body, ...]:
@@ -75,7 +78,10 @@ class BlockSpec:
 @lru_cache(maxsize=256)
 def _table(block: BlockSpec, spread: bool) -> Table:
     source = Value("x0", block.hidden)
-    return Table(source, tuple(_operations(block, source.name, spread)))
+    operations = _operations(block, source.name, spread)
+    if block.adapter is not None:
+        operations = block.adapter.applied(operations)
+    return Table(source, tuple(operations), frozen=block.adapter is not None)
 
 
 def _operations(block: BlockSpec, stream: str, spread: bool) -> Iterator[Op]:

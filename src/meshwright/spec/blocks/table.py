@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 Fill = Literal["normal", "ones", "zeros"]
 TensorSplit = Literal["rows", "columns", "whole"]
 """How tensor ranks divide a weight (Shoeybi et al. 2019): output features, input features, or not at all."""
+ADAPTER = "adapter"
+"""Name of the module that holds a linear layer's adapters, inside the layer's."""
 Rows = Literal["tokens", "sent", "received"]
 """Rows of a value: a token's own; a token's copies for its experts; the copies that the rank's experts get from all ranks."""
 
@@ -36,8 +38,10 @@ class ParameterSpec:
     a layer are one tensor with the experts along dimension 0, as a grouped matrix product reads them:
     `moe.experts.gate_up` (experts, 2·expert_hidden, hidden), with the gate's rows first, and `moe.experts.down`
     (experts, hidden, expert_hidden). A weight that is not `trained` gets no gradient: the run itself updates it, and every
-    rank of its layer has it whole, in the stored dtype. `split` says how tensor ranks divide it; `heads` counts, for each of
-    `blocks`, the heads that a rank cannot divide further (0: any number of ranks can divide the block).
+    rank of its layer has it whole, in the stored dtype. A `frozen` weight is not trained either, and no step changes it:
+    it is in the dtype of compute, sharded as trained weights are, and checkpoints do not have it (`spec.blocks.adapter`).
+    `split` says how tensor ranks divide it; `heads` counts, for each of `blocks`, the heads that a rank cannot divide
+    further (0: any number of ranks can divide the block).
     """
 
     name: str
@@ -49,6 +53,7 @@ class ParameterSpec:
     trained: bool = True
     split: TensorSplit = "whole"
     heads: tuple[int, ...] = ()
+    frozen: bool = False
 
     @property
     def count(self) -> int:
@@ -58,6 +63,16 @@ class ParameterSpec:
     def before_blocks(self) -> bool:
         """Whether it is applied before the first block."""
         return self.name.startswith(("embed.", "positions."))
+
+    @property
+    def precise(self) -> bool:
+        """Whether it is kept in fp32 whatever the dtype of compute: the biases by which a router chooses experts."""
+        return self.name.endswith(".choice_bias")
+
+    @property
+    def adapter(self) -> bool:
+        """Whether it belongs to a low-rank adapter."""
+        return f".{ADAPTER}." in self.name
 
     @property
     def expert(self) -> bool:
@@ -108,6 +123,24 @@ class Part:
     name: str
     size: int
     heads: int = 0
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """A low-rank adapter of a linear layer, or of one of its fused parts: A `(rank, inputs)` and B `(outputs, rank)`.
+
+    `blocks` are the fused parts that it covers together.
+    """
+
+    part: str
+    """The fused part; empty for an adapter of the whole layer."""
+    outputs: int
+    rank: int
+    blocks: tuple[tuple[str, int], ...] = ()
+
+    def parameter(self, name: str) -> str:
+        """The name of its parameter `a`, `b` or `magnitude` inside the module of adapters."""
+        return f"{self.part}_{name}" if self.part else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +211,15 @@ class LinearOp(Op):
     parts: tuple[Part, ...] = ()
     bias: bool = False
     router: bool = False
+    adapters: tuple[AdapterPart, ...] = ()
+    frozen: bool = False
+    """Whether its weight has no gradient; then its backward reads the input for adapters only."""
+    magnitudes: bool = False
+    """Whether each adapter trains the lengths of its rows of the weights too (DoRA)."""
 
     @property
     def kept(self) -> tuple[str, ...]:
-        return self.reads
+        return self.reads if self.adapters or not self.frozen else ()
 
     @property
     def rounds(self) -> bool:
@@ -207,6 +245,24 @@ class LinearOp(Op):
             yield ParameterSpec(
                 f"{self.name}.bias", bias, "zeros", 0.0, fused, decay=False, split=bias_split, heads=heads
             )
+        yield from self._adapter_weights()
+
+    def _adapter_weights(self) -> Iterator[ParameterSpec]:
+        """A starts with the variance of peft's uniform draw, 1 / (3 · inputs), and B from zero: the first step has the base's output."""
+        heads = {part.name: part.heads for part in self.parts}
+        of_outputs: TensorSplit = "rows" if self.split == "rows" else "whole"
+        of_inputs: TensorSplit = "columns" if self.split == "columns" else "whole"
+        for adapter in self.adapters:
+            a, b, magnitude = (f"{self.name}.{ADAPTER}.{adapter.parameter(name)}" for name in ("a", "b", "magnitude"))
+            rows = tuple(heads.get(part, 0) for part, _ in adapter.blocks or ((adapter.part, adapter.outputs),))
+            std, outputs = 1 / math.sqrt(3 * self.inputs), adapter.outputs
+            yield ParameterSpec(a, (adapter.rank, self.inputs), "normal", std, split=of_inputs)
+            yield ParameterSpec(b, (outputs, adapter.rank), "zeros", 0.0, adapter.blocks, split=of_outputs, heads=rows)
+            if self.magnitudes:
+                lengths = ParameterSpec(
+                    magnitude, (outputs,), "ones", 0.0, adapter.blocks, split=of_outputs, heads=rows
+                )
+                yield replace(lengths, decay=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +399,8 @@ class Table:
 
     source: Value
     operations: tuple[Op, ...]
+    frozen: bool = False
+    """Whether all weights but those of adapters are frozen."""
 
     @cached_property
     def values(self) -> dict[str, Value]:
@@ -358,7 +416,8 @@ class Table:
     @cached_property
     def weights(self) -> tuple[ParameterSpec, ...]:
         """Every parameter in registration order, named inside the block."""
-        return tuple(weight for op in self.operations for weight in op.weights())
+        weights = (weight for op in self.operations for weight in op.weights())
+        return tuple(as_frozen(weight) if self.frozen and not weight.adapter else weight for weight in weights)
 
     def memory_of(self, name: str) -> Value:
         """The value whose memory holds the value `name`."""
@@ -371,5 +430,16 @@ class Table:
         return sum(op.multiplications for op in self.operations)
 
     @cached_property
+    def adapter_multiplications(self) -> int:
+        """Multiplications of one token with adapters."""
+        linears = (op for op in self.operations if isinstance(op, LinearOp))
+        return sum(part.rank * (op.inputs + part.outputs) for op in linears for part in op.adapters)
+
+    @cached_property
     def attends(self) -> tuple[AttendOp, ...]:
         return tuple(op for op in self.operations if isinstance(op, AttendOp))
+
+
+def as_frozen(weight: ParameterSpec) -> ParameterSpec:
+    """The weight of a model of which only adapters are trained."""
+    return replace(weight, trained=False, frozen=True)
