@@ -61,7 +61,7 @@ def test_keys_of_a_plan_file(tmp_path: Path) -> None:
         precision=Precision(compute="fp32"),
     )
     for adapter, changed, message in (
-        ("kind: dora", plan, "mesh.1.size: expected 1, as the row lengths"),
+        ("kind: dora", plan, "tensor: expected 1, as the row lengths"),
         ("kind: lora", replace(plan, mlp_tile=32), "mlp_tile: expected 0, as tiles"),
     ):
         file = tmp_path / "plan.yaml"

@@ -93,8 +93,33 @@ def group_rows(vectors: Tensor, offsets: Tensor, rows: int) -> Tensor:
 
     Rows behind the last offset, as a received buffer may have, get zeros.
     """
-    group = torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype, device=offsets.device), right=True)
-    return F.embedding(group, F.pad(vectors, (0, 0, 0, 1)))
+    return _GroupRows.apply(vectors, offsets, rows)
+
+
+class _GroupRows(torch.autograd.Function):
+    """`group_rows`. The backward adds each group's rows by a matrix product with the table of members.
+
+    torch's own backward of a lookup adds one row after another to few vectors: 4.9 ms a layer for 131,072 rows of gpt-oss-20b on an H200.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, offsets: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.groups = len(vectors)
+        return F.embedding(_group_of_rows(offsets, rows), F.pad(vectors, (0, 0, 0, 1)))
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (offsets,), (grad,) = ctx.saved_tensors, grad_outputs
+        members = torch.arange(ctx.groups, device=grad.device)[:, None] == _group_of_rows(offsets, len(grad))
+        return members.to(grad.dtype) @ grad, None, None
+
+
+def _group_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """The group of each row, `(rows,)`; rows behind the last offset have the number of groups."""
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype, device=offsets.device), right=True)
 
 
 def sizes_stay_on_device(x: Tensor) -> bool:
