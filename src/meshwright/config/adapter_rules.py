@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from meshwright.config.run_values import RunValues
 from meshwright.config.schema import validate
@@ -51,7 +52,7 @@ def adapters(run: RunValues) -> Iterator[Mistake]:
     """Pins of a run that do not go with its adapters."""
     layers = run("plan.layers") or ()
     formats = [run("plan.linear"), *(layer.get("linear") for layer in layers if isinstance(layer, dict))]
-    sizes = {"tensor": run("plan.tensor") or 1, "mlp_tile": run("plan.mlp_tile") or 0}
+    sizes: dict[str, Any] = {"tensor": run("plan.tensor") or 1, "mlp_tile": run("plan.mlp_tile") or 0}
     sizes |= {key: run(f"plan.{key}") or usual for key, usual in (("expert_policy", "none"), ("expert_owners", "even"))}
     if wrong := adapter_conflict(_kind(run), formats=filter(None, formats), **sizes):
         yield run.mistake(f"plan.{wrong[0]}", wrong[1])
@@ -61,7 +62,7 @@ def plan_file_adapters(plan: Document, run: RunValues) -> Iterator[Mistake]:
     """Keys of a plan file that do not go with its run's adapters."""
     values = from_plain(Plan, validate(Plan, plan.data)[0])
     formats = [layer.linear or values.precision.linear for layer in values.layers]
-    sizes = {"tensor": values.axis_size("tensor"), "mlp_tile": values.mlp_tile}
+    sizes: dict[str, Any] = {"tensor": values.axis_size("tensor"), "mlp_tile": values.mlp_tile}
     if values.experts is not None:
         sizes |= {"expert_policy": values.experts.policy, "expert_owners": values.experts.owners}
     if wrong := adapter_conflict(_kind(run), formats=formats, **sizes):
