@@ -35,6 +35,22 @@ def test_targets_are_resolved_and_the_resolved_run_reads_back(tmp_path: Path) ->
     assert everything is not None and len(everything.targets) == 7
 
 
+def test_adapters_beside_the_dimensions_of_weights(tmp_path: Path) -> None:
+    """A folder's model has no adapters, and a run with adapters is one whose weights are merged: neither excludes the section."""
+    values = {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 96}
+    values |= {"vocab_size": 131, "max_seq_len": 64}
+    file = tmp_path / "tuned.yaml"
+    text = "model: {init: 'hf:base', adapter: {rank: 8, targets: [q_proj]}}\ntrain: {steps: 3, global_batch: 8, seq_len: 64}\n"
+    file.write_text(text, encoding="utf-8")
+    run = load_run(file, model_reader=lambda folder: values)
+    assert run.model.adapter is not None and run.model.init.startswith("hf:/")
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run), encoding="utf-8")
+    again = load_run(file, [f"model.init=checkpoint:{tmp_path}", "model.adapter.rank=2"])
+    assert again.model.adapter is not None and again.model.adapter.rank == 2 and again.model.hidden == 64
+    plain = load_run(file, [f"model.init=checkpoint:{tmp_path}", "model.adapter=none"])
+    assert plain.model.adapter is None
+
+
 @pytest.mark.parametrize(
     ("adapter", "plan", "line", "message"),
     [

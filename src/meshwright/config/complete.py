@@ -192,8 +192,11 @@ def _dimensions_of_weights(
 
 
 def _inherited(stored: dict[str, Any]) -> dict[str, Any]:
-    """The dimensions that a run takes from weights: all but the scale of initial weights that it does not draw."""
-    return {name: value for name, value in stored.items() if name != "init_std"}
+    """The dimensions that a run takes from weights: not the scale of initial weights, which it does not draw, and no adapters.
+
+    Those of a run with adapters are merged into its weights.
+    """
+    return {name: value for name, value in stored.items() if name not in ("init_std", "adapter")}
 
 
 def _reject_differences(document: Document, stored: dict[str, Any], of_preset: dict[str, Any]) -> None:
