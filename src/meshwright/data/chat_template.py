@@ -24,7 +24,9 @@ TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL_TOKENS_MAP, GENERATION_CONFIG = "special_tokens_map.json", "generation_config.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Template of chats with tools, where a folder has one beside its default."""
-TEXT_FILES = (TEMPLATE, TOOL_TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""Where older folders of models that also read images have their template."""
+TEXT_FILES = (TEMPLATE, TOOL_TEMPLATE, PROCESSOR_TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
 """Files about texts that a folder can have beside its tokenizer.json."""
 START, END = "\ufdd0", "\ufdd1"
 """Marks around the text of a generation block: code points that Unicode reserves for internal use."""
@@ -134,8 +136,11 @@ class ChatTemplate:
 
 
 def folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The source of a folder's template: its chat_template.jinja, or the default one in `config`, its tokenizer_config.json."""
-    return _template_source(folder / TEMPLATE, config, "default")
+    """The source of a folder's template: its chat_template.jinja, or the default one in `config`, its tokenizer_config.json, or its
+    chat_template.json."""
+    source = _template_source(folder / TEMPLATE, config, "default")
+    older = read_object(folder / PROCESSOR_TEMPLATE).get("chat_template") if source is None else source
+    return older if isinstance(older, str) else None
 
 
 def folder_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
