@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from meshwright.checkpoint.convert import export_checkpoint, import_checkpoint
+from meshwright.checkpoint.convert import export_checkpoint, import_checkpoint, merge_adapter
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.single_device import load_model
 from meshwright.checkpoint.store import CheckpointStore
@@ -137,8 +138,6 @@ def test_a_head_that_differs_is_the_head_whatever_config_json_says(head: str, sa
         tensors = stored(tmp_path / "whole")
         embedding = tensors["language_model.model.embed_tokens.weight"]
         tensors["language_model.lm_head.weight"] = embedding.clone() if head == "equal" else embedding + 1
-        from safetensors.torch import save_file
-
         save_file(tensors, tmp_path / "whole" / "model.safetensors")
     tied = head == "absent" or (head == "equal" and said)
     assert import_hf(tmp_path / "whole")[0].tied == folder_spec(tmp_path / "whole")["tied"] == tied
@@ -193,6 +192,17 @@ def test_the_command_writes_the_whole_model_or_the_text_model(gemma: Path, tmp_p
     assert (theirs_of(text) - ours_of(gemma)).abs().max() < 1e-5
     assert call("from-hf", gemma, tmp_path / "bare", "--text-only").exit_code == 0
     assert read_towers(tmp_path / "bare") is None and not (tmp_path / "bare" / "towers").exists()
+
+
+def test_adapters_are_merged_into_a_folder_of_the_whole_model(gemma: Path, tmp_path: Path) -> None:
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    layer = "base_model.model.model.layers.1.self_attn.q_proj"
+    low = {f"{layer}.lora_A.weight": torch.ones(2, 16), f"{layer}.lora_B.weight": torch.zeros(16, 2)}
+    save_file(low, adapter / "adapter_model.safetensors")
+    merge_adapter(gemma, adapter, tmp_path / "merged", dtype="fp32")
+    before, after = stored(gemma), stored(tmp_path / "merged")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_engine_generates_from_such_a_folder_and_knows_its_ends_and_template(gemma: Path) -> None:
@@ -268,8 +278,6 @@ def test_exports_without_what_they_need_are_refused_before_anything_is_written(g
     assert isinstance(result.exception, Damaged) and "towers.safetensors: no such file" in str(result.exception)
     bare = copied(gemma, tmp_path / "bare")
     tensors = {name: tensor for name, tensor in stored(bare).items() if name.startswith("language_model.")}
-    from safetensors.torch import save_file
-
     save_file(tensors, bare / "model.safetensors")
     assert import_hf(bare)[1].notes[-1].startswith("no tensors beside the text model")
     result = call("to-hf", run_of(tmp_path / "bare-run", bare), tmp_path / "out")

@@ -138,6 +138,7 @@ def merge_adapter(
             run_note=f"The adapters of `{adapter.name}` merged into the weights of `{base.name}`.",
             dtype=dtype,
             text=text,
+            towers=import_hf(base)[1].towers() if (base / "config.json").exists() else read_towers(base),
             limits=f"Exported by Meshwright: the model of `{base.name}` with adapters.",
         )
 

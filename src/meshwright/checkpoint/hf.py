@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from meshwright.checkpoint.towers import Towers, check_tensors, towers_sentence
+from meshwright.checkpoint.towers import Towers, check_tensors, towers_beside, towers_sentence
 from meshwright.data.chat_template import GENERATION_CONFIG
 from meshwright.data.text_format import TextFormat, derive, export_text_files, exported_ids, named_bos
 from meshwright.data.tokenizer_file import open_tokenizer
@@ -176,6 +176,12 @@ class HFReader:
     def other(self, name: str) -> Tensor:
         """One of `others`, as stored."""
         return self._stored(name)[...]
+
+    def towers(self) -> Towers | None:
+        """What the folder has beside its text model; None for a folder of a text model."""
+        if self.nesting is None:
+            return None
+        return towers_beside(self.folder, {name: self.files[name] for name in self.others}, self.nesting)
 
     def read(self, parameter: ParameterSpec) -> Tensor:
         """The whole parameter, in the dtype of the folder."""

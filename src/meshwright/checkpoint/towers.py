@@ -40,23 +40,26 @@ class Towers:
     config: Mapping[str, Any]
     """The whole config.json."""
     nesting: Nesting
+    files: Mapping[str, Path]
+    """File of each tensor by name."""
     entries: Mapping[str, Entry]
-    """The tensors by name, with their bytes in the file `TENSORS`."""
+    """Each tensor's place in its file."""
 
     def tensors(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
         """Each tensor's name, and its bytes, at most `PIECE_BYTES` at a time."""
-        return ((name, self._pieces(entry)) for name, entry in self.entries.items())
-
-    def _pieces(self, entry: Entry) -> Iterator[memoryview]:
-        with open(self.folder / TENSORS, "rb") as file:
-            for start in range(entry.start, entry.end, PIECE_BYTES):
-                piece = bytearray(min(PIECE_BYTES, entry.end - start))
-                read_range(file.fileno(), piece, start, self.folder / TENSORS)
-                yield memoryview(piece)
+        return ((name, _pieces(self.files[name], entry)) for name, entry in self.entries.items())
 
     def copy_settings(self, folder: Path) -> None:
         """Copy the settings of images into a Hugging Face folder."""
         _copy_settings(self.folder, folder)
+
+
+def _pieces(path: Path, entry: Entry) -> Iterator[memoryview]:
+    with open(path, "rb") as file:
+        for start in range(entry.start, entry.end, PIECE_BYTES):
+            piece = bytearray(min(PIECE_BYTES, entry.end - start))
+            read_range(file.fileno(), piece, start, path)
+            yield memoryview(piece)
 
 
 def keep_towers(source: Path, names: Collection[str], read: Callable[[str], Tensor], folder: Path) -> None:
@@ -104,7 +107,17 @@ def read_towers(folder: Path) -> Towers | None:
     if not (kept / TENSORS).is_file():
         raise Damaged(f"{kept / TENSORS}: no such file; it has the tensors beside the text model, which exports need")
     with ShardFile(kept / TENSORS) as stored:
-        return Towers(kept, config, Nesting(*prefixes), stored.entries)
+        return Towers(kept, config, Nesting(*prefixes), dict.fromkeys(stored.entries, stored.path), stored.entries)
+
+
+def towers_beside(folder: Path, files: Mapping[str, str], nesting: Nesting) -> Towers:
+    """What a Hugging Face folder has beside its text model: the tensors `files`, by name."""
+    paths = {name: Path(os.path.realpath(folder / file)) for name, file in files.items()}
+    entries: dict[str, Entry] = {}
+    for path in dict.fromkeys(paths.values()):
+        with ShardFile(path) as stored:
+            entries |= {name: entry for name, entry in stored.entries.items() if paths.get(name) == path}
+    return Towers(folder, read_json(folder / "config.json"), nesting, paths, entries)
 
 
 def towers_sentence(names: Collection[str]) -> str:
