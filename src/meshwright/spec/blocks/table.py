@@ -223,7 +223,8 @@ class LinearOp(Op):
 
     @property
     def rounds(self) -> bool:
-        return True
+        """A frozen weight needs no rounded input for its gradient; adapters keep the input as it is."""
+        return not self.frozen
 
     @property
     def selected(self) -> bool:
