@@ -67,9 +67,10 @@ test-engine-soak: $(VENV)/.installed-test
 test-fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz.run
 
-# Every form of tokenizer at every entrance, against transformers: two minutes.
+# Every family against transformers, with mistakes that must be found, and on every axis; every form of tokenizer at every entrance.
 test-families: $(VENV)/.installed-test
-	$(PYTEST) tests/data/test_text_entrances.py
+	$(PYTEST) -n 2 tests/families tests/checkpoint/test_towers.py tests/data/test_text_entrances.py
+	$(PYTEST) -k families tests/distributed/test_drawn.py tests/distributed/test_hybrid.py
 
 # Chat templates, tokenizers and models that others have released: ten minutes on two cores.
 test-models: $(VENV)/.installed-test $(MODELS)/.installed
