@@ -26,6 +26,7 @@ from meshwright.spec.model import parameters
 from tests.checkpoint.towers import FAMILIES, edit_config, renamed, stored, tiny
 from tests.families.test_families import quiet_transformers  # noqa: F401
 from tests.serve.helpers import engine_of, texts
+from tests.slow import quick_first
 from tests.training.tiny import RUN_FILE, make_tiny, prepared
 
 TOKENS = torch.randint(3, 299, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -52,7 +53,7 @@ def run_of(folder: Path, source: Path, seed: int = 3) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", quick_first(9, FAMILIES))
 def test_the_text_part_computes_as_transformers_and_is_written_back_whole(model_type: str, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 

@@ -28,6 +28,7 @@ LISTS = {"deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [0, 1]}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
 TEXT: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen2_vl": {"rope_parameters": MROPE},
     "qwen2_5_vl": {"rope_parameters": MROPE},
     "qwen3_vl": {"rope_parameters": MROPE},
     "glm4v_moe": {
@@ -49,6 +50,15 @@ FAMILIES = {
     "internvl": "qwen2",
     "smolvlm": "llama",
     "ovis2": "qwen2",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
+    "vipllava": "llama",
+    "qwen2_vl": "qwen2",
+    "idefics3": "llama",
+    "got_ocr2": "qwen2",
+    "lighton_ocr": "qwen3",
+    "janus": "llama",
+    "deepseek_vl": "llama",
 }
 """Types of whole models, with the family of the text part."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import get_args
 
 import torch
+from tests.distributed import test_hybrid
 from tests.docs.features import PAGE, compared, with_table
 from tests.docs.pages import ROOT, text_of
 from tests.families.test_families import CASES
@@ -30,6 +31,8 @@ def axes_by_family() -> dict[str, set[str]]:
         used = {name for name in get_args(AxisName) if plan.axis_size(name) > 1}
         used |= {EXPERT} if plan.experts and plan.experts.expert > 1 else set()
         axes.setdefault(spec.family, set()).update(used)
+    for family in ("llama", "gpt2", *test_hybrid.OF_FAMILIES):
+        axes[family].add("hybrid")
     return axes
 
 

@@ -6,7 +6,7 @@ A family's file in `cases` has:
 - `PARAMETERS`, the published numbers of parameters of its presets;
 - `RELEASED`, the config.json of a released model, by preset;
 - `ORACLE`, if any, the type of the class that transformers has for a type that it does not know;
-- `WRONG`, if any, mistakes that raise no error: each gives ModelSpec fields with which the model computes
+- `WRONG`, mistakes that raise no error: each gives ModelSpec fields with which the model computes
   something else, or none where a drawn model lacks what it is about;
 - `CHANGED`, if any, the keys that an export writes otherwise;
 - `IN_MEMORY`, if any, a part of module names that transformers replaces when it loads a folder, and with what.
@@ -36,7 +36,9 @@ from tests.models.tiny import built
 from tests.slow import quick_first
 
 CASES = {name: import_module(f"tests.families.cases.{name}") for name in FAMILIES}
-DRAWS = [case for name in CASES for case in quick_first(2, ((name, seed) for seed in range(8)), unpack=True)]
+DRAWN = 8
+"""Random small models of a family; `make test` has two of them."""
+DRAWS = [case for name in CASES for case in quick_first(2, ((name, seed) for seed in range(DRAWN)), unpack=True)]
 SEQ = 40
 UNWRITTEN = {"_name_or_path", "architectures", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"}
 """Keys that do not describe the model, or that the tokenizer decides."""
@@ -155,7 +157,7 @@ def test_logits_and_every_gradient_equal_transformers(
     tokens = torch.randint(0, ours.spec.vocab_size, (2, SEQ))
     answer = in_float64(theirs, tokens, monkeypatch)
     assert (ours(tokens) - answer.logits).abs().max() <= 1e-10
-    for mistake, fields in getattr(CASES[family], "WRONG", {}).items():
+    for mistake, fields in CASES[family].WRONG.items():
         if not (wrong_fields := fields(ours.spec)):
             continue
         wrong = mistaken(ours, replace(ours.spec, **wrong_fields))
@@ -194,6 +196,18 @@ def test_all_keys_of_the_class_are_known_and_others_are_refused(family: str) -> 
     written = to_hf_config(from_plain(ModelSpec, fields))
     with pytest.raises(BadInput, match=r"some/config\.json: attn_cap: expected a key that this family reads, got 30.0"):
         from_hf_config({**written, "attn_cap": 30.0}, "some/config.json")
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_each_mistake_changes_some_of_the_drawn_models(family: str) -> None:
+    specs = []
+    for seed in range(DRAWN):
+        drawn = their_config(family, CASES[family].config(random.Random(seed))).to_dict()
+        fields, _ = from_hf_config({**json.loads(json.dumps(drawn)), "model_type": family})
+        specs.append(from_plain(ModelSpec, fields))
+    assert CASES[family].WRONG
+    for mistake, fields_of in CASES[family].WRONG.items():
+        assert any(fields_of(spec) for spec in specs), mistake
 
 
 @pytest.mark.parametrize("family", CASES)

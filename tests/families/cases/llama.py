@@ -14,6 +14,11 @@ PARAMETERS = {
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
 }
+WRONG = {
+    "neighbours rotated": lambda spec: {"rope_pairs": "neighbours"},
+    "no biases": lambda spec: {"bias": False} if spec.bias else {},
+    "no scaling": lambda spec: {"rope_scaling": None, "yarn": None} if spec.rope_scaling or spec.yarn else {},
+}
 
 
 def config(draw: random.Random) -> dict[str, Any]:
