@@ -49,6 +49,7 @@ SHARED_COMMAND = "meshwright quickstart"
 NOT_RUN = {
     ("docs/how-to/hugging-face.md", "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2"),
     ("docs/how-to/hugging-face.md", "from transformers import AutoModelForCausalLM, AutoTokenizer"),
+    ("docs/how-to/hugging-face.md", "meshwright train run.yaml model.init=hf:gemma-3-4b-it"),
     ("docs/how-to/reproduce.md", "meshwright checkpoint diff runs/first runs/second"),
     ("docs/how-to/reproduce.md", "pip install 'meshwright[deterministic]'"),
     ("docs/results.md", "python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 540 --out one-gpu.jsonl"),
