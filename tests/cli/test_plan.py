@@ -44,6 +44,17 @@ def test_json_has_exactly_the_answer() -> None:
     )
 
 
+def test_pins_are_overrides_and_the_answer_names_the_fixed_keys() -> None:
+    pinned = meshwright("plan", *ONE_RANK, "--pin", "replicate=1", "--pin", "plan.reshard=true", "--json").json
+    assert pinned["fixed"] == {"replicate": 1, "reshard": True} and pinned["plan"]["shard"] == 2
+    text = meshwright("plan", *ONE_RANK, "plan.replicate=1").out
+    assert re.search(r"fixed by you +replicate 1 ", text)
+    refused = meshwright("plan", *ONE_RANK, "--pin", "replicate")
+    assert refused.code == 2 and "--pin replicate: expected KEY=VALUE" in refused.err
+    unknown = meshwright("plan", *ONE_RANK, "--pin", "replicas=1")
+    assert unknown.code == 2 and "plan.replicas" in unknown.err
+
+
 def test_explained_json_adds_limits_and_changes() -> None:
     result = meshwright("plan", *ONE_RANK, "--json", "--explain").json
     assert set(result) == KEYS | {"limits", "changes"}

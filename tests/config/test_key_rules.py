@@ -337,25 +337,6 @@ def test_a_mixture_and_its_fold_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expert", "expected"),
-    [
-        ("expert: 3", "a divisor of plan.shard × context ranks = 4"),
-        ("expert: 4", "a divisor of model.experts = 6"),
-        ("", "the ranks that a layer's experts are spread over"),
-    ],
-)
-def test_a_plan_file_s_expert_ranks_fit_its_other_ranks_and_its_model(
-    tmp_path: Path, expert: str, expected: str
-) -> None:
-    plan = tmp_path / "plan.yaml"
-    plan.write_text(f"shard: 4\nglobal_batch: 8\nmicro_batch: 2\n{expert}\n")
-    overrides = ["model.experts=6", "model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
-    (mistake,) = mistakes(tmp_path, *overrides)
-    assert (mistake.key, Path(mistake.file).name) == ("expert", "plan.yaml")
-    assert expected in mistake.expected
-
-
-@pytest.mark.parametrize(
     ("changes", "axis", "pin", "expected", "nearest"),
     [
         (["model.heads=6", "model.kv_heads=6"], "tensor", 4, "a divisor of model.heads = 6", "2"),
@@ -396,22 +377,3 @@ def test_a_run_whose_plan_file_has_mistakes_has_no_plan(tmp_path: Path, text: st
     (tmp_path / "plan.yaml").write_text(text)
     reading = read_run(None, [f"plan={tmp_path / 'plan.yaml'}", "model=llama-nano"])
     assert reading.mistakes and not reading.is_sound("plan") and reading.is_sound("model")
-
-
-def test_a_plan_file_s_experts_are_divided_by_its_tensor_ranks_too(tmp_path: Path) -> None:
-    plan = tmp_path / "plan.yaml"
-    plan.write_text("shard: 2\ntensor: 2\nglobal_batch: 8\nmicro_batch: 2\nexpert: 2\n")
-    overrides = ["model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
-    (mistake,) = mistakes(tmp_path, "model.experts=6", *overrides)
-    assert mistake.key == "expert" and "a divisor of model.experts = 6 ÷ plan.tensor 2" in mistake.expected
-    assert mistakes(tmp_path, "model.experts=8", *overrides) == []
-
-
-@pytest.mark.parametrize("key", ["compute", "reduce", "reduce_replicas"])
-def test_a_plan_file_s_fp64_is_for_processors(tmp_path: Path, key: str) -> None:
-    plan = tmp_path / "plan.yaml"
-    plan.write_text(f"shard: 4\nglobal_batch: 8\nmicro_batch: 2\n{key}: fp64\n")
-    assert mistakes(tmp_path, f"plan={plan}") == []
-    (mistake,) = mistakes(tmp_path, f"plan={plan}", "cluster.gpu=H100")
-    assert (mistake.key, mistake.line, mistake.got, mistake.nearest) == (key, 4, "the text 'fp64'", "fp32")
-    assert mistake.expected == "bf16 or fp32 on H100; fp64 runs on cpu only"

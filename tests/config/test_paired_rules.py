@@ -1,4 +1,4 @@
-"""Refusals of the schedule `paired`, pinned and in a plan file."""
+"""Refusals of the schedule `paired`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ import pytest
 from tests.config.test_key_rules import MIXTURE, mistakes
 
 PINS = [*MIXTURE, "plan.schedule=paired", "plan.expert=2", "plan.shard=2"]
-PLAN = """
-shard: {shard}
-pipeline: {pipeline}
-global_batch: 8
-micro_batch: 1
-schedule: paired
-{more}
-"""
-EXPERTS = "expert: 2"
 
 
 @pytest.mark.parametrize(
@@ -47,24 +38,3 @@ def test_pins_beside_paired(tmp_path: Path, overrides: list[str], reason: str | 
 def test_a_dense_model_has_no_exchange(tmp_path: Path) -> None:
     (mistake,) = mistakes(tmp_path, "plan.schedule=paired")
     assert mistake.key == "plan.schedule" and "no tokens go to experts of other ranks" in mistake.expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "key", "expected"),
-    [
-        ({}, None, ""),
-        ({"more": "expert: 1"}, "schedule", "no tokens go to experts of other ranks"),
-        ({"more": EXPERTS + "\nlayers: [{recompute: full}]"}, "schedule", "recompute full would exchange"),
-        ({"more": EXPERTS + "\nlayers: [{offload: activations}]"}, "schedule", "offload activations copies"),
-        ({"pipeline": 2}, "schedule", "it needs plan.pipeline 1"),
-        ({"shard": 8, "more": "expert: 8"}, "schedule", "1 micro-batches in a step, an odd number"),
-    ],
-)
-def test_plan_files_with_paired(tmp_path: Path, fields: dict[str, object], key: str | None, expected: str) -> None:
-    plan = tmp_path / "plan.yaml"
-    values = {"shard": 2, "pipeline": 1, "more": EXPERTS} | fields
-    plan.write_text(PLAN.format(**values))
-    ranks = int(str(values["shard"])) * int(str(values["pipeline"]))
-    found = mistakes(tmp_path, *MIXTURE, f"plan={plan}", f"cluster.gpus_per_node={ranks}")
-    assert [mistake.key for mistake in found] == ([] if key is None else [key])
-    assert all(expected in mistake.expected for mistake in found)

@@ -60,6 +60,7 @@ PLACES = {
     "parallel/tensor.py": ("kv_heads", HEADS),
     "parallel/tensor_inference.py": ("heads kv_heads", HEADS),
     "planner/closed_form.py": ("experts_per_token", EXPERTS),
+    "planner/conflicts.py": ("experts", EXPERTS),
     "planner/deployment_space.py": ("experts", EXPERTS),
     "planner/devices.py": ("heads", HEADS),
     "planner/expert_copies.py": ("expert_groups experts groups_per_token", EXPERTS),

@@ -23,7 +23,7 @@ from meshwright.launch.prepare import (
 from meshwright.launch.probe import Probe, check_here, measured_answer
 from meshwright.planner.batch_ramp import ramp_misfit
 from meshwright.planner.candidate import Answer as SearchAnswer
-from meshwright.planner.candidate import Candidate, untrainable
+from meshwright.planner.candidate import Candidate, fixed_keys, untrainable
 from meshwright.planner.checkpoint_cost import checkpoint_cost
 from meshwright.planner.devices import Idle
 from meshwright.planner.effective_time import predict_effective_time
@@ -259,6 +259,8 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         body["samples"] = samples_as_plain(answer.run, answer.samples)
     if over := answer.does_not_fit:
         body["does_not_fit"] = over
+    if fixed := fixed_keys(answer.run):
+        body["fixed"] = fixed
     if answer.idle:
         body["idle"] = to_plain(answer.idle)
     if answer.question.include_untrainable:

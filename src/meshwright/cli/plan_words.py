@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshwright.costs.machine_rates import is_guessed, unpredicted_message
 from meshwright.costs.plan_costs import STACK, as_nodes
 from meshwright.observe.number_text import short
-from meshwright.planner.candidate import pins_of, slot_run, without_bf16
+from meshwright.planner.candidate import fixed_keys, pins_of, slot_run, without_bf16
 from meshwright.planner.explain import MOVES, border
 from meshwright.planner.reasons import on_layers
 from meshwright.planner.reprice import reprice
@@ -162,6 +162,11 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     copied = {GATHERS: "by copy engines", TOKENS: "between tensor ranks by copy engines, beside the products"}
     entries += [(option.transfer_name, copied[option]) for option in copied_options(plan)]
     entries.append(("compile", "each block" if plan.compile else "no"))
+    if fixed := fixed_keys(run):
+        shown = (
+            key if isinstance(value, list | dict) else f"{key} {str(value).lower()}" for key, value in fixed.items()
+        )
+        entries.append(("fixed by you", ", ".join(shown)))
     entries += [("prediction", _prediction_text(run, plan))] if run.model.prediction_depth else []
     return entries + ([("adapters", adapter_text(run.model, run.train.seq_len))] if run.model.adapter else [])
 

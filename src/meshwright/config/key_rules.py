@@ -11,40 +11,31 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.config.adapter_rules import adapters
-from meshwright.config.divisors import divisors, nearest_divisor
-from meshwright.config.expert_rules import expert_keys
-from meshwright.config.format_rules import fp8_products, number_formats
-from meshwright.config.hybrid_rules import hybrid
-from meshwright.config.optimizer_rules import decay_patterns, final_learning_rate, offloaded_state
+from meshwright.config.optimizer_rules import decay_patterns, final_learning_rate
 from meshwright.config.run_values import RunValues, Values
-from meshwright.config.sample_rules import samples, slot_offload
+from meshwright.config.sample_rules import samples
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.block_pattern import pattern_mistakes
 from meshwright.spec.chips import CHIPS, chip_from_device_name
+from meshwright.spec.divisors import divisors, nearest_divisor
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.foreign_words import THIS_MACHINE
 from meshwright.spec.layout import (
     STAGES_PER_RANK,
-    context_split_error,
-    expert_split_error,
-    norm_split_error,
     stage_table,
-    tensor_split_error,
 )
 from meshwright.spec.listen_address import EXPECTED, listen_address
 from meshwright.spec.model import BESIDE_LATENTS, MOST_PARAMETERS, ModelSpec, layer_mistakes, parameter_count
 from meshwright.spec.plan import (
-    CONTEXT_AXES,
     DATA_AXES,
-    REFUSED_SCHEDULES,
     ScheduleName,
     SchedulePlan,
     layer_range,
 )
 from meshwright.spec.plan_keys import AXES
 from meshwright.spec.plan_name import layer_numbers
+from meshwright.spec.plan_rules import RuleInput, mistakes, text_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 MOST_LETTERS = 200
@@ -79,37 +70,31 @@ def cross_checks(document: Document, unusable: set[KeyPath], plan_file: Values |
         _experts,
         _latents,
         _pattern,
-        expert_keys,
         _sequence,
-        _tensor,
-        _context,
         _warmup,
         _partner,
         _data,
         _deterministic,
         samples,
-        slot_offload,
-        hybrid,
         _prometheus,
         _chip,
-        _plan_file,
-        _order,
-        _ranks,
         _emulated,
-        _global_batch,
         _batch_ramp,
-        _pins,
-        _layers,
-        _schedule,
-        _stages,
-        number_formats,
-        fp8_products,
-        adapters,
-        offloaded_state,
+        plan_rules,
+        *WHOLE_PLAN,
         decay_patterns,
         final_learning_rate,
     )
     return [mistake for rule in rules for mistake in rule(run)]
+
+
+def plan_rules(run: RunValues) -> Iterator[Mistake]:
+    """The table of rules between keys of a plan."""
+    given = RuleInput(run.rule_value, run("plan.layers") or ())
+    for rule, index, values in mistakes(given):
+        key = rule.key if "." in rule.key else f"plan.{rule.key}"
+        path: KeyPath = tuple(key.split(".")) if index is None else ("plan", "layers", index, rule.key)
+        yield run.mistake_at(path, text_of(rule.expected, values), rule.nearest_value(values), rule.got)
 
 
 def _names(run: RunValues) -> Iterator[Mistake]:
@@ -229,53 +214,6 @@ def _sequence(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("train.seq_len", f"at most model.max_seq_len = {longest}, {remedy}", str(longest))
 
 
-def _tensor(run: RunValues) -> Iterator[Mistake]:
-    """Tensor ranks divide heads, feed-forward width and sequence evenly."""
-    ranks = run("plan.tensor")
-    if ranks and (expected := _tensor_error(run, ranks)):
-        yield run.mistake("plan.tensor", expected, _nearest_tensor(run, ranks))
-
-
-def _nearest_tensor(run: RunValues, ranks: int) -> str:
-    smaller = (size for size in reversed(divisors(run("model.heads"))) if size < ranks)
-    return str(next(size for size in smaller if not _tensor_error(run, size)))
-
-
-def _tensor_error(run: RunValues, ranks: int) -> str | None:
-    heads, kv_heads, width = run("model.heads"), run("model.kv_heads"), run("model.ffn_hidden")
-    if not (heads and kv_heads and width):
-        return None
-    kinds = {name: kind.get("ffn_hidden") for name, kind in (run("model.blocks") or {}).items()}
-    widths = {
-        "ffn_hidden": width,
-        **{f"blocks.{name}.ffn_hidden": size for name, size in kinds.items() if isinstance(size, int)},
-    }
-    error = tensor_split_error(ranks, heads, kv_heads, widths, run("model.vocab_size") or 0, run("train.seq_len"))
-    error = error or norm_split_error(ranks, bool(run("model.qk_norm_whole")))
-    return error or expert_split_error(ranks, run("model.experts") or 0, run("model.shared_expert_hidden") or 0)
-
-
-def _context(run: RunValues) -> Iterator[Mistake]:
-    """Context ranks divide heads and sequence evenly, beside tensor ranks."""
-    sizes = {axis: run(f"plan.{axis}") or 1 for axis in (*CONTEXT_AXES, "tensor")}
-    if wrong := _context_error(run, sizes):
-        axis, expected = wrong
-        yield run.mistake(f"plan.{axis}", expected, _nearest_context(run, sizes, axis))
-
-
-def _nearest_context(run: RunValues, sizes: dict[str, int], axis: str) -> str | None:
-    smaller = ({**sizes, axis: size} for size in reversed(divisors(sizes[axis])[:-1]))
-    return next((str(fit[axis]) for fit in smaller if not _context_error(run, fit)), None)
-
-
-def _context_error(run: RunValues, sizes: dict[str, int]) -> tuple[str, str] | None:
-    heads, kv_heads = run("model.heads"), run("model.kv_heads")
-    if not (heads and kv_heads):
-        return None
-    ring, ulysses, tensor = (sizes.get(axis, 1) for axis in (*CONTEXT_AXES, "tensor"))
-    return context_split_error(ring, ulysses, tensor, heads, kv_heads, run("train.seq_len"))
-
-
 def _warmup(run: RunValues) -> Iterator[Mistake]:
     steps, warmup = run("train.steps"), run("train.warmup_steps")
     if steps and warmup and warmup >= steps and not run("train.epochs"):
@@ -333,17 +271,8 @@ def _plan_file(run: RunValues) -> Iterator[Mistake]:
     batch, made_for = run("train.global_batch"), run("plan.global_batch")
     if batch and made_for and not run("train.global_batch_tokens") and made_for != batch:
         yield run.mistake("plan.global_batch", f"train.global_batch = {batch}", str(batch))
-    if run.plan_file is None:
-        if run("plan.samples"):
-            yield run.mistake(
-                "plan.samples",
-                "no such key outside of a plan file: the planner computes the times",
-                "none",
-                "a section",
-            )
-        return
     for key in ("global_batch", "micro_batch"):
-        if not run.given(f"plan.{key}"):
+        if run.plan_file is not None and not run.given(f"plan.{key}"):
             expected = (
                 "the sequences of a step" if key == "global_batch" else "the sequences that a rank runs at a time"
             )
@@ -407,7 +336,7 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake(key, f"cluster.nodes × cluster.gpus_per_node of at most {MOST_RANKS}", None, got)
         return
     if run("plan.hybrid"):
-        return  # `hybrid_rules` checks the ranks then
+        return  # a rule of the table checks the ranks then
     wrong = [axis for axis in (*_MODEL_AXES, *DATA_AXES) if ranks % (run(f"plan.{axis}") or 1)]
     for axis in wrong:
         size = run(f"plan.{axis}")
@@ -480,11 +409,6 @@ def _batch_ramp(run: RunValues) -> Iterator[Mistake]:
         last = max(last, until)
 
 
-def _schedule(run: RunValues) -> Iterator[Mistake]:
-    if expected := REFUSED_SCHEDULES.get(run("plan.schedule")):
-        yield run.mistake("plan.schedule", expected, "zbv")
-
-
 def _stages(run: RunValues) -> Iterator[Mistake]:
     """Layers fill the pinned pipeline in the stage order of the pinned schedule, or of any schedule if none is pinned."""
     layers, stages = run("model.layers"), run("plan.stages")
@@ -536,13 +460,6 @@ def _schedule_of_each_order(table: tuple[tuple[str, ...], ...]) -> tuple[Schedul
     return ("1f1b", "zbv") if table and len(table[0]) == STAGES_PER_RANK["zbv"] else ("1f1b",)
 
 
-def _pins(run: RunValues) -> Iterator[Mistake]:
-    for key in ("plan.reshard", "plan.gradients", "plan.recompute", "plan.offload"):
-        if run("plan.layers") is not None and run.given(key) and run(key) is not None:
-            name = key.partition(".")[2]
-            yield run.mistake(key, f"`{name}` inside plan.layers only, as plan.layers is given")
-
-
 def _layers(run: RunValues) -> Iterator[Mistake]:
     """Layer ranges that lie outside of the model, overlap, or leave a layer out."""
     layers, strategies = run("model.layers"), run("plan.layers")
@@ -568,3 +485,7 @@ def _layers(run: RunValues) -> Iterator[Mistake]:
     if uncovered and readable:
         expected, got = f"ranges that cover layers 0-{layers - 1}", f"none for {layer_numbers(uncovered)}"
         yield run.mistake("plan.layers", expected, None, got)
+
+
+WHOLE_PLAN = (_plan_file, _order, _ranks, _global_batch, _layers, _stages)
+"""Rules of whole plans, which no single value breaks. Plans that the search makes keep them: it lists only such layouts."""

@@ -1,4 +1,4 @@
-"""Rules about the optimizer: what can be in host memory, and patterns of parameter names."""
+"""Rules about the optimizer: its learning rate, and patterns of parameter names."""
 
 from __future__ import annotations
 
@@ -21,27 +21,6 @@ REQUIRED = {
     for field in dataclasses.fields(ModelSpec)
     if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 }
-
-
-def offloaded_state(run: RunValues) -> Iterator[Mistake]:
-    """Plans that move the state of an optimizer other than AdamW to host memory."""
-    expected = _expected(run)
-    if not expected:
-        return
-    if run("plan.offload") in ("optimizer", "both"):
-        yield run.mistake("plan.offload", expected, "none")
-    for index, layer in enumerate(run("plan.layers") or ()):
-        if layer.get("offload") in ("optimizer", "both"):
-            yield run.mistake_at(("plan", "layers", index, "offload"), expected, "none")
-
-
-def _expected(run: RunValues) -> str:
-    name = run("train.optimizer.name")
-    if run("train.ema_decay"):
-        return "none or activations, as train.ema_decay averages weights on the device"
-    if name in (None, "adamw"):
-        return ""
-    return f"none or activations, as train.optimizer is {name}: only the state of adamw is updated in host memory"
 
 
 def final_learning_rate(run: RunValues) -> Iterator[Mistake]:

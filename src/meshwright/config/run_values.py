@@ -63,6 +63,12 @@ class RunValues:
             return None
         return self._run.get(RunSpec, path) if self._run.has(path) else self._default(path)
 
+    def rule_value(self, key: str) -> Any:
+        """The value of a key as the rules of a plan name it: without a dot it is a key of the plan."""
+        if key == "in a plan file":
+            return self.plan_file is not None
+        return self(key if "." in key else f"plan.{key}")
+
     def given(self, key: str) -> bool:
         """Whether a file has the key."""
         values, path = self._of(tuple(key.split(".")))
@@ -74,14 +80,13 @@ class RunValues:
         return (self.plan_file, path[1:]) if in_plan_file and self.plan_file else (self._run, path)
 
     def _plan_default(self, path: KeyPath) -> Any:
+        if len(path) > 1:
+            return _default_of(PlanKeys, path)
         by_range = self.plan_file is not None and self.plan_file.has(("layers",)) and path[0] in STRATEGY_KEYS
-        return None if by_range else FILE_DEFAULTS.get(str(path[0])) if len(path) == 1 else None
+        return None if by_range else FILE_DEFAULTS.get(str(path[0]))
 
     def _default(self, path: KeyPath) -> Any:
-        section = section_of(annotation_at(RunSpec, path[:-1])) if len(path) > 1 else RunSpec
-        defaults = {f.name: f.default for f in dataclasses.fields(section)} if section else {}
-        value = defaults.get(str(path[-1]), dataclasses.MISSING)
-        return None if value is dataclasses.MISSING or self.document.partial else value
+        return None if self.document.partial else _default_of(RunSpec, path)
 
     def mistake(self, key: str, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
         """A mistake of the value of `key`, in the file that has it; `got` is the value unless it is given."""
@@ -91,3 +96,11 @@ class RunValues:
         """As `mistake`, for a path that may go through a list."""
         values, inside = self._of(path)
         return values.document.mistake(inside, expected, format_value(self.at(path)) if got is None else got, near)
+
+
+def _default_of(cls: type, path: KeyPath) -> Any:
+    """The default of the key at `path` of a file of `cls`; None if it has none."""
+    section = section_of(annotation_at(cls, path[:-1])) if len(path) > 1 else cls
+    defaults = {f.name: f.default for f in dataclasses.fields(section)} if section else {}
+    value = defaults.get(str(path[-1]), dataclasses.MISSING)
+    return None if value is dataclasses.MISSING else value

@@ -44,11 +44,10 @@ from meshwright.parallel.stages import RankModel, Unit, make_units, remove_other
 from meshwright.parallel.tensor import TensorCopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedGradientSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
-from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
 from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, local_boxes, rank_parameters, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
-from meshwright.spec.plan import Moments, Plan, Recompute
+from meshwright.spec.plan import SPLITS_BACKWARD, Moments, Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
 from meshwright.workload.dtypes import products_accumulate_gradients
 
@@ -143,7 +142,7 @@ def build_engine(
     for layer, block in blocks_with_layer(model):
         # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
         # each micro-batch's gradient separately.
-        if entry_of(plan.schedule.name).splits_backward or products_accumulate_gradients(plan, layer, spec.layers):
+        if plan.schedule.name in SPLITS_BACKWARD or products_accumulate_gradients(plan, layer, spec.layers):
             block.hooks.run = with_taps(block.hooks.run, [block])
     units = make_units(model, table[pipeline_rank], plan, mesh, parts)
     model.to_empty(device=mesh.device)

@@ -26,8 +26,8 @@ from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.parallel.blocks import blocks_with_layer
 from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.spec.errors import BadInput
-from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_rules import untrained
 
 CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with fp8 products: Ada; Hopper has 9.0."""
@@ -47,8 +47,8 @@ def use_fp8_products(model: Decoder, plan: Plan, device: torch.device) -> None:
     """
     formats = {layer: plan.linear(layer, model.spec.layers) for layer, _ in blocks_with_layer(model)}
     if any(number_format != "compute" for number_format in formats.values()):
-        if conflict := fp8_conflict(plan):
-            raise BadInput(f"plan.linear: fp8 does not go with {conflict} in this release; leave it out")
+        if refused := untrained(plan, "linear"):
+            raise BadInput(f"plan.linear: this release cannot train {', '.join(refused)}; leave it out")
         _check_device(device, mixture=model.spec.routed_layers > 0)
     for layer, block in blocks_with_layer(model):
         if formats[layer] == "compute":

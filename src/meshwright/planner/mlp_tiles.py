@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from meshwright.planner.candidate import linear_dtypes, pins_of
 from meshwright.planner.explain import shortfall
-from meshwright.schedules.registry import entry_of
-from meshwright.spec.plan import RECOMPUTES_PRODUCTS, Plan
+from meshwright.spec.plan import RECOMPUTES_PRODUCTS, SPLITS_BACKWARD, Plan
 from meshwright.spec.run import RunSpec
 
 TILE = 8192
@@ -25,7 +24,7 @@ def with_tiles(run: RunSpec) -> RunSpec | None:
         and pins.layers is None
         and (pins.tensor or 1) == 1
         and (pins.recompute is None or pins.recompute in RECOMPUTES_PRODUCTS)
-        and not (pins.schedule and entry_of(pins.schedule).splits_backward)
+        and pins.schedule not in SPLITS_BACKWARD
         and set(linear_dtypes(run)) == {"compute"}
     )
     if not (dense and allowed and run.train.seq_len >= 2 * TILE):

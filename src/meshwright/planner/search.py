@@ -30,6 +30,7 @@ from meshwright.planner.candidate import (
     untrainable,
 )
 from meshwright.planner.closed_form import SpaceCosts
+from meshwright.planner.conflicts import conflicts
 from meshwright.planner.expert_copies import add_copy_variants
 from meshwright.planner.finalists import (
     PlanEstimator,
@@ -52,8 +53,7 @@ from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategi
 from meshwright.planner.sweep import SweepResult, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.paired import paired_conflict
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, ScheduleName
 from meshwright.spec.run import RunSpec
 
 POINTS_PER_FAMILY, MAX_SLOWDOWN = 4, 1.15
@@ -299,24 +299,24 @@ def _strategies_to_try(
 
     fastest_in = cache(partial(strategies_in, run, pricing_inputs, points))
 
+    @cache
+    def conflicting(schedule: ScheduleName, strategy: Strategy) -> bool:
+        return any(
+            conflicts(run, trainable=points.trainable, schedule=schedule, recompute=end.recompute, offload=end.offload)
+            for end in (strategy.high_memory, strategy.low_memory)
+        )
+
     def of_point(index: int) -> Iterator[Strategy]:
         first, tried = best_at(index), set[Strategy]()
         lower_memory = lower_memory_strategies(run, first) if first else []
         tighter = (fastest_in(part * memory_limit)[index] for part in TIGHTER_MARGINS)
-        paired = points.schedule[index] == SCHEDULES.index("paired")
+        schedule = SCHEDULES[points.schedule[index]]
         for strategy in chain([first], tighter, lower_memory):
-            if strategy is not None and strategy not in tried and not (paired and _refuses_pairs(strategy)):
+            if strategy is not None and strategy not in tried and not conflicting(schedule, strategy):
                 tried.add(strategy)
                 yield strategy
 
     return of_point
-
-
-def _refuses_pairs(strategy: Strategy) -> bool:
-    """Whether two micro-batches cannot run together through layers with this strategy."""
-    ends = strategy.high_memory, strategy.low_memory
-    recompute, offload = [end.recompute for end in ends], [end.offload for end in ends]
-    return paired_conflict(pipeline=1, exchange=None, recompute=recompute, offload=offload) is not None
 
 
 def _strategies_without_offload(

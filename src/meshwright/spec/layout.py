@@ -8,7 +8,6 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import lcm
 
-from meshwright.spec.adapter_limits import adapter_conflict
 from meshwright.spec.blocks.table import ParameterSpec, TensorSplit
 from meshwright.spec.blocks.transfers import transfers
 from meshwright.spec.model import (
@@ -413,9 +412,7 @@ def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str
     `seq_len` is checked if it is given."""
     error = tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, seq_len)
     error = error or norm_split_error(ranks, spec.qk_norm_whole)
-    if spec.adapter is not None and not error:
-        conflict = adapter_conflict(spec.adapter.kind, tensor=ranks)
-        error = conflict and conflict[1]
+    error = error or adapter_split_error(ranks, spec.adapter.kind if spec.adapter else "")
     return error or expert_split_error(ranks, spec.experts, spec.shared_expert_hidden)
 
 
@@ -440,6 +437,12 @@ def tensor_split_error(
 def norm_split_error(ranks: int, qk_norm_whole: bool) -> str | None:
     """`check_tensor` of norms of queries and keys: one over all heads would need sums over the ranks."""
     return "1, as model.qk_norm_whole norms all heads together" if qk_norm_whole and ranks > 1 else None
+
+
+def adapter_split_error(ranks: int, kind: str) -> str | None:
+    """`check_tensor` of adapters of a kind."""
+    row_lengths = "the row lengths of model.adapter.kind = dora are sums over the inputs of all tensor ranks"
+    return f"1, as {row_lengths}" if kind == "dora" and ranks > 1 else None
 
 
 def expert_split_error(ranks: int, experts: int, shared_hidden: int) -> str | None:

@@ -27,6 +27,8 @@ REFUSED_SCHEDULES: dict[ScheduleName, str] = {
     "dualpipe_v": "a schedule other than dualpipe_v, whose forward and backward pairs run one after the other and do not overlap; use zbv"
 }
 """Schedules that no run or plan file may ask for and no search tries, each with what is expected instead."""
+SPLITS_BACKWARD: frozenset[ScheduleName] = frozenset({"zb_h1", "zbv", "dualpipe_v"})
+"""Schedules that compute gradients of inputs first, and of weights later."""
 Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Moments = Literal["fp32", "bf16", "int8"]
@@ -82,10 +84,7 @@ class SchedulePlan:
     """The order in which a rank runs its stages and micro-batches."""
 
     name: ScheduleName = "1f1b"
-    """The schedule (docs/design/schedules.md).
-    On one pipeline rank, 1f1b runs one micro-batch after another, breadth_first runs all of them through a layer before
-    the next layer (layered accumulation), paired runs two of them through a layer together, so that one's exchange of
-    tokens with expert ranks overlaps the other's compute, and the others have no advantage over 1f1b."""
+    """The schedule."""
     stages: tuple[tuple[str, ...], ...] = ()
     """By pipeline rank, the layer ranges of its virtual stages in the order of visits; left out, stages are even."""
 
@@ -128,8 +127,7 @@ class Precision:
     compute: Compute = "bf16"
     """Weights and activations of forward and backward; fp16, without loss scaling, can be planned but not trained."""
     linear: Linear = "compute"
-    """Matrix products of the blocks' linear layers: the format of `compute`, or fp8 with one scale per tensor or row.
-    See docs/design/fp8.md. Embedding, norms, attention and head are never in fp8."""
+    """Matrix products of the blocks' linear layers: the format of `compute`, or fp8."""
     gather: Literal["compute", "fp8"] = "compute"
     """Weights during their all-gather: the format of `compute`, or fp8 for weights that are multiplied in fp8_tensorwise."""
     reduce: Literal["bf16", "fp32", "fp64"] = "fp32"
@@ -137,8 +135,7 @@ class Precision:
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
     """Gradients during their sum over replicas, which crosses nodes; none uses the stored format."""
     moments: Moments = "fp32"
-    """AdamW's moments in host memory (`offload: optimizer`). fp32 is exact.
-    bf16 and int8 (blocks of 256 with a common exponent, 3 bits of mantissa) round stochastically after each update."""
+    """AdamW's moments in host memory (`offload: optimizer`)."""
 
     @property
     def products(self) -> Literal["bf16", "fp16", "fp32", "fp64", "fp8"]:
@@ -168,26 +165,19 @@ class ExpertPlan:
     expert_shard: Positive = 1
     """Ranks that each expert's parameters are split over; `expert` × `expert_shard` = shard × context."""
     policy: ExpertPolicy = "none"
-    """Experts of other ranks that are present on a rank in a step (docs/design/expert.md). none: no others; tokens
-    are sent to the owners. hecate, fastermoe, flexmoe: copies of loaded experts, decided from recent loads. fixed: the
-    same copies in every step."""
+    """Experts of other ranks that are present on a rank in a step."""
     slots: NotNegative = 0
     """Experts of other ranks that are present on a rank, per layer, at most; 0 with policy none."""
     keep: bool = False
-    """Keep the experts of a layer gathered for the step; false frees them after each use and gathers them again for the
-    backward. Only with copies."""
+    """Keep the experts of a layer gathered for the step. Only with copies."""
     window: Positive = 5
     """Steps whose loads a decision is made from."""
     owners: ExpertOwners = "even"
-    """Assignment of experts to owner ranks, which hold their master weights and optimizer state.
-    even: consecutive experts. heterogeneous: those that balance recent loads, the same number on each rank and layer;
-    experts move between ranks where that pays (docs/design/expert.md)."""
+    """Assignment of experts to owner ranks, which hold their master weights and optimizer state."""
     owners_every: Positive = 100
     """Steps after which heterogeneous owners may move."""
     exchange: ExpertExchange = "all_to_all"
-    """Transport of tokens between expert ranks.
-    all_to_all: messages of NCCL or Gloo, after the host has read the counts. peer: kernels that write into the other
-    ranks' memory, without the host; for GPUs inside a node. peer_fp8: the same, rounded to e4m3 on the way out."""
+    """Transport of tokens between expert ranks."""
     receive_bound: ReceiveBound | None = None
     """Rows that a rank has room to receive with `exchange: peer`, as a multiple of those that it sends.
     More are an error; none: room for all rows of all ranks."""
@@ -274,7 +264,9 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole answer: mesh, batch, layer strategies and precision, with the prediction and its reasons."""
+    """The whole answer: mesh, batch, layer strategies and precision, with the prediction and its reasons.
+
+    `plan_keys.PlanKeys` has the same values as keys of a file, and says what each word means."""
 
     mesh: tuple[MeshAxis, ...]
     """Axes, outermost first; the product of their sizes is the number of ranks."""
@@ -291,22 +283,15 @@ class Plan:
     precision: Precision = Precision()
     """Number formats."""
     gather_engine: Engine = "kernel"
-    """Engine of the all-gathers of weights over shard and context ranks.
-    kernel: the communication library, on some of a device's multiprocessors. copy: the devices' copy engines, which
-    leaves all multiprocessors to compute; for shard and context ranks inside a node."""
+    """Engine of the all-gathers of weights over shard and context ranks."""
     tensor_engine: Engine = "kernel"
-    """Engine that moves tokens along the tensor axis.
-    kernel: the communication library, before and after each product. copy: the devices' copy engines, overlapped with
-    the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
+    """Engine that moves tokens along the tensor axis."""
     offload_fraction: OffloadShare = 1.0
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device in the same format."""
     offload_staging: Gigabytes = 0.0
     """Gigabytes of device memory into which optimizer state is fetched ahead of its update; 0 is the least, six chunks."""
     accumulation: Accumulation = "device"
-    """Sums of a rank's gradient shards between micro-batches, of layers with gradients `shard`.
-    device: on the device, in the stored format. bf16: on the device, rounded to bf16 after each micro-batch. host: in host
-    memory in the stored format, on the device from a unit's backward until its reduction and after the last one; the same
-    bits as device."""
+    """Sums of a rank's gradient shards between micro-batches, of layers with gradients `shard`."""
     mlp_tile: NotNegative = 0
     """Tokens of a tile of the feed-forward networks of layers with recompute all_but_attention or full; 0: all tokens.
     A tile's activations are computed again in the backward and freed before the next tile's."""

@@ -102,23 +102,32 @@ class PlanKeys:
     expert: Positive | None = None
     """Ranks that a layer's experts are spread over."""
     expert_policy: ExpertPolicy | None = None
-    """Experts of other ranks that are present on a rank."""
+    """Experts of other ranks that are present on a rank in a step (docs/design/expert.md). none: no others; tokens
+    are sent to the owners. hecate, fastermoe, flexmoe: copies of loaded experts, decided from recent loads. fixed: the
+    same copies in every step."""
     expert_slots: NotNegative | None = None
     """Experts of other ranks that are present on a rank, per layer, at most."""
     expert_keep: bool | None = None
-    """Keep present experts gathered for the step."""
+    """Keep present experts gathered for the step; false frees them after each use and gathers them again for the backward."""
     expert_window: Positive | None = None
     """Steps whose loads decide which experts are present."""
     expert_owners: ExpertOwners | None = None
-    """Assignment of experts to owner ranks."""
+    """Assignment of experts to owner ranks, which hold their master weights and optimizer state.
+    even: consecutive experts. heterogeneous: those that balance recent loads, the same number on each rank and layer;
+    experts move between ranks where that pays (docs/design/expert.md)."""
     expert_owners_every: Positive | None = None
     """Steps after which heterogeneous owners may move."""
     expert_exchange: ExpertExchange | None = None
-    """Transport of tokens between expert ranks."""
+    """Transport of tokens between expert ranks.
+    all_to_all: messages of NCCL or Gloo, after the host has read the counts. peer: kernels that write into the other
+    ranks' memory, without the host; for GPUs inside a node. peer_fp8: the same, rounded to e4m3 on the way out."""
     expert_receive_bound: ReceiveBound | None = None
     """Rows that a rank has room to receive, as a multiple of those that it sends; left out, all rows of all ranks."""
     schedule: ScheduleName | None = None
-    """Order of stages and micro-batches."""
+    """Order of stages and micro-batches (docs/design/schedules.md).
+    On one pipeline rank, 1f1b runs one micro-batch after another, breadth_first runs all of them through a layer before
+    the next layer (layered accumulation), paired runs two of them through a layer together, so that one's exchange of
+    tokens with expert ranks overlaps the other's compute, and the others have no advantage over 1f1b."""
     stages: tuple[tuple[str, ...], ...] | None = None
     """By pipeline rank, the layer ranges of its virtual stages."""
     global_batch: Positive | None = None
@@ -138,7 +147,8 @@ class PlanKeys:
     compute: Compute | None = None
     """Number format of forward and backward; left out, bf16 where GPUs have it, else fp32. fp16 can only be planned."""
     linear: Linear | None = None
-    """Number format of the linear layers' matrix products."""
+    """Number format of the linear layers' matrix products: that of `compute`, or fp8 with one scale per tensor or row
+    (docs/design/fp8.md). Embedding, norms, attention and head are never in fp8."""
     gather: Literal["compute", "fp8"] | None = None
     """Number format of weights while they are gathered; left out, fp8 where `linear` here is fp8_tensorwise."""
     reduce: Literal["bf16", "fp32", "fp64"] | None = None
@@ -146,18 +156,25 @@ class PlanKeys:
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of the gradient sum over replicas."""
     moments: Moments | None = None
-    """Number format of AdamW's moments in host memory; left out, fp32."""
+    """Number format of AdamW's moments in host memory; left out, fp32, which is exact.
+    bf16 and int8 (blocks of 256 with a common exponent, 3 bits of mantissa) round stochastically after each update."""
     offload_fraction: OffloadShare | None = None
     """Share of the offloaded optimizer state in host memory, the rest on the device; left out, the least that fits."""
     offload_staging: Gigabytes | None = None
     """Gigabytes of device memory for optimizer state that is fetched ahead of its update; left out, what helps and fits."""
     accumulation: Accumulation | None = None
-    """Sums of gradient shards between micro-batches: on the device, there in bf16, or in host memory.
-    Left out, on the device, or in host memory where that is faster or nothing fits otherwise."""
+    """Sums of a rank's gradient shards between micro-batches, of layers with gradients `shard`.
+    device: on the device, in the stored format. bf16: on the device, rounded to bf16 after each micro-batch. host: in host
+    memory in the stored format, on the device from a unit's backward until its reduction and after the last one; the same
+    bits as device. Left out, device, or host where that is faster or nothing fits otherwise."""
     gather_engine: Engine | None = None
-    """Engine of the all-gathers of weights over shard and context ranks."""
+    """Engine of the all-gathers of weights over shard and context ranks.
+    kernel: the communication library, on some of a device's multiprocessors. copy: the devices' copy engines, which
+    leaves all multiprocessors to compute; for shard and context ranks inside a node."""
     tensor_engine: Engine | None = None
-    """Engine that moves tokens along the tensor axis."""
+    """Engine that moves tokens along the tensor axis.
+    kernel: the communication library, before and after each product. copy: the devices' copy engines, overlapped with
+    the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     mlp_tile: NotNegative | None = None
     """Tokens of a tile of the feed-forward networks, with recompute all_but_attention or full; 0: no tiles.
     Left out, tiles are used where nothing fits without."""
