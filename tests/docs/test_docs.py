@@ -260,13 +260,15 @@ def test_commands_options_and_overrides_exist(page: str, keys: set[str], root_co
         at_end = not words or (hasattr(command, "params") and not hasattr(command, "commands"))
         assert at_end or words[0].startswith("-"), f"{location}: meshwright has no command {words[0]}"
         options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
-        for word in words:
+        for before, word in zip(("", *words), words, strict=False):
             if word in ("||", "|", "&&", ">"):
                 break
             if word.startswith("--"):
                 assert word.partition("=")[0] in options, f"{location}: {command.name} has no option {word}"
             elif re.match(r"[a-z]+(\.[a-z_]+)?=", word) and "stepz" not in word:
-                assert word.partition("=")[0] in keys, f"{location}: no key {word}"
+                key = word.partition("=")[0]
+                known = f"plan.{key}" if before == "--pin" else key
+                assert known in keys, f"{location}: no key {word}"
 
 
 def leaf_commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -48,22 +48,22 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """`(…, out_features)` of x `(…, in_features)`."""
         if self.adapter is None:
-            return self._product(x, self.bias)
-        y = self.adapter(x, self._product(x, None), self.weight)
+            return self._product(x)
+        y = self.adapter(x, self._product(x, biased=False), self.weight)
         return y if self.bias is None else y + self.bias
 
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x · weightᵀ + bias."""
+    def _product(self, x: Tensor, *, biased: bool = True) -> Tensor:
+        """x · weightᵀ, plus the bias if there is one and `biased`."""
         # Tested while tracing, so that a block without a split backward compiles to the graph of nn.Linear.
         taps = self.taps if torch.is_grad_enabled() else None
         if self.scaling is not None:
             out = fp8.linear(x, self.weight, self.fp8_weight, self.scaling, taps)
-            return out if bias is None else out + bias
+            return out if self.bias is None or not biased else out + self.bias
         if taps is None:
-            return F.linear(x, self.weight, bias)
+            return F.linear(x, self.weight, self.bias if biased else None)
         output_tap, input_tap = taps
         assert x.shape == input_tap.shape, "every Linear of a split block receives the block's own tokens"
-        return _Product.apply(x, self.weight, bias, output_tap, input_tap)
+        return _Product.apply(x, self.weight, self.bias if biased else None, output_tap, input_tap)
 
 
 def with_taps(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
