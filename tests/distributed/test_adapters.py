@@ -67,7 +67,6 @@ WIDER = [
     (OF_EXPERTS, Case("1f1b", shard=4, expert=2, micro=2)),
     (OF_EXPERTS, Case("1f1b", shard=2, micro=2, recompute="full")),
     (OF_EXPERTS, Case("1f1b", tensor=2, shard=2, expert=2, micro=2)),
-    (OF_EXPERTS, Case("1f1b", micro=4, compile=True)),
 ]
 
 
