@@ -21,7 +21,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec, parameters, without_adapter
 from tests.models.test_adapter import built, tokens_of
-from tests.models.tiny import GPT2, LLAMA, QWEN3_MOE
+from tests.models.tiny import GPT2, GPT_OSS, LLAMA, QWEN3_MOE
 
 KINDS = ("lora", "rslora", "dora")
 
@@ -72,6 +72,18 @@ def test_peft_reads_and_writes_the_same(tmp_path: Path, spec: ModelSpec, kind: s
     ours, written = load_file(adapters / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS)
     assert ours.keys() == written.keys() and all(torch.equal(ours[name], written[name]) for name in ours)
     torch.testing.assert_close(logits(base, tmp_path / "theirs", tokens), model(tokens).detach(), rtol=1e-4, atol=2e-5)
+
+
+def test_adapters_of_all_experts_are_written_and_read(tmp_path: Path) -> None:
+    spec = adapter_of(QWEN3_MOE, rank=8, experts=True)
+    base, adapters, model = exported(tmp_path, spec)
+    assert "base_model.model.model.layers.1.mlp.experts.5.down_proj.lora_B.weight" in load_file(adapters / WEIGHTS)
+    tokens = tokens_of(spec)
+    with torch.no_grad():
+        torch.testing.assert_close(logits(base, adapters, tokens), model(tokens), rtol=1e-3, atol=1e-4)
+    stacked = adapter_of(GPT_OSS, rank=8, experts=True)
+    with pytest.raises(BadInput, match="a gpt_oss folder stacks its experts"):
+        write_peft(tmp_path / "none", stacked, built(stacked).get_parameter, base_name="", base=None)
 
 
 def rewritten(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:

@@ -40,6 +40,7 @@ FUSED = adapter_of(replace(GPT, heads=4, kv_heads=4), rank=2, alpha=2.0)
 ROWS = adapter_of(LLAMA, rank=3, kind="dora")
 BESIDE_EXPERTS = adapter_of(SHARED, rank=2)
 """Frozen routed experts; attention, dense layers and the shared expert have adapters."""
+OF_EXPERTS = adapter_of(SHARED, rank=8, experts=True)
 CASES = [
     (SOME, Case("1f1b", micro=4)),
     (DENSE, Case("1f1b", shard=2, micro=2, recompute="selective")),
@@ -62,6 +63,10 @@ WIDER = [
     (ROWS, Case("1f1b", micro=4, compile=True)),
     (BESIDE_EXPERTS, Case("1f1b", shard=2, expert=2, micro=2, recompute="selective")),
     (BESIDE_EXPERTS, Case("zbv", pipeline=2, ulysses=2, expert=2)),
+    (OF_EXPERTS, Case("1f1b", shard=2, expert=2, micro=2, recompute="selective")),
+    (OF_EXPERTS, Case("1f1b", shard=4, expert=2, micro=2)),
+    (OF_EXPERTS, Case("1f1b", shard=2, micro=2, recompute="full")),
+    (OF_EXPERTS, Case("1f1b", tensor=2, shard=2, expert=2, micro=2)),
 ]
 
 

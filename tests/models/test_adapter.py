@@ -40,7 +40,7 @@ def tokens_of(spec: ModelSpec) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_only_adapters_are_trained_and_the_table_names_them(name: str) -> None:
-    spec = adapter_of(MODELS[name], rank=3)
+    spec = adapter_of(MODELS[name], rank=8, experts=MODELS[name].experts > 0)
     model = built(spec)
     table = [(parameter.name, parameter.shape, parameter.trained) for parameter in parameters(spec)]
     assert [(key, tuple(value.shape), value.requires_grad) for key, value in model.named_parameters()] == table
@@ -54,9 +54,9 @@ def test_only_adapters_are_trained_and_the_table_names_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma", "glm4 moe"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma", "glm4 moe", "gpt-oss"])
 def test_the_merged_model_equals_the_adapters(name: str, kind: str) -> None:
-    spec = adapter_of(MODELS[name], rank=3, alpha=5.0, kind=kind)
+    spec = adapter_of(MODELS[name], rank=8, alpha=5.0, kind=kind, experts=MODELS[name].experts > 0 and kind != "dora")
     model, base = built(spec, draw=True), built(MODELS[name])
     deltas = deltas_of(spec, lambda key: model.get_parameter(key).detach())
     read = merged(lambda parameter, start, stop: model.get_parameter(parameter.name).detach()[start:stop], deltas)

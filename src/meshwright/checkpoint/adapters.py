@@ -10,12 +10,14 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from meshwright.models.initial_values import initial_values
-from meshwright.spec.blocks.table import ADAPTER, AdapterPart, LinearOp
+from meshwright.spec.blocks.table import ADAPTER, AdapterPart, ExpertsOp, LinearOp
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
 
@@ -59,31 +61,48 @@ class PlacedPart:
     weight: str
     first_row: int
     part: AdapterPart
+    expert: int | None = None
+    """Its index in the parameters of all experts' adapters; the rows of stacked experts follow one another."""
 
     def parameter(self, name: str) -> str:
         """The full name of its parameter `a`, `b` or `magnitude`."""
-        return f"{self.weight.removesuffix('weight')}{ADAPTER}.{self.part.parameter(name)}"
+        if self.expert is None:
+            return f"{self.weight.removesuffix('weight')}{ADAPTER}.{self.part.parameter(name)}"
+        module, _, layer = self.weight.rpartition(".")
+        return f"{module}.{ADAPTER}.{layer}_{self.part.parameter(name)}"
+
+    def value(self, read: Callable[[str], Tensor], name: str) -> Tensor:
+        """Its parameter `a`, `b` or `magnitude`, of the parameters that `read` returns by name."""
+        whole = read(self.parameter(name))
+        return whole if self.expert is None else whole[self.expert]
 
 
 def placed_parts(spec: ModelSpec) -> Iterator[PlacedPart]:
     """Every adapter of a model, in the order of its parameters."""
     for layer in range(spec.layers):
         for op in spec.block(layer).table().operations:
+            if not isinstance(op, LinearOp | ExpertsOp):
+                continue
+            starts, row = {"": 0}, 0
+            for fused in op.parts:
+                starts[fused.name], row = row, row + fused.size
             if isinstance(op, LinearOp):
-                starts, row = {"": 0}, 0
-                for fused in op.parts:
-                    starts[fused.name], row = row, row + fused.size
                 for part in op.adapters:
                     yield PlacedPart(f"layers.{layer}.{op.name}.weight", starts[part.part], part)
+                continue
+            for expert, part in product(range(op.experts if op.adapters else 0), op.adapters):
+                first = expert * op.outputs + starts[part.part]
+                yield PlacedPart(f"layers.{layer}.{op.name}", first, part, expert)
 
 
 def deltas_of(spec: ModelSpec, read: Callable[[str], Tensor]) -> Deltas:
     """The adapters of a model, whose parameters `read` returns by name."""
     assert spec.adapter is not None
     deltas: dict[str, list[Delta]] = {}
+    read = lru_cache(maxsize=8)(read)  # experts share parameters
     for placed in placed_parts(spec):
-        magnitude = read(placed.parameter("magnitude")) if spec.adapter.kind == "dora" else None
-        values = read(placed.parameter("a")), read(placed.parameter("b"))
+        magnitude = placed.value(read, "magnitude") if spec.adapter.kind == "dora" else None
+        values = placed.value(read, "a"), placed.value(read, "b")
         deltas.setdefault(placed.weight, []).append(
             Delta(placed.first_row, *values, scale=spec.adapter.scale, magnitude=magnitude)
         )

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +123,18 @@ def write_peft(
     tensors: dict[str, Tensor] = {}
     targets: dict[str, None] = {}
     by_place = {(weight, part.first_row, part.row_count): name for name, (weight, part) in names.items()}
+    read = lru_cache(maxsize=8)(read)  # experts share parameters
     for placed in placed_parts(spec):
-        target = by_place[placed.weight, placed.first_row, placed.part.outputs]
+        target = by_place.get((placed.weight, placed.first_row, placed.part.outputs))
+        if target is None:
+            raise BadInput(
+                f"{placed.weight}: a {spec.family} folder stacks its experts, and peft's files have no place for their adapters"
+            )
         layer, targets[target] = PREFIX + target, None
-        tensors[f"{layer}.lora_A.weight"] = read(placed.parameter("a"))
-        tensors[f"{layer}.lora_B.weight"] = read(placed.parameter("b"))
+        tensors[f"{layer}.lora_A.weight"] = placed.value(read, "a")
+        tensors[f"{layer}.lora_B.weight"] = placed.value(read, "b")
         if adapter.kind == "dora":
-            tensors[f"{layer}.lora_magnitude_vector"] = read(placed.parameter("magnitude"))
+            tensors[f"{layer}.lora_magnitude_vector"] = placed.value(read, "magnitude")
     config = {
         "base_model_name_or_path": base_name,
         "bias": "none",

@@ -175,9 +175,10 @@ def adapter_text(model: ModelSpec, seq_len: int) -> str:
     """What the adapters of a model are and save, in words."""
     adapter, base = model.adapter, without_adapter(model)
     assert adapter is not None
+    targets = (*adapter.targets, *(("moe.experts",) if adapter.experts else ()))
     flops, full = (flops_per_token(of, seq_len, causal=True) for of in (model, base))
     return (
-        f"{adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}: {short(trained_parameter_count(model))} parameters are "
+        f"{adapter.kind} of rank {adapter.rank} on {', '.join(targets)}: {short(trained_parameter_count(model))} parameters are "
         f"trained; the other {short(parameter_count(base))} are frozen, without gradients and optimizer state; {flops / full:.0%} of "
         "the FLOPs of full training"
     )

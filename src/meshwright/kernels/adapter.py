@@ -8,13 +8,47 @@ Shapes: x `(…, in)`, y `(…, out)`; A `(rank, in)`, B `(outputs of the part, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels.grouped import grouped_linear
 from meshwright.spec.blocks.table import AdapterPart
+
+
+class ExpertAdapter(nn.Module):
+    """The adapters of all routed experts: of each linear layer by its name, those of its fused parts.
+
+    A is `(experts, rank, in)` and B `(experts, outputs of the part, rank)`.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Sequence[AdapterPart]], experts: int, inputs: Mapping[str, int], scale: float
+    ) -> None:
+        super().__init__()
+        self.parts, self.scale = {layer: tuple(of_layer) for layer, of_layer in parts.items()}, scale
+        for layer, of_layer in self.parts.items():
+            for part in of_layer:
+                a, b = torch.empty(experts, part.rank, inputs[layer]), torch.zeros(experts, part.outputs, part.rank)
+                self.register_parameter(f"{layer}_{part.parameter('a')}", nn.Parameter(a))
+                self.register_parameter(f"{layer}_{part.parameter('b')}", nn.Parameter(b))
+
+    def forward(self, layer: str, rows: Tensor, y: Tensor, offsets: Tensor, *, plain: bool) -> Tensor:
+        """y `(rows, out)` plus what the adapters of a layer add for its input `rows` `(rows, in)`, sorted by expert."""
+        a, b = (self._of(layer, name) for name in "ab")
+        if len(a) == 1:
+            reduce, expand = a[0], b[0]
+        else:  # B of both parts as one block-diagonal matrix of each expert
+            rank = a[0].shape[1]
+            reduce = torch.cat(a, dim=1)
+            expand = torch.cat([F.pad(b[0], (0, rank)), F.pad(b[1], (rank, 0))], dim=1)
+        reduced = grouped_linear(rows, reduce, offsets, plain=plain)
+        return y + self.scale * grouped_linear(reduced, expand, offsets, plain=plain)
+
+    def _of(self, layer: str, name: str) -> list[Tensor]:
+        return [self.get_parameter(f"{layer}_{part.parameter(name)}") for part in self.parts[layer]]
 
 
 class Adapter(nn.Module):

@@ -232,12 +232,15 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
     del output
-    *tensors, ctx.plain = inputs
-    ctx.save_for_backward(*tensors)
+    x, weight, offsets, ctx.plain = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, offsets)
 
 
 def _autograd_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_grouped_linear_backward(grad, *ctx.saved_tensors, ctx.plain), None, None
+    x, weight, offsets = ctx.saved_tensors
+    if x is None:  # a frozen weight
+        return _grouped_linear(grad.contiguous(), weight.transpose(1, 2), offsets, ctx.plain), None, None, None
+    return *_grouped_linear_backward(grad, x, weight, offsets, ctx.plain), None, None
 
 
 _grouped_linear.register_autograd(_autograd_backward, setup_context=_setup_context)

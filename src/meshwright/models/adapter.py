@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshwright.kernels.adapter import Adapter
+from meshwright.kernels.adapter import Adapter, ExpertAdapter
 from meshwright.kernels.linear import Linear
+from meshwright.models.moe import Experts
 from meshwright.spec.blocks.block import BlockSpec
-from meshwright.spec.blocks.table import LinearOp
+from meshwright.spec.blocks.table import ExpertsOp, LinearOp
 from meshwright.spec.model import ModelSpec, parameters
 
 
@@ -23,6 +24,14 @@ def add_adapters(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def _add_to_block(block: nn.Module, spec: BlockSpec, scale: float) -> None:
+    of_experts = [op for op in spec.table().operations if isinstance(op, ExpertsOp) and op.adapters]
+    if of_experts:
+        names = {op.name.rpartition(".")[2]: op for op in of_experts}
+        experts = block.get_submodule(of_experts[0].name.rpartition(".")[0])
+        assert isinstance(experts, Experts)
+        parts = {name: op.adapters for name, op in names.items()}
+        inputs = {name: op.inputs for name, op in names.items()}
+        experts.adapter = ExpertAdapter(parts, of_experts[0].experts, inputs, scale)
     for op in spec.table().operations:
         if isinstance(op, LinearOp) and op.adapters:
             linear = block.get_submodule(op.name)

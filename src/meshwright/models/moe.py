@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import router
+from meshwright.kernels.adapter import ExpertAdapter
 from meshwright.kernels.expert_decode import Choices, Routing, expert_outputs, most_tokens, route, runs_kernels
 from meshwright.kernels.grouped import (
     ExpertOrder,
@@ -277,6 +278,7 @@ class Experts(nn.Module):
         super().__init__()
         expert = spec.expert
         self.activation, self.gated, self.plain, self.biased = expert.activation, expert.gated, plain, expert.bias
+        self.adapter: ExpertAdapter | None = None
         for name, outputs, inputs in ((expert.first, expert.first_width, hidden), ("down", hidden, expert.width)):
             self.register_parameter(name, nn.Parameter(torch.empty(spec.experts, outputs, inputs)))
             if expert.bias:
@@ -290,6 +292,7 @@ class Experts(nn.Module):
         name = "gate_up" if self.gated else "up"
         linear = grouped_linear_fp8 if self.fp8 else grouped_linear
         projected = linear(sorted_rows, getattr(self, name), order.offsets, plain=self.plain)
+        projected = self._adapted(name, sorted_rows, projected, order)
         projected = self._add_bias(projected, name, order)
         if self.activation == "clamped_swiglu":
             activation = clamped_activation(projected, weights)
@@ -300,7 +303,12 @@ class Experts(nn.Module):
             if weights is not None:
                 activation = (activation * weights[:, None]).to(projected.dtype)
         outputs = linear(activation, self.down, order.offsets, plain=self.plain)
+        outputs = self._adapted("down", activation, outputs, order)
         return self._add_bias(outputs, "down", order, weights)
+
+    def _adapted(self, name: str, rows: Tensor, y: Tensor, order: ExpertOrder) -> Tensor:
+        """The output y of a layer with what its adapters add."""
+        return y if self.adapter is None else self.adapter(name, rows, y, order.offsets, plain=self.plain)
 
     def _add_bias(self, rows: Tensor, name: str, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
         """Rows `(rows, out)` of a layer plus the biases of their experts, each times its element of `weights` `(rows,)` if given."""

@@ -90,7 +90,8 @@ class DistributedExperts(Experts):
         nn.Module.__init__(self)
         self.activation, self.gated, self.biased = whole.activation, whole.gated, whole.biased
         self.plain, self.exchange = whole.plain, exchange
-        for name, weight in whole.named_parameters():
+        self.adapter = whole.adapter
+        for name, weight in whole.named_parameters(recurse=False):
             self.register_parameter(name, weight)
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:

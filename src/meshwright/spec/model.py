@@ -47,6 +47,8 @@ BESIDE_LATENTS: dict[str, Any] = {
 """Values of keys that latent attention needs, beside as many key/value heads as heads."""
 SCALINGS = ("rope_scaling", "yarn", "longrope")
 """Keys of scalings of the rotary frequencies, of which a model, or a kind of layer, has one at most."""
+EXPERT_RANKS = 8
+"""Adapters of experts have a multiple of this rank: grouped matrix products read rows of 16 bytes."""
 MOST_PARAMETERS = 10**15
 """Weights of a model: more exceed the arithmetic of the cost model."""
 
@@ -412,6 +414,14 @@ def _adapter_mistakes(spec: ModelSpec) -> Iterator[str]:
             yield f"adapter.targets has {target}: expected {', '.join(known)}" + (f"; nearest: {near}" if near else "")
     if both := [name for name in spec.adapter.targets if name.rpartition(".")[0] in spec.adapter.targets]:
         yield f"adapter.targets has {both[0]} and the whole layer {both[0].rpartition('.')[0]}: expected one of them"
+    if spec.adapter.experts:
+        if not spec.experts:
+            yield "adapter.experts is true: expected false, as model.experts is 0"
+        if spec.adapter.kind == "dora":
+            yield "adapter.kind is dora: expected lora or rslora with adapter.experts"
+        if spec.adapter.rank % EXPERT_RANKS:
+            near = spec.adapter.rank + -spec.adapter.rank % EXPERT_RANKS
+            yield f"adapter.rank is {spec.adapter.rank}: expected a multiple of {EXPERT_RANKS} with adapter.experts; nearest: {near}"
     if spec.prediction_depth:
         yield f"prediction_depth is {spec.prediction_depth}: expected 0 with adapters"
 

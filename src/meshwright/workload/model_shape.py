@@ -24,7 +24,7 @@ from meshwright.spec.model import BlockRun, ModelSpec, parameter_count, sequence
 from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.workload.arrays import Array
 
-Role = Literal["linear", "router", "expert", "adapter"]
+Role = Literal["linear", "router", "expert", "adapter", "expert_adapter"]
 T = TypeVar("T")
 QUERY_BLOCK_KEYS = 350
 """Keys in whose time attention with a window does what it does once for a block of queries (`priced_span`)."""
@@ -35,7 +35,8 @@ class LinearColumns:
     """Equal linear layers of a model's blocks; `experts` linear layers of one block are a single grouped one."""
 
     role: Role
-    """`linear` layers have the plan's linear format, the others the compute dtype. An `adapter` is the A or the B of a layer's adapters."""
+    """`linear` layers have the plan's linear format, the others the compute dtype. An `adapter` is the A or the B of a layer's adapters,
+    an `expert_adapter` that of all experts' adapters."""
     split: TensorSplit
     """What tensor ranks divide: outputs (`rows`), inputs (`columns`), or the tokens of a layer that is whole."""
     inputs: Array
@@ -325,12 +326,12 @@ def _linears(runs: Sequence[tuple[BlockSpec, float]]) -> tuple[LinearColumns, ..
             else:
                 continue
             layers[key] = layers.get(key, 0) + count
-            for adapter in _adapters(op) if isinstance(op, LinearOp) else ():
+            for adapter in _adapters(op):
                 layers[adapter] = layers.get(adapter, 0) + count
     return tuple(LinearColumns(*key, layers=count) for key, count in layers.items() if count)
 
 
-def _adapters(op: LinearOp) -> tuple[tuple[Role, TensorSplit, float, float], ...]:
+def _adapters(op: LinearOp | ExpertsOp) -> tuple[tuple[Role, TensorSplit, float, float], ...]:
     """The A and the B of a linear layer's adapters as linear layers: all parts together (`kernels.adapter`).
 
     Tensor ranks apply what they do not divide to their own tokens (`parallel.products`).
@@ -338,6 +339,8 @@ def _adapters(op: LinearOp) -> tuple[tuple[Role, TensorSplit, float, float], ...
     if not op.adapters:
         return ()
     ranks = sum(part.rank for part in op.adapters)
+    if isinstance(op, ExpertsOp):
+        return ("expert_adapter", "whole", op.inputs, ranks), ("expert_adapter", "whole", ranks, op.outputs)
     a: TensorSplit = "columns" if op.split == "columns" else "whole"
     b: TensorSplit = "rows" if op.split == "rows" else "whole"
     return ("adapter", a, op.inputs, ranks), ("adapter", b, ranks, op.outputs)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from meshwright.spec.blocks.table import AdapterPart, LinearOp, Op
+from meshwright.spec.blocks.table import AdapterPart, ExpertsOp, LinearOp, Op
 from meshwright.spec.fields import Bound, Positive
 
 AdapterKind = Literal["lora", "rslora", "dora"]
@@ -32,6 +32,9 @@ class AdapterSpec:
     `all-linear`."""
     kind: AdapterKind = "lora"
     """LoRA; rsLoRA, whose scale falls with √rank; or DoRA, which also trains the length of each row of the weights."""
+
+    experts: bool = False
+    """Whether each routed expert has adapters too, of both its linear layers; their rank must be a multiple of 8."""
 
     @property
     def scale(self) -> float:
@@ -55,6 +58,9 @@ class AdapterSpec:
         for op in operations:
             if isinstance(op, LinearOp):
                 yield replace(op, adapters=self.parts(op), frozen=True, magnitudes=self.kind == "dora")
+            elif isinstance(op, ExpertsOp) and self.experts:
+                parts = tuple(AdapterPart(part.name, part.size, self.rank) for part in op.parts)
+                yield replace(op, adapters=parts or (AdapterPart("", op.outputs, self.rank),))
             else:
                 yield op
 

@@ -15,6 +15,7 @@ from meshwright.spec.blocks.table import (
     GateOp,
     LinearOp,
     Op,
+    Part,
     RouteOp,
     Rows,
     Value,
@@ -140,6 +141,7 @@ class MixtureSpec:
             outputs=expert.first_width,
             std=place.std,
             bias=expert.bias,
+            parts=(Part("gate", expert.width), Part("up", expert.width)) if expert.gated else (),
             **sizes,
         )
         yield ActivateOp(name=name("experts.activate"), reads=(projected.name,), writes=(activated,))

@@ -15,9 +15,10 @@ Example: the feed-forward network of a gated block of width 4 with an inner widt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 Fill = Literal["normal", "ones", "zeros"]
@@ -280,6 +281,9 @@ class ExpertsOp(Op):
     std: float
     bias: bool = False
     """Whether each expert has a bias; those of a layer are one parameter `(experts, outputs)`, `NAME_bias`."""
+    parts: tuple[Part, ...] = ()
+    adapters: tuple[AdapterPart, ...] = ()
+    """Adapters of each expert: A `(experts, rank, inputs)` and B `(experts, outputs, rank)`."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -297,6 +301,14 @@ class ExpertsOp(Op):
         yield ParameterSpec(self.name, (self.experts, self.outputs, self.inputs), "normal", self.std)
         if self.bias:
             yield ParameterSpec(f"{self.name}_bias", (self.experts, self.outputs), "zeros", 0.0, decay=False)
+
+    def adapter_weights(self) -> Iterator[ParameterSpec]:
+        """Those of its adapters: of the module of all adapters of the experts, which is registered behind their weights."""
+        module, _, layer = self.name.rpartition(".")
+        for adapter in self.adapters:
+            a, b = (f"{module}.{ADAPTER}.{layer}_{adapter.parameter(name)}" for name in ("a", "b"))
+            yield ParameterSpec(a, (self.experts, adapter.rank, self.inputs), "normal", 1 / math.sqrt(3 * self.inputs))
+            yield ParameterSpec(b, (self.experts, adapter.outputs, adapter.rank), "zeros", 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,7 +429,7 @@ class Table:
     @cached_property
     def weights(self) -> tuple[ParameterSpec, ...]:
         """Every parameter in registration order, named inside the block."""
-        weights = (weight for op in self.operations for weight in op.weights())
+        weights = chain.from_iterable(_weights(self.operations))
         return tuple(as_frozen(weight) if self.frozen and not weight.adapter else weight for weight in weights)
 
     def memory_of(self, name: str) -> Value:
@@ -433,12 +445,25 @@ class Table:
     @cached_property
     def adapter_multiplications(self) -> int:
         """Multiplications of one token with adapters."""
-        linears = (op for op in self.operations if isinstance(op, LinearOp))
-        return sum(part.rank * (op.inputs + part.outputs) for op in linears for part in op.adapters)
+        adapted = [op for op in self.operations if isinstance(op, LinearOp | ExpertsOp)]
+        copies = {op.name: op.per_token if isinstance(op, ExpertsOp) else 1 for op in adapted}
+        return sum(copies[op.name] * part.rank * (op.inputs + part.outputs) for op in adapted for part in op.adapters)
 
     @cached_property
     def attends(self) -> tuple[AttendOp, ...]:
         return tuple(op for op in self.operations if isinstance(op, AttendOp))
+
+
+def _weights(operations: Iterable[Op]) -> Iterator[Iterator[ParameterSpec]]:
+    """The weights of each operation; those of adapters of experts follow the last linear layer of these."""
+    experts: list[ExpertsOp] = []
+    for op in operations:
+        if experts and not isinstance(op, ExpertsOp | ActivateOp):
+            yield from (each.adapter_weights() for each in experts)
+            experts = []
+        yield op.weights()
+        experts += [op] if isinstance(op, ExpertsOp) else []
+    yield from (each.adapter_weights() for each in experts)
 
 
 def as_frozen(weight: ParameterSpec) -> ParameterSpec:
