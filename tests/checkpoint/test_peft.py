@@ -16,10 +16,10 @@ from meshwright.checkpoint.adapters import base_digest
 from meshwright.checkpoint.hf import export_hf, import_hf
 from meshwright.checkpoint.peft import CONFIG, WEIGHTS, read_peft, write_peft
 from meshwright.checkpoint.stored_model import open_model
-from meshwright.families.adapters import adapter_of
 from meshwright.models.decoder import Decoder
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.model import ModelSpec, parameters, without_adapter
+from tests.adapted import adapter_of
 from tests.models.test_adapter import built, tokens_of
 from tests.models.tiny import GPT2, GPT_OSS, LLAMA, QWEN3_MOE
 
@@ -153,13 +153,21 @@ def test_what_is_refused_and_said(tmp_path: Path) -> None:
         "r: expected a positive number": {"r": 0},
         "rank 3, and adapter_config.json says 4": {"r": 4},
         "use_dora is True": {"use_dora": True},
+        "rank_pattern: expected regular expressions": {"rank_pattern": ["q_proj"]},
+        r"rank_pattern\.q_proj: expected a positive number, got 'two'": {"rank_pattern": {"q_proj": "two"}},
+        r"alpha_pattern: expected a regular expression.*got \(": {"alpha_pattern": {"(": 2}},
     }
     for message, changes in refused.items():
-        with pytest.raises(Exception, match=message):
+        with pytest.raises((BadInput, Damaged), match=message):
             read_peft(rewritten(adapters, **changes), spec)
     wrong = {"base_model.model.model.layers.0.self_attn.w_proj.lora_A.weight": torch.zeros(3, 64)}
     with pytest.raises(BadInput, match=r"self_attn\.w_proj is no linear layer.*nearest: .*_proj"):
         read_peft(rewritten(adapters, wrong), spec)
+    (tmp_path / "dora").mkdir()
+    _, dora, _ = exported(tmp_path / "dora", adapter_of(LLAMA, rank=3, kind="dora"))
+    lengths = {"base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.ones(1)}
+    with pytest.raises(Damaged, match=r"lora_magnitude_vector has shape \(1,\), expected \(64,\)"):
+        read_peft(rewritten(dora, lengths), spec)
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:

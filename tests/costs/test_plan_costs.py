@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.collective_costs import rank_group
-from meshwright.costs.compute import layer_times
+from meshwright.costs.compute import QUERY_BLOCK_KEYS, layer_times
 from meshwright.costs.constants import OWN, table
 from meshwright.costs.plan_costs import (
     LOOPBACK_GB_PER_S,
@@ -37,7 +37,6 @@ from meshwright.spec.plan import (
     ScheduleName,
     SchedulePlan,
 )
-from meshwright.workload.model_shape import QUERY_BLOCK_KEYS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 NODE = ClusterSpec(gpu="H200", gpus_per_node=8)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.adapters import base_digest, deltas_of, merged
-from meshwright.families.adapters import adapter_of, resolved_targets
+from meshwright.families.adapters import resolved_targets
 from meshwright.kernels.adapter import Adapter
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.spec.blocks.table import AdapterPart
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec, flops_per_token, parameters, trained_parameter_count
+from tests.adapted import adapter_of
 from tests.models.tiny import ALL, GPT2, LLAMA
 
 MODELS = {name: spec for name, spec in ALL.items() if not spec.prediction_depth}

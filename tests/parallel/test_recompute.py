@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch._logging import warning_once
 
-from meshwright.families.adapters import adapter_of
 from meshwright.kernels.linear import Linear, with_taps
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import COMPILER_OPTIONS, _forward_with_recompute
@@ -22,6 +21,7 @@ from meshwright.spec.blocks.table import LinearOp
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Recompute
 from meshwright.workload.activations import saved_elements
+from tests.adapted import adapter_of
 from tests.models.tiny import DEEPSEEK_V3, DENSE, GEMMA, GPT_OSS, LLAMA, PARALLEL, QWEN2_MOE, QWEN3_MOE, built
 from tests.slow import quick_first
 

@@ -176,10 +176,30 @@ def _read_config(path: Path) -> dict[str, Any]:
                 f"{path}: {key}: expected a key that this program reads, got {shorten(repr(value))}, which may change what "
                 f"the adapters compute{hint}"
             )
+    for key in ("rank_pattern", "alpha_pattern"):
+        _check_pattern(config.get(key), f"{path}: {key}")
     for key in ("r", "lora_alpha"):
         if not isinstance(config.get(key), int | float) or not config[key] > 0:
             raise BadInput(f"{path}: {key}: expected a positive number, got {config.get(key)!r}")
     return config
+
+
+def _check_pattern(patterns: Any, where: str) -> None:
+    """Raise BadInput unless `patterns` are regular expressions with positive numbers, or nothing."""
+    if patterns is None:
+        return
+    if not isinstance(patterns, Mapping):
+        expected = "regular expressions of layers' names, each with a positive number"
+        raise BadInput(f"{where}: expected {expected}, got {shorten(repr(patterns))}")
+    for key, value in patterns.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise BadInput(f"{where}.{key}: expected a positive number, got {shorten(repr(value))}")
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise BadInput(
+                f"{where}: expected a regular expression of layers' names, got {shorten(key)} ({error})"
+            ) from error
 
 
 def _layers(spec: ModelSpec) -> dict[str, tuple[str, HFTensor]]:
@@ -243,8 +263,13 @@ def _delta(own: Mapping[str, Tensor], layer: str, part: HFTensor, config: Mappin
     alpha = float(_of_pattern(config.get("alpha_pattern"), layer, config["lora_alpha"]))
     if bool(config.get("use_dora")) != ("lora_magnitude_vector" in own):
         raise Damaged(f"{path}: {layer}: use_dora is {bool(config.get('use_dora'))} in {CONFIG}, unlike its tensors")
+    magnitude = own.get("lora_magnitude_vector")
+    if magnitude is not None and tuple(magnitude.shape) != (outputs,):
+        raise Damaged(
+            f"{path}: {layer}.lora_magnitude_vector has shape {tuple(magnitude.shape)}, expected {(outputs,)}"
+        )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return Delta(part.first_row, a, b, scale, own.get("lora_magnitude_vector"))
+    return Delta(part.first_row, a, b, scale, magnitude)
 
 
 def _of_pattern(patterns: Mapping[str, Any] | None, layer: str, default: Any) -> Any:

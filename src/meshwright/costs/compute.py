@@ -35,6 +35,11 @@ WIDE_HEAD = 192.0
 """Kernels for wider heads have smaller tiles and a rate of their own."""
 BACKWARD_RATIO = 2.5
 """Time of fused attention's backward relative to its forward: five products instead of two (Dao et al. 2022)."""
+QUERY_BLOCK_KEYS = 350.0
+"""Keys in whose time flex attention does what it does once for a block of queries, whatever its window.
+
+Measured on an H200 (benchmarks/results/2026-11-29-attention-windows-H200.json).
+"""
 NORM_BYTES = 6.0
 """Bytes per element of a forward that one more norm than `Constants.passes` includes moves, 1.5 times as many in the backward.
 
@@ -309,7 +314,8 @@ def _attention_core(
     backward = backward * (1 + layout.fixed_order * k.fixed_order * np.interp(head_dim, *PRICE_OF_ORDER))
     if not np.any(shape.windowed_scores):
         return forward, backward
-    pairs = shape.attention_layers * shape.windowed_scores * tokens * layout.seq / layout.tensor
+    scores = shape.windowed_scores + 2 * QUERY_BLOCK_KEYS * (1 - shape.full_attention) / layout.seq
+    pairs = shape.attention_layers * scores * tokens * layout.seq / layout.tensor
     rate = machine.half_peak * k.attention * k.flex * np.where(wide, k.flex_wide, 1.0)
     windowed = (
         pairs * (shape.query_width + shape.value_width) / rate * k.slow * small_heads * _misaligned_head_slowdown(shape)

@@ -194,7 +194,7 @@ class Constants:
     flex: Array = 1.0
     """Rate of the forward of flex attention, which layers with a window have, relative to `attention`.
 
-    Own engine: of blocks of keys alone; each block of queries costs as much as 350 keys more (`workload.model_shape.priced_span`). With
+    Own engine: of blocks of keys alone; each block of queries costs as much as 350 keys more (`costs.compute.QUERY_BLOCK_KEYS`). With
     that, windows of 128 to 4,096 keys and heads of 64 and 128 are within 4% (benchmarks/results/2026-11-29-attention-windows-H200.json).
     """
     flex_wide: Array = 1.0

@@ -15,13 +15,13 @@ from math import log2
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costs.compute import BACKWARD_RATIO, SMALL_HEAD, WIDE_HEAD, elements_in_waves
+from meshwright.costs.compute import BACKWARD_RATIO, QUERY_BLOCK_KEYS, SMALL_HEAD, WIDE_HEAD, elements_in_waves
 from meshwright.costs.constants import Constants
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import host_share
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
-from meshwright.workload.model_shape import priced_span
+from meshwright.workload.model_shape import computed_span
 
 RATE_OF_UNMEASURED_FORMAT = {"fp64": ("fp32", 0.5), "bf16": ("fp32", 1.0), "fp16": ("bf16", 1.0)}
 """Unmeasured format → (measured format, rate relative to it)."""
@@ -235,7 +235,9 @@ def _has_window(entry: AttentionTime) -> bool:
 
 def _ideal_forward(entry: AttentionTime, peak: float) -> float:
     """Seconds of attention's forward at the peak: its computed scores, with the cost model's factor for small heads."""
-    span = priced_span(entry.window, entry.seq) if entry.window and _has_window(entry) else entry.span
+    span = entry.span
+    if entry.window and _has_window(entry):
+        span = computed_span(entry.window, entry.seq) + QUERY_BLOCK_KEYS
     flops = 4.0 * entry.tokens * span * entry.heads * entry.head_dim
     return flops * (1 + SMALL_HEAD / entry.head_dim) / peak
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from meshwright.families.registry import FAMILIES
-from meshwright.spec.blocks.adapter import ALL_LINEAR, AdapterSpec
+from meshwright.spec.blocks.adapter import ALL_LINEAR
 from meshwright.spec.errors import BadInput, nearest
-from meshwright.spec.model import ModelSpec, adapter_targets, without_adapter
+from meshwright.spec.model import ModelSpec, adapter_targets
 
 
 def folder_names(spec: ModelSpec) -> dict[str, str]:
@@ -20,16 +19,6 @@ def folder_names(spec: ModelSpec) -> dict[str, str]:
         theirs = modules.get(module, ())
         names |= dict(zip(theirs, parts if len(theirs) == len(parts) > 1 else [module], strict=False))
     return names
-
-
-def with_targets(spec: ModelSpec) -> ModelSpec:
-    """The model with the targets of its adapters as our names, each once and in the order of the layers.
-
-    Raises BadInput for a target that matches no linear layer, with the names nearest to it.
-    """
-    if spec.adapter is None:
-        return spec
-    return replace(spec, adapter=replace(spec.adapter, targets=resolved_targets(spec, spec.adapter.targets)))
 
 
 def resolved_targets(spec: ModelSpec, targets: Iterable[str]) -> tuple[str, ...]:
@@ -59,8 +48,3 @@ def shortened(layers: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
     """Names of a folder's layers as short as they can be: last parts, but the whole name where a layer of `others` ends alike."""
     taken = {name.rpartition(".")[2] for name in others}
     return tuple(dict.fromkeys(last if (last := name.rpartition(".")[2]) not in taken else name for name in layers))
-
-
-def adapter_of(spec: ModelSpec, **fields: object) -> ModelSpec:
-    """The model with adapters of these AdapterSpec fields."""
-    return with_targets(replace(without_adapter(spec), adapter=AdapterSpec(**fields)))  # pyrefly: ignore

@@ -30,7 +30,8 @@ _aten = torch.ops.aten
 CUDNN_TOKENS = 16384
 """Keys from which cuDNN, which is faster than FlashAttention, is worth the plan that it makes for each new length.
 
-A step of hybrid ranks with samples of at most 2,048 tokens took 2.3 s with cuDNN and 1.1 s with FlashAttention on two H200s.
+A step of hybrid ranks with samples of at most 2,048 tokens took 2.3 s with cuDNN and 1.1 with FlashAttention on two H200s
+(benchmarks/results/2026-11-29-families-2xH200.json). The bound itself is an estimate from the rates of both; it was not measured.
 """
 
 

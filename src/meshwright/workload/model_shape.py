@@ -26,8 +26,6 @@ from meshwright.workload.arrays import Array
 
 Role = Literal["linear", "router", "expert", "adapter", "expert_adapter"]
 T = TypeVar("T")
-QUERY_BLOCK_KEYS = 350
-"""Keys in whose time attention with a window does what it does once for a block of queries (`priced_span`)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Shape:
     models long windows count as layers without one, short windows as 0.
     """
     windowed_scores: Array
-    """Attention scores that layers with a window compute, likewise: more than the window has (`priced_span`)."""
+    """Attention scores that layers with a window compute, likewise: more than the window has (`computed_span`)."""
     added_norms: Array
     """Norms of the residual stream's width that a block has beyond one before each of two bodies, mean over layers."""
     ffn: Array
@@ -245,7 +243,7 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
         return dict.fromkeys(names, 0.0)
     heads, kv_heads, key_dim, value_dim = only.value
     windows = [(op.window, count) for op, count in attends if op.window is not None and op.window < seq_len]
-    computed = sum(count * priced_span(window, seq_len) for window, count in windows)
+    computed = sum(count * computed_span(window, seq_len) for window, count in windows)
     return {
         "attention_layers": layers,
         "heads": heads,
@@ -257,15 +255,6 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
         "full_attention": 1 - sum(count for _, count in windows) / layers,
         "windowed_scores": 2 * computed / layers / seq_len,
     }
-
-
-def priced_span(window: int, seq_len: int) -> float:
-    """Mean number of keys whose scores would take the time that attention with a window takes for a query: `computed_span` and more.
-
-    Each block of queries has a cost of its own, whatever its window: on an H200 as much as that of about 350 keys
-    (benchmarks/results/2026-11-29-attention-windows-H200.json).
-    """
-    return computed_span(window, seq_len) + QUERY_BLOCK_KEYS
 
 
 def computed_span(window: int, seq_len: int) -> float:

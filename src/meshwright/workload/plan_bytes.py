@@ -307,17 +307,25 @@ def _temporary_bytes(
     """Bytes of temporary tensors in the backward of the block that needs the most, beside the activations of all blocks.
 
     The blocks behind it have freed what they saved: a block that is computed again needs less room if the last blocks are not. They have
-    left gradients, but these take the room of their weights in the compute dtype. In layered order nothing is taken as freed.
+    left their gradients, in the room of their weights in the compute dtype where these were kept. With several micro-batches the sums of
+    gradients exist before. Nothing is taken as freed in layered order, nor with several stages on a rank, between whose backwards a
+    forward may fill the room again.
     """
-    gradient = number_formats.reduce / shard_size(plan)
-    if gradients_final_in_backward(model, plan) or plan.batch.accumulate > 1:  # later ones are added to sums that exist
+    in_turn = part.stages == 1 and not plan.layered
+    compute = float(number_formats.compute)
+    if plan.batch.accumulate > 1:
         gradient = 0.0
+    elif gradients_final_in_backward(model, plan):
+        gradient = compute
+    else:
+        gradient = float(max(number_formats.reduce, number_formats.stored)) / shard_size(plan)
     largest, freed = 0.0, 0.0
     for layer, strategy, block in reversed(list(zip(part.layers, strategies, part.blocks, strict=True))):
         saved, temporary = per_token(layer)
         largest = max(largest, activation_bytes * temporary - max(freed, 0.0))
-        if not (plan.layered or strategy.activations_offloaded):
-            freed += activation_bytes * saved - block * max(0.0, float(gradient) - float(number_formats.compute))
+        if in_turn and not strategy.activations_offloaded:
+            kept = 0.0 if strategy.reshard else compute
+            freed += activation_bytes * saved - block * max(0.0, gradient - kept)
     return largest
 
 

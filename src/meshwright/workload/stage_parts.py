@@ -16,6 +16,8 @@ class StagePart:
     """Layers, parameters and messages of one pipeline rank."""
 
     layers: tuple[int, ...]
+    stages: int
+    """Stages of this rank that these layers form."""
     blocks: tuple[int, ...]
     """Parameters of each block on this rank, its experts among them, before sharding."""
     shards: tuple[float, ...]
@@ -48,6 +50,7 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
     blocks = tuple(unit.count for unit in units)
     return StagePart(
         layers=layers,
+        stages=len(table[rank]),
         blocks=blocks,
         shards=tuple(unit.shard for unit in units),
         ends=embed.count + head.count,
