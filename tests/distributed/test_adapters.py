@@ -17,10 +17,10 @@ from meshwright.checkpoint.convert import export_adapter, export_checkpoint, mer
 from meshwright.checkpoint.single_device import load_model
 from meshwright.config.load import load_resolved
 from meshwright.data.loader import open_data
-from meshwright.families.adapters import adapter_of
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 from meshwright.training.evaluate import HeldOut, evaluate_plain
+from tests.adapted import adapter_of
 from tests.distributed import test_hybrid as hybrid
 from tests.distributed.pool import CaseFailed, Pool
 from tests.distributed.test_equality import GPT, LLAMA, compare, one_device, sharded

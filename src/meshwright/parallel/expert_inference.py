@@ -103,8 +103,8 @@ class SharedExperts(Experts):
 
     def __init__(self, whole: Experts, group: str, ranks: int, dispatch: Dispatch | None) -> None:
         nn.Module.__init__(self)
-        self.activation, self.gated, self.biased = whole.activation, whole.gated, whole.biased
-        self.plain = whole.plain
+        # All that whole experts record, so that a new field needs no line here.
+        vars(self).update({name: value for name, value in vars(whole).items() if not name.startswith("_")})
         self.group, self.ranks, self.dispatch = group, ranks, dispatch
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
