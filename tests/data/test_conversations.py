@@ -99,6 +99,8 @@ def test_every_conversation_is_in_one_window_whole(tmp_path: Path, shard_tokens:
     assert all(sum(map(len, window)) <= SEQ + 1 for window in windows)
     packing = source.sources[str(out)].packing
     assert packing is not None and packing.sequences == len(windows) < len(MANY)
+    room = len(windows) * (SEQ + 1)
+    assert packing.fill == pytest.approx(sum(len(text) for window in windows for text in window) / room)
     assert packing.truncated == sum(len(tokens) > SEQ + 1 for tokens in read) and packing.left_out == len(left_out)
     assert packing.lost_tokens == sum(len(tokens) for tokens, _ in stored) - sum(
         len(text) for window in windows for text in window

@@ -13,10 +13,18 @@ from tests.data.chats import CHATML, CHATS, marked, write_chats, write_tokenizer
 from tests.data.conftest import corpus, prepared, story, tokenizer_file
 
 from meshwright.config.load import load_run
+from meshwright.data.manifest import Manifest, open_directory
 from meshwright.data.prepare import prepare
 from meshwright.data.request import ChatRequest
 from meshwright.data.source import open_data
-from meshwright.launch.prepare import check_validation, data_line, open_run_data, resolve_data, steps_of_epochs
+from meshwright.launch.prepare import (
+    check_validation,
+    data_line,
+    data_lines,
+    open_run_data,
+    resolve_data,
+    steps_of_epochs,
+)
 from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.job import DataSpec
 from meshwright.spec.run import RunSpec
@@ -129,6 +137,37 @@ def test_chats_do_not_see_each_other_and_texts_keep_their_default(prepared: Path
         line = data_line(run, source)
         assert line.startswith(f"data: {mix} ") and " epochs in 100 steps (" in line and "; tokens see " in line
         assert ("their own document" in line) == masked and ("data.document_mask: false" in line) != masked
+
+
+def test_a_start_on_chats_says_what_fine_tuning_does(prepared: Path, tmp_path: Path) -> None:
+    """Packing, trained tokens, learning rate and validation, each in a line; nothing for texts."""
+    folder, chats = write_tokenizer(tmp_path / "model", marked(CHATML)), tmp_path / "chats"
+    file = write_chats(tmp_path / "chats.jsonl", [*CHATS, {"messages": CHATS[0], "weight": 0.5}])
+    prepare([str(file)], str(folder), chats, chat=ChatRequest())
+    (shard,) = open_directory(chats).shards
+    assert shard.weights is not None and shard.record is not None
+    trained, tokens = np.count_nonzero(shard.weights.read(0, shard.file.tokens)), shard.file.tokens
+    run = resolve_data(run_on({str(chats): 1}, "train.seq_len=128", "train.warmup_steps=5"), lambda text: None)
+    source = open_run_data(run)
+    data, packing, rate, validation = data_lines(run, source)
+    assert data == data_line(run, source)
+    assert packing.startswith(f"SFT: {chats}: {len(CHATS) + 1} conversations fill {source.windows} sequences to ")
+    assert packing.endswith(f"{trained} of {tokens} tokens ({trained / tokens:.0%}) are trained on, with weights")
+    assert rate == "SFT: learning rate grows for 5 steps to 0.003, then follows a cosine down to 0.0003"
+    assert validation == "SFT: no held-out chats; `meshwright data prepare --held-out 0.05` keeps some apart"
+    held = tmp_path / "held"
+    prepare([str(file)], str(folder), held, chat=ChatRequest(), held_out=0.5)
+    run = run_on({str(held): 1}, "train.seq_len=128", "train.validate_every=20", "train.warmup_steps=0")
+    *_, rate, validation = data_lines(run, open_run_data(run))
+    assert "begins, without warm-up, at 0.003, then follows a cosine down" in rate
+    assert validation == "SFT: held-out loss per trained token every 20 steps and at the end"
+    for split in ("train", "held_out"):
+        (shard,) = open_directory(held / split).shards
+        assert shard.weights is not None
+        counted = np.count_nonzero(shard.weights.read(0, shard.file.tokens))
+        assert Manifest.read(held / split).trained_tokens == counted
+    text = run_on({str(prepared): 1})
+    assert data_lines(text, open_run_data(text)) == (data_line(text, open_run_data(text)),)
 
 
 def test_a_least_learning_rate_is_a_fraction() -> None:

@@ -251,8 +251,8 @@ def announce(prepared: Prepared) -> None:
         *plan.why[:1],
     ]
     print_now(f"  plan: {'; '.join(parts)}")
-    if prepared.data_line:
-        print_now(f"  {prepared.data_line}")
+    for line in prepared.data_lines:
+        print_now(f"  {line}")
     if line := checkpoints_line(run):
         print_now(f"  {line}")
 

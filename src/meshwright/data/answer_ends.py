@@ -23,10 +23,14 @@ MOST_SPACES = 8
 
 @dataclass(frozen=True)
 class AnswerEnds:
-    """How many answers each special token ends, the most frequent first, and how many end with no special token."""
+    """How many answers each special token ends, the most frequent first, and how many end with no special token.
+
+    `trained` are the tokens that are trained on, by the directory of their shards.
+    """
 
     counts: dict[Token, int]
     unended: int
+    trained: dict[Path, int]
     first: str = ""
     """File and id of the first chat with an answer that ends with no special token."""
 
@@ -44,12 +48,13 @@ def count_answer_ends(shards: Iterable[tuple[Path, Shard]], tokenizer: Tokenizer
     for directory, shard in shards:
         reader.read(directory / shard.name, shard)
     ended = {Token(id, tokenizer.id_to_token(id) or ""): count for id, count in reader.ended.most_common()}
-    return AnswerEnds(ended, reader.unended, reader.first)
+    return AnswerEnds(ended, reader.unended, dict(reader.trained), reader.first)
 
 
 class _Reader:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.ended: Counter[int] = Counter()
+        self.trained: Counter[Path] = Counter()
         self.unended, self.first = 0, ""
         self._tokenizer = tokenizer
         self._special = np.array(sorted(tokenizer.get_added_tokens_decoder()), dtype=np.int64)
@@ -67,6 +72,7 @@ class _Reader:
         # The window has tokens before the range, to look behind white space, and one after it, to see whether an answer goes on.
         low, high = max(0, start - MOST_SPACES), min(stop + 1, file.tokens)
         tokens, trained = file.read(low, high).astype(np.int64), weights.read(low, high) != 0
+        self.trained[file.stem.parent] += int(np.count_nonzero(trained[start - low : stop - low]))
         goes_on = np.append(trained[1:], False)
         inside = bounds[np.searchsorted(bounds, low, side="right") : np.searchsorted(bounds, high, side="left")]
         goes_on[inside - low - 1] = False  # the next token is of another chat

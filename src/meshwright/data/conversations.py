@@ -25,7 +25,8 @@ FEWEST_TOKENS = 2
 class PackingCounts:
     """The conversations of a source in its windows, how many of them are truncated, and how many are left out.
 
-    `left_out` are longer than a window, and no token of their beginning is trained on; `lost_tokens` are those that are not read.
+    `left_out` are longer than a window, and no token of their beginning is trained on; `lost_tokens` are those that are not read. `fill` is
+    the share of the windows' tokens that are of conversations.
     """
 
     conversations: int
@@ -33,6 +34,7 @@ class PackingCounts:
     truncated: int
     left_out: int
     lost_tokens: int
+    fill: float
 
     def __str__(self) -> str:
         packed = f"{self.conversations:,} conversations fill {self.sequences:,} sequences"
@@ -69,7 +71,8 @@ class ConversationWindows:
         self._by_window = np.argsort(window, kind="stable")
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))]).astype(np.int64)
         truncated, lost = len(long) - len(untrained), int(whole[whole >= FEWEST_TOKENS].sum() - self._lengths.sum())
-        self.counts = PackingCounts(len(self._lengths), count, truncated, len(untrained), lost)
+        fill = int(self._lengths.sum()) / max(count * room, 1)
+        self.counts = PackingCounts(len(self._lengths), count, truncated, len(untrained), lost, fill)
 
     @property
     def count(self) -> int:

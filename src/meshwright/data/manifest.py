@@ -80,6 +80,7 @@ class Manifest:
 
     `inputs` is the digest of `inputs.jsonl`, None in directories of earlier releases; `not_read` has the files and bytes that were not
     read, by reason. `text_format` is None in directories of earlier releases; `unended_answers` counts answers of chats without end token.
+    `trained_tokens` counts the tokens of chats that are trained on; None for text, and in directories of earlier releases.
     """
 
     tokenizer: TokenizerRecord
@@ -91,6 +92,7 @@ class Manifest:
     not_read: dict[str, dict[str, Count]] = field(default_factory=dict)
     text_format: TextFormat | None = None
     unended_answers: Count = 0
+    trained_tokens: Count | None = None
 
     @property
     def tokens(self) -> int:

@@ -188,6 +188,7 @@ def _run(
             figures,
             text_format=text,
             unended_answers=0 if answers is None else answers.unended,
+            trained_tokens=None if answers is None else answers.trained[preparation.directories()[split]],
         )
         for split, writer in writers.items()
     }

@@ -26,6 +26,7 @@ from meshwright.durable.writes import remove_partials, write_durable
 from meshwright.families.folder import export_obstacle
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.disk import check_disk
+from meshwright.launch.fine_tuning import fine_tuning_lines
 from meshwright.launch.folder import check_state, continues, is_finished, take_over
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.launch.text_files import keep_towers_of, write_text_files
@@ -77,8 +78,8 @@ class Prepared:
     assignment: Assignment
     folder: Path
     resumes: bool
-    data_line: str = ""
-    """The data in a line for people."""
+    data_lines: tuple[str, ...] = ()
+    """The data in lines for people."""
 
 
 def resolve_data(run: RunSpec, note: Note) -> RunSpec:
@@ -166,6 +167,11 @@ def data_line(run: RunSpec, source: DataSource) -> str:
     if run.train.global_batch_tokens is None:
         whole = f" in {run.train.steps:,} steps ({steps_of_epochs(run, source, 1.0):,} read all once)"
     return f"data: {', '.join(shown)}{whole}; tokens see {own}"
+
+
+def data_lines(run: RunSpec, source: DataSource) -> tuple[str, ...]:
+    """`data_line`, and what a start says about fine-tuning on chats."""
+    return data_line(run, source), *fine_tuning_lines(run, source)
 
 
 def open_run_data(run: RunSpec) -> DataSource:
@@ -507,7 +513,7 @@ def prepare_run(
         replay_routing=None if replay is None else str(replay.resolve()),
     )
     write_durable(folder / "assignment.json", to_sealed_json(assignment))
-    return Prepared(assignment, folder, resumes, data_line(run, source))
+    return Prepared(assignment, folder, resumes, data_lines(run, source))
 
 
 def check_init(run: RunSpec, note: Note) -> None:

@@ -45,7 +45,8 @@ class Refusals:
             run = prepare.on_used_devices(run, note)
         ready = prepare.check_start(run, runs, self._attempt, note, build_stdlib=False, fresh=fresh).run
         if not self.refusals and not reading.mistakes and not prepare.lacks_stdlib(ready):
-            note(prepare.data_line(ready, prepare.open_run_data(ready)))
+            for line in prepare.data_lines(ready, prepare.open_run_data(ready)):
+                note(line)
         if reading.is_sound("cluster"):
             try:
                 check_devices(run.cluster)

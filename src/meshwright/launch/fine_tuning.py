@@ -1,0 +1,45 @@
+"""What a start says about supervised fine-tuning (SFT): packing, trained tokens, learning rate, validation."""
+
+from __future__ import annotations
+
+from meshwright.data.source import DataSource, has_validation
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.run import RunSpec
+
+DECAYS = {"cosine": "a cosine", "linear": "a line", "wsd": "a line at the end", "inverse_sqrt": "the root of the step"}
+"""By `train.schedule`, what the learning rate follows after warm-up."""
+
+
+def fine_tuning_lines(run: RunSpec, source: DataSource) -> list[str]:
+    """Lines for a run whose data have chats; none without chats. Passes and document mask are in `prepare.data_line`."""
+    if not source.has_chats:
+        return []
+    lines = []
+    for name, each in source.sources.items():
+        if (packing := each.packing) is None:
+            continue
+        manifest, trained = each.directory.manifest, ""
+        if manifest is not None and manifest.trained_tokens is not None:
+            share = manifest.trained_tokens / manifest.tokens
+            trained = f"; {manifest.trained_tokens:,} of {manifest.tokens:,} tokens ({share:.0%}) are trained on"
+        weights = ", with weights" if each.stream.weighted else ""
+        lines.append(
+            f"SFT: {name}: {packing.conversations:,} conversations fill {packing.sequences:,} sequences to "
+            f"{packing.fill:.0%} (best fit){trained}{weights}"
+        )
+    return [*lines, f"SFT: {learning_rate_words(run.train)}", f"SFT: {_validation_words(run)}"]
+
+
+def learning_rate_words(train: TrainSpec) -> str:
+    """Warm-up, peak and decay of the learning rate."""
+    warm_up = f"grows for {train.warmup_steps:,} steps to" if train.warmup_steps else "begins, without warm-up, at"
+    end = train.learning_rate * train.min_learning_rate
+    return f"learning rate {warm_up} {train.learning_rate:g}, then follows {DECAYS[train.schedule]} down to {end:g}"
+
+
+def _validation_words(run: RunSpec) -> str:
+    if not has_validation(run.data, run.train.seq_len):
+        return "no held-out chats; `meshwright data prepare --held-out 0.05` keeps some apart"
+    every = run.train.validate_every
+    when = f"every {every:,} steps and at the end" if every else "at the end (train.validate_every)"
+    return f"held-out loss per trained token {when}"
