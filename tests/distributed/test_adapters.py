@@ -28,7 +28,7 @@ from tests.distributed.test_experts import SHARED
 from tests.distributed.test_schedules import STEPS, Case, named
 from tests.distributed.test_training import merge_tensors, same_bits, tiny, trained
 from tests.slow import quick_first
-from tests.training.tiny import ranks, staged
+from tests.training.tiny import prepared, ranks, staged
 
 __all__ = ["tiny"]
 
@@ -87,10 +87,11 @@ def test_samples_that_ranks_divide(pool: Pool, case: hybrid.Case) -> None:
 
 
 ADAPTER = "model.adapter={rank: 2, targets: [q_proj, v_proj, down_proj]}"
+TENSOR = [*ranks(1), "cluster.gpus_per_node=2", "plan.tensor=2"]
 PLANS = {
     "fsdp": ranks(2),
     "pipeline, bf16": [*staged(2, "zbv"), "plan.compute=bf16"],
-    "tensor": [*ranks(1), "cluster.gpus_per_node=2", "plan.tensor=2"],
+    "tensor": TENSOR,
     "fp8": [*ranks(1), "plan.compute=bf16", "plan.linear=fp8_tensorwise"],
     "fp8, pipeline": [*staged(2, "1f1b"), "plan.compute=bf16", "plan.linear=fp8_tensorwise"],
     "fp8, fsdp": [*ranks(2), "plan.compute=bf16", "plan.linear=fp8_rowwise"],
@@ -152,6 +153,29 @@ def test_merged_exported_and_continued(pool: Pool, tiny: Path, tmp_path: Path) -
         loss_of(tmp_path / "tiny")
     with pytest.raises(CaseFailed, match="give the base that it was trained with"):
         trained(pool, tiny, tmp_path, *options, *ranks(1), "train.steps=8")
+    # Other data would go on from these adapters: without a step the model is the same, from a run and from peft's files.
+    shutil.rmtree(base)
+    export_checkpoint(tmp_path / "full", base, dtype="fp32")
+    for number, (start, plan) in enumerate([("tiny", ranks(2)), ("adapter", TENSOR)]):
+        begun = ADAPTER.replace("}", f", init: {tmp_path / start}}}")
+        still = [begun, f"model.init=hf:{base}", "train.learning_rate=1e-12", "train.steps=3", f"name=begun-{number}"]
+        seen = trained(pool, tiny, tmp_path, *still, *plan)
+        assert seen[0].validations[-1][1].loss == pytest.approx(measured, rel=1e-5)
+    for words, change in {
+        "model.adapter.rank 4: expected 2, the rank in": {"rank: 2": "rank: 4"},
+        "model.adapter.alpha 8: expected 32 with kind lora": {"rank: 2": "rank: 2, alpha: 8"},
+        "model.adapter.kind dora: .* has no lengths of rows": {"rank: 2": "rank: 2, kind: dora"},
+        "model.adapter.targets: .* has no adapter of layers.0.attention.qkv.weight, rows 16": {
+            "q_proj": "q_proj, k_proj"
+        },
+        "model.adapter.targets: expected also layers.0.mlp.down": {", down_proj": ""},
+        "model.adapter.init: .*full has no adapters": {"tiny}": "full}"},
+    }.items():
+        wrong = ADAPTER.replace("}", f", init: {tmp_path / 'tiny'}}}")
+        for old, new in change.items():
+            wrong = wrong.replace(old, new)
+        with pytest.raises(BadInput, match=words):
+            prepared(tiny, tmp_path, wrong, f"model.init=hf:{base}", *ranks(1), "name=refused")
     assert run.model.adapter is not None and list(run.model.adapter.targets) == [
         "attention.qkv.q",
         "attention.qkv.v",

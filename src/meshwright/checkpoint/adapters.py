@@ -109,6 +109,48 @@ def deltas_of(spec: ModelSpec, read: Callable[[str], Tensor]) -> Deltas:
     return deltas
 
 
+def adapter_values(spec: ModelSpec, deltas: Deltas, where: str) -> dict[str, Tensor]:
+    """The adapters' parameters of a model by name, from the stored ones `deltas`, which must be those of the model.
+
+    Raises BadInput with the key of the run file that differs; `where` names what was stored.
+    """
+    assert spec.adapter is not None
+    adapter = spec.adapter
+    by_place = {(weight, delta.first_row): delta for weight, of_weight in deltas.items() for delta in of_weight}
+    values: dict[str, Tensor] = {}
+    of_experts: dict[str, list[Tensor]] = {}
+    for placed in placed_parts(spec):
+        delta = by_place.pop((placed.weight, placed.first_row), None)
+        if delta is None or delta.replaces or len(delta.b) != placed.part.outputs:
+            rows = f"rows {placed.first_row} to {placed.first_row + placed.part.outputs - 1}"
+            raise BadInput(f"model.adapter.targets: {where} has no adapter of {placed.weight}, {rows}")
+        if len(delta.a) != adapter.rank:
+            raise BadInput(f"model.adapter.rank {adapter.rank}: expected {len(delta.a)}, the rank in {where}")
+        if not math.isclose(delta.scale, adapter.scale, rel_tol=1e-6):
+            alpha = adapter.alpha * delta.scale / adapter.scale
+            raise BadInput(
+                f"model.adapter.alpha {adapter.alpha:g}: expected {alpha:g} with kind {adapter.kind}: {where} has the scale {delta.scale:g}"
+            )
+        if (delta.magnitude is None) == (adapter.kind == "dora"):
+            found = (
+                "no lengths of rows, which dora has" if delta.magnitude is None else "lengths of rows: expected dora"
+            )
+            raise BadInput(f"model.adapter.kind {adapter.kind}: {where} has {found}")
+        for name, value in (("a", delta.a), ("b", delta.b), ("magnitude", delta.magnitude)):
+            if value is not None and placed.expert is not None:
+                of_experts.setdefault(placed.parameter(name), []).append(value)
+            elif value is not None:
+                values[placed.parameter(name)] = value
+    if by_place:
+        weight, _ = next(iter(by_place))
+        raise BadInput(f"model.adapter.targets: expected also {weight}, of which {where} has an adapter")
+    values |= {name: torch.stack(each) for name, each in of_experts.items()}
+    for parameter in parameters(spec):
+        if (value := values.get(parameter.name)) is not None and tuple(value.shape) != parameter.shape:
+            raise BadInput(f"{where} has {parameter.name} of shape {tuple(value.shape)}, expected {parameter.shape}")
+    return values
+
+
 def merged(read_rows: ReadRows, deltas: Deltas) -> ReadRows:
     """`read_rows` of a base, of the base with its adapters: sums in fp32, which the reader rounds once to what it keeps."""
 

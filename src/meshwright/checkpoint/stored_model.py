@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.adapters import BASE, base_digest, check_base, deltas_of, merged
+from meshwright.checkpoint.adapters import BASE, adapter_values, base_digest, check_base, deltas_of, merged
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.initial import checkpoint_weights
 from meshwright.checkpoint.inventory import newest_checkpoint
@@ -107,6 +107,18 @@ def open_adapter(folder: Path, spec: ModelSpec) -> StoredAdapter:
         raise BadInput(f"{folder} has no adapters: expected a folder with {CONFIG}, or a run with model.adapter")
     with CheckpointReader(checkpoint) as reader:
         return StoredAdapter(deltas_of(run.model, lambda name: reader.read(f"model.{name}")), reader.state().get(BASE))
+
+
+def check_adapters(spec: ModelSpec) -> tuple[str, ...]:
+    """Raise the error that a start from `spec.adapter.init` would raise; returns sentences about settings that are not used."""
+    if spec.adapter is None or spec.adapter.init is None:
+        return ()
+    try:
+        stored = open_adapter(Path(spec.adapter.init), spec)
+    except BadInput as error:
+        raise BadInput(f"model.adapter.init: {error}") from error
+    adapter_values(spec, stored.deltas, spec.adapter.init)
+    return stored.notes
 
 
 def _with_predictions(spec: ModelSpec, most: int) -> ModelSpec:

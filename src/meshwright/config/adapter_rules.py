@@ -19,7 +19,7 @@ TARGETS: KeyPath = ("model", "adapter", "targets")
 def complete_adapter(document: Document) -> None:
     """Replace the targets of adapters by our names of the model's linear layers; rejects one that matches none.
 
-    Checkpoints name the base by `model.init`, so its path becomes absolute.
+    Checkpoints name the base by `model.init`, so its path becomes absolute, as does that of `model.adapter.init`.
     """
     adapter, model = document.get(("model", "adapter")), document.get(("model",))
     if not isinstance(adapter, dict):
@@ -27,6 +27,8 @@ def complete_adapter(document: Document) -> None:
     source, _, folder = str(model.get("init")).partition(":")
     if folder:
         model["init"] = f"{source}:{os.path.abspath(os.path.expanduser(folder))}"
+    if isinstance(start := adapter.get("init"), str):
+        adapter["init"] = os.path.abspath(os.path.expanduser(start))
     names = {field.name for field in dataclasses.fields(ModelSpec)} - {"adapter"}
     values, mistakes = validate(ModelSpec, {key: value for key, value in model.items() if key in names})
     targets = adapter.get("targets", list(AdapterSpec().targets))

@@ -518,6 +518,11 @@ def prepare_run(
 
 def check_init(run: RunSpec, note: Note) -> None:
     """Raise BadInput if the initial weights are missing, are another model's, or have another tokenizer than the corpus."""
+    if run.model.adapter is not None and run.model.adapter.init is not None:
+        from meshwright.checkpoint.stored_model import check_adapters  # needs torch
+
+        for sentence in check_adapters(run.model):
+            note(sentence)
     if run.model.init != "scratch":
         from meshwright.checkpoint.initial import check_initial  # needs torch
 

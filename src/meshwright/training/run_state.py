@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.checkpoint.adapters import base_digest, placed_parts
+from meshwright.checkpoint.adapters import adapter_values, base_digest, check_base, placed_parts
 from meshwright.checkpoint.initial import Initial, base_weights, initial_weights
+from meshwright.checkpoint.stored_model import open_adapter
 from meshwright.parallel.apply import Engine
 from meshwright.spec.blocks.table import ADAPTER
 from meshwright.spec.job import TrainSpec
@@ -63,6 +65,22 @@ def load_base(engine: Engine, spec: ModelSpec, init: str, seed: int) -> str:
                 rows = base.read_rows(specs[placed.weight], first, first + box.sizes[0])
                 elements.copy_(rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1))
         return base_digest(spec, base.read_rows)
+
+
+@torch.no_grad()
+def load_adapters(weights: Mapping[str, StateParts], spec: ModelSpec, base: str) -> None:
+    """Load the adapters that `spec.adapter.init` names, if any; `base` is the digest of the frozen weights."""
+    if spec.adapter is None or spec.adapter.init is None:
+        return
+    stored = open_adapter(Path(spec.adapter.init), spec)
+    if stored.base is not None:
+        check_base(stored.base, base, spec.adapter.init, "model.init")
+    for name, whole in adapter_values(spec, stored.deltas, spec.adapter.init).items():
+        for box, elements in weights[name].pieces() if name in weights else ():
+            part = whole
+            for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                part = part.narrow(dim, first, size)
+            elements.copy_(part)
 
 
 def _is_adapter(name: str) -> bool:

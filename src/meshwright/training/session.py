@@ -49,7 +49,7 @@ from meshwright.training.expert_decisions import ExpertDecisions
 from meshwright.training.expert_moves import ExpertMoves
 from meshwright.training.numerics import NumericalPolicy
 from meshwright.training.resume import Tier, resume
-from meshwright.training.run_state import load_base, load_initial, run_state
+from meshwright.training.run_state import load_adapters, load_base, load_initial, run_state
 
 KEPT_RANGES = 64
 """Latest steps whose samples a session knows; a step's figures are read one step late."""
@@ -224,6 +224,8 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     if session.resumed_from is None:
         if session.base is None:
             load_initial(engine.weights, run.model, run.model.init)
+        else:
+            load_adapters(engine.weights, run.model, session.base)
         optimizer.start_average()
     optimizer.release_master_weights()
     clock.end("load")

@@ -36,6 +36,10 @@ class AdapterSpec:
     experts: bool = False
     """Whether each routed expert has adapters too, of both its linear layers; their rank must be a multiple of 8."""
 
+    init: str | None = None
+    """Adapters to start from: a folder in peft's files, or a run with adapters, which must have this rank, scale, kind and these targets.
+    none: A random, B zero."""
+
     @property
     def scale(self) -> float:
         """Factor s of an adapter's output."""
