@@ -247,6 +247,7 @@ MIXTURES = [
         max_seq_len=SEQ,
     ),
 ]
+FAMILIES |= {spec.family: replace(spec, layers=4) for spec in (DENSE[2], MIXTURES[0])}
 SIZES: dict[AxisName, tuple[int, ...]] = {
     "pipeline": (1, 1, 2, 2, 4),
     "replicate": (1, 1, 2),
