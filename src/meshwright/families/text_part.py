@@ -82,9 +82,9 @@ def text_config(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
     if isinstance(part, Mapping):
         text, inside = {**part, **{key: config[key] for key in SHARED if config.get(key) is not None}}, "text_config: "
         text["model_type"] = SAME_AS.get(str(part.get("model_type")), part.get("model_type"))
-        sizes = text.get("hidden_size"), text.get("num_attention_heads")
-        if part.get("model_type") in WITHOUT_HEAD_DIM and all(isinstance(size, int) and size > 0 for size in sizes):
-            text["head_dim"] = sizes[0] // sizes[1]
+        hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+        if part.get("model_type") in WITHOUT_HEAD_DIM and isinstance(hidden, int) and isinstance(heads, int) and heads:
+            text["head_dim"] = hidden // heads
     elif isinstance(model_type, str) and model_type in FLAT:
         text, inside = {key: value for key, value in config.items() if key not in IMAGE_KEYS}, ""
         text["model_type"] = FLAT[model_type]
