@@ -31,6 +31,10 @@ TEXT: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"rope_parameters": MROPE},
     "qwen2_5_vl": {"rope_parameters": MROPE},
     "qwen3_vl": {"rope_parameters": MROPE},
+    "glm4v": {
+        "hidden_size": 32,
+        "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5},
+    },
     "glm4v_moe": {
         "head_dim": 8,
         "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5},
@@ -47,6 +51,7 @@ FAMILIES = {
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
     "glm4v_moe": "glm4_moe",
+    "glm4v": "glm4",
     "internvl": "qwen2",
     "smolvlm": "llama",
     "ovis2": "qwen2",

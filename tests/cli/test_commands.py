@@ -71,7 +71,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
         }
         | {"breakdown", "ranks", "trace", "checkpoint", "effective_time"},
     ),
-    "check": (lambda tiny, run, tmp: [tiny, "--runs", tmp], {"ok", "errors"}),
+    "check": (lambda tiny, run, tmp: [tiny, "--runs", tmp], {"ok", "errors", "support"}),
     "data prepare": (
         lambda tiny, run, tmp: [tiny.parent / "source", "--tokenizer", run / "tokenizer.json", "--out", tmp / "data"],
         {"out", "splits", "vocab_size", "bad", "not_read", "reused", "text_format"},
@@ -204,7 +204,7 @@ def test_check_lists_every_mistake(tiny: Path, tmp_path: Path) -> None:
 def test_check_accepts_what_train_would_run(tiny: Path, finished: Path) -> None:
     for arguments in ([tiny], [tiny, ONE_RANK, "--runs", finished.parent]):
         answer = meshwright("check", *arguments, "--json")
-        assert (answer.code, answer.json) == (0, {"ok": True, "errors": []})
+        assert (answer.code, answer.json["ok"], answer.json["errors"]) == (0, True, [])
 
 
 def test_check_finds_what_only_the_disk_knows(tiny: Path, finished: Path, tmp_path: Path) -> None:
@@ -500,3 +500,11 @@ def test_a_checkpoint_records_the_content_and_tokenizer_of_its_corpus(tiny: Path
     record = read_text_format(finished)
     assert record == recorded_text_format(finished) == recorded_text_format(finished / "checkpoints" / "step-00000006")
     assert record == read_text_format(tiny.parent / "data" / "train")
+
+
+def test_check_says_what_the_model_can_have(tiny: Path, tmp_path: Path) -> None:
+    answer = meshwright("check", tiny, "--runs", tmp_path)
+    assert answer.out == "ok\n" and "\nllama trains with pipeline, replicate, " in f"\n{answer.err}"
+    assert "\nllama served with tensor ranks, " in answer.err
+    plain = json.loads(meshwright("check", tiny, "model.sinks=true", "--runs", tmp_path, "--json").out)["support"]
+    assert plain["train"]["tensor"] is True and plain["train"]["hybrid"].startswith("model.sinks = false")

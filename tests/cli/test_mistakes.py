@@ -222,7 +222,7 @@ def test_a_command_without_memory_says_so_in_one_message(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("meshwright.cli.check.find_mistakes", fail)
+    monkeypatch.setattr("meshwright.launch.refusals.Refusals", fail)
     answer = meshwright("check", nano)
     assert answer.code == 3 and answer.err.startswith("meshwright: out of memory: ")
     assert answer.err.count("\n") == 1 and "give the command more memory" in answer.err

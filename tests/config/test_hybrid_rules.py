@@ -87,6 +87,17 @@ DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or 
             None,
         ),
         (
+            [
+                HYBRID,
+                "model.sliding_window=64",
+                "model.blocks={local: {sliding_window: none}, global: {sliding_window: 0}}",
+                "model.pattern=[local, global]",
+            ],
+            "plan.hybrid",
+            "model.sliding_window = none in all layers beside it: a divided sample attends to all its tokens",
+            None,
+        ),
+        (
             [HYBRID, "model.blocks={local: {sliding_window: 64}, global: {}}", "model.pattern=[local, global]"],
             "plan.hybrid",
             "model.sliding_window = none in all layers beside it: a divided sample attends to all its tokens",

@@ -29,6 +29,7 @@ from meshwright.spec.plan import (
     SchedulePlan,
 )
 from tests.distributed.test_equality import BATCH, GPT, LLAMA
+from tests.models.tiny import RECOMBINED
 
 SEQ = 16
 DENSE = [
@@ -247,6 +248,23 @@ MIXTURES = [
         max_seq_len=SEQ,
     ),
 ]
+
+
+def sized(spec: ModelSpec) -> ModelSpec:
+    """A small model in the sizes of these tests."""
+    experts = {"experts": 8, "experts_per_token": 2, "expert_hidden": 6} if spec.experts else {}
+    shared = {"shared_expert_hidden": 4} if spec.shared_expert_hidden else {}
+    sizes = {
+        key: getattr(LLAMA, key) for key in ("hidden", "heads", "kv_heads", "ffn_hidden", "vocab_size", "init_std")
+    }
+    layers, head_dim = 5 if spec.blocks or spec.qk_norm_whole else 4, 8 if spec.rope_width else LLAMA.head_dim
+    rope = {"rope_width": 4} if spec.rope_width else {}
+    return replace(spec, **sizes, **experts, **shared, **rope, layers=layers, head_dim=head_dim, max_seq_len=SEQ)
+
+
+FAMILIES |= {spec.family: replace(spec, layers=4) for spec in (DENSE[2], MIXTURES[0])}
+FAMILIES |= {spec.family: sized(spec) for spec in RECOMBINED.values() if not spec.kv_rank}
+FAMILIES["glm4_moe_lite"] = replace(KIMI_K2, family="glm4_moe_lite", value_head_dim=KIMI_K2.head_dim)
 SIZES: dict[AxisName, tuple[int, ...]] = {
     "pipeline": (1, 1, 2, 2, 4),
     "replicate": (1, 1, 2),

@@ -27,6 +27,7 @@ from tests.models.tiny import (
     MINIMAX_M2,
     QWEN2,
     QWEN2_MOE,
+    RECOMBINED,
     SMOLLM3,
     built,
     some_tokens,
@@ -46,12 +47,13 @@ EXPORTED = {
     "qwen2 moe": QWEN2_MOE,
     "glm4 moe": GLM4_MOE,
     "minimax_m2": MINIMAX_M2,
+    **RECOMBINED,
     "deepseek v2": DEEPSEEK_V2,
     "deepseek v2 lite": DEEPSEEK_LITE,
     "deepseek v3": DEEPSEEK_V3,
     "kimi k2": replace(DEEPSEEK_V3, family="kimi_k2", expert_groups=1, groups_per_token=1),
 }
-NEWER = {"minimax_m2", "ministral3"}
+NEWER = {"minimax_m2", "ministral3", "glm4_moe_lite"}
 """Families that this version does not have."""
 VERSION = "4.57."
 SEQ = 64

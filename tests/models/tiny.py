@@ -277,6 +277,59 @@ DENSE = {
 """What no model above has: rotation of a part, of neighbours or with LongRoPE, growing queries, norms of all heads together, factors."""
 
 
+RECOMBINED = {
+    "glm": replace(DENSE["glm4"], family="glm", output_norms=False),
+    "gemma1": replace(LLAMA, family="gemma", norm_plus_one=True, mlp="geglu", embedding_scale=8.0, tied=True),
+    "ministral": replace(
+        LLAMA,
+        family="ministral",
+        sliding_window=9,
+        blocks={"local": KindSpec(), "global": KindSpec(sliding_window=0)},
+        pattern=("global", "local"),
+    ),
+    "exaone4": replace(
+        LLAMA,
+        family="exaone4",
+        layers=4,
+        qk_norm=True,
+        input_norms=False,
+        output_norms=True,
+        sliding_window=9,
+        blocks={"local": KindSpec(), "global": KindSpec(sliding_window=0, positions="none")},
+        pattern=("3*local", "global"),
+    ),
+    "olmoe": replace(
+        MIXTRAL, family="olmoe", sliding_window=None, qk_norm=True, qk_norm_whole=True, normalised_routing=False
+    ),
+    "flex olmo": replace(
+        MIXTRAL,
+        family="flex_olmo",
+        sliding_window=None,
+        qk_norm=True,
+        qk_norm_whole=True,
+        input_norms=False,
+        output_norms=True,
+    ),
+    "dots1": replace(GLM4_MOE, family="dots1", rope_width=0, qkv_bias=False),
+    "glm4 moe lite": replace(
+        DEEPSEEK_V3, family="glm4_moe_lite", expert_groups=1, groups_per_token=1, value_head_dim=16, yarn=None
+    ),
+    "granite moe": replace(
+        MIXTRAL,
+        family="granitemoe",
+        sliding_window=None,
+        embedding_scale=12.0,
+        residual_factor=0.22,
+        logit_factor=0.125,
+        score_scale=0.1,
+    ),
+}
+RECOMBINED["granite moe shared"] = replace(
+    RECOMBINED["granite moe"], family="granitemoeshared", shared_expert_hidden=40
+)
+"""Mechanisms of the models above, together as families have them."""
+
+
 def built(spec, *, plain=False, dtype=torch.float64, loss_chunk=16, vary=True):
     """A model with its initial values; `vary` adds noise to norms and biases, so that a missing one changes the output."""
     with torch.device("meta"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 from tests.data import megatron
 
 from meshwright.config.load import load_run
+from meshwright.planner.candidate import pins_of
 from meshwright.planner.sample_choice import choose_sample_layout, draw_batch, sample_layouts
 from meshwright.planner.sample_lengths import expected_histogram
+from meshwright.planner.sample_pins import with_hybrid_ranks
 from meshwright.planner.sample_plans import hybrid_exchange
 from meshwright.planner.sample_reasons import sample_reasons
 from meshwright.planner.search import search
@@ -127,6 +130,15 @@ def test_the_search_divides_samples_that_take_too_long_on_one_rank(tmp_path: Pat
         best.why[0].startswith(f"hybrid 8 with slots of {best.samples.capacity:,} tokens") and "longer" in best.why[0]
     )
     assert not any(reason.startswith("pinned") for reason in best.why)
+
+
+def test_no_samples_are_divided_of_a_model_that_hybrid_ranks_cannot_have(tmp_path: Path) -> None:
+    run = samples_run(tmp_path, 65_536)
+    divided, why = with_hybrid_ranks(run, None)
+    assert pins_of(divided).hybrid == 8 and why
+    for fields in ({"score_cap": 50.0}, {"sinks": True}, {"sliding_window": 4096}):
+        other = replace(run, model=replace(run.model, **fields))
+        assert with_hybrid_ranks(other, None) == (other, "")
 
 
 def test_the_search_keeps_short_samples_on_data_ranks(tmp_path: Path) -> None:

@@ -7,30 +7,43 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.cli.options import Json, Runs, Words, read, say
 from meshwright.spec.errors import EXIT_BAD_INPUT, BadConfig, MeshwrightError, Mistake
+
+if TYPE_CHECKING:
+    from meshwright.config.reading import Reading
+    from meshwright.launch.refusals import Refusals
 
 
 def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
     """Check a run without starting it: configuration, data, divisibility, plan, disk, and what it would resume.
 
     Every mistake is reported, not only the first. The exit code is that of the gravest: 2 bad input, 3 out of resources, 4 damaged data.
+    Two lines, `support` with --json, say what the model can be trained and served with, and why not what it cannot.
 
     Example:
 
         meshwright check run.yaml --json
     """
     from meshwright.config.load import mistakes_as_json
+    from meshwright.launch.refusals import Refusals
+    from meshwright.spec.support import support_as_plain, support_lines
 
-    mistakes, code = find_mistakes(words, runs)
+    reading = read(words, runs)
+    mistakes, code = _mistakes_of(reading, Refusals(reading, runs, say))
+    run = reading.sound_part() if reading.is_sound("model") else None
     if as_json:
-        print(json.dumps(mistakes_as_json(mistakes)))
+        support = {"support": support_as_plain(run.model)} if run else {}
+        print(json.dumps({**mistakes_as_json(mistakes), **support}))
     else:
         if mistakes:
             say(str(BadConfig(mistakes)))
             say(f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}")
         else:
+            for line in support_lines(run.model) if run else ():
+                say(line)
             print("ok")
     sys.exit(code)
 
@@ -44,11 +57,16 @@ def find_mistakes(
     fresh: bool = False,
 ) -> tuple[list[Mistake], int]:
     """Every mistake of the run that the command line describes, and the exit code; other parameters as in `Refusals`."""
-    from meshwright.config.reading import in_reading_order
     from meshwright.launch.refusals import Refusals
 
     reading = read(words, runs)
-    refusals = Refusals(reading, runs, note, known, fresh=fresh)
+    return _mistakes_of(reading, Refusals(reading, runs, note, known, fresh=fresh))
+
+
+def _mistakes_of(reading: Reading, refusals: Refusals) -> tuple[list[Mistake], int]:
+    """The mistakes of a run and those that only a start would find, in the order of the file, and the exit code."""
+    from meshwright.config.reading import in_reading_order
+
     mistakes = in_reading_order([*reading.mistakes, *refusals.refusals], reading.shown)
     return mistakes, max(EXIT_BAD_INPUT * bool(reading.mistakes), refusals.exit_code)
 

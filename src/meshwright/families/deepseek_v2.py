@@ -57,11 +57,6 @@ def shared_config(spec: ModelSpec) -> dict[str, Any]:
     refuse_dense(spec, "DeepSeek")
     if not spec.kv_rank:
         raise BadInput("model.kv_rank: a DeepSeek folder needs latent attention, got 0")
-    if not spec.shared_expert_hidden or spec.shared_expert_hidden % spec.expert_hidden:
-        raise BadInput(
-            f"model.shared_expert_hidden: a DeepSeek folder needs a multiple of expert_hidden ({spec.expert_hidden}), "
-            f"got {spec.shared_expert_hidden}"
-        )
     return {
         "hidden_size": spec.hidden,
         "intermediate_size": spec.ffn_hidden,
@@ -75,7 +70,7 @@ def shared_config(spec: ModelSpec) -> dict[str, Any]:
         "qk_rope_head_dim": spec.rope_head_dim,
         "v_head_dim": spec.value_head_dim,
         "n_routed_experts": spec.experts,
-        "n_shared_experts": spec.shared_expert_hidden // spec.expert_hidden,
+        "n_shared_experts": shared_count(spec, "DeepSeek"),
         "num_experts_per_tok": spec.experts_per_token,
         "first_k_dense_replace": spec.first_dense_layers,
         "n_group": spec.expert_groups,
@@ -117,6 +112,16 @@ def shared_width(config: HFConfig, default: int) -> dict[str, Any]:
     """The shared experts of a layer are one of their joint width."""
     shared = config.integer("n_shared_experts", default=default)
     return {"shared_expert_hidden": shared * config.integer("moe_intermediate_size", default=1407)}
+
+
+def shared_count(spec: ModelSpec, folder: str) -> int:
+    """The number of shared experts of a layer; raises BadInput if their joint width is no multiple of an expert's."""
+    if not spec.shared_expert_hidden or spec.shared_expert_hidden % spec.expert_hidden:
+        raise BadInput(
+            f"model.shared_expert_hidden: a {folder} folder needs a multiple of expert_hidden ({spec.expert_hidden}), "
+            f"got {spec.shared_expert_hidden}"
+        )
+    return spec.shared_expert_hidden // spec.expert_hidden
 
 
 def _read_yarn(config: HFConfig) -> dict[str, Any]:

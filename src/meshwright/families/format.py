@@ -248,9 +248,24 @@ def alternating(layers: int) -> list[str]:
     return [FULL if layer % 2 else SLIDING for layer in range(layers)]
 
 
-def windowed_layers(types: list[str], window: int) -> dict[str, Any]:
-    """The ModelSpec fields of layers of these types that differ in nothing but their window."""
-    if len(set(types)) == 1:
+def read_layer_types(config: HFConfig, default: list[str]) -> list[str]:
+    """The type of each layer under `layer_types`, or `default`, which has as many."""
+    types = config.get("layer_types")
+    if types is None:
+        return default
+    if not isinstance(types, list) or len(types) != len(default) or not {SLIDING, FULL}.issuperset(types):
+        raise config.error("layer_types", types, f"a list of {len(default)} times {SLIDING} or {FULL}")
+    return types
+
+
+def read_sliding_window(config: HFConfig, default: int) -> int | None:
+    """`sliding_window` of a class in which a missing key is `default` and null is no window."""
+    return None if config.get("sliding_window", default) is None else config.integer("sliding_window", default=default)
+
+
+def windowed_layers(types: list[str], window: int | None) -> dict[str, Any]:
+    """The ModelSpec fields of layers of these types that differ in nothing but their window; without one all are alike."""
+    if window is None or len(set(types)) == 1:
         return {"sliding_window": window if types[0] == SLIDING else None}
     names = {SLIDING: "local", FULL: "global"}
     return {

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, scaling_fields, sizes, write_scaling
+from meshwright.families.format import HFConfig, Preset, read_layer_types, scaling_fields, sizes, write_scaling
 from meshwright.families.llama import LLAMA, NO_DROPOUT
 from meshwright.spec.block_pattern import shortest_pattern
 from meshwright.spec.blocks.attention import AttentionSpec
@@ -76,12 +76,7 @@ def _period(config: HFConfig) -> int:
 
 def layer_types(config: HFConfig, layers: int, period: int) -> list[str]:
     """The kind of each layer; without `layer_types` the last of every `period` layers is global."""
-    types = config.get("layer_types")
-    if types is None:
-        return [LOCAL if (layer + 1) % period else GLOBAL for layer in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= {LOCAL, GLOBAL}:
-        raise config.error("layer_types", types, f"a list of {layers} times {LOCAL} or {GLOBAL}")
-    return types
+    return read_layer_types(config, [LOCAL if (layer + 1) % period else GLOBAL for layer in range(layers)])
 
 
 def ropes_by_kind(

@@ -31,7 +31,7 @@ def share_keys(spec: ModelSpec) -> dict[str, Any]:
     return {**config, **share, "rope_parameters": {**config["rope_parameters"], **share}}
 
 
-FAMILY = replace(
+FAMILY = GLM4 = replace(
     LLAMA,
     model_type="glm4",
     architecture="Glm4ForCausalLM",

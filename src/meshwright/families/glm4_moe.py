@@ -9,64 +9,72 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.deepseek_v2 import shared_width
+from meshwright.families.deepseek_v2 import shared_count, shared_width
 from meshwright.families.deepseek_v3 import DEEPSEEK_V3
 from meshwright.families.format import HFConfig, Preset, read_share, sizes
 from meshwright.families.glm4 import share_keys
 from meshwright.families.llama import LLAMA, gated_decoder_fields
 from meshwright.families.mixtral import BALANCE_LOSS_NOTE, EXPERTS, refuse_dense
-from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    config.note_unused(BALANCE_LOSS_NOTE, "router_aux_loss_coef")
     fields = gated_decoder_fields(config, without_effect=frozenset({"partial_rotary_factor"}))
     return {
         **fields,
         **read_share(config, fields["head_dim"], 0.5),
-        **shared_width(config, 1),
         "qkv_bias": config.flag("attention_bias", False),
         "qk_norm": config.flag("use_qk_norm", False),
         "norm_eps": config.number("rms_norm_eps", 1e-5),
-        "experts": config.integer("n_routed_experts", "num_local_experts", default=128),
-        "experts_per_token": config.integer("num_experts_per_tok", default=8),
-        "expert_hidden": config.integer("moe_intermediate_size", default=1408),
-        "first_dense_layers": config.get("first_k_dense_replace", 1) or 0,
-        "normalised_routing": config.flag("norm_topk_prob", True),
-        "routing_scale": config.number("routed_scaling_factor", 1.0),
-        "expert_groups": config.integer("n_group", default=1),
-        "groups_per_token": config.integer("topk_group", default=1),
+        **routed_fields(config, normalised=True, dense=1),
         "prediction_depth": config.get("num_nextn_predict_layers") or 0,
     }
 
 
+def routed_fields(config: HFConfig, *, normalised: bool, dense: int) -> dict[str, Any]:
+    """The ModelSpec fields of DeepSeek-V3's routing; `normalised` and `dense`, the first dense layers, are defaults of the class."""
+    config.note_unused(BALANCE_LOSS_NOTE, "router_aux_loss_coef")
+    return {
+        **shared_width(config, 1),
+        "experts": config.integer("n_routed_experts", "num_local_experts", default=128),
+        "experts_per_token": config.integer("num_experts_per_tok", default=8),
+        "expert_hidden": config.integer("moe_intermediate_size", default=1408),
+        "first_dense_layers": config.get("first_k_dense_replace", dense) or 0,
+        "normalised_routing": config.flag("norm_topk_prob", normalised),
+        "routing_scale": config.number("routed_scaling_factor", 1.0),
+        "expert_groups": config.integer("n_group", default=1),
+        "groups_per_token": config.integer("topk_group", default=1),
+    }
+
+
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    refuse_dense(spec, "GLM-4.5")
-    if not spec.shared_expert_hidden or spec.shared_expert_hidden % spec.expert_hidden:
-        expected = f"a multiple of expert_hidden ({spec.expert_hidden})"
-        raise BadInput(
-            f"model.shared_expert_hidden: a GLM-4.5 folder needs {expected}, got {spec.shared_expert_hidden}"
-        )
     return {
         **share_keys(spec),
         "attention_bias": spec.qkv_bias,
         "use_qk_norm": spec.qk_norm,
+        **routed_keys(spec, "GLM-4.5"),
+        "num_nextn_predict_layers": spec.prediction_depth,
+    }
+
+
+def routed_keys(spec: ModelSpec, folder: str) -> dict[str, Any]:
+    """The config.json keys of DeepSeek-V3's routing; raises BadInput if a `folder` cannot have the model's experts."""
+    refuse_dense(spec, folder)
+    return {
         "moe_intermediate_size": spec.expert_hidden,
         "n_routed_experts": spec.experts,
-        "n_shared_experts": spec.shared_expert_hidden // spec.expert_hidden,
+        "n_shared_experts": shared_count(spec, folder),
         "num_experts_per_tok": spec.experts_per_token,
         "first_k_dense_replace": spec.first_dense_layers,
         "n_group": spec.expert_groups,
         "topk_group": spec.groups_per_token,
         "routed_scaling_factor": spec.routing_scale,
         "norm_topk_prob": spec.normalised_routing,
-        "num_nextn_predict_layers": spec.prediction_depth,
         "output_router_logits": False,
     }
 
 
-FAMILY = replace(
+FAMILY = GLM4_MOE = replace(
     LLAMA,
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",

@@ -14,21 +14,30 @@ from meshwright.spec.model import ModelSpec
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    fields, scale = LLAMA.from_config(config), config.number("attention_multiplier", 1.0)
+    fields = LLAMA.from_config(config)
+    return {**fields, **factors(config, fields["head_dim"])}
+
+
+def factors(config: HFConfig, head_dim: int) -> dict[str, Any]:
+    """The ModelSpec fields of the factors."""
+    scale = config.number("attention_multiplier", 1.0)
     return {
-        **fields,
         "embedding_scale": config.number("embedding_multiplier", 1.0),
         "residual_factor": config.number("residual_multiplier", 1.0),
         "logit_factor": 1.0 / config.number("logits_scaling", 1.0),
-        "score_scale": None if scale == fields["head_dim"] ** -0.5 else scale,
+        "score_scale": None if scale == head_dim**-0.5 else scale,
     }
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
+    return {**whole_width(LLAMA.to_config(spec), spec), **factor_keys(spec)}
+
+
+def factor_keys(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json keys of the factors."""
     divisor = 1.0 / spec.logit_factor
     rounded = float(f"{divisor:.15g}")  # the divisor that was read, if its inverse is our factor
     return {
-        **whole_width(LLAMA.to_config(spec), spec),
         "embedding_multiplier": spec.embedding_scale,
         "residual_multiplier": spec.residual_factor,
         "logits_scaling": rounded if 1.0 / rounded == spec.logit_factor else divisor,
@@ -36,7 +45,7 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-FAMILY = replace(
+FAMILY = GRANITE = replace(
     LLAMA, model_type="granite", architecture="GraniteForCausalLM", from_config=_from_config, to_config=_to_config
 )
 _RELEASED = {

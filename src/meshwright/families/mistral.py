@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, sizes
+from meshwright.families.format import HFConfig, Preset, read_sliding_window, sizes
 from meshwright.families.llama import LLAMA, gated_decoder_config, gated_decoder_fields
 from meshwright.spec.model import ModelSpec
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    window = None if config.get("sliding_window", 4096) is None else config.integer("sliding_window", default=4096)
-    return {**gated_decoder_fields(config), "sliding_window": window}
+    return {**gated_decoder_fields(config), "sliding_window": read_sliding_window(config, 4096)}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:

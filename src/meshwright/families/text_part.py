@@ -19,9 +19,12 @@ SAME_AS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
 }
 """Types of text parts that differ from a family only in the positions of images, and the family."""
+WITHOUT_HEAD_DIM = ("glm4v_text",)
+"""Types of text parts whose classes share the width among the heads, whatever `head_dim` says."""
 FLAT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
 """Types whose released config.json has the keys of the text model beside those of the images, and the text model's family."""
 IMAGE_KEYS = frozenset(
@@ -79,6 +82,9 @@ def text_config(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
     if isinstance(part, Mapping):
         text, inside = {**part, **{key: config[key] for key in SHARED if config.get(key) is not None}}, "text_config: "
         text["model_type"] = SAME_AS.get(str(part.get("model_type")), part.get("model_type"))
+        hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+        if part.get("model_type") in WITHOUT_HEAD_DIM and isinstance(hidden, int) and isinstance(heads, int) and heads:
+            text["head_dim"] = hidden // heads
     elif isinstance(model_type, str) and model_type in FLAT:
         text, inside = {key: value for key, value in config.items() if key not in IMAGE_KEYS}, ""
         text["model_type"] = FLAT[model_type]

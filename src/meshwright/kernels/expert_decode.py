@@ -10,15 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.kernels.router import MOST_EXPERTS
 from meshwright.kernels.row_quantize import RoundedMatrix
+from meshwright.spec.serving_limits import MOST_COPIES, MOST_EXPERTS
 
 MOST_TOKENS = 512
 """Tokens up to which a program finds the rows of an expert among those of all tokens."""
 MOST_ROWS = 32
 """Rows of an expert, if all have the same, up to which most experts have one tile of rows and so read their weights once."""
-MOST_COPIES = 64
-"""Experts of a token."""
 
 
 class Routing(NamedTuple):

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MOST_EXPERTS = 1024
-"""Experts of the widest tile that a program holds in registers."""
+from meshwright.spec.serving_limits import MOST_EXPERTS
 
 
 class Choice(NamedTuple):

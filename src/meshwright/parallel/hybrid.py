@@ -23,7 +23,7 @@ from meshwright.parallel.span_attention import span_attention
 from meshwright.parallel.span_loads import sum_span_loads
 from meshwright.parallel.span_part import SpanPart, no_span
 from meshwright.spec.errors import BadInput
-from meshwright.spec.hybrid import hybrid_error
+from meshwright.spec.hybrid import model_error
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,7 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
     group = mesh.group("hybrid")
     if group is None:
         return None
-    spec = model.spec
-    if error := hybrid_error(
-        dict(mesh.layout.axes),
-        windowed=spec.windowed,
-        by_length=spec.longrope is not None,
-        altered_scores=spec.sinks or spec.score_cap is not None,
-    ):
+    if error := model_error(model.spec, dict(mesh.layout.axes)):
         raise BadInput(f"plan.hybrid: expected {error}")
     for _, block in blocks_with_layer(model):
         block.hooks.attend = SlotAttention(group.group_name)

@@ -9,6 +9,7 @@ from meshwright.planner.explain import seconds_text
 from meshwright.planner.sample_choice import SampleChoice, choose_sample_layout
 from meshwright.planner.sample_lengths import expected_histogram
 from meshwright.planner.sample_reasons import slots_text
+from meshwright.spec.hybrid import model_error
 from meshwright.spec.run import RunSpec
 
 SEARCHED_BATCHES = 8
@@ -21,7 +22,7 @@ def with_hybrid_ranks(run: RunSpec, memory_bytes: int | None) -> tuple[RunSpec, 
     """`run` with pinned hybrid ranks, and why; `run` and no reason where whole samples take less time or lengths are unknown."""
     pins = pins_of(run)
     decided = any(getattr(pins, key) is not None for key in _DECIDED) or run.cluster.ranks == 1
-    if run.train.global_batch_tokens is None or decided or run.model.windowed:
+    if run.train.global_batch_tokens is None or decided or model_error(run.model):
         return run, ""
     histogram = expected_histogram(run)
     if histogram is None:

@@ -15,6 +15,7 @@ from meshwright.serve.sampling import Sampler
 from meshwright.spec.engine import EngineOptions, Speculation
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.serving_limits import predictions_error
 
 
 def drafter_for(
@@ -65,12 +66,8 @@ def check_speculation(options: EngineOptions, spec: ModelSpec, draft_model: Deco
         )
     if draft_model is not None and options.predictions:
         raise BadInput("mtp: the model's own modules propose the drafts; leave out draft_model", key="draft_model")
-    if options.predictions > spec.prediction_depth:
-        raise BadInput(
-            f"mtp: each draft token needs a module for multi-token prediction, and the model has {spec.prediction_depth}; "
-            f"expected at most that many draft tokens, got {options.predictions}",
-            key="speculate" if spec.prediction_depth else "draft_model",
-        )
+    if error := predictions_error(spec, options.predictions):
+        raise BadInput(error, key="speculate" if spec.prediction_depth else "draft_model")
 
 
 def check_draft_model(draft: ModelSpec, spec: ModelSpec, context: int) -> None:

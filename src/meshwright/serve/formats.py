@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.kernels.expert_decode import MOST_COPIES, has_kernels
+from meshwright.kernels.expert_decode import has_kernels
 from meshwright.kernels.fixed_product import fixed_linear
-from meshwright.kernels.fp8_products import ALIGNED
 from meshwright.kernels.grouped_fp8 import GROUPED_MAJOR
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.loss import capped
-from meshwright.kernels.router import MOST_EXPERTS
 from meshwright.models.attention import Attention
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, Head
@@ -29,11 +27,10 @@ from meshwright.serve.quantized_layers import QuantizedExperts, QuantizedGatedML
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import tensor_splits
+from meshwright.spec.serving_limits import NOT_ROUNDED, fp8_sizes_error, invariant_error, weights_error
 
 CAPABILITIES: dict[WeightFormat, tuple[int, int]] = {"fp8": (8, 9), "int8": (8, 0)}
 """The first GPUs that multiply a format here: Ada and Hopper fp8, Ampere int8."""
-NOT_ROUNDED = "kv_up"
-"""The linear layer of latent attention that has no 8-bit form."""
 
 
 class InvariantLinear(nn.Module):
@@ -162,49 +159,22 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
         )
     if weights == "int8" and any(isinstance(module, SharedExperts) for module in model.modules()):
         raise BadInput("weights: int8 is not for expert ranks; use fp8, or tensor ranks", key="weights")
-    if weights is not None and (model.spec.expert_bias or model.spec.mlp == "clamped_swiglu"):
-        raise BadInput(f"weights: {weights} is not for experts with biases or clamped SwiGLU; use bf16", key="weights")
+    if weights is not None and (error := weights_error(model.spec, weights)):
+        raise BadInput(f"weights: {error}", key="weights")
     if not weight.is_cuda:
         return
     if invariant and weight.dtype == torch.float64:
         raise BadInput("invariant results need a model in bf16, fp16 or fp32 on a GPU, got fp64", key="invariant")
-    if invariant and any(isinstance(module, LatentAttention) for module in model.modules()):
-        raise BadInput(
-            "invariant results with latent attention need a CPU: on a GPU no kernel has a fixed order for it",
-            key="invariant",
-        )
-    if invariant:
-        _check_invariant_experts(model, weight.dtype)
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    if invariant and (error := invariant_error(model.spec)):
+        raise BadInput(error, key="invariant")
+    if invariant and not all(has_kernels(weight.dtype, moe.count, moe.per_token) for moe in mixtures):
+        raise BadInput("invariant results of a mixture of experts on a GPU: expected bf16 or fp16", key="invariant")
     if weights is None:
         return
     if torch.cuda.get_device_capability(weight.device) < CAPABILITIES[weights]:
         device = torch.cuda.get_device_name(weight.device)
         raise BadInput(f"{device} does not multiply {weights}; use weights in bf16", key="weights")
-    if weights == "fp8":
-        _check_fp8_sizes(model)
-
-
-def _check_invariant_experts(model: Decoder, dtype: torch.dtype) -> None:
-    """Other grouped products have an order of addition that depends on the batch."""
-    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    if not all(moe.experts.takes_few_rows and has_kernels(dtype, moe.count, moe.per_token) for moe in mixtures):
-        raise BadInput(
-            "invariant results of a mixture of experts on a GPU: expected SwiGLU without biases in bf16 or fp16 with at most "
-            f"{MOST_EXPERTS} experts and {MOST_COPIES} of them for a token; use a CPU",
-            key="invariant",
-        )
-
-
-def _check_fp8_sizes(model: Decoder) -> None:
-    for block in model.layers.values():
-        assert isinstance(block, Block)
-        weights = [(name, linear.weight) for _, parent in _parents(block) for name, linear in _linears(parent, "fp8")]
-        if block.routed and _rounds_experts(block.moe.experts, "fp8"):
-            weights += list(block.moe.experts.named_parameters())
-        for name, weight in weights:
-            if any(size % ALIGNED for size in weight.shape[-2:]):
-                sizes = " × ".join(map(str, weight.shape))
-                raise BadInput(
-                    f"fp8 weights need dimensions that are multiples of {ALIGNED}, got {name} of {sizes}",
-                    key="weights",
-                )
+    rounded = any(_rounds_experts(moe.experts, weights) for moe in mixtures)
+    if weights == "fp8" and (error := fp8_sizes_error(model.spec, experts=rounded)):
+        raise BadInput(error, key="weights")

@@ -25,7 +25,7 @@ from meshwright.policies.batch_request import Part
 from meshwright.serve.batch_inputs import BatchInputs, Packed
 from meshwright.serve.host_attention import signed_tables
 from meshwright.serve.kv_cache import KVCache
-from meshwright.spec.blocks.attention import AttentionSpec
+from meshwright.spec.serving_limits import single_decode_obstacle
 
 
 class _Layer(NamedTuple):
@@ -92,16 +92,10 @@ class HostDecode:
     @staticmethod
     def supports(model: Decoder, cache: KVCache) -> bool:
         """Whether this is a model on a CPU in fp32 or fp64 whose layers are alike and have the modules that this file computes."""
-        weight, spec = model.embed.weight, model.spec
+        weight = model.embed.weight
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or model.plain:
             return False
-        scaled = spec.embedding_scale != 1 or spec.logit_factor != 1 or spec.logit_cap is not None
-        if len(spec.block_kinds) > 1 or scaled or model.positions is not None:
-            return False
-        mixer = cache.groups[0].mixer
-        if not isinstance(mixer, AttentionSpec) or not mixer.rotates_whole_heads or mixer.score_cap is not None:
-            return False
-        if mixer.rotary is None or mixer.rotary.growth_length or cache.tensors[0].dtype != weight.dtype:
+        if single_decode_obstacle(model.spec) or cache.tensors[0].dtype != weight.dtype:
             return False
         return all(map(_is_computed, model.modules()))
 
@@ -221,21 +215,14 @@ def _store_transposed(parameter: nn.Parameter) -> None:
 
 
 def _is_computed(module: nn.Module) -> bool:
-    """Whether a module is the trainer's own, whole, and of the variant that is computed above: RMSNorm, rotation, SwiGLU, a bias of qkv."""
+    """Whether a module of a model of the right kind is the trainer's own, and whole."""
     if type(module) not in _MODULES or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return False
     if isinstance(module, Block):
-        norms = module.attention_norm is not None and module.attention_output_norm is None
-        return norms and not module.parallel and module.residual_factor == 1 and module.hooks.sum_ranks is unchanged
+        return module.hooks.sum_ranks is unchanged
     if isinstance(module, Attention):
         width = (module.heads + 2 * module.kv_heads) * module.head_dim
-        whole = isinstance(module.qkv, Linear) and module.qkv.out_features == width
-        usual = module.query_factor == 1 and not module.whole_norm and module.out.bias is None
-        return whole and usual and module.sinks is None
-    if isinstance(module, GatedMLP):
-        return not module.gelu and module.gate_up.bias is None
-    if isinstance(module, Norm):
-        return module.bias is None and not module.plus_one
+        return isinstance(module.qkv, Linear) and module.qkv.out_features == width
     return not isinstance(module, Linear) or module.scaling is None
 
 

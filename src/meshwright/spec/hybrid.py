@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import CONTEXT_AXES, AxisName, Plan
 
 REFUSED_BESIDE: tuple[AxisName, ...] = ("shard", "replicate", *CONTEXT_AXES)
@@ -38,6 +39,16 @@ def hybrid_error(sizes: Mapping[str, int], *, windowed: bool, by_length: bool, a
     if altered_scores:
         return "model.sinks = false and model.score_cap = none beside it: the parts of a divided sample have neither"
     return None
+
+
+def model_error(spec: ModelSpec, sizes: Mapping[str, int] | None = None) -> str | None:
+    """`hybrid_error` of a model beside other axes of these sizes."""
+    return hybrid_error(
+        sizes or {},
+        windowed=spec.windowed,
+        by_length=spec.longrope is not None,
+        altered_scores=spec.sinks or spec.score_cap is not None,
+    )
 
 
 def schedules_of(pipeline: int) -> tuple[str, ...]:

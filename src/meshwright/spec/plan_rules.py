@@ -350,7 +350,8 @@ def _beside_hybrid(x: RuleInput) -> str | None:
     A kind of layer has the model's window where it does not set its own, and 0 is none.
     """
     window, kinds = x("model.sliding_window", None), x("model.blocks", {})
-    windows = [kind.get("sliding_window", window) for kind in kinds.values()] or [window]
+    own = [kind.get("sliding_window") for kind in kinds.values()]
+    windows = [size if isinstance(size, int) else window for size in own] or [window]
     return hybrid_error(
         {axis: x(axis, 1) for axis in REFUSED_BESIDE},
         windowed=any(isinstance(size, int) and size > 0 for size in windows),

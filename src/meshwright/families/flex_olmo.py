@@ -1,0 +1,40 @@
+"""FlexOlmo (Shi et al. 2025, arXiv 2507.07024): OLMo 2 with experts in all layers.
+
+The preset has the dimensions of the released config file. Its learning rate is that of OLMo 2 of the same width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.families.format import Preset, sizes
+from meshwright.families.olmo2 import OLMO2
+from meshwright.families.olmoe import OLMOE, routed_fields
+
+_FIRST = ("attention_norm", "mlp_norm")
+FAMILY = replace(
+    OLMOE,
+    model_type="flex_olmo",
+    architecture="FlexOlmoForCausalLM",
+    modules={ours: theirs for ours, theirs in {**OLMO2.modules, **OLMOE.modules}.items() if ours not in _FIRST},
+    values={**OLMO2.values, "normalised_routing": False},
+    from_config=lambda config: routed_fields(config, 7, 5),
+)
+PRESETS = {
+    "flex-olmo-7x7b": Preset(
+        model={
+            **sizes(32, 4096, 32, 11008),
+            "kv_heads": 32,
+            "head_dim": 128,
+            "vocab_size": 100352,
+            "max_seq_len": 4096,
+            "rope_theta": 500000.0,
+            "norm_eps": 1e-6,
+            "experts": 7,
+            "experts_per_token": 5,
+            "expert_hidden": 11008,
+        },
+        learning_rate=3e-4,
+        seq_len=4096,
+    )
+}

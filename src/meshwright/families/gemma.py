@@ -1,0 +1,58 @@
+"""Gemma (Gemma Team 2024, arXiv 2403.08295): Llama with weights of norms stored minus one, gated GELU, and scaled embeddings.
+
+The presets have the dimensions of the released config files. Their learning rates were not published: these are those of other models of
+like size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from meshwright.families.format import HFConfig, Preset, sizes
+from meshwright.families.gemma3_text import GEMMA3
+from meshwright.families.llama import LLAMA, gated_decoder_config, gated_decoder_fields
+from meshwright.spec.model import ModelSpec
+
+_ACTIVATION = "gelu_pytorch_tanh"
+
+
+def _from_config(config: HFConfig) -> dict[str, Any]:
+    for key in ("hidden_act", "hidden_activation"):
+        config.expect(key, _ACTIVATION, "gelu")  # an older name of the same, as released folders have it
+    for key in ("attention_bias", "use_bidirectional_attention"):
+        config.expect(key, False)
+    fields = gated_decoder_fields(config.without("hidden_act"))
+    return {
+        **fields,
+        "head_dim": config.integer("head_dim", default=256),
+        "embedding_scale": GEMMA3.by_width(fields["hidden"])["embedding_scale"],
+    }
+
+
+def _to_config(spec: ModelSpec) -> dict[str, Any]:
+    return {**gated_decoder_config(spec), "hidden_act": _ACTIVATION, "attention_bias": False}
+
+
+FAMILY = replace(
+    LLAMA,
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    values={"norm_plus_one": True, "mlp": "geglu", "tied": True},
+    by_width=GEMMA3.by_width,
+    from_config=_from_config,
+    to_config=_to_config,
+)
+_RELEASED = {"head_dim": 256, "vocab_size": 256000, "max_seq_len": 8192, "norm_eps": 1e-6}
+PRESETS = {
+    "gemma-2b": Preset(
+        model={**sizes(18, 2048, 8, 16384), **_RELEASED, "kv_heads": 1, **GEMMA3.by_width(2048)},
+        learning_rate=4e-4,
+        seq_len=8192,
+    ),
+    "gemma-7b": Preset(
+        model={**sizes(28, 3072, 16, 24576), **_RELEASED, "kv_heads": 16, **GEMMA3.by_width(3072)},
+        learning_rate=3e-4,
+        seq_len=8192,
+    ),
+}
