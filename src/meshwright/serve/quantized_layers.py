@@ -18,7 +18,7 @@ from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_scale, s
 from meshwright.kernels.grouped import ExpertOrder
 from meshwright.kernels.grouped_fp8 import grouped_matmul
 from meshwright.kernels.int8_products import MOST_INPUTS, Int8Matrix, grouped_int8, int8_linear
-from meshwright.kernels.row_quantize import DTYPES, RoundedMatrix, quantize_gated, quantize_rows
+from meshwright.kernels.row_quantize import DTYPES, RoundedMatrix, quantize_gated, quantize_rows, rounded_matrix
 from meshwright.models.moe import Experts
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
@@ -143,7 +143,7 @@ class QuantizedExperts(nn.Module):
             values, scale = quantize_rows(active, self.number_format, plain=self.plain)
         # The scale of a row times its weight is the scale of the weighted row.
         scale = scale if weights is None else scale * weights[:, None]
-        return self._multiply(self._of_format(values, scale), "down", order)
+        return self._multiply(rounded_matrix(values, scale, self.number_format), "down", order)
 
     def _multiply(self, x: RoundedMatrix, name: str, order: ExpertOrder) -> Tensor:
         matrices = self._matrices(name)
@@ -155,7 +155,4 @@ class QuantizedExperts(nn.Module):
     def _matrices(self, name: str) -> RoundedMatrix:
         weight = self.get_submodule(name)
         assert isinstance(weight, QuantizedWeight)
-        return self._of_format(weight.values, weight.scale)
-
-    def _of_format(self, values: Tensor, scale: Tensor) -> RoundedMatrix:
-        return Int8Matrix(values, scale) if self.number_format == "int8" else Fp8Matrix(values, scale)
+        return rounded_matrix(weight.values, weight.scale, self.number_format)
