@@ -145,6 +145,8 @@ def import_hf(folder: Path, device: torch.device = CPU) -> tuple[ModelSpec, HFRe
     spec, files = from_plain(ModelSpec, fields), _weight_files(folder)
     reader = HFReader(folder, spec, files, notes, folder_nesting(folder), folder_quantization(folder), device)
     reader.check()
+    if (words := reader.stored_words()) is not None:
+        reader.notes += (f"{words} are expanded",)
     if reader.nesting is not None:
         reader.notes += (towers_sentence(reader.others),)
     return spec, reader
@@ -225,6 +227,29 @@ class HFReader:
         assert number_format is not None
         values, scale = (self._whole([piece[index] for piece in pieces]).unflatten(0, sizes) for index in (0, 1))
         return rounded_matrix(values, scale, number_format)
+
+    def stored_words(self) -> str | None:
+        """How the quantised weights are stored, with their number and bytes; None without."""
+        weights = [weight for weight in self._quantised.values() if weight is not None]
+        if not weights:
+            return None
+        names = dict.fromkeys(weight.scheme.name for weight in weights)
+        plain = sum(weight is None for weight in self._quantised.values())
+        others = f", {plain} others are not quantised" if plain else ""
+        return f"{len(weights)} weights in {' and '.join(names)} ({_gigabytes(sum(each.bytes for each in weights))}{others})"
+
+    def remarks(self) -> tuple[str, ...]:
+        """What the folder says about activations and caches that no program here follows."""
+        weights = [weight for weight in self._quantised.values() if weight is not None]
+        static = any({*weight.scheme.inputs} & {*weight.names} for weight in weights if weight.scheme.activations)
+        scales = [name for name in self.files if self._is_cache_scale(name)]
+        found = ["activations get a scale for each token, not the folder's static ones"] if static else []
+        if scales:
+            found.append(f"{len(scales)} scales of cached keys and values are not used: those of the cache are 1")
+        return tuple(found)
+
+    def _is_cache_scale(self, name: str) -> bool:
+        return self.quantization is not None and self.quantization.cache_scales and name.endswith(CACHE_SCALES)
 
     def _ranges(self, parameter: ParameterSpec, start: int, stop: int) -> Iterator[tuple[HFTensor, int, int]]:
         """Each tensor that has some of the rows [start, stop) of dimension 0, and the first and last of its rows."""
@@ -384,8 +409,11 @@ class HFReader:
         )
 
     def _is_unused(self, name: str) -> bool:
-        cached = self.quantization is not None and self.quantization.cache_scales and name.endswith(CACHE_SCALES)
-        return cached or name.endswith(FAMILIES[self.spec.family].unused)
+        return self._is_cache_scale(name) or name.endswith(FAMILIES[self.spec.family].unused)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
 
 
 def from_stacked(part: HFTensor, stored: Tensor) -> Tensor:

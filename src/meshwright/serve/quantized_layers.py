@@ -28,8 +28,8 @@ class QuantizedWeight(nn.Module):
     """A weight `(…, out, in)` in 8 bits, with one scale per output.
 
     `ranks` are the tensor ranks that have the other columns of the weight, if tensor ranks divide its inputs: scales are those of whole
-    outputs, and creating and assigning are collective. Raises BadInput for an int8 weight with so many inputs that sums may exceed 32
-    bits.
+    outputs, and creating and assigning are collective. Of a weight on the meta device it has no values yet. Raises BadInput for an int8
+    weight with so many inputs that sums may exceed 32 bits.
     """
 
     values: Tensor
@@ -45,11 +45,16 @@ class QuantizedWeight(nn.Module):
         values = torch.empty(weight.shape, dtype=DTYPES[number_format], device=weight.device)
         self.register_buffer("values", values)
         self.register_buffer("scale", torch.empty((*weight.shape[:-1], 1), dtype=torch.float32, device=weight.device))
-        self.assign(weight)
+        if not weight.is_meta:
+            self.assign(weight)
 
     @torch.no_grad()
-    def assign(self, weight: Tensor) -> None:
-        """Round another weight `(…, out, in)` into the memory of this one."""
+    def assign(self, weight: Tensor | RoundedMatrix) -> None:
+        """Copy or round another weight `(…, out, in)` into the memory of this one; a rounded one has this one's format."""
+        if not isinstance(weight, Tensor):
+            self.values.copy_(weight.values)
+            self.scale.copy_(weight.scale)
+            return
         matrices = weight.flatten(0, -3) if weight.dim() > 2 else weight[None]
         # One matrix at a time, because the experts of a layer in fp32 may not fit beside the model.
         for matrix, values, scale in zip(
