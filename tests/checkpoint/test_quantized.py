@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from meshwright.checkpoint.quantized import Stored, StoredWeight, find_weight
 from meshwright.checkpoint.single_device import load_model
 from meshwright.families.quantization import read_quantization
 from meshwright.models.decoder import Decoder
+from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.weight_scheme import AWQ_ORDER
 from tests.checkpoint import record_quantized
@@ -329,3 +331,219 @@ def test_gpt_oss_as_released_has_the_logits_of_transformers(tmp_path: Path) -> N
     tokens = torch.arange(40)[None]
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=2e-3, rtol=1e-3)
+
+
+def compressed_folder(folder: Path) -> Parts:
+    """A folder whose layers are in two schemes: GPTQ's index and packed zero points have to be in range."""
+    tensors, _ = exported(folder, replace(WIDE, layers=1))
+    packed_in_4_bits(tensors)
+    rewrite(folder, tensors, PACKED)
+    return tensors
+
+
+def gptq_folder(folder: Path) -> Parts:
+    tensors, _ = exported(folder, replace(WIDE, layers=1))
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        outputs, inputs = tensors.pop(name).shape
+        base = name.removesuffix(".weight")
+        tensors[f"{base}.qweight"] = torch.zeros(inputs // 8, outputs, dtype=torch.int32)
+        tensors[f"{base}.qzeros"] = torch.zeros(inputs // 32, outputs // 8, dtype=torch.int32)
+        tensors[f"{base}.scales"] = torch.ones(inputs // 32, outputs, dtype=torch.float16)
+        tensors[f"{base}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // 32
+    rewrite(folder, tensors, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True})
+    return tensors
+
+
+UP = "model.layers.0.mlp.up_proj"
+BAD: list[tuple[Callable[[Path], Parts], Callable[[Parts], Any], str]] = [
+    (
+        compressed_folder,
+        lambda t: t.pop(f"{UP}.weight_scale"),
+        r"no tensor .*up_proj\.weight_scale, which the scheme int4 in g",
+    ),
+    (
+        compressed_folder,
+        lambda t: t.pop(f"{UP}.weight_packed"),
+        r"no tensor .*up_proj\.weight, which config\.json calls for",
+    ),
+    (
+        compressed_folder,
+        lambda t: t.update({f"{UP}.weight_zero_point": torch.zeros(32, 4, dtype=torch.int32)}),
+        r"model\.safetensors: .*up_proj\.weight_zero_point has no place beside its weight by quantization_config .*int4",
+    ),
+    (
+        compressed_folder,
+        lambda t: t.update({f"{UP}.weight_scale": torch.ones(256, 2)}),
+        r"weight_scale: expected shape \(256, 4\) by config\.json and the scheme int4 in groups of 32, got \(256, 2\)",
+    ),
+    (
+        compressed_folder,
+        lambda t: t.update({f"{UP}.weight_shape": torch.tensor([256, 64])}),
+        r"weight_shape: expected \(256, 128\) by config\.json, got \(256, 64\)",
+    ),
+    (
+        compressed_folder,
+        lambda t: t.update({f"{UP}.weight_packed": t[f"{UP}.weight_packed"].float()}),
+        r"weight_packed: expected I32 by the scheme int4 in groups of 32, got F32",
+    ),
+    (gptq_folder, lambda t: t[f"{UP}.g_idx"].fill_(4), r"g_idx: expected groups from 0 to 3, got 4 to 4"),
+    (gptq_folder, lambda t: t[f"{UP}.g_idx"].fill_(-1), r"g_idx: expected groups from 0 to 3, got -1 to -1"),
+    (
+        gptq_folder,
+        lambda t: t.update({f"{UP}.weight": torch.zeros(256, 128)}),
+        r"up_proj\.\w+ has no place beside its weight by quantization_config .*gptq",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "change", "message"), BAD)
+def test_stored_weights_that_cannot_be_are_refused_by_name(
+    make: Callable[[Path], Parts], change: Callable[[Parts], Any], message: str, tmp_path: Path
+) -> None:
+    tensors = make(tmp_path / "out")
+    change(tensors)
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    with pytest.raises((BadInput, Damaged), match=message):
+        spec, reader = import_hf(tmp_path / "out")
+        for parameter in parameters(spec):
+            reader.read(parameter)
+
+
+def test_a_weight_that_config_json_lists_as_not_quantised_is_refused(tmp_path: Path) -> None:
+    tensors = compressed_folder(tmp_path / "out")
+    rewrite(tmp_path / "out", tensors, {**PACKED, "ignore": ["lm_head", "re:.*mlp.up_proj$"]})
+    with pytest.raises(
+        BadInput, match=r"re:\.\*mlp\.up_proj\$ is listed as not quantised, but model\.layers\.0\.mlp\.up"
+    ):
+        import_hf(tmp_path / "out")
+    rewrite(tmp_path / "out", tensors, None)
+    with pytest.raises(
+        MeshwrightError, match=r"no tensor model\.layers\.0\.\w+\.\w+_proj\.weight, which config\.json calls for"
+    ):
+        import_hf(tmp_path / "out")
+
+
+def test_declared_scales_of_the_cache_are_passed_over_and_said(tmp_path: Path) -> None:
+    tensors = compressed_folder(tmp_path / "out")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.5)
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(BadInput, match=r"self_attn\.k_scale has no place"):
+        import_hf(tmp_path / "out")
+    scheme = {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False}
+    rewrite(tmp_path / "out", tensors, {**PACKED, "kv_cache_scheme": scheme})
+    assert any("1 scales of cached keys" in remark for remark in import_hf(tmp_path / "out")[1].remarks())
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "gptq", "bits": 3, "group_size": 128}, r"quantization_config: bits: expected 4 or 8, got 3"),
+    (
+        {"quant_method": "gptqq"},
+        r"quantization_config: quant_method: expected one of fp8, .* \(nearest: gptq\), or unqu",
+    ),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"quantization_config: version: expected gemm, got 'gemv'"),
+    (
+        {"quant_method": "fp8", "rounding": "up"},
+        r"quantization_config: rounding: expected a key that this family reads",
+    ),
+    (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        r"load_in_4bit: expected true: 8-bit folders of bitsandbytes",
+    ),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo: expected FP8 or NVFP4, got 'W4A8_AWQ'"),
+    (
+        {**PACKED, "format": "marlin-24"},
+        r"config_groups: group_0: format: expected one of float-quantized, .*, got 'marlin-24'",
+    ),
+    ({**PACKED, "sparsity_config": {"format": "24"}}, r"sparsity_config: expected none: sparse and rotated weights"),
+    ({**DYNAMIC, "kv_cache_scheme": {"type": "int", "num_bits": 4}}, r"kv_cache_scheme: expected 8-bit floats, got"),
+    (
+        {"quant_method": "fp8", "weight_block_size": [128, -1]},
+        r"weight_block_size: expected rows and columns of a block",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_what_is_not_read_is_refused_with_what_is(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(
+        BadInput, match=r"^config\.json: quantization_config: .*" + message.removeprefix("quantization_config: ")
+    ):
+        read_quantization({"quantization_config": config}, "config.json")
+
+
+def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model-q4.gguf"):
+        with pytest.raises(
+            BadInput, match=r"model-q4\.gguf is GGUF, which is not read: take the folder from which it was made"
+        ):
+            import_hf(path)
+
+
+def test_patterns_of_a_folder_take_no_long_time() -> None:
+    """A pattern that would backtrack is not compared."""
+    found = read_quantization(
+        {"quantization_config": {**PACKED, "ignore": ["re:(a+)+$", "re:" + ".*a" * 9]}}, "config.json"
+    )
+    assert found is not None and found.ignores("a" * 60 + "b") is None
+
+
+def mutate(draw: random.Random, header: dict[str, Any], data: bytearray, config: dict[str, Any]) -> None:
+    """Change a dtype, shape, offset, name, an index or a value of the configuration."""
+    name = draw.choice([key for key in header if key != "__metadata__"])
+    entry = header[name]
+    kind = draw.randrange(7)
+    odd = draw.choice([-1, 0, 1, 3, 7, 31, 33, 127, 129, 2**31, 2**63, 2**70, None, "8", [], 1.5, True])
+    if kind == 0:
+        entry["dtype"] = draw.choice(["F32", "BF16", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0", "I64", "F4", "BOOL"])
+    elif kind == 1 and entry["shape"]:
+        entry["shape"][draw.randrange(len(entry["shape"]))] = odd
+    elif kind == 2:
+        entry["data_offsets"][draw.randrange(2)] = odd
+    elif kind == 3:
+        header[name + draw.choice(["x", "_scale", ".absmax"])] = header.pop(name)
+    elif kind == 4:
+        start = draw.randrange(len(data))
+        data[start : start + 64] = draw.randbytes(len(data[start : start + 64]))
+    elif kind == 5:
+        entry["shape"] = entry["shape"][::-1] if draw.random() < 0.5 else [*entry["shape"], 1]
+    else:
+        inner: Any = config["quantization_config"]
+        while isinstance(inner, dict) and draw.random() < 0.8:
+            key = draw.choice(list(inner))
+            if not isinstance(inner[key], dict):
+                inner[key] = odd
+                return
+            inner = inner[key]
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_changed_headers_shapes_and_indices_are_refused_or_read_inside(count: int, tmp_path: Path) -> None:
+    """Every change ends in a named error or in weights of the right shape: nothing is read outside of a tensor."""
+    draw = random.Random(0)
+    cases = []
+    for number, make in enumerate((compressed_folder, gptq_folder)):
+        folder = tmp_path / str(number)
+        make(folder)
+        content = (folder / "model.safetensors").read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        cases.append((folder, json.loads(content[8 : 8 + length]), content[8 + length :]))
+    configs = [json.loads((folder / "config.json").read_text()) for folder, _, _ in cases]
+    refused = 0
+    for _ in range(count):
+        number = draw.randrange(len(cases))
+        folder, header, data = cases[number]
+        header, config, values = copy.deepcopy(header), copy.deepcopy(configs[number]), bytearray(data)
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            mutate(draw, header, values, config)
+        text = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + values)
+        (folder / "config.json").write_text(json.dumps(config))
+        try:
+            spec, reader = import_hf(folder)
+            for parameter in parameters(spec):
+                assert reader.read(parameter).shape == parameter.shape
+        except MeshwrightError as error:
+            refused += 1
+            assert len(str(error)) < 2000
+    assert count / 2 < refused < count

@@ -74,7 +74,33 @@ def test_without_a_gpu_stored_weights_are_expanded(tmp_path: Path, capsys: pytes
     fp8_folder(tmp_path / "out", per_output=True)
     model = load_for_engine(tmp_path / "out", CPU, torch.float32, EngineOptions())
     assert not rounded_parameters(model)
-    assert "they are expanded to fp32" in capsys.readouterr().err
+    assert "8 layers are expanded to fp32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("capability", "layers"), [((9, 0), 8), ((8, 0), 0)])
+def test_a_gpu_that_multiplies_fp8_takes_stored_weights(
+    capability: tuple[int, int], layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8_folder(tmp_path / "out", per_output=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("meshwright.serve.load._fits", lambda model, device: True)
+    with open_model(tmp_path / "out") as stored:
+        model = planned_model(stored, torch.device("cuda"), torch.bfloat16, EngineOptions())
+    assert len(rounded_parameters(model)) == layers
+
+
+def test_weights_beside_activations_in_bf16_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding their activations would change the model."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+    }
+    only = {"quant_method": "compressed-tensors", "format": "naive-quantized", "config_groups": {"group_0": group}}
+    fp8_folder(tmp_path / "out", per_output=True, quantization=only)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("meshwright.serve.load._fits", lambda model, device: True)
+    with open_model(tmp_path / "out") as stored:
+        assert not rounded_parameters(planned_model(stored, torch.device("cuda"), torch.bfloat16, EngineOptions()))
 
 
 def test_four_bits_are_expanded_or_rounded_to_8_with_the_loss_said(
@@ -87,7 +113,7 @@ def test_four_bits_are_expanded_or_rounded_to_8_with_the_loss_said(
     down = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(model.get_parameter("layers.1.mlp.down.weight"), read[down])
     said = capsys.readouterr().err
-    assert "weights: 14 weights in int4 in groups of 32" in said and "they are expanded to fp32" in said
+    assert "weights: 14 weights in int4 in groups of 32" in said and "8 layers are expanded to fp32" in said
     rounded = load_for_engine(tmp_path / "out", CPU, torch.float32, EngineOptions(weights="int8"))
     use_formats(model, weights="int8")
     ours, theirs = (each.get_submodule("layers.1.mlp.down") for each in (rounded, model))

@@ -32,6 +32,7 @@ from meshwright.families.folder import (
     folder_fields,
     folder_nesting,
     folder_quantization,
+    gguf_hint,
     hf_tensors,
     prediction_copies,
     read_json,
@@ -237,6 +238,10 @@ class HFReader:
         plain = sum(weight is None for weight in self._quantised.values())
         others = f", {plain} others are not quantised" if plain else ""
         return f"{len(weights)} weights in {' and '.join(names)} ({_gigabytes(sum(each.bytes for each in weights))}{others})"
+
+    def quantised_parameters(self) -> list[str]:
+        """The parameters of which some tensors are quantised."""
+        return [name for name, parts in self._parts.items() if any(self._weight(part) is not None for part in parts)]
 
     def remarks(self) -> tuple[str, ...]:
         """What the folder says about activations and caches that no program here follows."""
@@ -461,7 +466,7 @@ def _weight_files(folder: Path) -> dict[str, str]:
     why = (
         f"; {pickled[0]} is pickle, which can run code: convert it to safetensors where you trust it" if pickled else ""
     )
-    raise BadInput(f"{folder}: expected {ONE_FILE} or {INDEX}{why}")
+    raise BadInput(f"{folder}: expected {ONE_FILE} or {INDEX}{why or gguf_hint(folder)}")
 
 
 def _check_file_name(folder: Path, name: str, file: Any) -> None:

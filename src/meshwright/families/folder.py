@@ -291,16 +291,22 @@ def _beginning(folder: Path, files: Mapping[str, str], name: str) -> bytes | Non
         return None
 
 
+def gguf_hint(path: Path) -> str:
+    """What to do instead, where a GGUF file, or a folder of them, was given; else nothing."""
+    found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
+    return f"; {found[0].name} is GGUF, which is not read: take the folder from which it was made" if found else ""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a Hugging Face folder."""
     if path.parent.is_file():
         raise BadInput(
             f"{path.parent}: is a file; expected a Hugging Face folder with {path.name} and safetensors weights"
+            f"{gguf_hint(path.parent)}"
         )
     if not path.is_file():
-        raise BadInput(
-            f"{path}: no such file; expected a Hugging Face folder, which holds {path.name}{no_folder_hint(str(path.parent))}"
-        )
+        hint = no_folder_hint(str(path.parent)) or gguf_hint(path.parent)
+        raise BadInput(f"{path}: no such file; expected a Hugging Face folder, which holds {path.name}{hint}")
     value = read_folder_json(path, hint="; copy the file again from its source")
     if not isinstance(value, dict):
         raise Damaged(f"{path}: expected a JSON object, got {type(value).__name__}")

@@ -106,16 +106,15 @@ def use_stored_formats(
     weights: WeightFormat | None = None,
     invariant: bool = False,
     ranks: dist.ProcessGroup | None = None,
-) -> int:
-    """Replace layers of a model on the meta device by layers that multiply the numbers in which a folder stores them; returns how many.
+) -> None:
+    """Replace layers of a model on the meta device by layers that multiply the numbers in which a folder stores them.
 
     `stored` gives the format of a parameter in the folder. Attention, a feed-forward network and a layer's experts are replaced if all
     their weights are stored so, in the format `weights` if that is given; without it only on a GPU that multiplies the format. `ranks` as
     in `use_formats`.
     """
     if model.spec.expert_bias or model.spec.mlp == "clamped_swiglu":
-        return 0
-    replaced = 0
+        return
     for number, block in _blocks(model):
         for path, parent in _parents(block):
             prefix = f"layers.{number}.{path}"
@@ -124,7 +123,6 @@ def use_stored_formats(
             aligned = found != "fp8" or not any(_is_odd(linear.weight) for _, linear in linears)
             if found is not None and (aligned or device.type == "cpu"):
                 _replace(model, prefix, parent, found, invariant, ranks)
-                replaced += len(linears)
         if (
             not block.routed
             or isinstance(block.moe.experts, SharedExperts)
@@ -136,8 +134,6 @@ def use_stored_formats(
         aligned = found != "fp8" or not any(map(_is_odd, experts.values()))
         if found is not None and aligned and _rounds_experts(block.moe.experts, found, device):
             block.moe.add_module("experts", QuantizedExperts(block.moe.experts, found, ranks))
-            replaced += len(experts)
-    return replaced
 
 
 def _usable(

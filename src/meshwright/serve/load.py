@@ -48,28 +48,27 @@ def load_for_engine(
 
 def planned_model(stored: StoredModel, device: torch.device, dtype: torch.dtype, options: EngineSettings) -> Decoder:
     """The model on the meta device, with layers in 8 bits; says how the weights of a quantised folder are computed."""
-    model, native = _empty(stored, device, dtype, options, options.weights)
-    chosen = options.weights
-    if stored.quantised is not None and chosen is None and not _fits(model, device):
-        model, native, chosen = _in_8_bits(stored, device, dtype, options, weight_bytes(model))
+    model = _empty(stored, device, dtype, options, options.weights)
+    if stored.quantised is not None and options.weights is None and not _fits(model, device):
+        model = _in_8_bits(stored, device, dtype, options, weight_bytes(model))
     if stored.quantised is not None:
-        write_line(loading_sentence(stored, model, device, dtype, chosen, native), sys.stderr)
+        write_line(loading_sentence(stored, model, device, dtype), sys.stderr)
     return model
 
 
 def _in_8_bits(
     stored: StoredModel, device: torch.device, dtype: torch.dtype, options: EngineSettings, expanded: int
-) -> tuple[Decoder, int, WeightFormat]:
+) -> Decoder:
     """The model rounded to the first 8-bit format in which it fits. Raises OutOfResources if there is none."""
     why = ""
     for number_format in _formats_of(device):
         try:
-            model, native = _empty(stored, device, dtype, options, number_format)
+            model = _empty(stored, device, dtype, options, number_format)
         except BadInput as error:
             why = f" ({error})"
             continue
         if _fits(model, device):
-            return model, native, number_format
+            return model
         why = f", {weight_bytes(model) / 1e9:.3g} GB in 8 bits"
     raise OutOfResources(
         f"weights of {expanded / 1e9:.3g} GB in {_dtype_name(dtype)}{why} do not fit {device}, of which "
@@ -79,15 +78,15 @@ def _in_8_bits(
 
 def _empty(
     stored: StoredModel, device: torch.device, dtype: torch.dtype, options: EngineSettings, weights: WeightFormat | None
-) -> tuple[Decoder, int]:
-    """The model on the meta device, and the number of layers that are computed as stored."""
+) -> Decoder:
+    """The model on the meta device, with layers as the folder stores them, and others in the format `weights`."""
     with torch.device("meta"):
         model = Decoder(stored.spec)
     model.to(dtype)
-    native = use_stored_formats(model, stored.format_of, device, weights=weights, invariant=options.invariant)
+    use_stored_formats(model, stored.format_of, device, weights=weights, invariant=options.invariant)
     if weights is not None:
         use_formats(model, weights=weights, invariant=options.invariant, device=device)
-    return model, native
+    return model
 
 
 @torch.no_grad()
@@ -103,25 +102,30 @@ def loading_sentence(
     model: Decoder,
     device: torch.device,
     dtype: torch.dtype,
-    weights: WeightFormat | None,
-    native: int,
+    later: WeightFormat | None = None,
 ) -> str:
-    """How the weights of a quantised folder are stored and computed, and their bytes on the device.
+    """How the weights of a quantised folder are stored and computed in a model on the meta device, and their bytes on `device`.
 
-    `native` layers are computed as stored. `weights` is the format to which others are rounded, if any.
+    `later` is the format to which layers that are expanded now are rounded afterwards, if any.
     """
     assert stored.quantised is not None
-    rounded = len(rounded_parameters(model)) - native
+    formats = rounded_parameters(model)
+    native = [name for name, number_format in formats.items() if stored.format_of(name) == number_format]
+    rounded = {number_format for name, number_format in formats.items() if name not in native}
+    expanded = [name for name in stored.quantised.quantised_parameters() if name not in formats]
     told = [f"weights: {stored.quantised.stored_words()}"]
     if native:
-        told.append(f"{native} layers multiply them as stored, in 8 bits")
-    if rounded and weights is not None:
-        loss = f"adds {ROUNDING_LOSS[weights]:.1%} error of normally distributed weights"
-        told.append(f"{rounded} layers are rounded to {weights}, which {loss}")
-    if not native or not rounded:
-        told.append(f"{'the others are' if native or rounded else 'they are'} expanded to {_dtype_name(dtype)}")
-    told += stored.quantised.remarks() if native else ()
+        told.append(f"{len(native)} layers multiply them as stored, in 8 bits")
+    told += [f"{len(formats) - len(native)} layers are {_rounding(number_format)}" for number_format in rounded]
+    if expanded:
+        told.append(f"{len(expanded)} layers are expanded to {_dtype_name(dtype)}")
+        told += [] if later is None else [f"then {_rounding(later)}"]
+    told += stored.quantised.remarks()
     return "; ".join(told) + f"; {weight_bytes(model) / 1e9:.3g} GB on {device}"
+
+
+def _rounding(number_format: WeightFormat) -> str:
+    return f"rounded to {number_format}, which adds {ROUNDING_LOSS[number_format]:.1%} error of normally distributed weights"
 
 
 def weight_bytes(model: Decoder) -> int:

@@ -121,9 +121,9 @@ def use_stored_weights(
     if stored.quantised is None:
         return
     ranks = world_group() if divided and world.ranks > 1 else None
-    native = use_stored_formats(model, stored.format_of, world.device, weights=weights, ranks=ranks)
+    use_stored_formats(model, stored.format_of, world.device, weights=weights, ranks=ranks)
     if world.rank == 0:
-        write_line(loading_sentence(stored, model, world.device, dtype, weights, native), sys.stderr)
+        write_line(loading_sentence(stored, model, world.device, dtype, weights), sys.stderr)
 
 
 class RankEngine(Engine):
