@@ -233,8 +233,8 @@ def test_the_engine_generates_from_such_a_folder_and_knows_its_ends_and_template
             r"config\.json: text_config: hidden_activation: expected 'gelu_pytorch_tanh', got 'relu'",
         ),
         (
-            lambda config: config.update(quantization_config={"quant_method": "awq"}),
-            r"quantization_config: expected unquantized weights",
+            lambda config: config.update(quantization_config={"quant_method": "aqlm"}),
+            r"quantization_config: quant_method: expected one of fp8, .*, or unquantized weights, got 'aqlm'",
         ),
     ],
     ids=["unknown text model", "class of a text model", "key of the text model", "quantised"],

@@ -98,3 +98,23 @@ def test_options_of_trainings_and_questions_without_a_file_are_refused(question:
     assert "--probe" in meshwright("plan", question, "--probe", "3").err
     refused = meshwright("plan", "model=llama3-8b", "serve.limits.attainment=0.9")
     assert refused.code == 2 and "needs a file with `serve`" in refused.err
+
+
+def test_a_folder_in_fp8_is_planned_in_the_format_that_it_stores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from meshwright.cli.plan_deployment import deployment_question
+    from tests.checkpoint.test_quantized import DYNAMIC, PACKED, exported, in_fp8, packed_in_4_bits, rewrite
+
+    tensors, _ = exported(tmp_path / "fp8")
+    in_fp8(tensors, per_output=True)
+    rewrite(tmp_path / "fp8", tensors, DYNAMIC)
+    tensors, _ = exported(tmp_path / "int4")
+    packed_in_4_bits(tensors)
+    rewrite(tmp_path / "int4", tensors, PACKED)
+    file = tmp_path / "serve.yaml"
+    for name, weights, said in (("fp8", "fp8", "the plan has fp8, in which"), ("int4", None, "the plan has bf16")):
+        file.write_text(QUESTION.replace("llama3-8b", f"{{init: 'hf:{tmp_path / name}'}}").replace("2000", "200"))
+        assert deployment_question([str(file)]).value.serve.quantisation.weights == weights
+        told = capsys.readouterr().err
+        assert said in told and "GB expanded to bf16" in told and "GB in int8" in told

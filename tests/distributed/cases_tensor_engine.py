@@ -137,6 +137,23 @@ def tensor_engine(world: World, spec: ModelSpec, options: EngineOptions) -> Tens
     return TensorEngine(part, world, options=options)
 
 
+def stored_rows(world: World, folder: Path) -> list[list[list[float]]]:
+    """The rank's engine of a folder in fp8, in which it plays a step; a row of each of two layers, as it multiplies it."""
+    part = RankModel.load(folder, world, torch.float32, weights="fp8")
+    engine = TensorEngine(part, world, options=options_of(weights="fp8"))
+    rows = []
+    for name in ("layers.0.mlp.gate_up", "layers.0.mlp.down"):
+        layer = part.model.get_submodule(name)
+        assert isinstance(layer, QuantizedWeight)
+        rows.append((layer.values.float() * layer.scale)[:3].tolist())
+    if world.leads:
+        first_logits(engine)
+        engine.close()
+    else:
+        engine.follow()
+    return rows
+
+
 def play_on_ranks(world: World, spec: ModelSpec, options: EngineOptions, play: Play, *arguments: Any) -> Any:
     """The result of `play(engine, *arguments)` on rank 0; None on the others. All blocks are free on all at the end."""
     engine = tensor_engine(world, spec, options)

@@ -11,6 +11,7 @@ import torch
 from meshwright.spec.inference_layout import rank_pieces, rank_shape, split_error
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec, parameters
+from tests.checkpoint.test_quantized import DYNAMIC, exported, in_fp8, rewrite
 from tests.distributed.cases_tensor_engine import (
     compare_rounded_weights,
     continue_and_abort,
@@ -23,6 +24,7 @@ from tests.distributed.cases_tensor_engine import (
     play_alone,
     play_on_ranks,
     save_newer,
+    stored_rows,
 )
 from tests.distributed.pool import CaseFailed, Pool
 from tests.models.tiny import ALL, DEEPSEEK_V2, LATENT, LLAMA
@@ -102,6 +104,19 @@ def test_logits_of_rounded_weights_are_those_of_one_device(pool: Pool, name: str
         assert (ours - alone).abs().mean() < SAME * spread
     else:
         assert (ours - exact).abs().mean() < 1.2 * spread
+
+
+def test_ranks_multiply_their_part_of_stored_weights(pool: Pool, tmp_path: Path) -> None:
+    """A rank has its outputs of an input layer and its inputs of the layer behind, with the folder's scales of whole outputs."""
+    tensors, _ = exported(tmp_path / "out")
+    read = in_fp8(tensors, per_output=True)
+    rewrite(tmp_path / "out", tensors, DYNAMIC)
+    ranks = pool.run(stored_rows, 2, tmp_path / "out")
+    gate, down = (read[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "down"))
+    for rank, (first, second) in enumerate(ranks):
+        half = slice(rank * len(gate) // 2, (rank + 1) * len(gate) // 2)
+        assert torch.equal(torch.tensor(first), gate[half][:3])
+        assert torch.equal(torch.tensor(second), down[:3, half])
 
 
 def test_newer_weights_reach_all_ranks(pool: Pool, tmp_path: Path) -> None:

@@ -154,7 +154,11 @@ def test_the_original_gpt2_config_is_read():
         (DEEPSEEK_V3, {"n_group": 8}, ["expert_groups", "8", "at least 2"]),
         (DEEPSEEK_V3, {"qk_rope_head_dim": 5}, ["rope_head_dim", "5", "even"]),
         (DEEPSEEK_V3, {"v_head_dim": 40}, ["value_head_dim", "40", "head_dim (16)"]),
-        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "128"]),
+        (
+            DEEPSEEK_V3,
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            ["quantization_config: weight_block_size", "[128, 128]", "[128]"],
+        ),
         (
             DENSE["glm4"],
             {"rope_parameters": {"partial_rotary_factor": 1.5}},

@@ -35,6 +35,7 @@ ITEM_BYTES = {
     "BOOL": 1,
     "F8_E4M3": 1,
     "F8_E5M2": 1,
+    "F8_E8M0": 1,
 }
 """Bytes of one element by safetensors' dtype name."""
 

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,25 +20,30 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from meshwright.checkpoint.quantized import Stored, StoredWeight, find_weight
 from meshwright.checkpoint.towers import Towers, check_tensors, towers_beside, towers_sentence
 from meshwright.data.chat_template import GENERATION_CONFIG
 from meshwright.data.text_format import TextFormat, derive, export_text_files, exported_ids, named_bos
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.durable.writes import publish, sync_file, write_durable
 from meshwright.families.folder import (
-    FP8_BLOCK,
     SPECIAL_IDS,
     HFTensor,
     folder_fields,
     folder_nesting,
+    folder_quantization,
+    gguf_hint,
     hf_tensors,
     prediction_copies,
     read_json,
     to_hf_config,
     to_whole_config,
 )
+from meshwright.families.quantization import CACHE_SCALES, KEY, Quantization
 from meshwright.families.registry import FAMILIES
 from meshwright.families.text_part import Nesting
+from meshwright.kernels.row_quantize import RoundedMatrix, rounded_matrix
+from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.folder_files import TOKENIZER_BYTES, check_inside, read_folder_file
@@ -61,8 +66,6 @@ Source = Callable[[str], Tensor] | Iterable[tuple[str, Tensor]] | RowSource
 DTYPES = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
 """dtypes in which weights can be exported: torch's and safetensors' name."""
 FLOATS = ("F64", "F32", "F16", "BF16")
-FP8, SCALES = "F8_E4M3", "_scale_inv"
-"""dtype of weights that have a scale for each block, and the suffix of the name of their scales."""
 BASE_MODEL = "A base model, exported by Meshwright: it continues text, and was not tuned to follow instructions."
 """The sentence of a model card about a model that was trained from scratch on text."""
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -130,18 +133,23 @@ def export_hf(
         raise
 
 
-def import_hf(folder: Path) -> tuple[ModelSpec, HFReader]:
-    """The model that a Hugging Face folder holds, and a reader of its weights.
+CPU = torch.device("cpu")
+
+
+def import_hf(folder: Path, device: torch.device = CPU) -> tuple[ModelSpec, HFReader]:
+    """The model that a Hugging Face folder holds, and a reader of its weights, which unpacks quantised ones on `device`.
 
     Raises BadInput for a model that this program cannot compute, for weights that are not safetensors and for tensors
     that the model does not have; Damaged for files that are unreadable or do not match each other.
     """
     fields, notes = folder_fields(folder)
     spec, files = from_plain(ModelSpec, fields), _weight_files(folder)
-    reader = HFReader(folder, spec, files, notes, folder_nesting(folder))
+    reader = HFReader(folder, spec, files, notes, folder_nesting(folder), folder_quantization(folder), device)
     reader.check()
+    if (words := reader.stored_words()) is not None:
+        reader.notes += (f"{words} are expanded",)
     if reader.nesting is not None:
-        reader.notes = (*notes, towers_sentence(reader.others))
+        reader.notes += (towers_sentence(reader.others),)
     return spec, reader
 
 
@@ -157,6 +165,10 @@ class HFReader:
     """Sentences for the user about settings in config.json that this program ignores."""
     nesting: Nesting | None = None
     """Where the text part is, in a folder of a model that also reads images or sound."""
+    quantization: Quantization | None = None
+    """What config.json says about quantised weights."""
+    device: torch.device = CPU
+    """Where quantised weights are unpacked; their rows are there, those of others on the CPU."""
     _open: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,6 +176,7 @@ class HFReader:
         bare = self.nesting is None and not any(name.startswith(base) for name in self.files)
         self._base = base if bare else ""
         self._parts = hf_tensors(self.spec)
+        self._quantised: dict[str, StoredWeight | None] = {}
 
     @property
     def others(self) -> list[str]:
@@ -189,30 +202,98 @@ class HFReader:
 
     def read_rows(self, parameter: ParameterSpec, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of dimension 0."""
-        pieces, rows_per_index = [], math.prod(parameter.shape[1:-1])
+        pieces = []
+        for part, first, last in self._ranges(parameter, start, stop):
+            pieces.append(self._slice(part, first, last))
+        if not pieces:
+            return torch.empty((0, *parameter.shape[1:]))
+        return self._whole(pieces).unflatten(0, (-1, *parameter.shape[1:-1]))
+
+    def native(self, parameter: ParameterSpec) -> WeightFormat | None:
+        """The 8-bit format in which all of the parameter is stored, with a scale for each output or tensor; None if it is not."""
+        if len(parameter.shape) < 2:
+            return None
+        weights = [self._weight(part) for part in self._parts[parameter.name]]
+        formats = {None if weight is None else weight.scheme.native for weight in weights}
+        return formats.pop() if len(formats) == 1 else None
+
+    def read_rounded(self, parameter: ParameterSpec, start: int, stop: int) -> RoundedMatrix:
+        """Rows [start, stop) of dimension 0 as stored, of a parameter that is `native`; scales `(…, out, 1)`."""
+        pieces = []
+        for part, first, last in self._ranges(parameter, start, stop):
+            weight = self._weight(part)
+            assert weight is not None
+            pieces.append(weight.rounded_rows(first, last))
+        number_format, sizes = self.native(parameter), (-1, *parameter.shape[1:-1])
+        assert number_format is not None
+        values, scale = (self._whole([piece[index] for piece in pieces]).unflatten(0, sizes) for index in (0, 1))
+        return rounded_matrix(values, scale, number_format)
+
+    def stored_words(self) -> str | None:
+        """How the quantised weights are stored, with their number and bytes; None without."""
+        weights = [weight for weight in self._quantised.values() if weight is not None]
+        if not weights:
+            return None
+        names = dict.fromkeys(weight.scheme.name for weight in weights)
+        plain = sum(weight is None for weight in self._quantised.values())
+        others = f", {plain} others are not quantised" if plain else ""
+        return f"{len(weights)} weights in {' and '.join(names)} ({_gigabytes(sum(each.bytes for each in weights))}{others})"
+
+    def quantised_parameters(self) -> list[str]:
+        """The parameters of which some tensors are quantised."""
+        return [name for name, parts in self._parts.items() if any(self._weight(part) is not None for part in parts)]
+
+    def remarks(self) -> tuple[str, ...]:
+        """What the folder says about activations and caches that no program here follows."""
+        weights = [weight for weight in self._quantised.values() if weight is not None]
+        static = any({*weight.scheme.inputs} & {*weight.names} for weight in weights if weight.scheme.activations)
+        scales = [name for name in self.files if self._is_cache_scale(name)]
+        found = ["activations get a scale for each token, not the folder's static ones"] if static else []
+        if scales:
+            found.append(f"{len(scales)} scales of cached keys and values are not used: those of the cache are 1")
+        return tuple(found)
+
+    def _is_cache_scale(self, name: str) -> bool:
+        return self.quantization is not None and self.quantization.cache_scales and name.endswith(CACHE_SCALES)
+
+    def _ranges(self, parameter: ParameterSpec, start: int, stop: int) -> Iterator[tuple[HFTensor, int, int]]:
+        """Each tensor that has some of the rows [start, stop) of dimension 0, and the first and last of its rows."""
+        rows_per_index = math.prod(parameter.shape[1:-1])
         for part in self._parts[parameter.name]:
             first, last = (
                 max(start * rows_per_index - part.first_row, 0),
                 min(stop * rows_per_index - part.first_row, part.row_count),
             )
             if first < last:
-                pieces.append(self._slice(part, first, last))
-        if not pieces:
-            return torch.empty((0, *parameter.shape[1:]))
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unflatten(0, (-1, *parameter.shape[1:-1]))
+                yield part, first, last
+
+    def _whole(self, pieces: list[Tensor]) -> Tensor:
+        """Pieces of a parameter as one tensor; of weights of which only some are quantised, on the device of these."""
+        if len(pieces) == 1:
+            return pieces[0]
+        if any(piece.device != pieces[0].device for piece in pieces):
+            pieces = [piece.to(self.device) for piece in pieces]
+        return torch.cat(pieces)
 
     def check(self) -> None:
         """Compare names, shapes and dtypes of every tensor with what the model needs; only copies of others are read."""
         needed = {self._stored_name(part): part for parts in self._parts.values() for part in parts}
+        read: set[str] = set()
         for name, part in needed.items():
+            if (weight := self._weight(part)) is not None:
+                self._check_quantised(name, part)
+                read |= {*weight.names.values()}
+                continue
             if name not in self.files:
                 near = nearest(name, self.files)
                 hint = f" (nearest: {near})" if near else ""
                 raise Damaged(f"{self.folder}: no tensor {name}, which config.json calls for{hint}")
             self._check_tensor(name, part)
         copies = self._copies()
-        placed = {*needed, *copies, *self.others}
+        placed = {*needed, *read, *copies, *self.others}
         spare = [name for name in self.files if name not in placed and not self._is_unused(name)]
+        if spare and self._is_scale(spare[0], needed):
+            raise BadInput(f"{self._where(spare[0])}: {spare[0]} has no place beside its weight{self._schemes()}")
         if spare:
             near = nearest(spare[0], needed)
             hint = f" (nearest: {near})" if near else ""
@@ -230,19 +311,62 @@ class HFReader:
             raise Damaged(
                 f"{self.folder / self.files[name]}: {name}: expected shape {part.shape} by config.json, got {shape}"
             )
-        scaled = dtype == FP8 and name + SCALES in self.files
-        if dtype not in FLOATS and not scaled:
+        if dtype not in FLOATS:
+            quantised = len(shape) > 1 and self.quantization is None
+            hint = f"; config.json has no {KEY}, which says how to read other numbers" if quantised else ""
+            raise BadInput(f"{self._where(name)}: {name}: expected one of {', '.join(FLOATS)}, got {dtype}{hint}")
+
+    def _check_quantised(self, name: str, part: HFTensor) -> None:
+        """Raise BadInput for a quantised weight that config.json lists as not quantised, or whose family stores it transposed."""
+        assert self.quantization is not None
+        module = name.removesuffix(".weight")
+        if (entry := self.quantization.ignores(module)) is not None:
             raise BadInput(
-                f"{self.folder / self.files[name]}: {name}: expected one of {', '.join(FLOATS)}, got {dtype}"
+                f"{self.folder / 'config.json'}: {KEY}: {entry} is listed as not quantised, but {module} has scales in "
+                f"{self._file_of(module)}; correct the list"
             )
+        if part.transposed and not part.stacked:
+            raise BadInput(f"{self.folder}: {name} is quantised, which is not read in a {self.spec.family} folder")
+
+    def _schemes(self) -> str:
+        """The schemes that config.json allows, in words."""
+        if self.quantization is None:
+            return f": config.json has no {KEY}"
+        return f" by {KEY} of config.json ({', '.join(each.name for each in self.quantization.schemes)})"
+
+    def _where(self, name: str) -> str:
+        return str(self.folder / self.files[name])
+
+    def _file_of(self, module: str) -> str:
+        return next(file for name, file in self.files.items() if name.startswith(module))
+
+    def _is_scale(self, name: str, needed: Collection[str]) -> bool:
+        """Whether a tensor stands beside a weight that the model needs, and belongs to none of its modules."""
+        bases = {weight.removesuffix(".weight") for weight in needed}
+        return any(name.startswith((f"{base}.", f"{base}_")) for base in bases)
+
+    def _weight(self, part: HFTensor) -> StoredWeight | None:
+        """The quantised weight of a part; None if it is stored as plain numbers."""
+        name = self._stored_name(part)
+        if self.quantization is None or len(part.shape) < 2:
+            return None
+        if name not in self._quantised:
+            plain = name in self.files and self._stored(name).get_dtype() in FLOATS
+            outputs, inputs = part.row_count, part.shape[-2 if part.transposed else -1]
+            shape = (part.shape[0], outputs // part.shape[0], inputs) if part.stacked else (outputs, inputs)
+            stored = Stored(self._stored, self._where, self.device)
+            schemes = self.quantization.schemes
+            self._quantised[name] = None if plain else find_weight(name, shape, self.files, schemes, stored)
+        return self._quantised[name]
 
     def _slice(self, part: HFTensor, first: int, last: int) -> Tensor:
         name = self._stored_name(part)
+        rows = part.row_count // part.shape[0] if part.stacked else 1  # of an expert
+        if (weight := self._weight(part)) is not None:
+            values = weight.rows(first // rows, last // rows)
+            return from_stacked(replace(part, transposed=False), values) if part.stacked else values
         stored = self._stored(name)
-        if stored.get_dtype() == FP8:
-            return _dequantised(stored, self._stored(name + SCALES), first, last)
         if part.stacked:
-            rows = part.row_count // part.shape[0]  # of an expert
             return from_stacked(part, stored[first // rows : last // rows])
         return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
 
@@ -272,6 +396,8 @@ class HFReader:
 
     def _check_copy(self, name: str, original: str) -> None:
         """Raise BadInput if a tensor is not the one that it is said to repeat."""
+        if original not in self.files:
+            raise BadInput(f"{self._where(name)}: {name} must repeat {original}, which is quantised; remove the copy")
         copy, expected = self._stored(name), self._stored(original)
         shape = copy.get_shape()
         equal = shape == expected.get_shape() and copy.get_dtype() == expected.get_dtype()
@@ -288,8 +414,11 @@ class HFReader:
         )
 
     def _is_unused(self, name: str) -> bool:
-        scales = name.endswith(SCALES) and name.removesuffix(SCALES) in self.files
-        return scales or name.endswith(FAMILIES[self.spec.family].unused)
+        return self._is_cache_scale(name) or name.endswith(FAMILIES[self.spec.family].unused)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
 
 
 def from_stacked(part: HFTensor, stored: Tensor) -> Tensor:
@@ -306,15 +435,6 @@ def _to_stacked(part: HFTensor, rows: Tensor) -> Tensor:
     if part.interleaved:
         theirs = theirs.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     return theirs.mT if part.transposed else theirs
-
-
-def _dequantised(stored: Any, scales: Any, first: int, last: int) -> Tensor:
-    """Rows [first, last) of a weight in fp8 times the scales of their blocks, in fp32."""
-    top = first // FP8_BLOCK
-    blocks = scales[top : -(-last // FP8_BLOCK)].float()
-    factors = blocks.repeat_interleave(FP8_BLOCK, 0)[first - top * FP8_BLOCK :][: last - first]
-    values = stored[first:last].float()
-    return values * factors.repeat_interleave(FP8_BLOCK, 1)[:, : values.shape[1]]
 
 
 def _opened(path: Path) -> Any:
@@ -346,7 +466,7 @@ def _weight_files(folder: Path) -> dict[str, str]:
     why = (
         f"; {pickled[0]} is pickle, which can run code: convert it to safetensors where you trust it" if pickled else ""
     )
-    raise BadInput(f"{folder}: expected {ONE_FILE} or {INDEX}{why}")
+    raise BadInput(f"{folder}: expected {ONE_FILE} or {INDEX}{why or gguf_hint(folder)}")
 
 
 def _check_file_name(folder: Path, name: str, file: Any) -> None:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from meshwright.checkpoint.adapters import BASE, adapter_values, base_digest, check_base, deltas_of, merged
-from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.hf import CPU, HFReader, import_hf
 from meshwright.checkpoint.initial import checkpoint_weights
 from meshwright.checkpoint.inventory import newest_checkpoint
 from meshwright.checkpoint.peft import CONFIG, StoredAdapter, read_peft
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.config.load import load_resolved, load_resolved_model
+from meshwright.kernels.row_quantize import RoundedMatrix, rounded_matrix
 from meshwright.models.decoder import Decoder
+from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces
 from meshwright.spec.layout import WHOLE, Part
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
 
 log = logging.getLogger("meshwright")
+
+
+NO_FORMATS: Mapping[str, WeightFormat] = {}
 
 
 @dataclass(frozen=True)
@@ -38,46 +44,96 @@ class StoredModel:
     A Hugging Face folder has no digests; its headers and sizes were checked when it was opened.
     """
 
-    def tensors(self, part: Part = WHOLE, experts: Part = WHOLE) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and value of each parameter: of all, or of the part of a tensor or expert rank of the inference engine."""
+    quantised: HFReader | None = None
+    """Reader of a Hugging Face folder with quantised weights, which are also read as stored."""
+
+    def tensors(
+        self, part: Part = WHOLE, experts: Part = WHOLE, formats: Mapping[str, WeightFormat] = NO_FORMATS
+    ) -> Iterator[tuple[str, torch.Tensor | RoundedMatrix]]:
+        """Yields name and value of each parameter: of all, or of the part of a tensor or expert rank of the inference engine.
+
+        Parameters in `formats` that the folder stores in that format are yielded as stored, others expanded.
+        """
         for parameter in parameters(self.spec):
-            if pieces := rank_pieces(self.spec, parameter, part, experts):
+            if not (pieces := rank_pieces(self.spec, parameter, part, experts)):
+                continue
+            wanted = formats.get(parameter.name)
+            if wanted is not None and self.format_of(parameter.name) == wanted:
+                yield parameter.name, self._rounded(parameter, pieces, wanted)
+            else:
                 yield parameter.name, self._combined(parameter, pieces)
+
+    def format_of(self, name: str) -> WeightFormat | None:
+        """The 8-bit format in which the folder stores a parameter, with a scale for each output or tensor; None if it does not."""
+        return None if self.quantised is None else self.quantised.native(self._parameters[name])
+
+    @cached_property
+    def _parameters(self) -> dict[str, ParameterSpec]:
+        return {parameter.name: parameter for parameter in parameters(self.spec)}
 
     @torch.no_grad()
     def copy_to(self, model: Decoder, part: Part = WHOLE, experts: Part = WHOLE) -> None:
         """Copy the weights into the parameters of `model`, in place; the parts are those of `tensors`."""
         weights = dict(model.named_parameters())
         for name, value in self.tensors(part, experts):
+            assert isinstance(value, torch.Tensor), "without `formats`"
             weights[name].copy_(value)
 
     def _combined(self, parameter: ParameterSpec, pieces: Sequence[Piece]) -> torch.Tensor:
         """Pieces that follow one another along one dimension, as one tensor."""
-        values = []
+        values = [_narrowed(self.read_rows(parameter, *_rows_of(piece)), piece) for piece in pieces]
+        return _joined(values, parameter)
+
+    def _rounded(self, parameter: ParameterSpec, pieces: Sequence[Piece], number_format: WeightFormat) -> RoundedMatrix:
+        """As `_combined`, as stored. An output's scale is that of all its inputs."""
+        assert self.quantised is not None
+        values, scales = [], []
         for piece in pieces:
-            rows = self.read_rows(parameter, piece.offsets[0], piece.offsets[0] + piece.sizes[0])
-            for dim, (start, size) in enumerate(zip(piece.offsets[1:], piece.sizes[1:], strict=True), 1):
-                rows = rows.narrow(dim, start, size)
-            values.append(rows)
-        return values[0] if len(values) == 1 else torch.cat(values, dim=piece_dimension(parameter))
+            rows = self.quantised.read_rounded(parameter, *_rows_of(piece))
+            values.append(_narrowed(rows.values, piece))
+            scales.append(_narrowed(rows.scale, piece, last=False))
+        return rounded_matrix(_joined(values, parameter), _joined(scales, parameter), number_format)
+
+
+def _rows_of(piece: Piece) -> tuple[int, int]:
+    """The first row of a piece, and the row after the last."""
+    return piece.offsets[0], piece.offsets[0] + piece.sizes[0]
+
+
+def _narrowed(rows: torch.Tensor, piece: Piece, *, last: bool = True) -> torch.Tensor:
+    """The rows of a piece cut to its other dimensions, without `last` all but the last."""
+    cuts = list(enumerate(zip(piece.offsets, piece.sizes, strict=True)))[1:]
+    for dim, (start, size) in cuts if last else cuts[:-1]:
+        rows = rows.narrow(dim, start, size)
+    return rows
+
+
+def _joined(values: list[torch.Tensor], parameter: ParameterSpec) -> torch.Tensor:
+    return values[0] if len(values) == 1 else torch.cat(values, dim=piece_dimension(parameter))
 
 
 @contextmanager
 def open_model(
-    folder: Path, *, contents: bool = True, predictions: int = 0, adapter: Path | None = None
+    folder: Path,
+    *,
+    contents: bool = True,
+    predictions: int = 0,
+    adapter: Path | None = None,
+    device: torch.device = CPU,
 ) -> Iterator[StoredModel]:
     """The model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
 
     Of the modules that predict further tokens it has the first `predictions`, or all if there are fewer: only speculative decoding uses
     them. `adapter` is merged into the weights: a folder in peft's files, or a run or a checkpoint with adapters. With `contents` a
-    checkpoint is good if all its bytes are; else by the names and sizes of its files. Raises BadInput if the
+    checkpoint is good if all its bytes are; else by the names and sizes of its files. Quantised weights are unpacked on `device`, where
+    their rows then are. Raises BadInput if the
     folder is none of these, and Damaged if no checkpoint is good.
     """
     if (folder / "config.json").exists():
-        spec, weights = import_hf(folder)
-        yield _with_adapter(
-            StoredModel(_with_predictions(spec, predictions), weights.read_rows, lambda: None), adapter, folder
-        )
+        spec, weights = import_hf(folder, CPU if adapter is not None else device)
+        quantised = None if weights.quantization is None else weights
+        base = StoredModel(_with_predictions(spec, predictions), weights.read_rows, lambda: None, quantised)
+        yield _with_adapter(base, adapter, folder)
         return
     checkpoint = newest_checkpoint(folder, contents=contents)
     spec = _with_predictions(without_adapter(load_resolved_model(checkpoint / "config.yaml")), predictions)
@@ -94,7 +150,7 @@ def _with_adapter(base: StoredModel, adapter: Path | None, folder: Path) -> Stor
         log.warning("%s", note)
     if stored.base is not None:
         check_base(stored.base, base_digest(base.spec, base.read_rows), str(adapter), str(folder))
-    return replace(base, read_rows=merged(base.read_rows, stored.deltas))
+    return replace(base, read_rows=merged(base.read_rows, stored.deltas), quantised=None)
 
 
 def open_adapter(folder: Path, spec: ModelSpec) -> StoredAdapter:

@@ -66,8 +66,9 @@ def chat(
 
         echo "Hi" | meshwright chat my-chat-model
     """
-    from meshwright.checkpoint.single_device import device_and_dtype, load_model
+    from meshwright.checkpoint.single_device import device_and_dtype
     from meshwright.serve.engine import Engine
+    from meshwright.serve.load import load_for_engine
     from meshwright.serve.sampling_options import SamplingOptions
     from meshwright.server.model_files import read_model_files
     from meshwright.spec.engine import EngineOptions
@@ -80,7 +81,8 @@ def chat(
     sampling = sampling if temperature is None else replace(sampling, temperature=temperature)
     for sentence in files.text.sentences():
         say(f"meshwright: {sentence}")
-    engine = Engine(load_model(folder, *device_and_dtype()), files.tokenizer, EngineOptions(sequences=1))
+    options = EngineOptions(sequences=1)
+    engine = Engine(load_for_engine(folder, *device_and_dtype(), options), files.tokenizer, options)
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  (gives `input` a history and cursor keys)

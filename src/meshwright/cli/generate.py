@@ -327,10 +327,11 @@ def _continue_here(
     """Continue all prompts on one device."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.serve.engine import Engine
+    from meshwright.serve.load import load_for_engine
 
     draft_model = None if drafting.model is None else load_model(drafting.model, *device_and_dtype())
     options = engine_options(prompts, how, formats, drafting)
-    model = load_model(folder, *device_and_dtype(), predictions=drafting.modules, adapter=adapter)
+    model = load_for_engine(folder, *device_and_dtype(), options, predictions=drafting.modules, adapter=adapter)
     engine = Engine(model, tokenizer, options, draft_model=draft_model)
     for number, update in continued(engine, prompts, how):
         texts.add(number, update.text, ended=update.reason is not None)

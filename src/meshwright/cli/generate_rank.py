@@ -48,7 +48,7 @@ def continue_prompts(job: EngineJob, environment: RankEnvironment) -> list[list[
     world = join(environment, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
     how = Sampling(**{name: getattr(job, name) for name in Sampling._fields})
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    part = RankModel.load(Path(job.folder), world, dtype, job.experts)
+    part = RankModel.load(Path(job.folder), world, dtype, job.experts, job.weights)
     options = replace(engine_options(job.prompts, how), weights=job.weights, kv_cache=job.kv_cache)
     engine = engine_of_rank(part, world, None, options, job.experts)
     new: list[list[int]] = [[] for _ in job.prompts]

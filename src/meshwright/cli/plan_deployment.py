@@ -12,6 +12,7 @@ from meshwright.cli.options import check_writable, say, split_words
 from meshwright.cli.plan_deployment_html import page
 from meshwright.cli.plan_deployment_text import show
 from meshwright.cli.planned_deployment import ServePlan
+from meshwright.cli.quantised_folder import with_stored_formats
 from meshwright.config.deployment_file import deployment_yaml, read_deployment_spec
 from meshwright.config.reading import Located
 from meshwright.config.trace_file import workload_requests
@@ -63,7 +64,11 @@ def deployment_question(words: list[str] | None) -> Located[DeploymentSpec]:
     if path is None:
         raise BadInput("a plan of a deployment needs a file with `serve`: meshwright plan serve.yaml [KEY=VALUE]...")
     question = read_deployment_spec(path, overrides, detect=found_cluster, model_reader=folder_spec, note=say)
-    return replace(question, value=replace(question.value, model=with_model_vocabulary(question.value.model)))
+    whole = replace(question.value, model=with_model_vocabulary(question.value.model))
+    value, sentence = with_stored_formats(whole)
+    if sentence is not None:
+        say(sentence)
+    return replace(question, value=value)
 
 
 def workload_rate(requests: Sequence[TimedRequest]) -> float:

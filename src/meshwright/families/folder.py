@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families.format import WITHOUT_EFFECT, Family, HFConfig
+from meshwright.families.quantization import KEY, Quantization, read_quantization
 from meshwright.families.registry import FAMILIES
 from meshwright.families.text_part import Nesting, nesting, text_config
 from meshwright.spec.dimension_checks import check_dimensions
@@ -19,8 +20,6 @@ from meshwright.spec.folder_files import read_folder_json
 from meshwright.spec.foreign_words import no_folder_hint
 from meshwright.spec.model import KindSpec, ModelSpec, ParameterSpec, parameters, without_adapter
 
-FP8_BLOCK = 128
-"""Rows and columns of a weight that share a scale in a folder with fp8 weights."""
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 """Names of the dtypes in config.json."""
 _COMPARED = 1 << 16
@@ -203,12 +202,8 @@ def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tup
     config, where = text_config(config, where) or (config, where)
     family = _family_of(config, where)
     reader = HFConfig(config, where)
-    if (quantization := reader.get("quantization_config")) and not _is_block_fp8(quantization):
-        expected = f"unquantized weights, or fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK}; use the model from which it was quantized"
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        if method == "mxfp4":  # as gpt-oss is released
-            expected = "weights in bf16: convert the folder first (transformers: Mxfp4Config(dequantize=True))"
-        raise reader.error("quantization_config", method or "a quantized model", expected)
+    reader.get(KEY)
+    read_quantization(config, where)
     found = _fields(family, reader)
     check_dimensions(from_plain(ModelSpec, found), where)
     return found, tuple(reader.notes)
@@ -251,6 +246,22 @@ def folder_nesting(folder: Path) -> Nesting | None:
     return nesting(_family_of(*found), _tensor_files(folder), str(folder))
 
 
+MODELOPT = "hf_quant_config.json"
+"""File with the settings of ModelOpt, in folders whose config.json has none."""
+
+
+def folder_quantization(folder: Path) -> Quantization | None:
+    """What a folder says about quantised weights: in config.json, or in ModelOpt's own file. Raises BadInput as `read_quantization`."""
+    where = folder / "config.json"
+    config = read_json(where)
+    found, place = text_config(config, str(where)) or (config, str(where))
+    if not found.get(KEY) and (folder / MODELOPT).is_file():
+        place = str(folder / MODELOPT)
+        section = read_json(folder / MODELOPT).get("quantization")
+        found = {KEY: {"quant_method": "modelopt", **section} if isinstance(section, Mapping) else section}
+    return read_quantization(found, place)
+
+
 def _tensor_files(folder: Path) -> dict[str, str]:
     """File of each tensor in a folder's safetensors; none if the index or the header of the only file cannot be read."""
     try:
@@ -280,27 +291,26 @@ def _beginning(folder: Path, files: Mapping[str, str], name: str) -> bytes | Non
         return None
 
 
+def gguf_hint(path: Path) -> str:
+    """What to do instead, where a GGUF file, or a folder of them, was given; else nothing."""
+    found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
+    return f"; {found[0].name} is GGUF, which is not read: take the folder from which it was made" if found else ""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a Hugging Face folder."""
     if path.parent.is_file():
         raise BadInput(
             f"{path.parent}: is a file; expected a Hugging Face folder with {path.name} and safetensors weights"
+            f"{gguf_hint(path.parent)}"
         )
     if not path.is_file():
-        raise BadInput(
-            f"{path}: no such file; expected a Hugging Face folder, which holds {path.name}{no_folder_hint(str(path.parent))}"
-        )
+        hint = no_folder_hint(str(path.parent)) or gguf_hint(path.parent)
+        raise BadInput(f"{path}: no such file; expected a Hugging Face folder, which holds {path.name}{hint}")
     value = read_folder_json(path, hint="; copy the file again from its source")
     if not isinstance(value, dict):
         raise Damaged(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
-
-
-def _is_block_fp8(quantization: Any) -> bool:
-    """Whether a `quantization_config` describes weights in fp8 with a scale for each square block, as DeepSeek-V3 has."""
-    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
-        return False
-    return list(quantization.get("weight_block_size") or ()) == [FP8_BLOCK, FP8_BLOCK]
 
 
 def _family_of(config: Mapping[str, Any], where: str) -> Family:

@@ -1,7 +1,7 @@
 """gpt-oss (OpenAI 2025, arXiv 2508.10925): experts with biases and a clamped activation, attention with sinks, alternating windows.
 
 The presets are as released. Their learning rates were not published: these are those of other models of like size. Released folders
-have weights in MXFP4; `families.folder` says how to convert them.
+have experts in MXFP4 (`families.quantization`), which are transposed against a folder in bf16.
 """
 
 from __future__ import annotations

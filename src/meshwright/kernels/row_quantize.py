@@ -23,6 +23,12 @@ RoundedMatrix = Fp8Matrix | Int8Matrix
 """A matrix of 8-bit numbers with a scale for each row."""
 DTYPES: dict[WeightFormat, torch.dtype] = {"fp8": E4M3, "int8": torch.int8}
 
+
+def rounded_matrix(values: Tensor, scale: Tensor, number_format: WeightFormat) -> RoundedMatrix:
+    """Numbers of a format, and the scale of each row."""
+    return Int8Matrix(values, scale) if number_format == "int8" else Fp8Matrix(values, scale)
+
+
 MAX_WIDTH = 32768
 """Widest token that one program holds in registers."""
 

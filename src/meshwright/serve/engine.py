@@ -25,7 +25,7 @@ from meshwright.serve.drafters import check_speculation, drafter_for
 from meshwright.serve.engine_sizes import blocks_that_fit, cache_dtype, cache_room, context_of, has_graphs, prompt_unit
 from meshwright.serve.failures import ENGINE_FAILED, Failure
 from meshwright.serve.figures import EngineFigures
-from meshwright.serve.formats import assign_parameter, use_formats
+from meshwright.serve.formats import assign_parameter, rounded_parameters, use_formats
 from meshwright.serve.generation import Generation, Update
 from meshwright.serve.grammar import BadGrammar, GrammarTokens, unconstrained
 from meshwright.serve.graphs import without_garbage_collection
@@ -253,12 +253,13 @@ class Engine:
         All files are verified before the first parameter changes. Raises BadInput for another model and Damaged for damaged
         files; the engine then goes on with its weights. If reading fails after that, `step` raises until weights are loaded.
         """
-        with open_newer(folder, predictions=self.spec.prediction_depth) as stored:
+        device = self._model.embed.weight.device
+        with open_newer(folder, predictions=self.spec.prediction_depth, device=device) as stored:
             check_same_model(self.spec, stored.spec, folder)
             stored.verify()
             self._policy.forget_cache()
             self._weights_whole = False
-            for name, value in stored.tensors():
+            for name, value in stored.tensors(formats=rounded_parameters(self._model)):
                 assign_parameter(self._model, name, value)
             self._weights_whole = True
 

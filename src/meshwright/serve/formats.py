@@ -7,6 +7,9 @@ do with fp8 experts that ranks share or that a GPU other than Hopper has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from meshwright.kernels.fixed_product import fixed_linear
 from meshwright.kernels.grouped_fp8 import GROUPED_MAJOR
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.loss import capped
+from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.models.attention import Attention
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, Head
@@ -26,6 +30,7 @@ from meshwright.parallel.expert_inference import SharedExperts
 from meshwright.serve.quantized_layers import QuantizedExperts, QuantizedGatedMLP, QuantizedLinear, QuantizedWeight
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
+from meshwright.spec.fp8_limits import FP8_MULTIPLE
 from meshwright.spec.layout import tensor_splits
 from meshwright.spec.serving_limits import NOT_ROUNDED, fp8_sizes_error, invariant_error, weights_error
 
@@ -72,25 +77,22 @@ def use_formats(
     weights: WeightFormat | None = None,
     invariant: bool = False,
     ranks: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Replace the products of the model's blocks, and with `invariant` the head; the memory of rounded weights is freed.
 
     Layers that are replaced already stay. `ranks` is the group of tensor ranks that divide the model, if any; then this is collective.
-    Raises BadInput for a device or a model that these formats do not support.
+    `device` is the one that a model on the meta device will be on. Raises BadInput for a device or a model that these formats do not
+    support.
     """
     if weights is None and not invariant:
         return
-    _check(model, weights, invariant)
-    for block in model.layers.values():
-        assert isinstance(block, Block)
+    device = device or model.embed.weight.device
+    _check(model, weights, invariant, device)
+    for number, block in _blocks(model):
         for path, parent in _parents(block):
-            for name, linear in _linears(parent, weights):
-                others = ranks if tensor_splits(model.spec).get(f"{path}.{name}") == "columns" else None
-                setattr(parent, name, _replacement(linear, weights, invariant, model.plain, others))
-        if isinstance(mlp := getattr(block, "mlp", None), GatedMLP) and weights is not None:
-            assert isinstance(mlp.gate_up, QuantizedLinear) and isinstance(mlp.down, QuantizedLinear)
-            block.add_module("mlp", QuantizedGatedMLP(mlp.gate_up, mlp.down, gelu=mlp.gelu, plain=mlp.plain))
-        if weights is not None and block.routed and _rounds_experts(block.moe.experts, weights):
+            _replace(model, f"layers.{number}.{path}", parent, weights, invariant, ranks)
+        if weights is not None and block.routed and _rounds_experts(block.moe.experts, weights, device):
             block.moe.add_module("experts", QuantizedExperts(block.moe.experts, weights, ranks))
         if invariant and block.routed:
             block.moe.invariant = True
@@ -100,14 +102,99 @@ def use_formats(
         torch.cuda.empty_cache()  # the rounded weights' memory, for the key/value cache
 
 
-def _rounds_experts(experts: nn.Module, weights: WeightFormat) -> bool:
+def use_stored_formats(
+    model: Decoder,
+    stored: Callable[[str], WeightFormat | None],
+    device: torch.device,
+    *,
+    weights: WeightFormat | None = None,
+    invariant: bool = False,
+    ranks: dist.ProcessGroup | None = None,
+) -> None:
+    """Replace layers of a model on the meta device by layers that multiply the numbers in which a folder stores them.
+
+    `stored` gives the format of a parameter in the folder. Attention, a feed-forward network and a layer's experts are replaced if all
+    their weights are stored so, in the format `weights` if that is given; without it only on a GPU that multiplies the format. `ranks` as
+    in `use_formats`.
+    """
+    if model.spec.expert_bias or model.spec.mlp == "clamped_swiglu":
+        return
+    for number, block in _blocks(model):
+        for path, parent in _parents(block):
+            prefix = f"layers.{number}.{path}"
+            linears = _linears(parent, "fp8")
+            found = _usable([f"{prefix}.{name}.weight" for name, _ in linears], stored, weights, device)
+            aligned = found != "fp8" or not any(_is_odd(linear.weight) for _, linear in linears)
+            if found is not None and (aligned or device.type == "cpu"):
+                _replace(model, prefix, parent, found, invariant, ranks)
+        if (
+            not block.routed
+            or isinstance(block.moe.experts, SharedExperts)
+            or not isinstance(block.moe.experts, Experts)
+        ):
+            continue
+        experts = dict(block.moe.experts.named_parameters())
+        found = _usable([f"layers.{number}.moe.experts.{name}" for name in experts], stored, weights, device)
+        aligned = found != "fp8" or not any(map(_is_odd, experts.values()))
+        if found is not None and aligned and _rounds_experts(block.moe.experts, found, device):
+            block.moe.add_module("experts", QuantizedExperts(block.moe.experts, found, ranks))
+
+
+def _usable(
+    names: list[str],
+    stored: Callable[[str], WeightFormat | None],
+    weights: WeightFormat | None,
+    device: torch.device,
+) -> WeightFormat | None:
+    """The format of all these parameters in the folder, if the engine is to use it."""
+    formats = {stored(name) for name in names}
+    found = formats.pop() if len(formats) == 1 else None
+    if found is None or weights not in (None, found):
+        return None
+    if device.type != "cuda":
+        return found if weights == found else None
+    return found if torch.cuda.get_device_capability(device) >= CAPABILITIES[found] else None
+
+
+def rounded_parameters(model: Decoder) -> dict[str, WeightFormat]:
+    """The parameters that the model has in 8 bits, and their format."""
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight))
+    return {
+        f"{name}.weight" if isinstance(module, QuantizedLinear) else name: module.number_format
+        for name, module in modules
+    }
+
+
+def _blocks(model: Decoder) -> list[tuple[str, Block]]:
+    return [(number, cast("Block", block)) for number, block in model.layers.items()]
+
+
+def _replace(
+    model: Decoder,
+    prefix: str,
+    parent: nn.Module,
+    weights: WeightFormat | None,
+    invariant: bool,
+    ranks: dist.ProcessGroup | None,
+) -> None:
+    """Replace the linear layers of attention or a feed-forward network `prefix`, and the network itself if that fuses its activation."""
+    number, _, path = prefix.removeprefix("layers.").partition(".")
+    for name, linear in _linears(parent, weights):
+        others = ranks if tensor_splits(model.spec).get(f"{path}.{name}") == "columns" else None
+        setattr(parent, name, _replacement(linear, weights, invariant, model.plain, others))
+    if path == "mlp" and isinstance(parent, GatedMLP) and weights is not None:
+        assert isinstance(parent.gate_up, QuantizedLinear) and isinstance(parent.down, QuantizedLinear)
+        fused = QuantizedGatedMLP(parent.gate_up, parent.down, gelu=parent.gelu, plain=parent.plain)
+        model.layers[number].add_module("mlp", fused)
+
+
+def _rounds_experts(experts: nn.Module, weights: WeightFormat, device: torch.device) -> bool:
     """Whether these experts are replaced: not those that expert ranks share, nor those that are replaced already.
 
     Of GPUs only Hopper has grouped fp8 products for prompts.
     """
     if not isinstance(experts, Experts) or isinstance(experts, SharedExperts):
         return False
-    device = experts.down.device
     return weights == "int8" or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == GROUPED_MAJOR
 
 
@@ -119,7 +206,7 @@ def input_format(layer: nn.Module) -> WeightFormat | None:
 
 
 @torch.no_grad()
-def assign_parameter(model: Decoder, name: str, value: Tensor) -> None:
+def assign_parameter(model: Decoder, name: str, value: Tensor | RoundedMatrix) -> None:
     """Copy a value into the parameter `name` of the model, in the format that it has here; its memory stays in place."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
@@ -127,6 +214,7 @@ def assign_parameter(model: Decoder, name: str, value: Tensor) -> None:
     if isinstance(target, QuantizedWeight):
         target.assign(value)
     else:
+        assert isinstance(value, Tensor), "only rounded layers get rounded weights"
         getattr(module, leaf).copy_(value)
 
 
@@ -150,7 +238,7 @@ def _replacement(
     return InvariantLinear(linear.weight, linear.bias)
 
 
-def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> None:
+def _check(model: Decoder, weights: WeightFormat | None, invariant: bool, device: torch.device) -> None:
     weight = model.embed.weight
     if any(isinstance(module, Attention) and module.heads != model.spec.heads for module in model.modules()):
         raise BadInput(
@@ -161,7 +249,7 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
         raise BadInput("weights: int8 is not for expert ranks; use fp8, or tensor ranks", key="weights")
     if weights is not None and (error := weights_error(model.spec, weights)):
         raise BadInput(f"weights: {error}", key="weights")
-    if not weight.is_cuda:
+    if device.type != "cuda":
         return
     if invariant and weight.dtype == torch.float64:
         raise BadInput("invariant results need a model in bf16, fp16 or fp32 on a GPU, got fp64", key="invariant")
@@ -172,9 +260,14 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
         raise BadInput("invariant results of a mixture of experts on a GPU: expected bf16 or fp16", key="invariant")
     if weights is None:
         return
-    if torch.cuda.get_device_capability(weight.device) < CAPABILITIES[weights]:
-        device = torch.cuda.get_device_name(weight.device)
-        raise BadInput(f"{device} does not multiply {weights}; use weights in bf16", key="weights")
-    rounded = any(_rounds_experts(moe.experts, weights) for moe in mixtures)
+    if torch.cuda.get_device_capability(device) < CAPABILITIES[weights]:
+        name = torch.cuda.get_device_name(device)
+        raise BadInput(f"{name} does not multiply {weights}; use weights in bf16", key="weights")
+    rounded = any(_rounds_experts(moe.experts, weights, device) for moe in mixtures)
     if weights == "fp8" and (error := fp8_sizes_error(model.spec, experts=rounded)):
         raise BadInput(error, key="weights")
+
+
+def _is_odd(weight: Tensor) -> bool:
+    """Whether fp8 products do not support the sizes of a weight."""
+    return any(size % FP8_MULTIPLE for size in weight.shape[-2:])

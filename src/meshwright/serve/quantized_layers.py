@@ -18,7 +18,7 @@ from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_scale, s
 from meshwright.kernels.grouped import ExpertOrder
 from meshwright.kernels.grouped_fp8 import grouped_matmul
 from meshwright.kernels.int8_products import MOST_INPUTS, Int8Matrix, grouped_int8, int8_linear
-from meshwright.kernels.row_quantize import DTYPES, RoundedMatrix, quantize_gated, quantize_rows
+from meshwright.kernels.row_quantize import DTYPES, RoundedMatrix, quantize_gated, quantize_rows, rounded_matrix
 from meshwright.models.moe import Experts
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
@@ -28,8 +28,8 @@ class QuantizedWeight(nn.Module):
     """A weight `(…, out, in)` in 8 bits, with one scale per output.
 
     `ranks` are the tensor ranks that have the other columns of the weight, if tensor ranks divide its inputs: scales are those of whole
-    outputs, and creating and assigning are collective. Raises BadInput for an int8 weight with so many inputs that sums may exceed 32
-    bits.
+    outputs, and creating and assigning are collective. Of a weight on the meta device it has no values yet. Raises BadInput for an int8
+    weight with so many inputs that sums may exceed 32 bits.
     """
 
     values: Tensor
@@ -45,11 +45,16 @@ class QuantizedWeight(nn.Module):
         values = torch.empty(weight.shape, dtype=DTYPES[number_format], device=weight.device)
         self.register_buffer("values", values)
         self.register_buffer("scale", torch.empty((*weight.shape[:-1], 1), dtype=torch.float32, device=weight.device))
-        self.assign(weight)
+        if not weight.is_meta:
+            self.assign(weight)
 
     @torch.no_grad()
-    def assign(self, weight: Tensor) -> None:
-        """Round another weight `(…, out, in)` into the memory of this one."""
+    def assign(self, weight: Tensor | RoundedMatrix) -> None:
+        """Copy or round another weight `(…, out, in)` into the memory of this one; a rounded one has this one's format."""
+        if not isinstance(weight, Tensor):
+            self.values.copy_(weight.values)
+            self.scale.copy_(weight.scale)
+            return
         matrices = weight.flatten(0, -3) if weight.dim() > 2 else weight[None]
         # One matrix at a time, because the experts of a layer in fp32 may not fit beside the model.
         for matrix, values, scale in zip(
@@ -143,7 +148,7 @@ class QuantizedExperts(nn.Module):
             values, scale = quantize_rows(active, self.number_format, plain=self.plain)
         # The scale of a row times its weight is the scale of the weighted row.
         scale = scale if weights is None else scale * weights[:, None]
-        return self._multiply(self._of_format(values, scale), "down", order)
+        return self._multiply(rounded_matrix(values, scale, self.number_format), "down", order)
 
     def _multiply(self, x: RoundedMatrix, name: str, order: ExpertOrder) -> Tensor:
         matrices = self._matrices(name)
@@ -155,7 +160,4 @@ class QuantizedExperts(nn.Module):
     def _matrices(self, name: str) -> RoundedMatrix:
         weight = self.get_submodule(name)
         assert isinstance(weight, QuantizedWeight)
-        return self._of_format(weight.values, weight.scale)
-
-    def _of_format(self, values: Tensor, scale: Tensor) -> RoundedMatrix:
-        return Int8Matrix(values, scale) if self.number_format == "int8" else Fp8Matrix(values, scale)
+        return rounded_matrix(weight.values, weight.scale, self.number_format)

@@ -8,10 +8,12 @@ all processes of the group should end.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ from torch import Tensor
 
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.stored_model import StoredModel
+from meshwright.events.terminal import write_line
+from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.expert_inference import distribute_for_inference
 from meshwright.parallel.tensor_inference import divide_for_inference
@@ -27,12 +31,13 @@ from meshwright.parallel.world import World, world_group
 from meshwright.policies.batch_request import Step
 from meshwright.serve.engine import Engine
 from meshwright.serve.engine_sizes import blocks_that_fit
-from meshwright.serve.formats import assign_parameter, use_formats
+from meshwright.serve.formats import assign_parameter, rounded_parameters, use_formats, use_stored_formats
 from meshwright.serve.generation import Update
+from meshwright.serve.load import fill, loading_sentence
 from meshwright.serve.step_messages import StepMessages
 from meshwright.serve.text_request import TextRequest
 from meshwright.serve.weights import check_same_model, open_newer
-from meshwright.spec.engine import ONE_RANK, EngineOptions, ExpertRanks
+from meshwright.spec.engine import ONE_RANK, EngineOptions, ExpertRanks, WeightFormat
 from meshwright.spec.errors import BadInput, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.layout import WHOLE, Part
@@ -52,10 +57,18 @@ class RankModel:
     experts: Part = WHOLE
 
     @classmethod
-    def empty(cls, spec: ModelSpec, world: World, dtype: torch.dtype, experts: ExpertRanks = ONE_RANK) -> RankModel:
+    def empty(
+        cls,
+        spec: ModelSpec,
+        world: World,
+        dtype: torch.dtype,
+        experts: ExpertRanks = ONE_RANK,
+        prepare: Callable[[Decoder], None] | None = None,
+    ) -> RankModel:
         """The part of this rank of `world`, on its device, without values. Raises BadInput if the ranks cannot divide the model.
 
-        With several `experts` the ranks share the experts; else they divide each layer.
+        With several `experts` the ranks share the experts; else they divide each layer. `prepare` may replace layers of the part before it
+        takes memory.
         """
         with torch.device("meta"):
             model = Decoder(spec)
@@ -65,20 +78,32 @@ class RankModel:
         else:
             divide_for_inference(model, part, world_group())
         parts = (WHOLE, part) if experts.count > 1 else (part, WHOLE)
-        return cls(model.to(dtype).to_empty(device=world.device), spec, *parts)
+        model.to(dtype)
+        if prepare is not None:
+            prepare(model)
+        return cls(model.to_empty(device=world.device), spec, *parts)
 
     @classmethod
-    def load(cls, folder: Path, world: World, dtype: torch.dtype, experts: ExpertRanks = ONE_RANK) -> RankModel:
+    def load(
+        cls,
+        folder: Path,
+        world: World,
+        dtype: torch.dtype,
+        experts: ExpertRanks = ONE_RANK,
+        weights: WeightFormat | None = None,
+    ) -> RankModel:
         """The part of this rank of the model in `folder`: a run, a checkpoint or a Hugging Face folder. Collective.
 
-        `experts` is that of `empty`. Raises the same error on all ranks: BadInput if the ranks cannot divide the model, Damaged for
+        `experts` is that of `empty`. Layers whose weights the folder stores in 8 bits are computed so, in the format `weights` if that is
+        given. Raises the same error on all ranks: BadInput if the ranks cannot divide the model, Damaged for
         damaged files.
         """
         loaded: list[RankModel] = []
 
         def load() -> None:
-            with open_newer(folder) as stored:
-                loaded.append(cls.empty(stored.spec, world, dtype, experts))
+            with open_newer(folder, device=world.device) as stored:
+                prepare = partial(use_stored_weights, stored, world, dtype, weights, experts.count == 1)
+                loaded.append(cls.empty(stored.spec, world, dtype, experts, prepare))
                 loaded[0].copy_from(stored)
 
         Ranks(world.control).run_on_all(f"loading {folder}", load)
@@ -86,7 +111,19 @@ class RankModel:
 
     def copy_from(self, stored: StoredModel) -> None:
         """Copy this rank's weights of a stored model."""
-        stored.copy_to(self.model, self.tensor, self.experts)
+        fill(self.model, stored, self.tensor, self.experts)
+
+
+def use_stored_weights(
+    stored: StoredModel, world: World, dtype: torch.dtype, weights: WeightFormat | None, divided: bool, model: Decoder
+) -> None:
+    """Let a rank's part on the meta device compute layers as the folder stores them; the first rank says how weights are computed."""
+    if stored.quantised is None:
+        return
+    ranks = world_group() if divided and world.ranks > 1 else None
+    use_stored_formats(model, stored.format_of, world.device, weights=weights, ranks=ranks)
+    if world.rank == 0:
+        write_line(loading_sentence(stored, model, world.device, dtype, weights), sys.stderr)
 
 
 class RankEngine(Engine):
@@ -200,7 +237,7 @@ class RankEngine(Engine):
             opened: list[StoredModel] = []
 
             def verify() -> None:
-                opened.append(files.enter_context(open_newer(folder)))
+                opened.append(files.enter_context(open_newer(folder, device=self._world.device)))
                 check_same_model(self.spec, opened[0].spec, folder)
                 opened[0].verify()
 
@@ -209,11 +246,14 @@ class RankEngine(Engine):
             self._weights_whole = False
             # Tensor ranks agree on the scales of rounded weights here: a rank that fails now leaves the others waiting for it.
             self._ranks.run_on_all(
-                activity, lambda: self._assign(opened[0].tensors(self._part.tensor, self._part.experts))
+                activity,
+                lambda: self._assign(
+                    opened[0].tensors(self._part.tensor, self._part.experts, rounded_parameters(self._model))
+                ),
             )
             self._weights_whole = True
 
-    def _assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _assign(self, tensors: Iterable[tuple[str, Tensor | RoundedMatrix]]) -> None:
         for name, value in tensors:
             assign_parameter(self._model, name, value)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import torch
+
+from meshwright.checkpoint.hf import CPU
 from meshwright.checkpoint.stored_model import StoredModel, open_model
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
@@ -13,12 +16,14 @@ UNUSED_FIELDS = ("init_std",)
 """Dimensions that do not change what a model computes."""
 
 
-def open_newer(folder: Path, *, predictions: int = 0) -> AbstractContextManager[StoredModel]:
-    """The model in `folder`: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder; modules as `open_model`.
+def open_newer(
+    folder: Path, *, predictions: int = 0, device: torch.device = CPU
+) -> AbstractContextManager[StoredModel]:
+    """The model in `folder`: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder; the others as of `open_model`.
 
     An older checkpoint does not stand in for a damaged one.
     """
-    return open_model(folder, contents=False, predictions=predictions)
+    return open_model(folder, contents=False, predictions=predictions, device=device)
 
 
 def check_same_model(spec: ModelSpec, stored: ModelSpec, folder: Path) -> None:

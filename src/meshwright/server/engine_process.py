@@ -306,13 +306,14 @@ def load_engine(setup: EngineSetup, weights: Chosen | None = None) -> Engine:
     """
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.serve.engine import Engine
+    from meshwright.serve.load import load_for_engine
 
     options, folder = _options(setup), setup.draft_model
     draft = None if folder in (None, MTP) else load_model(Path(folder), *device_and_dtype())
     source = Path(setup.folder) if weights is None else weights.path
     adapter = None if setup.adapter is None else Path(setup.adapter)
-    placed = device_and_dtype()
-    model = load_model(source, *placed, predictions=options.predictions, contents=weights is None, adapter=adapter)
+    more = {"predictions": options.predictions, "contents": weights is None, "adapter": adapter}
+    model = load_for_engine(source, *device_and_dtype(), options, **more)
     check_context(model.spec, options)
     return Engine(model, _tokenizer(setup), options, draft_model=draft)
 
@@ -329,8 +330,8 @@ def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
     world = join(RankEnvironment.from_environment(), setup.cluster, timeout_seconds=LOAD_SECONDS)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     weights = choose_weights(Path(setup.folder), contents=False)
-    part = RankModel.load(Path(setup.folder) if weights is None else weights.path, world, dtype, setup.experts)
-    options = _options(setup)
+    options, source = _options(setup), Path(setup.folder) if weights is None else weights.path
+    part = RankModel.load(source, world, dtype, setup.experts, options.weights)
     check_context(part.spec, options)
     engine = engine_of_rank(part, world, _tokenizer(setup), options, setup.experts)
     keep_loaded()

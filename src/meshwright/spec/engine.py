@@ -77,7 +77,7 @@ class EngineSettings:
     prefix_cache: bool = True
     """Whether requests share cached blocks of equal prefixes."""
     weights: WeightFormat | None = None
-    """Format of the matmuls in the transformer blocks; none is the model's dtype.
+    """Format of the matmuls in the transformer blocks; none is the model's dtype, or that of a quantised folder on a GPU.
 
     With fp8, experts keep the model's dtype if several devices share them, and on other GPUs than Hopper.
     """

@@ -1,0 +1,42 @@
+"""What `meshwright plan` says and assumes of a deployment whose model is a folder with quantised weights, before any weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright.costs.serve_work import device_work
+from meshwright.families.folder import folder_quantization
+from meshwright.spec.deployment import DeploymentSpec
+from meshwright.spec.engine import WeightFormat
+
+FORMATS: tuple[WeightFormat, ...] = ("fp8", "int8")
+
+
+def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str | None]:
+    """The question with the 8-bit format in which its folder stores weights, and a sentence about their bytes; None without such a folder.
+
+    Only a format that the question does not give is taken, and only if the engine multiplies all schemes of the folder as stored.
+    """
+    source, _, path = question.model.init.partition(":")
+    folder = Path(path)
+    if source != "hf" or (found := folder_quantization(folder)) is None:
+        return question, None
+    formats, quantisation = {scheme.native for scheme in found.schemes}, question.serve.quantisation
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    sizes = [f"{_bytes(question, None)} expanded to bf16"]
+    if not question.model.expert_bias:
+        sizes += [f"{_bytes(question, each)} in {each}" for each in FORMATS]
+    names = " or ".join(dict.fromkeys(scheme.name for scheme in found.schemes))
+    told = f"model.init: weights in {names}, {stored / 1e9:.3g} GB in the folder; on a device {', '.join(sizes)}"
+    native = formats.pop() if len(formats) == 1 else None
+    if native is not None and quantisation.weights is None:
+        chosen = replace(question.serve, quantisation=replace(quantisation, weights=native))
+        return replace(
+            question, serve=chosen
+        ), f"{told}; the plan has {native}, in which the engine multiplies them as stored"
+    return question, f"{told}; the plan has {quantisation.weights or 'bf16'}"
+
+
+def _bytes(question: DeploymentSpec, weights: WeightFormat | None) -> str:
+    return f"{device_work(question.model, weights=weights).stored_bytes / 1e9:.3g} GB"

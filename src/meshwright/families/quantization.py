@@ -1,0 +1,489 @@
+"""Reads what config.json says about quantised weights: one reader for each method. Torch-free.
+
+A reader gives the schemes that weights of the folder may have. Which of them a weight has, if any, its tensors tell
+(`checkpoint.quantized`): lists of ignored modules name modules that programs fuse or rename, so they are only compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from meshwright.families.format import HFConfig
+from meshwright.spec.engine import WeightFormat
+from meshwright.spec.errors import BadInput, nearest, shorten
+from meshwright.spec.weight_scheme import FLOAT_SCALES, POWERS, WeightScheme
+
+KEY = "quantization_config"
+FP8_BLOCK = 128
+CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".k_proj.k_scale",
+    ".v_proj.v_scale",
+    ".kv_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
+"""Ends of the names of scales of cached keys and values."""
+_SIMPLE = re.compile(r"[\w.\-\\\[\]+*|()?:^$]*")
+_UNSAFE = re.compile(r"\)[*+?{]|(?:[*+].*){5}")
+"""Patterns that could take a time that grows steeply with the length of a name: repeated groups, and many repetitions."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a folder says about its quantised weights."""
+
+    method: str
+    schemes: tuple[WeightScheme, ...]
+    ignored: tuple[str, ...] = ()
+    """Modules that are not quantised: names, wildcards, or patterns after `re:`."""
+    cache_scales: bool = False
+    """Whether the folder declares scales of cached keys and values."""
+
+    def ignores(self, module: str) -> str | None:
+        """The entry of `ignored` that names this module or one around it; None if there is none.
+
+        Entries of one word, such as `gate`, and patterns that may take long are not compared.
+        """
+        return next((entry for entry in self.ignored if _names(entry, module)), None)
+
+
+def _names(entry: str, module: str) -> bool:
+    if entry.startswith("re:"):
+        pattern = entry.removeprefix("re:")
+        if not _SIMPLE.fullmatch(pattern) or _UNSAFE.search(pattern) or len(pattern) > 200:
+            return False
+        try:
+            return re.match(pattern, module) is not None
+        except re.error:
+            return False
+    if "*" in entry:
+        return entry.count("*") < 5 and fnmatchcase(module, entry)
+    return module == entry or ("." in entry and module.startswith(f"{entry}."))
+
+
+def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
+    """What `quantization_config` of a config.json says; None without. Raises BadInput for a method, key or value that is not read."""
+    value = config.get(KEY)
+    if not value:
+        return None
+    if not isinstance(value, Mapping):
+        raise BadInput(f"{where}: {KEY}: expected an object with quant_method, got {shorten(repr(value))}")
+    section = HFConfig(value, f"{where}: {KEY}")
+    method = section.get("quant_method") or ("bitsandbytes" if value.get("load_in_4bit") else None)
+    reader = METHODS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        near = nearest(str(method), METHODS)
+        hint = f" (nearest: {near})" if near else ""
+        raise section.error("quant_method", method, f"one of {', '.join(METHODS)}{hint}, or unquantized weights")
+    found = reader(section)
+    section.refuse_unknown(WITHOUT_EFFECT)
+    return found
+
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "act_group_aware",
+        "backend",
+        "batch_size",
+        "block_name_to_quantize",
+        "bnb_4bit_compute_dtype",
+        "bnb_4bit_quant_storage",
+        "bnb_4bit_use_double_quant",
+        "cache_block_outputs",
+        "damp_auto_increment",
+        "damp_percent",
+        "dataset",
+        "dequantize",
+        "disable_exllama",
+        "do_fuse",
+        "exllama_config",
+        "fuse_max_seq_len",
+        "global_compression_ratio",
+        "llm_int8_enable_fp32_cpu_offload",
+        "llm_int8_has_fp16_weight",
+        "llm_int8_threshold",
+        "lm_head",
+        "max_input_length",
+        "meta",
+        "model_file_base_name",
+        "model_name_or_path",
+        "model_seqlen",
+        "module_name_preceding_first_block",
+        "modules_in_block_to_quantize",
+        "modules_to_fuse",
+        "pack_dtype",
+        "producer",
+        "quantization_status",
+        "run_compressed",
+        "static_groups",
+        "tokenizer",
+        "true_sequential",
+        "use_cuda_fp16",
+        "use_exllama",
+        "use_optimized_inference",
+    }
+)
+"""Keys about how the folder was made or how other programs compute, which do not change what its numbers mean."""
+LISTS = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert", "llm_int8_skip_modules")
+"""Keys with modules that are not quantised, in the methods that have one."""
+
+
+def _ignored(section: HFConfig) -> tuple[str, ...]:
+    entries: list[str] = []
+    for key in LISTS:
+        value = section.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise section.error(key, value, "a list of names of modules")
+        entries += value
+    return tuple(entries)
+
+
+def _cache_scales(section: HFConfig, *keys: str) -> bool:
+    """Whether a key declares an fp8 cache; other formats of it are refused."""
+    for key in keys:
+        value = section.get(key)
+        if isinstance(value, Mapping):
+            kind = value.get("type"), value.get("num_bits")
+            if kind != ("float", 8):
+                raise section.error(key, value, "8-bit floats")
+        elif value is not None and value not in ("static", "FP8", "fp8"):
+            raise section.error(key, value, "fp8")
+        if value is not None:
+            return True
+    return False
+
+
+def _static(section: HFConfig) -> bool:
+    section.expect("activation_scheme", "dynamic", "static")
+    return section.get("activation_scheme") == "static"
+
+
+def _fp8(section: HFConfig) -> Quantization:
+    """DeepSeek's and Qwen's blocks, or a scale for the tensor or for each output (AutoFP8, Mistral)."""
+    section.expect("fmt", "e4m3")
+    section.expect("scale_fmt", "float", "ue8m0")
+    section.expect("expert_dtype", "fp8")
+    static, block = _static(section), section.get("weight_block_size")
+    usual: dict[str, Any] = {
+        "element": "e4m3",
+        "scales": (".weight_scale_inv", ".weight_scale"),
+        "inputs": (".input_scale", ".activation_scale"),
+        "activations": "fp8",
+        "static": static,
+    }
+    if block is not None:
+        size = _pair(section, "weight_block_size", block)
+        dtypes = (*FLOAT_SCALES, "F8_E8M0")
+        schemes = [WeightScheme(name="fp8 in blocks", **usual, block=size, scale_dtypes=dtypes)]
+    else:
+        schemes = _tensor_or_output("fp8", **usual)
+    return Quantization("fp8", tuple(schemes), _ignored(section), _cache_scales(section, "kv_cache_scheme"))
+
+
+def _tensor_or_output(name: str, **usual: Any) -> list[WeightScheme]:
+    tensor = WeightScheme(name=f"{name} with a scale per tensor", **usual, block=(0, 0))
+    return [tensor, replace(tensor, name=f"{name} with a scale per output", block=(1, 0))]
+
+
+def _pair(section: HFConfig, key: str, value: Any) -> tuple[int, int]:
+    numbers = value if isinstance(value, list) else []
+    valid = [
+        number
+        for number in numbers
+        if isinstance(number, int) and not isinstance(number, bool) and 0 < number <= 1 << 20
+    ]
+    if len(valid) != 2 or len(numbers) != 2:
+        raise section.error(key, value, f"rows and columns of a block, such as [{FP8_BLOCK}, {FP8_BLOCK}]")
+    return valid[0], valid[1]
+
+
+def _fbgemm(section: HFConfig) -> Quantization:
+    section.get("activation_scale_ub")
+    scheme = WeightScheme(
+        name="fp8 with a scale per output", element="e4m3", activations="fp8", inputs=(".input_scale_ub",)
+    )
+    return Quantization("fbgemm_fp8", (scheme,), _ignored(section))
+
+
+def _mxfp4(section: HFConfig) -> Quantization:
+    """gpt-oss: only experts."""
+    scheme = WeightScheme(
+        name="mxfp4",
+        element="e2m1",
+        packing="blocks",
+        values="_blocks",
+        scales=("_scales",),
+        scale_dtypes=POWERS,
+        block=(1, 32),
+    )
+    return Quantization("mxfp4", (scheme,), _ignored(section))
+
+
+def _awq(section: HFConfig) -> Quantization:
+    section.expect("bits", 4)
+    section.expect("w_bit", 4)
+    for key in ("version", "format"):
+        if (value := section.get(key)) is not None and str(value).lower() != "gemm":
+            raise section.error(key, value, "gemm")
+    section.expect("zero_point", True)
+    section.expect("sym", False)
+    scheme = WeightScheme(
+        name="awq",
+        element="int4",
+        packing="output words",
+        values=".qweight",
+        scales=(".scales",),
+        zeros=".qzeros",
+        block=(1, _group_size(section, "group_size", "q_group_size")),
+    )
+    return Quantization("awq", (scheme,), _ignored(section))
+
+
+def _group_size(section: HFConfig, *keys: str) -> int:
+    """Inputs of a group; 0 for all."""
+    key = next((key for key in keys if section.get(key) is not None), keys[0])
+    if section.get(key) in (-1, None):
+        return 0
+    return section.integer(key)
+
+
+def _gptq(section: HFConfig) -> Quantization:
+    section.expect("bits", 4, 8)
+    section.expect("is_marlin_format", False)
+    form = section.get("checkpoint_format") or section.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise section.error("checkpoint_format", form, "gptq or gptq_v2")
+    section.expect("format", "gptq", "gptq_v2")
+    for key in ("sym", "desc_act"):
+        section.flag(key, True)
+    if section.get("dynamic"):
+        raise section.error("dynamic", section.get("dynamic"), "the same bits and groups in all layers")
+    bits = section.integer("bits")
+    scheme = WeightScheme(
+        name=f"gptq with {bits} bits",
+        element="int4" if bits == 4 else "int8",
+        packing="input words",
+        values=".qweight",
+        scales=(".scales",),
+        zeros=".qzeros",
+        zero_offset=1 if form == "gptq" else 0,
+        index=".g_idx",
+        block=(1, _group_size(section, "group_size")),
+    )
+    return Quantization("gptq", (scheme,), _ignored(section))
+
+
+def _bitsandbytes(section: HFConfig) -> Quantization:
+    four = section.flag("load_in_4bit", False) or section.flag("_load_in_4bit", False)
+    if not four or section.flag("load_in_8bit", False) or section.flag("_load_in_8bit", False):
+        raise section.error("load_in_4bit", four, "true: 8-bit folders of bitsandbytes are not read")
+    section.expect("bnb_4bit_quant_type", "nf4", "fp4")
+    kind = section.get("bnb_4bit_quant_type") or "fp4"
+    scheme = WeightScheme(
+        name=kind, element="map", packing="flat", scales=(".weight.absmax",), scale_dtypes=("F32", "U8")
+    )
+    return Quantization("bitsandbytes", (scheme,), _ignored(section))
+
+
+def _modelopt(section: HFConfig) -> Quantization:
+    algorithm = section.get("quant_algo")
+    kinds: dict[Any, Callable[[], list[WeightScheme]]] = {
+        "FP8": lambda: _tensor_or_output(
+            "fp8", element="e4m3", inputs=(".input_scale",), activations="fp8", static=True
+        ),
+        "NVFP4": lambda: [
+            WeightScheme(
+                name="nvfp4 of ModelOpt",
+                element="e2m1",
+                packing="bytes",
+                scale_dtypes=("F8_E4M3",),
+                block=(1, 16),
+                factor=".weight_scale_2",
+                inputs=(".input_scale",),
+            )
+        ],
+    }
+    if algorithm not in kinds:
+        raise section.error("quant_algo", algorithm, " or ".join(kinds))
+    section.expect("group_size", 16)
+    for key in ("config_groups", "quant_method"):
+        section.get(key)
+    cache = _cache_scales(section, "kv_cache_scheme", "kv_cache_quant_algo")
+    return Quantization(f"modelopt {algorithm}", tuple(kinds[algorithm]()), _ignored(section), cache)
+
+
+def _compressed(section: HFConfig) -> Quantization:
+    groups, form = section.get("config_groups"), section.get("format")
+    if not isinstance(groups, Mapping) or not groups:
+        raise section.error("config_groups", groups, "an object with groups of modules")
+    for key in ("sparsity_config", "transform_config"):
+        if section.get(key):
+            raise section.error(key, section.get(key), "none: sparse and rotated weights are not read")
+    section.get("version")
+    schemes: list[WeightScheme] = []
+    for name, group in groups.items():
+        where = f"{section.where}: config_groups: {name}"
+        if not isinstance(group, Mapping):
+            raise BadInput(f"{where}: expected an object with weights, got {shorten(repr(group))}")
+        inside = HFConfig(group, where)
+        schemes.append(_compressed_group(inside, inside.get("format") or form))
+        inside.refuse_unknown()
+    return Quantization(
+        "compressed-tensors",
+        tuple(dict.fromkeys(schemes)),
+        _ignored(section),
+        _cache_scales(section, "kv_cache_scheme"),
+    )
+
+
+def _compressed_group(group: HFConfig, form: Any) -> WeightScheme:
+    for key in ("targets", "output_activations"):
+        group.get(key)
+    if group.get("output_activations"):
+        raise group.error("output_activations", group.get("output_activations"), "none")
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise group.error("weights", weights, "an object with num_bits, type and strategy")
+    args = HFConfig(weights, f"{group.where}: weights")
+    for key in ("observer", "observer_kwargs", "dynamic", "scale_dtype", "zp_dtype"):
+        args.get(key)
+    args.expect("dynamic", False)
+    args.expect("actorder", "weight", "static", "group", "dynamic", False)
+    symmetric, strategy = args.flag("symmetric", True), args.get("strategy")
+    kind, bits = args.get("type") or "int", args.integer("num_bits", default=8)
+    size = args.get("group_size")
+    strategy = strategy or {None: "tensor", -1: "channel"}.get(size, "group")
+    block = _compressed_block(args, strategy)
+    formats, static = _activations(group)
+    inputs = (".input_scale", ".input_zero_point", ".input_global_scale")
+    shared: dict[str, Any] = {"block": block, "activations": formats, "static": static, "inputs": inputs}
+    args.refuse_unknown()
+    make = COMPRESSED.get(form) if isinstance(form, str) else None
+    if make is None:
+        near = nearest(str(form), COMPRESSED)
+        hint = f" (nearest: {near})" if near else ""
+        raise group.error("format", form, f"one of {', '.join(COMPRESSED)}{hint}")
+    expected, scheme = make(kind, bits, symmetric, shared)
+    if (kind, bits) not in expected:
+        names = " or ".join(f"{bits} bits of type {kind}" for kind, bits in expected)
+        raise args.error("num_bits", bits, f"{names} with format {form}, with type {kind}")
+    if scheme.element in ("e4m3", "e2m1") and not symmetric:
+        raise args.error("symmetric", symmetric, f"true with format {form}")
+    fixed = {"nvfp4-pack-quantized": (1, 16), "mxfp4-pack-quantized": (1, 32), "mxfp8-quantized": (1, 32)}.get(form)
+    if fixed is not None and block != fixed:
+        raise args.error("group_size", size, f"{fixed[1]} with format {form}")
+    return scheme
+
+
+def _compressed_block(args: HFConfig, strategy: Any) -> tuple[int, int]:
+    whole = {"tensor": (0, 0), "channel": (1, 0)}
+    args.get("group_size")
+    structure = args.get("block_structure")
+    if strategy in whole:
+        return whole[strategy]
+    if strategy == "block":
+        return _pair(args, "block_structure", structure)
+    if strategy in ("group", "tensor_group"):
+        return 1, args.integer("group_size")
+    raise args.error("strategy", strategy, "tensor, channel, group, tensor_group or block")
+
+
+def _activations(group: HFConfig) -> tuple[WeightFormat | None, bool]:
+    """The 8-bit format of activations, if they have one with symmetric rounding, and whether their scale is static."""
+    activations = group.get("input_activations")
+    if activations is None:
+        return None, False
+    if not isinstance(activations, Mapping):
+        raise group.error("input_activations", activations, "an object or none")
+    found: dict[tuple[Any, Any], WeightFormat] = {("float", 8): "fp8", ("int", 8): "int8"}
+    number_format = found.get((activations.get("type", "int"), activations.get("num_bits", 8)))
+    if activations.get("symmetric", True) is not True:
+        number_format = None
+    return number_format, activations.get("dynamic", False) is False
+
+
+Made = tuple[set[tuple[str, int]], WeightScheme]
+"""Types and bits that a format may have, and the scheme."""
+
+
+def _floats(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    name = {(0, 0): "fp8 with a scale per tensor", (1, 0): "fp8 with a scale per output"}.get(
+        shared["block"], "fp8 in blocks"
+    )
+    return {("float", 8)}, WeightScheme(name=name, element="e4m3", **shared)
+
+
+def _integers(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    zeros = None if symmetric else ".weight_zero_point"
+    return {("int", 8)}, WeightScheme(name="int8", element="int8", zeros=zeros, **shared)
+
+
+def _naive(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    return (_floats if kind == "float" else _integers)(kind, bits, symmetric, shared)
+
+
+def _packed(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    return {("int", 4), ("int", 8)}, WeightScheme(
+        name=f"int{bits} in groups of {shared['block'][1]}" if shared["block"][1] else f"int{bits}, packed",
+        element="int4" if bits == 4 else "int8",
+        packing="words",
+        values=".weight_packed",
+        zeros=None if symmetric else ".weight_zero_point",
+        index=".weight_g_idx",
+        shape_name=".weight_shape",
+        **shared,
+    )
+
+
+def _nvfp4(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    return {("float", 4)}, WeightScheme(
+        name="nvfp4",
+        element="e2m1",
+        packing="bytes",
+        values=".weight_packed",
+        scale_dtypes=("F8_E4M3",),
+        factor=".weight_global_scale",
+        divides=True,
+        **shared,
+    )
+
+
+def _mxfp4_packed(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    return {("float", 4)}, WeightScheme(
+        name="mxfp4", element="e2m1", packing="bytes", values=".weight_packed", scale_dtypes=POWERS, **shared
+    )
+
+
+def _mxfp8(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    return {("float", 8)}, WeightScheme(name="mxfp8", element="e4m3", scale_dtypes=POWERS, **shared)
+
+
+COMPRESSED: dict[str, Callable[[str, int, bool, Mapping[str, Any]], Made]] = {
+    "float-quantized": _floats,
+    "int-quantized": _integers,
+    "naive-quantized": _naive,
+    "pack-quantized": _packed,
+    "nvfp4-pack-quantized": _nvfp4,
+    "mxfp4-pack-quantized": _mxfp4_packed,
+    "mxfp8-quantized": _mxfp8,
+}
+"""Formats of compressed-tensors."""
+METHODS: dict[str, Callable[[HFConfig], Quantization]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "compressed-tensors": _compressed,
+    "mxfp4": _mxfp4,
+    "awq": _awq,
+    "gptq": _gptq,
+    "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
+}
+"""Values of `quant_method` that are read."""
