@@ -117,7 +117,7 @@ class Engine:
             predictions=options.predictions,
         )
         invariant = options.invariant
-        runner, sampler = classes_for(weight.device) if invariant else (self.runner_class, Sampler)
+        runner, sampler = classes_for(model, options) if invariant else (self.runner_class, Sampler)
         self._runner = runner(
             model,
             cache,
