@@ -15,6 +15,7 @@ from meshwright.cli import data as data_command
 from meshwright.data import shards
 from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.indexed import IndexedFile
+from meshwright.data.loader import Windows
 from meshwright.data.manifest import Manifest, open_directory, verify
 from meshwright.data.prepare import prepare
 from meshwright.data.request import ChatRequest
@@ -386,8 +387,13 @@ def test_batches_of_weights(tmp_path: Path) -> None:
             assert (batch.weights[0, : described["tokens"] - 1] == stated[1 : described["tokens"]]).all()
         seen |= {*batch.weights.ravel().tolist()}
     assert seen == {0.0, 0.5, 1.0}
+    (micro,) = Windows(source, global_batch=8, data_rank=0, data_ranks=1, micro_batch=8).read(0).micro_batches
+    assert micro.weights is not None and micro.valid_tokens == int(micro.weights.count_nonzero())
+    assert micro.weights.tolist() == source.samples(range(8)).weights.tolist()
     shown = show_step(source, 1, 8, text=True)
-    assert {part["weight"] for sample in shown["samples"] for part in sample.get("parts", ()) if part["trained"]} <= seen
+    assert {
+        part["weight"] for sample in shown["samples"] for part in sample.get("parts", ()) if part["trained"]
+    } <= seen
     # Masks alone give batches without weights, as before.
     bits = prepared_chats(tmp_path / "bits", marked(CHATML), CHATS)
     assert open_data(DataSpec(mix={str(bits): 1.0}), seq_len=seq, seed=0).samples([0]).weights is None
@@ -397,14 +403,19 @@ def test_a_span_of_answers_of_several_weights_is_refused(tmp_path: Path) -> None
     one = "{%generation%}{%for m in messages%}{{m.content}}<|im_end|>{%endfor%}{%endgeneration%}"
     chat = turns("a", "first", "b", "second")
     chat[1]["weight"] = 0.5
-    with pytest.raises(BadInput, match="answers of different weights in one generation block|does not show which tokens"):
+    with pytest.raises(
+        BadInput, match="answers of different weights in one generation block|does not show which tokens"
+    ):
         prepared_chats(tmp_path, one, [chat])
 
 
 def test_weights_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model", marked(CHATML))
     for message, words in [
-        ({"weight": -0.5}, r"messages\[1\].weight: expected no negative weight, got -0.5; data cannot train a model away"),
+        (
+            {"weight": -0.5},
+            r"messages\[1\].weight: expected no negative weight, got -0.5; data cannot train a model away",
+        ),
         ({"weight": 1e9}, r"messages\[1\].weight: expected 0, or a number from 1e-06 to 1,000,000, got 1000000000.0"),
         ({"weight": float("nan")}, r"messages\[1\].weight: expected 0, or a number from 1e-06 to 1,000,000, got NaN"),
         ({"weight": "1"}, r"messages\[1\].weight: expected 0, or a number from 1e-06 to 1,000,000, got \"1\""),

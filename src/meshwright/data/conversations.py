@@ -56,7 +56,9 @@ class ConversationWindows:
         starts, whole = stream.document_ranges()
         room = seq_len + 1
         long = np.flatnonzero(whole > room)
-        untrained = [number for number in long if not stream.read_weights(starts[number] + 1, starts[number] + room).any()]
+        untrained = [
+            number for number in long if not stream.read_weights(starts[number] + 1, starts[number] + room).any()
+        ]
         used = whole >= FEWEST_TOKENS
         used[untrained] = False
         self._document_starts, self._lengths = starts[used], np.minimum(whole[used], room)

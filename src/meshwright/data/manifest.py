@@ -56,7 +56,10 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Shard:
-    """Files `.bin` and `.idx`. `bytes` and `digest` (xxh3_128) have the keys "bin", "idx", "documents" and, of chats, "mask" or "weights"."""
+    """Files `.bin` and `.idx`.
+
+    `bytes` and `digest` (xxh3_128) have the keys "bin", "idx", "documents" and, of chats, "mask" or "weights".
+    """
 
     name: str
     documents: Count
@@ -369,7 +372,9 @@ def _parse(data: dict[str, Any], where: str) -> Manifest:
         one_kind = len(names & {*KINDS}) <= 1
         if names != shard.digest.keys() or names - {*KINDS} != {"bin", "idx", "documents"} or not one_kind:
             of_chats = " or ".join(KINDS)
-            raise ValueError(f"{shard.name}: expected bytes and digest of bin, idx and documents, and of chats {of_chats}")
+            raise ValueError(
+                f"{shard.name}: expected bytes and digest of bin, idx and documents, and of chats {of_chats}"
+            )
     if not all({"files", "bytes"} <= figures.keys() for figures in manifest.not_read.values()):
         raise ValueError("not_read: expected files and bytes for each reason")
     if totals != {key: getattr(manifest, key) for key in totals}:

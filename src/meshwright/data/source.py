@@ -383,7 +383,9 @@ class DataSource:
             return described
         weights = source.layout.weights(window)
         described |= {"tokens": len(weights), "trained": (trained := _ranges(weights))}
-        return described | ({"weights": [float(weights[start]) for start, _ in trained]} if source.stream.weighted else {})
+        return described | (
+            {"weights": [float(weights[start]) for start, _ in trained]} if source.stream.weighted else {}
+        )
 
     def target_counts(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """How often each token id is a target of the samples with these global indices, int64."""

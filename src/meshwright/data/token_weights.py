@@ -1,7 +1,7 @@
 """The weight of each token of a shard in the loss. A token of weight 0 is not trained on.
 
-    shard-00000.mask      where every weight is 0 or 1: a bit for each token, the first the highest of its byte
-    shard-00000.weights   else: a float32 for each token, little endian
+shard-00000.mask      where every weight is 0 or 1: a bit for each token, the first the highest of its byte
+shard-00000.weights   else: a float32 for each token, little endian
 """
 
 from __future__ import annotations
