@@ -226,6 +226,16 @@ def test_a_head_size_that_is_no_multiple_of_eight_is_slower() -> None:
     assert float(step_cost(ragged, machine, layout(), K).compute) > 1.2 * float(cost(layout()).compute)
 
 
+def test_a_loss_of_log_probabilities_takes_a_product_of_the_head_more() -> None:
+    """Of three products of the head then four, and a third of the time of its logits; blocks take what they took."""
+    machine = machine_of(CLUSTER)
+    without, with_objective = (layer_times(MODEL, machine, layout(objective=on), K) for on in (0, 1))
+    assert 1.2 * without.head < with_objective.head < 1.4 * without.head
+    assert (with_objective.forward, with_objective.backward) == (without.forward, without.backward)
+    tensor = [layer_times(MODEL, machine, layout(tensor=4, data=2, objective=on), K).head for on in (0, 1)]
+    assert 1.2 * tensor[0] < tensor[1] < 1.4 * tensor[0]
+
+
 def test_newer_software_is_never_slower() -> None:
     assert float(cost(layout(), at_release(K, 1.0)).seconds) < float(cost(layout(), K).seconds)
 

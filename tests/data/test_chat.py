@@ -15,11 +15,13 @@ from meshwright.cli import data as data_command
 from meshwright.data import shards
 from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.indexed import IndexedFile
+from meshwright.data.loader import Windows
 from meshwright.data.manifest import Manifest, open_directory, verify
-from meshwright.data.masks import MaskFile
 from meshwright.data.prepare import prepare
 from meshwright.data.request import ChatRequest
+from meshwright.data.show import show_step
 from meshwright.data.source import open_data
+from meshwright.data.token_weights import WeightFile, encode_weights, weight_path
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import DataSpec
 from tests.data.chats import (
@@ -43,14 +45,14 @@ from tests.data.test_prepare import Killed, contents
 RUNNER = CliRunner()
 
 
-def documents(folder: Path) -> list[tuple[list[int], list[bool]]]:
-    """Tokens and mask of every stored document."""
+def documents(folder: Path) -> list[tuple[list[int], list[float]]]:
+    """Tokens and weights of every stored document."""
     stored = []
     for shard in open_directory(folder).shards:
         for span in shard.file.document_spans(0, shard.file.tokens):
-            assert shard.mask is not None
+            assert shard.weights is not None
             stored.append(
-                (shard.file.read(span.start, span.stop).tolist(), shard.mask.read(span.start, span.stop).tolist())
+                (shard.file.read(span.start, span.stop).tolist(), shard.weights.read(span.start, span.stop).tolist())
             )
     return stored
 
@@ -253,10 +255,9 @@ def test_masks_belong_to_the_digest_and_are_verified(tmp_path: Path) -> None:
 
 def test_a_mask_is_read_from_any_token_to_any_other(tmp_path: Path) -> None:
     mask = np.random.default_rng(0).random(53) < 0.5
-    from meshwright.data.masks import encode_masks, mask_path
-
-    mask_path(tmp_path / "shard").write_bytes(encode_masks([mask[:20], mask[20:21], mask[21:]]))
-    file = MaskFile(tmp_path / "shard", 53)
+    kind, content = encode_weights([mask[:20], mask[20:21], mask[21:]])
+    weight_path(tmp_path / "shard", kind).write_bytes(content)
+    file = WeightFile(tmp_path / "shard", 53, kind)
     for start in range(54):
         for stop in range(start, 54):
             assert file.read(start, stop).tolist() == mask[start:stop].tolist()
@@ -342,11 +343,83 @@ def test_a_weight_finds_its_message_where_an_answer_has_several_blocks(tmp_path:
     assert trained_text(tmp_path, marked(blocks), [chat]) == "second<|im_end|>"
 
 
+@pytest.mark.parametrize("form", [plain, marked])
+def test_weights_of_messages_and_chats_multiply(tmp_path: Path, form: Any) -> None:
+    """They are stored for each token, as float32; a shard of weights 0 and 1 alone keeps its mask."""
+    chat = turns("a", "first", "b", "second", "c", "third")
+    chat[1]["weight"], chat[3]["train"], chat[5]["weight"] = 0.3, False, 2
+    lines = [{"messages": chat, "weight": 0.5}, {"messages": turns("d", "fourth"), "weight": None}]
+    out = prepared_chats(tmp_path, form(CHATML), lines)
+    decode = byte_level().decode
+    found: list[dict[float, str]] = []
+    for tokens, weights in documents(out):
+        by_weight: dict[float, list[int]] = {}
+        for token, weight in zip(tokens, weights, strict=True):
+            by_weight.setdefault(weight, []).append(token)
+        texts = {weight: decode(ids, skip_special_tokens=False) for weight, ids in by_weight.items() if weight}
+        found.append(texts)
+    end = "<|im_end|>"
+    assert found == [{float(np.float32(0.15)): f"first{end}", 1.0: f"third{end}"}, {1.0: f"fourth{end}"}]
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["version"] == 3 and not (out / "shard-00000.mask").exists() and not verify(out)
+    assert Manifest.read(out).masked
+
+
+def test_batches_of_weights(tmp_path: Path) -> None:
+    """Each target has the weight of its token; those of text beside it have 1, and what fills a window 0."""
+    chat = turns("a", "first", "b", "second")
+    chat[3]["weight"] = 0.5
+    out, seq = prepared_chats(tmp_path, marked(CHATML), [chat, *CHATS]), 120
+    text = tmp_path / "text.txt"
+    text.write_text("A text without any chat. " * 40)
+    prepare([str(text)], str(tmp_path / "model"), tmp_path / "text")
+    source = open_data(DataSpec(mix={str(out): 0.5, str(tmp_path / "text"): 0.5}), seq_len=seq, seed=0)
+    seen = set()
+    for index in range(24):
+        batch = source.samples([index])
+        assert batch.weights is not None and batch.weights.dtype == np.float32 and batch.weights.shape == (1, seq)
+        assert ((batch.weights != 0) == (batch.targets >= 0)).all()
+        described = source.describe(index)
+        if described["source"] == str(out):
+            stated = np.zeros(seq + 1)
+            for (start, stop), weight in zip(described["trained"], described["weights"], strict=True):
+                stated[start:stop] = weight
+            assert (batch.weights[0, : described["tokens"] - 1] == stated[1 : described["tokens"]]).all()
+        seen |= {*batch.weights.ravel().tolist()}
+    assert seen == {0.0, 0.5, 1.0}
+    (micro,) = Windows(source, global_batch=8, data_rank=0, data_ranks=1, micro_batch=8).read(0).micro_batches
+    assert micro.weights is not None and micro.valid_tokens == int(micro.weights.count_nonzero())
+    assert micro.weights.tolist() == source.samples(range(8)).weights.tolist()
+    shown = show_step(source, 1, 8, text=True)
+    assert {
+        part["weight"] for sample in shown["samples"] for part in sample.get("parts", ()) if part["trained"]
+    } <= seen
+    # Masks alone give batches without weights, as before.
+    bits = prepared_chats(tmp_path / "bits", marked(CHATML), CHATS)
+    assert open_data(DataSpec(mix={str(bits): 1.0}), seq_len=seq, seed=0).samples([0]).weights is None
+
+
+def test_a_span_of_answers_of_several_weights_is_refused(tmp_path: Path) -> None:
+    one = "{%generation%}{%for m in messages%}{{m.content}}<|im_end|>{%endfor%}{%endgeneration%}"
+    chat = turns("a", "first", "b", "second")
+    chat[1]["weight"] = 0.5
+    with pytest.raises(
+        BadInput, match="answers of different weights in one generation block|does not show which tokens"
+    ):
+        prepared_chats(tmp_path, one, [chat])
+
+
 def test_weights_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model", marked(CHATML))
     for message, words in [
-        ({"weight": 0.5}, r"messages\[1\].weight: expected 0 or 1, got 0.5"),
-        ({"weight": True}, r"messages\[1\].weight: expected 0 or 1, got true"),
+        (
+            {"weight": -0.5},
+            r"messages\[1\].weight: expected no negative weight, got -0.5; data cannot train a model away",
+        ),
+        ({"weight": 1e9}, r"messages\[1\].weight: expected 0, or a number from 1e-06 to 1,000,000, got 1000000000.0"),
+        ({"weight": float("nan")}, r"messages\[1\].weight: expected 0, or a number from 1e-06 to 1,000,000, got NaN"),
+        ({"weight": "1"}, r"messages\[1\].weight: expected 0, or a number from 1e-06 to 1,000,000, got \"1\""),
+        ({"weight": True}, r"messages\[1\].weight: expected 0, or a number from 1e-06 to 1,000,000, got true"),
         ({"train": 1}, r"messages\[1\].train: expected true or false, got 1"),
         ({"train": True, "weight": 0}, r"messages\[1\]: weight and train contradict each other"),
         ({"wieght": 0}, r"messages\[1\].wieght: unknown key \(nearest: 'weight'\); known: role, content, name"),
@@ -366,6 +439,8 @@ def test_weights_that_mean_nothing_are_refused(tmp_path: Path) -> None:
             r"tool: unknown key \(nearest: 'tools'\); a chat has 'messages'",
         ),
         ({"messages": turns("a", "b"), "functions": TOOLS}, "functions: unknown key; a chat has"),
+        ({"messages": turns("a", "b"), "weight": -1}, r": weight: expected no negative weight, got -1; data cannot"),
+        ({"messages": turns("a", "b"), "weight": 0}, r"nothing to train on: the weight of each is 0"),
     ]:
         file = write_chats(tmp_path / "chats.jsonl", [line])
         with pytest.raises(BadInput, match=words):

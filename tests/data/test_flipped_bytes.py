@@ -82,7 +82,7 @@ def corpus(folder: Path) -> list[Case]:
         cases += [
             (file, lambda out=out: (read_samples(out), verify(out)))
             for file in sorted(out.iterdir())
-            if file.suffix in (".json", ".jsonl", ".idx", ".mask") and file.name != "tokenizer.json"
+            if file.suffix in (".json", ".jsonl", ".idx", ".mask", ".weights") and file.name != "tokenizer.json"
         ]
     return [*cases, (texts / "shard-00000.idx", lambda: read_samples(texts, "none"))]
 

@@ -67,7 +67,7 @@ def test_the_page_from_a_foreign_model_to_its_server(tmp_path: Path) -> None:
         assert words in card
     source = open_data(DataSpec(mix={str(tmp_path / "chats"): 1.0}), seq_len=32, seed=0)
     stored = source.sources[str(tmp_path / "chats")].stream
-    mask = stored.read_mask(0, 100)
+    mask = stored.read_weights(0, 100)
     start = int(mask.argmax())
     stop = start + int((~mask[start:]).argmax())
     messages = [{"role": "user", "content": "Hi"}]

@@ -25,12 +25,13 @@ def slopes_agree(tokens: int, columns: int, dtype: torch.dtype, device: str) -> 
     logits[:, columns - columns // 5 :] = -torch.inf  # what an unaligned vocabulary is padded with
     targets = torch.randint(0, columns - columns // 5, (tokens,), device=device)
     targets[::5] = -1
-    for z_loss in (0.0, 0.01):
-        sums, slope = _gradient_eager(logits, targets, z_loss)
+    drawn = torch.randn(tokens, device=device)
+    for z_loss, weights in ((0.0, None), (0.01, None), (0.0, drawn), (0.01, drawn)):
+        sums, slope = _gradient_eager(logits, targets, z_loss, weights)
         in_place = logits.clone()
-        losses, squares = gradient_in_place(in_place, targets, z_loss)
+        losses, squares = gradient_in_place(in_place, targets, z_loss, weights)
         assert losses[targets < 0].eq(0).all()
-        assert losses.sum().item() == pytest.approx(sums.loss.item(), rel=1e-5)
+        assert losses.sum().item() == pytest.approx(sums.loss.item(), rel=1e-5, abs=1e-5 * losses.abs().sum().item())
         assert squares.sum().item() == pytest.approx(sums.squares.item(), rel=1e-5)
         assert (sums.squares > 0) == (z_loss > 0 and tokens > 1)  # the only target of one token is left out
         step = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-4

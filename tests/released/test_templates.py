@@ -37,8 +37,8 @@ def test_the_tokens_that_are_trained_on_are_those_of_the_ranges(template: Templa
             continue
         text, spans = template.ranges(chat)
         (encoded,) = encode_chats([Document("f", 1, "k", text, 0, tuple(spans))], tokenizer, [], "uint32", 1)
-        assert encoded.mask is not None
-        trained = [id for id, bit in zip(encoded.tokens.tolist(), encoded.mask.tolist(), strict=True) if bit]
+        assert encoded.weights is not None
+        trained = [id for id, bit in zip(encoded.tokens.tolist(), encoded.weights.tolist(), strict=True) if bit]
         assert tokenizer.decode(trained, skip_special_tokens=False) == "".join(verdict.spans)
 
 

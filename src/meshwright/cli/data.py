@@ -314,7 +314,12 @@ def _step_lines(shown: dict[str, Any]) -> str:
             count = sum(stop - start for start, stop in sample["trained"])
             lines.append(f"  {count} tokens are trained on" + (", between « and »" if "parts" in sample else ""))
         if "parts" in sample:
-            lines.append("".join(f"«{p['text']}»" if p["trained"] else p["text"] for p in sample["parts"]))
+            lines.append("".join(f"«{p['text']}»{_weight(p)}" if p["trained"] else p["text"] for p in sample["parts"]))
         elif "text" in sample:
             lines.append(sample["text"])
     return "\n".join(lines)
+
+
+def _weight(part: dict[str, Any]) -> str:
+    """The weight of a part of a text in the loss, if it has another than 1."""
+    return f"×{part['weight']:g}" if part.get("weight", 1.0) != 1 else ""

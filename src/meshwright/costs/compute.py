@@ -62,6 +62,8 @@ HEAD_SUM_BYTES = 0.1 * 8.0
 
 Of 8 bytes the product hides all but a tenth: 24 more chunks took 1.1 ms, not 12 (2026-11-23-levers-one-gpu-H200.jsonl).
 """
+OBJECTIVE_LOGITS = 1 / 3
+"""Times that log-probabilities read the logits: a loss with its gradient reads them twice and writes them once."""
 BIAS_BYTES = 20.0
 """Bytes per element to add a routed expert's bias, one expert after another, in other training stacks.
 
@@ -230,7 +232,8 @@ def layer_times(
     sum_seconds = shape.table_params / tensor_ranks * gradient_bytes * k.own_engine / memory_rate * (1 - shape.frozen)
     embed = tokens * shape.hidden * 12 / memory_rate
     padded_vocab = np.where(np.mod(shape.vocab / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
-    head = (logits.forward + logits.backward + loss_seconds) * padded_vocab + sum_seconds
+    before_gradients = layout.objective * (logits.forward + OBJECTIVE_LOGITS * loss_seconds)
+    head = (logits.forward + logits.backward + loss_seconds + before_gradients) * padded_vocab + sum_seconds
     projection = wide_rate.forward_backward(tokens / tensor_ranks, 2 * shape.hidden, shape.hidden)
     outside_block = projection.forward + projection.backward + head + embed
     module = (forward + backward + recomputed) / shape.layers * module_blocks + outside_block

@@ -1,4 +1,4 @@
-"""The tokens that end the answers of prepared chats, counted in the masks of their shards."""
+"""The tokens that end the answers of prepared chats, counted in the weights of their shards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from meshwright.data.indexed import IndexedFile
-from meshwright.data.manifest import documents_path
-from meshwright.data.masks import MaskFile
+from meshwright.data.manifest import Shard, documents_path
 from meshwright.data.text_format import Token
+from meshwright.data.token_weights import WeightFile
 
 TOKENS_AT_ONCE = 1 << 22
 MOST_SPACES = 8
@@ -35,14 +35,14 @@ class AnswerEnds:
         return sum(self.counts.values()) + self.unended
 
 
-def count_answer_ends(stems: Iterable[Path], tokenizer: Tokenizer) -> AnswerEnds:
-    """Count the last tokens of the answers, the ranges that are trained on, in shards of chats.
+def count_answer_ends(shards: Iterable[tuple[Path, Shard]], tokenizer: Tokenizer) -> AnswerEnds:
+    """Count the last tokens of the answers, the ranges that are trained on, in shards of chats, each with its directory.
 
     A special token may be followed by white space that is trained on too.
     """
     reader = _Reader(tokenizer)
-    for stem in stems:
-        reader.read(stem)
+    for directory, shard in shards:
+        reader.read(directory / shard.name, shard)
     ended = {Token(id, tokenizer.id_to_token(id) or ""): count for id, count in reader.ended.most_common()}
     return AnswerEnds(ended, reader.unended, reader.first)
 
@@ -55,17 +55,18 @@ class _Reader:
         self._special = np.array(sorted(tokenizer.get_added_tokens_decoder()), dtype=np.int64)
         self._spaces: dict[int, bool] = {}
 
-    def read(self, stem: Path) -> None:
+    def read(self, stem: Path, shard: Shard) -> None:
+        assert shard.weights is not None, "a shard of chats has weights"
         file = IndexedFile(stem)
-        mask, bounds = MaskFile(stem, file.tokens), file.document_bounds()
+        weights, bounds = WeightFile(stem, file.tokens, shard.weights), file.document_bounds()
         for start in range(0, file.tokens, TOKENS_AT_ONCE):
-            self._read_range(file, mask, bounds, start, min(start + TOKENS_AT_ONCE, file.tokens))
+            self._read_range(file, weights, bounds, start, min(start + TOKENS_AT_ONCE, file.tokens))
 
-    def _read_range(self, file: IndexedFile, mask: MaskFile, bounds: np.ndarray, start: int, stop: int) -> None:
+    def _read_range(self, file: IndexedFile, weights: WeightFile, bounds: np.ndarray, start: int, stop: int) -> None:
         """Count the answers whose last token is one of [start, stop)."""
         # The window has tokens before the range, to look behind white space, and one after it, to see whether an answer goes on.
         low, high = max(0, start - MOST_SPACES), min(stop + 1, file.tokens)
-        tokens, trained = file.read(low, high).astype(np.int64), mask.read(low, high)
+        tokens, trained = file.read(low, high).astype(np.int64), weights.read(low, high) != 0
         goes_on = np.append(trained[1:], False)
         inside = bounds[np.searchsorted(bounds, low, side="right") : np.searchsorted(bounds, high, side="left")]
         goes_on[inside - low - 1] = False  # the next token is of another chat

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+WeightedSpan = tuple[int, int, float]
+"""A range [start, stop) of characters, and its weight in the loss."""
 CHAT_ENDINGS = [ending for ending, layout in LAYOUTS.items() if layout in ("lines", "json", "parquet")]
 """Endings of files that may have chats; csv has text only."""
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train")
@@ -51,6 +53,8 @@ UNUSED_KEYS = ("functions", "function_call", "documents", "chat_template_kwargs"
 """Keys of a chat that other programs read, and that would be lost."""
 ALMOST = 0.85
 """Similarity from which an unknown key of a chat is a misspelling."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+"""Least and most weight of a message or chat, besides 0."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,10 @@ def reads_chats(file: InputFile) -> bool:
 
 @dataclass(frozen=True)
 class Chat:
-    """A checked chat: messages in the form that templates expect, and for each whether its line says that it is trained on."""
+    """A checked chat: messages in the form that templates expect, and the weight of each in the loss."""
 
     messages: list[dict[str, Any]]
-    marks: list[bool | None]
+    weights: list[float]
     tools: list[dict[str, Any]] | None = None
 
 
@@ -180,19 +184,20 @@ class ChatReader:
         tools, key = _tools(record.fields.get("tools")), form.keys[0]
         known = (*form.keys, *form.also, *COMMON_KEYS, "id")
         for name in (name for name, value in record.fields.items() if value is not None and name not in known):
-            near = nearest(name, (*known, "weight", "train"), ALMOST)
+            near = nearest(name, (*known, "train"), ALMOST)
             if name in UNUSED_KEYS or near is not None:
                 hint = f" (nearest: {near!r})" if near else ""
                 raise BadChat(f"{name}: unknown key{hint}; a chat has {', '.join(map(repr, known))}")
         if tools and not self._named_by_template("tools", True):
             raise BadChat(f"tools: the chat template of {self.name} does not write them")
-        messages, marks = [], []
+        of_chat = _weight(record.fields.get("weight"), "weight")
+        messages, weights = [], []
         for index, message in enumerate(form.messages(record.fields)):
             where = f"{key}[{index}]"
             messages.append(_message(message, where))
             self._check_keys(messages[-1], where, bool(tools))
-            marks.append(self._mark(messages[-1], where))
-        return Chat(messages, marks, tools)
+            weights.append(of_chat * self._weight(messages[-1], where))
+        return Chat(messages, weights, tools)
 
     def _check_keys(self, message: Mapping[str, Any], where: str, with_tools: bool) -> None:
         """Raise BadChat if a message has a key that is lost."""
@@ -209,22 +214,20 @@ class ChatReader:
         """Whether the text of the template has the word `key`."""
         return re.search(rf"\b{re.escape(key)}\b", self._sources[with_tools]) is not None
 
-    def _mark(self, message: dict[str, Any], where: str) -> bool | None:
-        """Whether a message says that it is trained on; its `weight` and `train` are removed. Raises BadChat."""
-        marks = {}
-        for name, expected in (("weight", "0 or 1"), ("train", "true or false")):
-            if name not in message:
-                continue
-            value = message.pop(name)
-            if value not in (0, 1) or isinstance(value, bool) != (name == "train"):
-                raise BadChat(f"{where}.{name}: expected {expected}, got {json.dumps(value, default=str)}")
-            marks[name] = bool(value)
-        if len(set(marks.values())) > 1:
+    def _weight(self, message: dict[str, Any], where: str) -> float:
+        """The weight of a message in the loss; its `weight` and `train` are removed. Raises BadChat."""
+        given = [name for name in ("weight", "train") if name in message]
+        train = message.pop("train", None)
+        if not (train is None or isinstance(train, bool)):
+            raise BadChat(f"{where}.train: expected true or false, got {json.dumps(train, default=str)}")
+        stated = message.pop("weight", None)
+        weight = _weight(stated, f"{where}.weight")
+        if stated is not None and train is not None and train != (weight != 0):
             raise BadChat(f"{where}: weight and train contradict each other")
-        mark = next(iter(marks.values()), None)
-        if mark and message["role"] not in self.roles:
-            raise BadChat(f"{where}.{next(iter(marks))}: to train on role {message['role']}, name it in --train-roles")
-        return mark
+        weight = 0.0 if train is False else weight
+        if given and weight and message["role"] not in self.roles:
+            raise BadChat(f"{where}.{given[0]}: to train on role {message['role']}, name it in --train-roles")
+        return weight
 
     def _document(self, file: InputFile, record: Record, chat: Chat) -> Document | BadDocument:
         try:
@@ -237,9 +240,15 @@ class ChatReader:
                 "put {% generation %} and {% endgeneration %} around what the assistant writes, in a copy for --chat-template"
             ) from None
         if not spans:
-            return BadDocument(record.where, f"nothing to train on: no text of role {' or '.join(self.roles)}")
-        document = checked_document(file, record, text, tuple(spans))
-        if isinstance(document, BadDocument) or not self._spelled.found_in((chat.messages, chat.tools)):
+            without = "the weight of each is 0" if not any(chat.weights) else ""
+            roles = f"no text of role {' or '.join(self.roles)}"
+            return BadDocument(record.where, f"nothing to train on: {without or roles}")
+        document = checked_document(file, record, text, tuple((start, stop) for start, stop, _ in spans))
+        if isinstance(document, BadDocument):
+            return document
+        if any(weight != 1 for _, _, weight in spans):
+            document = replace(document, span_weights=tuple(weight for _, _, weight in spans))
+        if not self._spelled.found_in((chat.messages, chat.tools)):
             return document
         marked = self._spelled.write(self._render, chat.messages, chat.tools)
         if not text.startswith(marked.text):  # the end of its last answer may follow
@@ -249,53 +258,84 @@ class ChatReader:
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         return self._template.render(messages, tools, add_generation_prompt=False)
 
-    def _fitting(self, chat: Chat) -> tuple[str, list[Span]]:
+    def _fitting(self, chat: Chat) -> tuple[str, list[WeightedSpan]]:
         """As `text_and_spans`; some templates need the arguments of calls as JSON in a text, and others as an object."""
         try:
-            return self.text_and_spans(chat.messages, chat.tools, chat.marks)
+            return self.text_and_spans(chat.messages, chat.tools, chat.weights)
         except TemplateRefusal:
             if not any(message.get("tool_calls") for message in chat.messages):
                 raise
             chat.messages[:] = [_with_arguments(message, _as_text) for message in chat.messages]
-            return self.text_and_spans(chat.messages, chat.tools, chat.marks)
+            return self.text_and_spans(chat.messages, chat.tools, chat.weights)
 
     def text_and_spans(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        marks: Sequence[bool | None] | None = None,
-    ) -> tuple[str, list[Span]]:
-        """The text of a chat, and the ranges of its characters to train on, ascending; not those of messages with a false mark.
+        weights: Sequence[float] | None = None,
+    ) -> tuple[str, list[WeightedSpan]]:
+        """The text of a chat, and the ranges of its characters to train on, ascending, each with the weight of its message.
+
+        `weights` are those of the messages, of which 0 is not trained on; None: all 1.
 
         If a template ends answers only by what begins the next message, the text has that behind its last answer too.
 
         Raises TemplateRefusal if the template refuses the messages, InexactTemplate if the ranges are not certain.
         """
-        spans: list[Span] = []
+        spans: list[WeightedSpan] = []
         searched = set(self.roles)
-        left_out = [index for index, mark in enumerate(marks or ()) if mark is False]
+        weights = [1.0] * len(messages) if weights is None else weights
         if ASSISTANT in searched and GENERATION.search(self._sources[bool(tools)]):
-            text, spans = self._template.generated_spans(messages, tools)
+            text, generated = self._template.generated_spans(messages, tools)
             searched.remove(ASSISTANT)
-            if answers := [index for index in left_out if messages[index]["role"] == ASSISTANT]:
-                spans = self._without(spans, text, messages, tools, answers)
+            of_spans = self._weights_of(generated, text, messages, tools, weights)
+            spans = [(*span, weight) for span, weight in zip(generated, of_spans, strict=True) if weight]
         else:
             text = self._render(messages, tools)
-        wanted = [
-            index for index, message in enumerate(messages) if message["role"] in searched and index not in left_out
-        ]
+        wanted = [index for index, message in enumerate(messages) if message["role"] in searched and weights[index]]
         text, found = self._ranges.find(text, messages, tools, wanted)
-        return text, sorted([*spans, *((start, stop) for start, stop in found if stop > start)])
+        ranges = [(*span, weights[index]) for index, span in zip(wanted, found, strict=True) if span[1] > span[0]]
+        return text, sorted([*spans, *ranges])
 
-    def _without(
-        self, spans: list[Span], text: str, messages: Sequence[Mapping[str, Any]], tools: Any, left_out: list[int]
-    ) -> list[Span]:
-        """The generated spans of the answers that are not left out."""
+    def _weights_of(
+        self,
+        spans: Sequence[Span],
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        weights: Sequence[float],
+    ) -> list[float]:
+        """The weight of each generated span: that of its answer. Raises InexactTemplate for a span of answers of several weights."""
         answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(answers) == len(spans):
-            return [span for index, span in zip(answers, spans, strict=True) if index not in left_out]
-        _, others = self._ranges.find(text, messages, tools, left_out)
-        return [span for span in spans if not any(span[0] < stop and start < span[1] for start, stop in others)]
+            return [weights[index] for index in answers]
+        if all(weights[index] == 1 for index in answers):
+            return [1.0] * len(spans)
+        _, ranges = self._ranges.find(text, messages, tools, answers)
+        found = []
+        for begin, end in spans:
+            inside = {
+                weights[index]
+                for index, (start, stop) in zip(answers, ranges, strict=True)
+                if begin < stop and start < end
+            }
+            if len(inside) > 1:
+                raise InexactTemplate("it writes answers of different weights in one generation block")
+            found.append(next(iter(inside), 1.0))
+        return found
+
+
+def _weight(value: Any, where: str) -> float:
+    """The weight that a message or a chat states; 1 if it states none. Raises BadChat."""
+    if value is None:
+        return 1.0
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and value < 0:
+        raise BadChat(f"{where}: expected no negative weight, got {value}; data cannot train a model away from a text")
+    if not (number and (value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT)):
+        expected = f"0, or a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:,.0f}"
+        raise BadChat(f"{where}: expected {expected}, got {json.dumps(value, default=str)}")
+    return float(value)
 
 
 def _reasoning(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -99,8 +99,8 @@ FORMS = (
     ),
 )
 """The forms that are recognised by the keys of a record."""
-COMMON_KEYS = ("tools", "system")
-"""Keys that a chat of any form may have: tools, and the text of a system message before the others."""
+COMMON_KEYS = ("tools", "system", "weight")
+"""Keys that a chat of any form may have: tools, the text of a system message before the others, and the chat's weight in the loss."""
 
 
 def form_of(names: Collection[str], text_key: str | None = None) -> ChatForm | None:

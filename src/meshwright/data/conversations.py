@@ -56,7 +56,9 @@ class ConversationWindows:
         starts, whole = stream.document_ranges()
         room = seq_len + 1
         long = np.flatnonzero(whole > room)
-        untrained = [number for number in long if not stream.read_mask(starts[number] + 1, starts[number] + room).any()]
+        untrained = [
+            number for number in long if not stream.read_weights(starts[number] + 1, starts[number] + room).any()
+        ]
         used = whole >= FEWEST_TOKENS
         used[untrained] = False
         self._document_starts, self._lengths = starts[used], np.minimum(whole[used], room)
@@ -84,13 +86,14 @@ class ConversationWindows:
         starts, lengths = self._conversations(window)
         stops = np.cumsum(lengths)
         room = self._seq_len + 1
-        tokens, trained = np.full(room, self._filler, dtype=np.int64), np.zeros(room, dtype=bool)
+        tokens = np.full(room, self._filler, dtype=np.int64)
+        weights = np.zeros(room, dtype=np.float32 if self._stream.weighted else bool)
         for start, length, stop in zip(starts.tolist(), lengths.tolist(), stops.tolist(), strict=True):
             tokens[stop - length : stop] = self._stream.read(start, start + length)
-            trained[stop - length : stop] = self._stream.read_mask(start, start + length)
-            trained[stop - length] = False  # its first token follows another conversation
+            weights[stop - length : stop] = self._stream.read_weights(start, start + length)
+            weights[stop - length] = 0  # its first token follows another conversation
         begins = np.concatenate([[0], stops if stops[-1] < room else stops[:-1]]).astype(np.int64)
-        return WindowTokens(tokens, begins if with_documents else begins[:1], trained, int(stops[-1]))
+        return WindowTokens(tokens, begins if with_documents else begins[:1], weights, int(stops[-1]))
 
     def parts(self, window: int) -> list[DocumentPart]:
         """The conversations of a window's inputs, each with the part that lies inside."""
@@ -101,14 +104,14 @@ class ConversationWindows:
             room -= length
         return parts
 
-    def trained(self, window: int) -> np.ndarray:
-        """Whether each input of a window is trained on, bool, without the filling tokens."""
+    def weights(self, window: int) -> np.ndarray:
+        """The weights of a window's inputs in the loss, bool or float32, without the filling tokens."""
         starts, lengths = self._conversations(window)
-        masks = [
-            self._stream.read_mask(start, start + length)
+        weights = [
+            self._stream.read_weights(start, start + length)
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
         ]
-        return np.concatenate(masks)[: self._seq_len]
+        return np.concatenate(weights)[: self._seq_len]
 
     def files_of(self, windows: np.ndarray) -> set[int]:
         """The numbers of the files that hold a part of these windows."""

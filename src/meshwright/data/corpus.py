@@ -28,7 +28,8 @@ class Document:
     """A text: its file, its id there, its key in the corpus, and the bytes of all inputs read up to its end.
 
     `spans` are the ranges [start, stop) of the characters to train on; None means all. `where` is file:line. `spelled` are those of special
-    tokens that a message of a chat spells, which are text; None if none does.
+    tokens that a message of a chat spells, which are text; None if none does. `span_weights` are the weights of `spans` in the loss; None:
+    all 1.
     """
 
     file: str
@@ -39,6 +40,7 @@ class Document:
     spans: tuple[tuple[int, int], ...] | None = None
     where: str = ""
     spelled: tuple[tuple[int, int], ...] | None = None
+    span_weights: tuple[float, ...] | None = None
 
 
 FromFile = Document | BadDocument | NotRead | Contents

@@ -34,13 +34,13 @@ LINE_END, WORD_END = re.compile(r"(?<!\n)(?=\n)"), re.compile(r"(?<=\w)(?=\W)|(?
 class EncodedDocument:
     """A document with its token ids, those that begin each text first, the end-of-document token last; `text_bytes` is its length in utf-8.
 
-    `mask` is whether each token is trained on, bool; None for all.
+    `weights` are those of the tokens in the loss: bool if all are 0 or 1, else float32; None: all 1.
     """
 
     document: Document
     tokens: np.ndarray
     text_bytes: int
-    mask: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

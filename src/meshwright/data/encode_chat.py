@@ -1,4 +1,4 @@
-"""Encodes chats to token ids, with a mask of the tokens to train on."""
+"""Encodes chats to token ids, with the weight of each token in the loss."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ def _encode(document: Document, tokenizer: Tokenizer, spelled: SpelledTokens, dt
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     ids, ends = _tokens_and_ends(bounds, encoded, decode, document.where)
-    mask = np.zeros(len(ids), dtype=bool)
-    for start, stop in zip(ends[1:-1:2], ends[2:-1:2], strict=True):
-        mask[start:stop] = True
-    return EncodedDocument(document, np.array(ids, dtype=dtype), len(text.encode("utf-8")), mask)
+    of_spans = document.span_weights
+    weights = np.zeros(len(ids), dtype=bool if of_spans is None else np.float32)
+    for number, (start, stop) in enumerate(zip(ends[1:-1:2], ends[2:-1:2], strict=True)):
+        weights[start:stop] = 1 if of_spans is None else of_spans[number]
+    return EncodedDocument(document, np.array(ids, dtype=dtype), len(text.encode("utf-8")), weights)
 
 
 def _tokens_and_ends(

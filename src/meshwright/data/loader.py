@@ -9,8 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -35,7 +35,9 @@ class MicroBatch:
     0. `valid_tokens` is the number of targets other than -1, counted on the host to avoid synchronisation.
     `attention_work` is the sum of the squared lengths of the documents, None if it is not counted. `slot` tells what the tokens belong to,
     None if sequences have equal length. `real`, bool, is false for tokens that only fill a sequence, which routers of experts do not count;
-    None if no sequence of the run can have any.
+    None if no sequence of the run can have any. `weights`, float32, multiply the losses of the targets and may be negative; the sum is
+    divided by the number of targets other than -1, so a target of weight 0 is -1. None: all are 1. `columns` are further values that an
+    objective reads (`parallel.objective`), of which the first dimension is that of `tokens`.
     """
 
     tokens: torch.Tensor
@@ -46,6 +48,8 @@ class MicroBatch:
     attention_work: int | None = None
     slot: Slot | None = None
     real: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def common(self) -> CommonNumber | None:
@@ -54,8 +58,11 @@ class MicroBatch:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """A copy with `change` applied to each tensor."""
-        tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents", "real")}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
+        names = ("tokens", "targets", "positions", "documents", "real", "weights")
+        tensors = {name: getattr(self, name) for name in names}
+        columns = {name: change(column) for name, column in self.columns.items()}
+        changed = {name: change(tensor) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, columns=columns, **changed)
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,7 @@ class Windows:
             valid_tokens=int(np.count_nonzero(batch.targets >= 0)),
             attention_work=sum(int((np.bincount(sequence) ** 2).sum()) for sequence in batch.documents),
             real=None if batch.real is None else torch.from_numpy(batch.real),
+            weights=None if batch.weights is None else torch.from_numpy(batch.weights),
         )
 
 

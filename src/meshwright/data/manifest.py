@@ -4,7 +4,7 @@
     inputs.jsonl                         the files that were read (data/input_record.py)
     shard-00000.bin, .idx                tokens, in Megatron's format (data/indexed.py)
     shard-00000.documents.jsonl          one line for each document: [source file, id]
-    shard-00000.mask                     of chats: the tokens to train on (data/masks.py)
+    shard-00000.mask or .weights         of chats: the weight of each token in the loss (data/token_weights.py)
 
 A directory of foreign `.bin`/`.idx` pairs without manifest is read too: its tokenizer is unknown, its documents are
 numbered.
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from meshwright.data.indexed import IndexedFile, bin_path, idx_path
-from meshwright.data.masks import MaskFile, mask_path
 from meshwright.data.text_format import TextFormat, read_text_format
+from meshwright.data.token_weights import KINDS, Kind, WeightFile, weight_path
 from meshwright.data.tokenizer_file import MOST_TOKENS
 from meshwright.durable.writes import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
@@ -35,8 +35,9 @@ TOKENIZER = "tokenizer.json"
 INPUTS = "inputs.jsonl"
 UNFINISHED = "unfinished.json"
 TRAIN, HELD_OUT = "train", "held_out"
-VERSION, WITH_MASKS = 1, 2
-"""Version of a manifest; with masks another, for readers of the first would train on every token."""
+VERSION, WITH_MASKS, WITH_WEIGHTS = 1, 2, 3
+"""Versions of a manifest: of text, of chats with masks, and of chats with a shard of weights. Readers of an earlier one would train on
+every token, or give each the weight 1."""
 TOKEN_DTYPES = ("uint16", "int32")
 Count = Annotated[int, Bound(at_least=0, at_most=1 << 60)]
 
@@ -55,7 +56,10 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Shard:
-    """Files `.bin` and `.idx`. `bytes` and `digest` (xxh3_128) have the keys "bin", "idx", "documents" and, of chats, "mask"."""
+    """Files `.bin` and `.idx`.
+
+    `bytes` and `digest` (xxh3_128) have the keys "bin", "idx", "documents" and, of chats, "mask" or "weights".
+    """
 
     name: str
     documents: Count
@@ -63,6 +67,11 @@ class Shard:
     text_bytes: Count
     bytes: dict[str, Count]
     digest: dict[str, str]
+
+    @property
+    def weights(self) -> Kind | None:
+        """The kind of the shard's file of weights; None if it is not of chats."""
+        return next((kind for kind in KINDS if kind in self.digest), None)
 
 
 @dataclass(frozen=True)
@@ -98,11 +107,12 @@ class Manifest:
     @property
     def masked(self) -> bool:
         """Whether the shards are of chats."""
-        return any("mask" in shard.digest for shard in self.shards)
+        return any(shard.weights is not None for shard in self.shards)
 
     @property
     def version(self) -> int:
-        return WITH_MASKS if self.masked else VERSION
+        kinds = {shard.weights for shard in self.shards}
+        return WITH_WEIGHTS if "weights" in kinds else WITH_MASKS if "mask" in kinds else VERSION
 
     def write(self, directory: Path) -> None:
         """Write `manifest.json` whole or not at all."""
@@ -126,11 +136,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class OpenShard:
-    """A shard that passed the check at opening. `record` is None when it is foreign, `mask` when it is not of chats."""
+    """A shard that passed the check at opening. `record` is None when it is foreign, `weights` when it is not of chats."""
 
     file: IndexedFile
     record: Shard | None
-    mask: MaskFile | None = None
+    weights: WeightFile | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +191,7 @@ class PreparedDirectory:
     def content_digest(self) -> str:
         """Digest of all shards in order, as the manifest describes them; of foreign shards, of their sizes alone."""
         shards = [
-            [shard.record.digest[key] for key in ("bin", "idx", "mask") if key in shard.record.digest]
+            [shard.record.digest[key] for key in ("bin", "idx", *KINDS) if key in shard.record.digest]
             if shard.record
             else [shard.file.tokens, shard.file.documents]
             for shard in self.shards
@@ -215,8 +225,8 @@ def open_directory(path: Path, damaged: Literal["refuse", "skip"] = "refuse") ->
     for stem, record in _shards_of(directory, manifest, stems):
         try:
             file = _check_shard(stem, record)
-            mask = MaskFile(stem, file.tokens) if record is not None and "mask" in record.digest else None
-            shards.append(OpenShard(file, record, mask))
+            kind = None if record is None else record.weights
+            shards.append(OpenShard(file, record, None if kind is None else WeightFile(stem, file.tokens, kind)))
         except (Damaged, BadInput) as error:
             if damaged == "refuse":
                 raise Damaged(f"{error}; `data.damaged: skip` leaves the shard out") from error
@@ -284,7 +294,8 @@ def documents_path(stem: Path) -> Path:
 
 def shard_files(stem: Path) -> dict[str, Path]:
     """The files that a prepared shard can have by their key in the manifest."""
-    return {"bin": bin_path(stem), "idx": idx_path(stem), "documents": documents_path(stem), "mask": mask_path(stem)}
+    weights = {kind: weight_path(stem, kind) for kind in KINDS}
+    return {"bin": bin_path(stem), "idx": idx_path(stem), "documents": documents_path(stem), **weights}
 
 
 def _shards_of(
@@ -308,7 +319,7 @@ def _check_tokenizer(directory: Path, manifest: Manifest) -> None:
 
 def _check_shard(stem: Path, record: Shard | None) -> IndexedFile:
     if record is not None:
-        for key in [key for key in ("bin", "idx", "mask") if key in record.bytes]:
+        for key in [key for key in ("bin", "idx", *KINDS) if key in record.bytes]:
             path = shard_files(stem)[key]
             actual = path.stat().st_size if path.is_file() else None
             if actual != record.bytes[key]:
@@ -344,8 +355,8 @@ def _digest_or_none(path: Path) -> str | None:
 
 def _parse(data: dict[str, Any], where: str) -> Manifest:
     """The manifest in plain data. Raises ValueError that names the first value that is no part of one, Damaged for its text format."""
-    if data["version"] not in (VERSION, WITH_MASKS):
-        raise ValueError(f"version {data['version']}, this release reads versions {VERSION} and {WITH_MASKS}")
+    if data["version"] not in (VERSION, WITH_MASKS, WITH_WEIGHTS):
+        raise ValueError(f"version {data['version']}, this release reads versions {VERSION} to {WITH_WEIGHTS}")
     totals = {key: data.get(key) for key in ("tokens", "documents", "text_bytes")}
     known = {field.name for field in fields(Manifest)} - {"text_format"}
     manifest = from_checked_plain(Manifest, {key: data[key] for key in data.keys() & known})
@@ -358,8 +369,12 @@ def _parse(data: dict[str, Any], where: str) -> Manifest:
         raise ValueError(f"dtype {manifest.dtype!r}, expected one of {', '.join(TOKEN_DTYPES)}")
     for shard in manifest.shards:
         names = shard.bytes.keys()
-        if names != shard.digest.keys() or names - {"mask"} != {"bin", "idx", "documents"}:
-            raise ValueError(f"{shard.name}: expected bytes and digest of bin, idx and documents, and of chats mask")
+        one_kind = len(names & {*KINDS}) <= 1
+        if names != shard.digest.keys() or names - {*KINDS} != {"bin", "idx", "documents"} or not one_kind:
+            of_chats = " or ".join(KINDS)
+            raise ValueError(
+                f"{shard.name}: expected bytes and digest of bin, idx and documents, and of chats {of_chats}"
+            )
     if not all({"files", "bytes"} <= figures.keys() for figures in manifest.not_read.values()):
         raise ValueError("not_read: expected files and bytes for each reason")
     if totals != {key: getattr(manifest, key) for key in totals}:

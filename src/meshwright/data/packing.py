@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.data.indexed import IndexedFile
-from meshwright.data.masks import MaskFile
+from meshwright.data.token_weights import WeightFile
 
 IGNORED = -1
 """Target of a position that is not trained on."""
@@ -38,7 +38,8 @@ class DocumentPart(NamedTuple):
 class Packed:
     """Packed documents of a window, all `(seq,)` int64; `documents` counts from 0 within the window.
 
-    Tokens from number `real` on only fill the window; None: there are none.
+    Tokens from number `real` on only fill the window; None: there are none. `weights` `(seq,)`, bool or float32, are those of the targets
+    in the loss; None: all 1.
     """
 
     tokens: np.ndarray
@@ -46,27 +47,28 @@ class Packed:
     positions: np.ndarray
     documents: np.ndarray
     real: int | None = None
+    weights: np.ndarray | None = None
 
 
 class WindowTokens(NamedTuple):
-    """Tokens `(seq + 1,)` int64 of a window, where documents begin in it, 0 first, and which of them are trained on.
+    """Tokens `(seq + 1,)` int64 of a window, where documents begin in it, 0 first, and their weights in the loss.
 
-    `trained` `(seq + 1,)` bool; None: all. Tokens from number `real` on only fill the window; None: there are none.
+    `weights` `(seq + 1,)`, bool or float32; None: all 1. Tokens from number `real` on only fill the window; None: there are none.
     """
 
     tokens: np.ndarray
     begins: np.ndarray
-    trained: np.ndarray | None
+    weights: np.ndarray | None
     real: int | None = None
 
 
 class TokenStream:
     """The tokens of several shards as one sequence, in the order of the shards."""
 
-    def __init__(self, files: Sequence[IndexedFile], masks: Sequence[MaskFile | None] | None = None) -> None:
-        """`masks` belong to `files`; a file without mask is trained on whole."""
+    def __init__(self, files: Sequence[IndexedFile], weights: Sequence[WeightFile | None] | None = None) -> None:
+        """`weights` belong to `files`; the tokens of a file without have the weight 1."""
         self.files = list(files)
-        self._masks = [None] * len(self.files) if masks is None else list(masks)
+        self._weights = [None] * len(self.files) if weights is None else list(weights)
         self._starts = list(accumulate((file.tokens for file in self.files), initial=0))
 
     def __len__(self) -> int:
@@ -83,14 +85,22 @@ class TokenStream:
 
     @property
     def masked(self) -> bool:
-        """Whether a file has a mask."""
-        return any(mask is not None for mask in self._masks)
+        """Whether a file has weights, which tell the tokens that are trained on."""
+        return any(weights is not None for weights in self._weights)
 
-    def read_mask(self, start: int, stop: int) -> np.ndarray:
-        """Whether each of the tokens [start, stop) is trained on, bool."""
-        parts = [(self._masks[shard], first, last) for shard, first, last in self._ranges(start, stop)]
+    @property
+    def weighted(self) -> bool:
+        """Whether a token may have another weight than 0 and 1."""
+        return any(weights is not None and weights.kind == "weights" for weights in self._weights)
+
+    def read_weights(self, start: int, stop: int) -> np.ndarray:
+        """The weights of tokens [start, stop) in the loss, bool or float32."""
+        parts = [(self._weights[shard], first, last) for shard, first, last in self._ranges(start, stop)]
         return np.concatenate(
-            [np.ones(last - first, bool) if mask is None else mask.read(first, last) for mask, first, last in parts]
+            [
+                np.ones(last - first, bool) if weights is None else weights.read(first, last)
+                for weights, first, last in parts
+            ]
         )
 
     def begins(self, start: int, stop: int) -> np.ndarray:
@@ -176,7 +186,7 @@ def pack(
     tokens: np.ndarray,
     begins: np.ndarray,
     document_mask: bool,
-    trained: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
     real: int | None = None,
 ) -> Packed:
     """A window of S inputs from `tokens` (S + 1,) int64; `begins` are the places in it where a document begins, 0
@@ -184,16 +194,17 @@ def pack(
 
     With `document_mask`, positions restart at each document and a target that lies in the next document is -1; without
     it the window is one text: positions 0 to S - 1, documents all 0. A document that began earlier starts at position 0
-    too. A target outside `trained` (S + 1,) bool is -1. `real` is that of `Packed`.
+    too. A target whose weight, of `weights` (S + 1,), is 0 is -1. `real` is that of `Packed`.
     """
     inputs, targets = tokens[:-1], tokens[1:]
-    if trained is not None:
-        targets = np.where(trained[1:], targets, IGNORED)
+    if weights is not None:
+        weights = weights[1:]
+        targets = np.where(weights != 0, targets, IGNORED)
     everything = np.arange(len(tokens))
     if not document_mask:
-        return Packed(inputs, targets, everything[:-1], np.zeros_like(inputs), real)
+        return Packed(inputs, targets, everything[:-1], np.zeros_like(inputs), real, weights)
     lengths = np.diff(begins, append=len(tokens))
     documents = np.repeat(np.arange(len(begins)), lengths)
     positions = everything - np.repeat(begins, lengths)
     masked = np.where(documents[1:] == documents[:-1], targets, IGNORED)
-    return Packed(inputs, masked, positions[:-1], documents[:-1], real)
+    return Packed(inputs, masked, positions[:-1], documents[:-1], real, weights)

@@ -199,8 +199,9 @@ def _count_answers(
     preparation: Preparation, shards: Mapping[str, Sequence[Shard]], tokenizer: LoadedTokenizer
 ) -> AnswerEnds:
     """The tokens that end the answers of all chats. Raises BadInput for answers without any, unless the request accepts them."""
-    stems = [preparation.directories()[split] / shard.name for split, written in shards.items() for shard in written]
-    answers = count_answer_ends(stems, tokenizer.tokenizer)
+    directories = preparation.directories()
+    written = [(directories[split], shard) for split, of_split in shards.items() for shard in of_split]
+    answers = count_answer_ends(written, tokenizer.tokenizer)
     if answers.unended and preparation.unended_answers == "refuse":
         raise BadInput(
             f"{preparation.out}: {answers.unended:,} of {answers.answers:,} answers do not end with a special token, the first in "

@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.data.encode import EncodedDocument
 from meshwright.data.indexed import IndexedWriter
 from meshwright.data.manifest import Count, Shard, documents_path, shard_files
-from meshwright.data.masks import encode_masks, mask_path
+from meshwright.data.token_weights import encode_weights, weight_path
 from meshwright.durable.writes import append_durable, digest, write_durable
 from meshwright.spec.errors import Damaged
 from meshwright.spec.fields import from_checked_plain
@@ -70,7 +70,7 @@ class SplitWriter:
         self._through = self.done_through
         self._writer: IndexedWriter | None = None
         self._lines: list[str] = []
-        self._masks: list[np.ndarray] = []
+        self._weights: list[np.ndarray] = []
         self._text_bytes = 0
 
     @property
@@ -89,8 +89,8 @@ class SplitWriter:
             self._writer = IndexedWriter(self.directory / f"shard-{len(self.shards):05d}", self.dtype)
         self._writer.add_document(encoded.tokens)
         self._lines.append(json.dumps([encoded.document.file, encoded.document.id]))
-        if encoded.mask is not None:
-            self._masks.append(encoded.mask)
+        if encoded.weights is not None:
+            self._weights.append(encoded.weights)
         self._text_bytes += encoded.text_bytes
         self._through = number
         if self._writer.tokens >= self.shard_tokens:
@@ -104,10 +104,10 @@ class SplitWriter:
         names = "".join(line + "\n" for line in self._lines).encode()
         write_durable(documents_path(stem), names)
         digests = {"documents": digest(names)}
-        if self._masks:
-            mask = encode_masks(self._masks)
-            write_durable(mask_path(stem), mask)
-            digests["mask"] = digest(mask)
+        if self._weights:
+            kind, weights = encode_weights(self._weights)
+            write_durable(weight_path(stem, kind), weights)
+            digests[kind] = digest(weights)
         writer.finish()
         digests = {**writer.digests, **digests}
         sizes = {key: path.stat().st_size for key, path in shard_files(stem).items() if key in digests}
@@ -117,7 +117,7 @@ class SplitWriter:
         self.shards.append(shard)
         self._finished_tokens += shard.tokens
         self._finished_documents += shard.documents
-        self._writer, self._lines, self._masks, self._text_bytes = None, [], [], 0
+        self._writer, self._lines, self._weights, self._text_bytes = None, [], [], 0
 
     def abandon(self) -> None:
         """Close the open file without publishing it."""

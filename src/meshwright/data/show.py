@@ -31,7 +31,8 @@ def show_step(
     the run left out those of `skipped`, earlier ones with a `batch_ramp`. With `global_batch_tokens` they follow from the lengths of all
     samples before. `start` and `end` are tokens within the document (end exclusive), `tokens` is how many the sample has. With `text`
     each sample also holds its decoded `text`. A sample of chats also has `trained`, the ranges [start, stop) of its tokens that are
-    trained on, and with `text` the `parts` of its text, each with `trained` and `text`; `packing` has the
+    trained on, and with `text` the `parts` of its text, each with `trained` and `text`; with weights of tokens also `weights`, one for each
+    range, and `weight` of each trained part. `packing` has the
     `PackingCounts` of each source of chats. Raises BadInput for a step below 1, or when text is asked of data whose tokenizer is not known.
     """
     if step < 1:
@@ -46,7 +47,7 @@ def show_step(
             ids = ids[: sample["tokens"]]
             sample["text"] = decode(ids)
             if "trained" in sample:
-                sample["parts"] = _parts(ids, sample["trained"], decode)
+                sample["parts"] = _parts(ids, sample["trained"], sample.get("weights"), decode)
     packing = {name: asdict(each.packing) for name, each in source.sources.items() if each.packing}
     return {"step": step, "samples": samples} | ({"packing": packing} if packing else {})
 
@@ -65,11 +66,15 @@ def _tokens(
         yield sample, source.samples([index]).tokens[0].tolist(), partial(tokenizer.decode, skip_special_tokens=False)
 
 
-def _parts(ids: list[int], trained: list[list[int]], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """The text of the tokens, cut where training begins and ends."""
+def _parts(
+    ids: list[int], trained: list[list[int]], weights: list[float] | None, decode: Callable[[list[int]], str]
+) -> list[dict[str, Any]]:
+    """The text of the tokens, cut where training begins and ends, each trained part with its weight if there are `weights`."""
     bounds = [0, *(bound for span in trained for bound in span), len(ids)]
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"trained": number % 2 == 1, "text": decode(ids[start:stop])}
         for number, (start, stop) in enumerate(pairwise(bounds))
     ]
+    for part, weight in zip(parts[1::2], weights or (), strict=weights is not None):
+        part["weight"] = weight
     return [part for part in parts if part["text"]]

@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -45,7 +45,8 @@ Split = Literal["train", "validation"]
 class Batch:
     """Samples as int64 arrays of `(samples, seq)`; `targets` is -1 where nothing is to be learned.
 
-    `real` `(samples, seq)`, bool, is false for tokens that only fill a window; None if no source can have such tokens.
+    `real` `(samples, seq)`, bool, is false for tokens that only fill a window; None if no source can have such tokens. `weights`
+    `(samples, seq)`, float32, are those of the targets in the loss; None if no source has others than 0 and 1.
     """
 
     tokens: np.ndarray
@@ -53,6 +54,7 @@ class Batch:
     positions: np.ndarray
     documents: np.ndarray
     real: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
 
 def open_data(
@@ -121,8 +123,8 @@ class Source:
         by_content: bool = False,
     ) -> None:
         self.name, self.directory, self.seq_len = name, directory, seq_len
-        files, masks = [shard.file for shard in directory.shards], [shard.mask for shard in directory.shards]
-        self.stream = (ContentOrder if by_content else TokenStream)(files, masks)
+        files, weights = [shard.file for shard in directory.shards], [shard.weights for shard in directory.shards]
+        self.stream = (ContentOrder if by_content else TokenStream)(files, weights)
         self.layout = self._layout(packing)
         self.windows = self.layout.count
         if self.windows == 0:
@@ -158,8 +160,8 @@ class Source:
         """Raise Damaged if a file's size differs from its size at opening and in its manifest."""
         for shard in self.directory.shards:
             shard.file.check_sizes()
-            if shard.mask is not None:
-                shard.mask.check_size()
+            if shard.weights is not None:
+                shard.weights.check_size()
 
     def describe(self, window: int) -> list[dict[str, Any]]:
         """The documents of a window's inputs: file, id, and the tokens [start, end) of the document that are in it."""
@@ -198,6 +200,7 @@ class DataSource:
         self._limit = vocab_size
         self._fills = any(source.packing is not None for source in sources)
         """Whether windows of a source may end with tokens that only fill them."""
+        self._weighted = any(source.stream.weighted for source in sources)
         self._verifier = verifier
         self._used: set[int] = set()
         """Numbers of the shards given to the verifier, over all sources."""
@@ -328,7 +331,13 @@ class DataSource:
             positions=np.stack([sample.positions for sample in packed]),
             documents=np.stack([sample.documents for sample in packed]),
             real=self._real(packed) if self._fills else None,
+            weights=self._weights(packed) if self._weighted else None,
         )
+
+    def _weights(self, packed: Sequence[Packed]) -> np.ndarray:
+        """The weights of the targets in the loss, `(samples, seq)` float32."""
+        whole = np.ones(self.seq_len, dtype=np.float32)
+        return np.stack([whole if sample.weights is None else sample.weights for sample in packed]).astype(np.float32)
 
     def _real(self, packed: Sequence[Packed]) -> np.ndarray:
         """Whether each input is more than a filler, `(samples, seq)` bool."""
@@ -364,16 +373,19 @@ class DataSource:
     def describe(self, index: int) -> dict[str, Any]:
         """The origin of a global sample: `{global_index, source, documents: [{file, id, start, end}], tokens}`.
 
-        Of chats also `trained`: the ranges [start, stop) of its tokens that are trained on. `tokens` then leaves out those that fill the
-        sequence.
+        Of chats also `trained`: the ranges [start, stop) of its tokens that are trained on, and where these have other weights than 1,
+        `weights`, one for each range. `tokens` then leaves out those that fill the sequence.
         """
         source, window = self._locate_samples([index])[0]
         documents, (length,) = source.describe(window), self.lengths([index]).tolist()
         described = {"global_index": index, "source": source.name, "documents": documents, "tokens": length}
         if not isinstance(source.layout, ConversationWindows):
             return described
-        trained = source.layout.trained(window)
-        return described | {"tokens": len(trained), "trained": _ranges(trained)}
+        weights = source.layout.weights(window)
+        described |= {"tokens": len(weights), "trained": (trained := _ranges(weights))}
+        return described | (
+            {"weights": [float(weights[start]) for start, _ in trained]} if source.stream.weighted else {}
+        )
 
     def target_counts(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """How often each token id is a target of the samples with these global indices, int64."""
@@ -392,7 +404,7 @@ class DataSource:
     def _sample(self, source: Source, window: int) -> Packed:
         read = source.layout.read(window, self.document_mask)
         self._check_ids(source, window, read.tokens)
-        return pack(read.tokens, read.begins, self.document_mask, read.trained, read.real)
+        return pack(read.tokens, read.begins, self.document_mask, read.weights, read.real)
 
     def _check_ids(self, source: Source, window: int, tokens: np.ndarray, start: int = 0) -> None:
         """Raise Damaged unless each of `tokens`, which begin at token `start` of a window, fits the model's vocabulary."""
@@ -414,10 +426,10 @@ def _identity(directory: PreparedDirectory) -> dict[str, str | None]:
     return {} if text is None else {"tokenizer_identity": text.tokenizer}
 
 
-def _ranges(mask: np.ndarray) -> list[list[int]]:
-    """The ranges [start, stop) of a mask that are true."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
-    return edges.reshape(-1, 2).tolist()
+def _ranges(weights: np.ndarray) -> list[list[int]]:
+    """The ranges [start, stop) of equal weights that are not 0."""
+    bounds = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(weights)]
+    return [[start, stop] for start, stop in pairwise(bounds) if start < stop and weights[start]]
 
 
 class _DocumentNames:

@@ -61,8 +61,8 @@ class ShardVerifier:
 def _verify(shard: OpenShard) -> None:
     """Raise Damaged when a file that training reads is not what its manifest says."""
     assert shard.record is not None, "foreign shards are not added"
-    masks = [] if shard.mask is None else [("mask", shard.mask.path, shard.mask.digest())]
-    for key, path, actual in [*shard.file.digests(), *masks]:
+    weights = [] if shard.weights is None else [(shard.weights.kind, shard.weights.path, shard.weights.digest())]
+    for key, path, actual in [*shard.file.digests(), *weights]:
         expected = shard.record.digest[key]
         if actual != expected:
             raise Damaged(

@@ -21,23 +21,47 @@ MIN_LOGIT = tl.constexpr(-1e30)
 """Lower than every logit; subtracted from itself it is 0, where minus infinity would give NaN."""
 
 
-def gradient_in_place(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and squared log-sum-exp of each row of logits `(tokens, vocab)` in fp32, 0 for a negative target.
+def gradient_in_place(
+    logits: Tensor, targets: Tensor, z_loss: float = 0.0, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy times `weights` and squared log-sum-exp of each row of logits `(tokens, vocab)` in fp32, 0 for a negative target.
 
-    The gradient of cross-entropy + `z_loss` · square replaces the logits. Without `z_loss` the squares are one scalar 0.
+    The gradient of weight · cross-entropy + `z_loss` · square replaces the logits; `weights` `(tokens,)` fp32, None: all 1. Without
+    `z_loss` the squares are one scalar 0.
     """
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     squares = torch.empty_like(losses) if z_loss else losses.new_zeros(())
     _gradient[(rows,)](
-        logits, targets, losses, squares, columns, logits.stride(0), z_loss, z_loss > 0, BLOCK, num_warps=WARPS
+        logits,
+        targets,
+        losses if weights is None else weights,
+        losses,
+        squares,
+        columns,
+        logits.stride(0),
+        z_loss,
+        weights is not None,
+        z_loss > 0,
+        BLOCK,
+        num_warps=WARPS,
     )
     return losses, squares
 
 
 @triton.jit
 def _gradient(
-    logits, targets, losses, squares, columns, stride, z_loss, has_z: tl.constexpr, block: tl.constexpr
+    logits,
+    targets,
+    weights,
+    losses,
+    squares,
+    columns,
+    stride,
+    z_loss,
+    weighted: tl.constexpr,
+    has_z: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
@@ -55,8 +79,13 @@ def _gradient(
     row_maximum = tl.max(maximum, axis=0)
     logsumexp = row_maximum + tl.log2(tl.sum(total * tl.exp2(maximum - row_maximum), axis=0))
     target_logit = tl.load(start + tl.where(valid, target, 0)).to(tl.float32)
-    tl.store(losses + row, tl.where(valid, logsumexp / LOG2_E - target_logit, 0.0))
-    factor = 1.0
+    loss = logsumexp / LOG2_E - target_logit
+    weight = 1.0
+    if weighted:
+        weight = tl.load(weights + row)
+        loss *= weight
+    tl.store(losses + row, tl.where(valid, loss, 0.0))
+    factor = weight
     if has_z:
         total_log = logsumexp / LOG2_E
         tl.store(squares + row, tl.where(valid, total_log * total_log, 0.0))
@@ -67,6 +96,6 @@ def _gradient(
         position = first + tl.arange(0, block)
         inside = position < columns
         x = tl.load(start + position, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        gradient = tl.exp2(x * LOG2_E - logsumexp) * factor - tl.where(position == target, 1.0, 0.0)
+        gradient = tl.exp2(x * LOG2_E - logsumexp) * factor - tl.where(position == target, weight, 0.0)
         gradient = tl.where(valid, gradient, 0.0).to(logits.dtype.element_ty)
         tl.store(start + position, gradient, mask=inside, eviction_policy="evict_first")

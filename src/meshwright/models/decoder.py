@@ -7,7 +7,7 @@ and up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask, make_mask
-from meshwright.kernels.loss import LossSums, capped, linear_cross_entropy
+from meshwright.kernels.loss import LossSums, capped, linear_cross_entropy, token_log_probabilities
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.adapter import add_adapters
@@ -59,6 +59,12 @@ class Losses(NamedTuple):
     tokens: Tensor
     balance: Tensor
     further: Tensor
+
+
+OfLogProbabilities = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Maps the log-probabilities `(batch, seq)` of the targets to the sum of a loss, a scalar, and the factors `(batch, seq)` by which the
+gradients of the tokens' cross-entropies are multiplied: the negative derivatives of the loss by the log-probabilities.
+"""
 
 
 class HeadLosses(NamedTuple):
@@ -104,32 +110,35 @@ class Decoder(nn.Module):
         tokens: Tensor,
         *,
         targets: Tensor | None = None,
+        weights: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
         """Logits `(batch, seq, vocab)` of tokens `(batch, seq)`, or with targets the sum of their losses.
 
         The sum is fp32 (fp64 in fp64). `targets` `(batch, seq)`: the token to predict at each position; negative targets are
-        ignored. `positions` `(batch, seq)`: from 0 in each sequence if None. `documents` `(batch, seq)`: document numbers; a token
-        attends only to its own document; None means one document per sequence.
+        ignored. `weights` `(batch, seq)` multiply the losses; None: all 1. `positions` `(batch, seq)`: from 0 in each sequence if
+        None. `documents` `(batch, seq)`: document numbers; a token attends only to its own document; None means one document per
+        sequence.
         """
-        return _value(self.logits_or_loss(self._run_blocks(tokens, positions, documents)[0], targets))
+        return _value(self.logits_or_loss(self._run_blocks(tokens, positions, documents)[0], targets, weights))
 
     def losses(
         self,
         tokens: Tensor,
         targets: Tensor,
         *,
+        weights: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Losses:
         """The sums of the training loss; arguments and token losses are as in `forward`."""
         x, balance = self._run_blocks(tokens, positions, documents)
         if not self.predictions:
-            return Losses(_value(self.logits_or_loss(x, targets)), balance, torch.zeros_like(balance))
-        further = further_tokens(tokens, targets, documents, len(self.predictions))
+            return Losses(_value(self.logits_or_loss(x, targets, weights)), balance, torch.zeros_like(balance))
+        further = further_tokens(tokens, targets, documents, len(self.predictions), weights)
         shared = self.shared_inputs(tokens, positions, documents, x.dtype)
-        losses = self.head_losses(x, targets, further, shared)
+        losses = self.head_losses(x, targets, further, shared, weights)
         return Losses(losses.tokens.loss, sum((routed.balance for routed in losses.routed), balance), losses.further)
 
     def _run_blocks(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -187,15 +196,31 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         return x if self.spec.embedding_scale == 1 else x * rounded_factor(self.spec.embedding_scale, x.dtype)
 
-    def logits_or_loss(self, x: Tensor, targets: Tensor | None) -> Tensor | LossSums:
-        """Logits of the last block's output, or with targets the sums of its losses."""
-        return self.head(self.norm(x), targets, self._tied_weight())
+    def logits_or_loss(
+        self,
+        x: Tensor,
+        targets: Tensor | None,
+        weights: Tensor | None = None,
+        objective: OfLogProbabilities | None = None,
+    ) -> Tensor | LossSums:
+        """Logits of the last block's output, or with targets the sums of its losses; of an `objective` the losses that it computes."""
+        hidden, tied = self.norm(x), self._tied_weight()
+        if targets is None:
+            return self.head(hidden, None, tied)
+        return self._sums(hidden, targets, tied, weights, objective)
 
-    def head_losses(self, x: Tensor, targets: Tensor, further: FurtherTokens, shared: SharedInputs) -> HeadLosses:
+    def head_losses(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        further: FurtherTokens,
+        shared: SharedInputs,
+        weights: Tensor | None = None,
+        objective: OfLogProbabilities | None = None,
+    ) -> HeadLosses:
         """The losses of the last block's output: of the next tokens, and of further tokens by the prediction modules."""
         hidden, tied = self.norm(x), self._tied_weight()
-        sums = self.head(hidden, targets, tied)
-        assert isinstance(sums, LossSums)
+        sums = self._sums(hidden, targets, tied, weights, objective)
         further_loss, routed = torch.zeros_like(sums.loss), []
         for depth, module in enumerate(self.predictions):
             assert isinstance(module, PredictionModule)
@@ -209,8 +234,30 @@ class Decoder(nn.Module):
                 routed.append(y)
                 y = y.x
             hidden = module.norm(y)
-            further_loss = further_loss + _value(self.head(hidden, further.targets[..., depth], tied))
+            of_further = None if further.weights is None else further.weights[..., depth]
+            further_loss = further_loss + _value(self.head(hidden, further.targets[..., depth], tied, of_further))
         return HeadLosses(sums, further_loss, tuple(routed))
+
+    def _sums(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        tied: Tensor | None,
+        weights: Tensor | None,
+        objective: OfLogProbabilities | None,
+    ) -> LossSums:
+        """The sums of the losses of the normed output. An objective gets the log-probabilities first, then the head computes gradients."""
+        if objective is None:
+            sums = self.head(hidden, targets, tied, weights)
+            assert isinstance(sums, LossSums)
+            return sums
+        loss, weights = objective(self.head.log_probabilities(hidden, targets, tied))
+        if not torch.is_grad_enabled():
+            return LossSums(loss, torch.zeros_like(loss))
+        sums = self.head(hidden, targets, tied, weights)
+        assert isinstance(sums, LossSums)
+        # The difference is 0, so that it adds the gradient only.
+        return LossSums(loss + (sums.loss - sums.loss.detach()), sums.squares)
 
     def _tied_weight(self) -> Tensor | None:
         return self.embed.weight if self.spec.tied else None
@@ -257,8 +304,14 @@ class Head(nn.Module):
         self.factor = factor
         self.cap = cap
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor | LossSums:
-        """Logits of hidden `(batch, seq, hidden)`, or with targets the sums of the losses.
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        tied: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor | LossSums:
+        """Logits of hidden `(batch, seq, hidden)`, or with targets the sums of the losses, each times that of `weights` `(batch, seq)`.
 
         `tied` is the embedding's weight if the head has no weight.
         """
@@ -268,7 +321,16 @@ class Head(nn.Module):
         if targets is None:
             return capped(F.linear(hidden, weight), self.cap)
         rows, losses = hidden.flatten(0, 1), {"cap": self.cap, "z_loss": self.z_loss, "plain": self.plain}
-        return linear_cross_entropy(rows, weight, targets.flatten(), self.loss_chunk, **losses)
+        of_tokens = None if weights is None else weights.flatten()
+        return linear_cross_entropy(rows, weight, targets.flatten(), self.loss_chunk, weights=of_tokens, **losses)
+
+    def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
+        """The log-probability of each target `(batch, seq)`, fp32 (fp64 in fp64), without gradient; 0 where the target is negative."""
+        weight = self.weight if tied is None else tied
+        assert weight is not None, "a tied head needs the embedding's weight"
+        rows, losses = self.scaled(hidden).flatten(0, 1), {"cap": self.cap, "plain": self.plain}
+        found = token_log_probabilities(rows, weight, targets.flatten(), self.loss_chunk, **losses)
+        return found.view_as(targets)
 
     def scaled(self, hidden: Tensor) -> Tensor:
         """The input times `factor`."""

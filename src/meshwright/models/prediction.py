@@ -6,6 +6,7 @@ k - 1 at position i and the embedding of token i + k. Embedding and head are the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,19 @@ from meshwright.spec.model import ModelSpec
 
 
 class FurtherTokens(NamedTuple):
-    """Tokens that the modules read and predict at each position, `(batch, seq, depth)`; a target of -1 is ignored."""
+    """Tokens that the modules read and predict at each position, `(batch, seq, depth)`; a target of -1 is ignored.
+
+    `weights` multiply the losses of the targets; None: all are 1.
+    """
 
     inputs: Tensor
     targets: Tensor
+    weights: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> FurtherTokens:
+        """A copy with `change` applied to each tensor."""
+        weights = None if self.weights is None else change(self.weights)
+        return FurtherTokens(change(self.inputs), change(self.targets), weights)
 
 
 class PredictionModule(nn.Module):
@@ -41,17 +51,22 @@ class PredictionModule(nn.Module):
         return self.project(torch.cat([self.token_norm(embedded), self.hidden_norm(hidden)], dim=-1))
 
 
-def further_tokens(tokens: Tensor, targets: Tensor, documents: Tensor | None, depth: int) -> FurtherTokens:
-    """The further tokens of whole sequences: tokens, targets and documents `(batch, seq)` as in `Decoder.forward`.
+def further_tokens(
+    tokens: Tensor, targets: Tensor, documents: Tensor | None, depth: int, weights: Tensor | None = None
+) -> FurtherTokens:
+    """The further tokens of whole sequences: tokens, targets, weights and documents `(batch, seq)` as in `Decoder.forward`.
 
     A target counts if it is trained on and in the document of its position. Where a sequence has no token to read, its first ones are read:
     there the target does not count, and no position before them attends to it.
     """
-    inputs, shifted = [], []
+    inputs, shifted, of_targets = [], [], []
     for distance in range(1, depth + 1):
         inputs.append(tokens.roll(-distance, 1))
         target = F.pad(targets[:, distance:], (0, min(distance, targets.shape[1])), value=-1)
         if documents is not None:
             target = target.masked_fill(documents.roll(-distance, 1) != documents, -1)
         shifted.append(target)
-    return FurtherTokens(torch.stack(inputs, -1), torch.stack(shifted, -1))
+        if weights is not None:
+            of_targets.append(F.pad(weights[:, distance:], (0, min(distance, targets.shape[1]))))
+    stacked = torch.stack(of_targets, -1) if of_targets else None
+    return FurtherTokens(torch.stack(inputs, -1), torch.stack(shifted, -1), stacked)

@@ -65,13 +65,21 @@ class SplitSequences:
     def local_batch(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of a micro-batch of whole sequences, with their targets (already shifted by one) and positions."""
         local = self.local_tokens
-        targets, positions, real = (
-            None if whole is None else local(whole) for whole in (batch.targets, batch.positions, batch.real)
+        targets, positions, real, weights = (
+            None if whole is None else local(whole)
+            for whole in (batch.targets, batch.positions, batch.real, batch.weights)
         )
         if positions is None:
             ranges = local_tokens(batch.tokens.shape[1], self._ring, self._ulysses)
             positions = _token_positions(ranges, batch.tokens.device).expand(len(batch.tokens), -1)
-        return replace(batch, tokens=local(batch.tokens), targets=targets, positions=positions, real=real)
+        return replace(
+            batch, tokens=local(batch.tokens), targets=targets, positions=positions, real=real, weights=weights
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks that divide a sequence."""
+        return self._ring.index == self._ulysses.index == 0
 
     def local_tokens(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor `(batch, seq, …)` of whole sequences."""
@@ -91,18 +99,18 @@ class SplitSequences:
         inputs = self._model.attention_inputs(batch.positions, batch.documents, seq, dtype, queries=queries)
         return SharedInputs(batch.positions, inputs)
 
-    def gather_logits(self, logits: Tensor) -> Tensor:
-        """All-gather logits `(batch, seq / ranks, vocab)` to `(batch, seq, vocab)`. Collective over context ranks."""
+    def gather_tokens(self, local: Tensor) -> Tensor:
+        """All-gather a tensor `(batch, seq / ranks, …)` of tokens to `(batch, seq, …)`. Collective over context ranks."""
         ranks = dist.get_process_group_ranks(self._group)
-        parts = [torch.empty_like(logits) for _ in ranks]
-        dist.all_gather(parts, logits.contiguous(), group=self._group)
-        seq = len(ranks) * logits.shape[1]
-        whole = logits.new_empty((logits.shape[0], seq, logits.shape[2]))
+        parts = [torch.empty_like(local) for _ in ranks]
+        dist.all_gather(parts, local.contiguous(), group=self._group)
+        seq = len(ranks) * local.shape[1]
+        whole = local.new_empty((local.shape[0], seq, *local.shape[2:]))
         for rank, part in zip(ranks, parts, strict=True):
             coordinates = self._mesh.layout.coordinates(rank)
             ring = Part(coordinates.get("context_ring", 0), self._ring.count)
             ulysses = Part(coordinates.get("context_ulysses", 0), self._ulysses.count)
-            whole[:, _token_positions(local_tokens(seq, ring, ulysses), logits.device)] = part
+            whole[:, _token_positions(local_tokens(seq, ring, ulysses), local.device)] = part
         return whole
 
 

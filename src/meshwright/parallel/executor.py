@@ -21,7 +21,7 @@ from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
 from meshwright.kernels.linear import WeightQueue
 from meshwright.kernels.loss import LossSums
-from meshwright.models.decoder import HeadLosses, SharedInputs
+from meshwright.models.decoder import HeadLosses, OfLogProbabilities, SharedInputs
 from meshwright.models.moe import RoutedOutput
 from meshwright.parallel.block_parts import BlockParts
 from meshwright.parallel.channels import Channels
@@ -29,6 +29,7 @@ from meshwright.parallel.fp8_weights import WeightScales
 from meshwright.parallel.fsdp import CommunicationStreams, Span
 from meshwright.parallel.gradient_offload import GradientOffload
 from meshwright.parallel.gradient_sums import GradientSums
+from meshwright.parallel.objective import StepObjective, losses_of_batches
 from meshwright.parallel.offload import ActivationOffload, HostMemory, leaf_without_memory, storage_addresses
 from meshwright.parallel.paired_blocks import PairedBlock, PairedBlocks
 from meshwright.parallel.sharded_unit import ShardedUnit
@@ -81,14 +82,15 @@ class Executor:
         valid: Tensor | None = None,
         callbacks: StepEndCallbacks | None = None,
         real: Tensor | None = None,
+        objective: StepObjective | None = None,
     ) -> Tensor:
         """Run this rank's actions of a schedule and return its share of the loss (float64 scalar; 0 without the last stage).
 
         The stages of `schedule` are already divided into units. `batches` are the step's micro-batches by number, with whole sequences. If
         all ranks number their micro-batches in a common order, a rank may have fewer than the schedule: others are left out.
         Losses are divided by `valid`, the number of valid tokens over all ranks, or summed if it is None. The losses of routers are divided
-        by `real`, the number of tokens that are no fillers, where micro-batches tell them. Collective: every rank of the job makes the
-        same call.
+        by `real`, the number of tokens that are no fillers, where micro-batches tell them. `objective` takes the place of the tokens'
+        cross-entropy, and has a divisor of its own. Collective: every rank of the job makes the same call.
         The first training step posts each message only when it is needed, because lazy kernel loading can deadlock otherwise.
         """
         if schedule.trains and not self._has_trained:
@@ -97,7 +99,8 @@ class Executor:
         if numbers and len(numbers) < schedule.micro_batches:
             # After `in_turns`, so that all ranks of a stage have parts of one order.
             schedule = schedule.only(numbers)
-        step = _Step(self, schedule, batches, recorder, valid, callbacks or {}, real)
+        of_batches = None if objective is None else losses_of_batches(objective, batches, self.rank_model, valid)
+        step = _Step(self, schedule, batches, recorder, valid, callbacks or {}, real, of_batches)
         loss, self.z_loss = step.run(), step.z_loss
         return loss
 
@@ -110,6 +113,25 @@ class Executor:
         step = _Step(self, schedule, batches, recorder, None, {})
         step.run()
         return {number: self.rank_model.whole_logits(logits) for number, logits in step.logits.items()}
+
+    def log_probabilities(
+        self, schedule: Schedule, batches: Sequence[MicroBatch], recorder: Recorder
+    ) -> dict[int, Tensor]:
+        """Run this rank's actions of a forward-only schedule; the log-probability of each target, `(batch, seq)` of whole sequences.
+
+        It is 0 where a target is -1. Returns them by micro-batch on the ranks of the last stage; an empty dictionary on other ranks. On
+        hybrid ranks those of a slot. Collective, as `play` is.
+        """
+        found: dict[int, Tensor] = {}
+        context = self.rank_model.context
+
+        def keep(number: int, local: Tensor) -> tuple[Tensor, Tensor]:
+            found[number] = local if context is None else context.gather_tokens(local)
+            return local.new_zeros(()), local
+
+        of_batches = [partial(keep, number) for number in range(len(batches))]
+        _Step(self, schedule, batches, recorder, None, {}, of_log_probabilities=of_batches).run()
+        return found
 
 
 class _Step:
@@ -124,9 +146,14 @@ class _Step:
         valid: Tensor | None,
         callbacks: StepEndCallbacks,
         real: Tensor | None = None,
+        of_log_probabilities: Sequence[OfLogProbabilities] | None = None,
     ) -> None:
         self.executor, self.rank_model, self.recorder = executor, executor.rank_model, recorder
-        self.batches = [self.rank_model.local_batch(batch, trains=schedule.trains) for batch in batches]
+        objectives = [None] * len(batches) if of_log_probabilities is None else of_log_probabilities
+        self.batches = [
+            self.rank_model.local_batch(batch, trains=schedule.trains, objective=objective)
+            for batch, objective in zip(batches, objectives, strict=True)
+        ]
         self.valid, self.callbacks, self.real = valid, callbacks, real
         self.rank_of = schedule.rank_of
         self.rank_actions = schedule.actions[self.rank_model.pipeline_rank]

@@ -104,9 +104,13 @@ class DividedSamples:
         assert isinstance(mask, SlotMask)
         return SlotTokens(counted.sample, counted.samples, mask.span)
 
-    def gather_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits unchanged: a pass without targets divides no sample."""
-        return logits
+    def local_tokens(self, whole: Tensor) -> Tensor:
+        """Return a tensor of a slot's tokens unchanged: they are already this rank's."""
+        return whole
+
+    def gather_tokens(self, local: Tensor) -> Tensor:
+        """Return a tensor of a slot's tokens unchanged. A slot may have a part of a divided sample."""
+        return local
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.data.loader import MicroBatch
 from meshwright.kernels.loss import LossSums
 from meshwright.models.block import Block
-from meshwright.models.decoder import Decoder, HeadLosses, SharedInputs
+from meshwright.models.decoder import Decoder, HeadLosses, OfLogProbabilities, SharedInputs
 from meshwright.models.moe import CountedTokens, RoutedOutput
 from meshwright.models.prediction import FurtherTokens, further_tokens
 from meshwright.parallel.block_parts import BlockParts
@@ -40,9 +40,13 @@ from meshwright.workload.activations import saved_elements_by_layer
 
 @dataclass(frozen=True)
 class LocalBatch(MicroBatch):
-    """A rank's tokens of a micro-batch; `further` are those of the prediction modules, None where they do not run."""
+    """A rank's tokens of a micro-batch; `further` are those of the prediction modules, None where they do not run.
+
+    `objective` computes the loss of the tokens' log-probabilities; None: the loss is the weighted cross-entropy.
+    """
 
     further: FurtherTokens | None = None
+    objective: OfLogProbabilities | None = None
 
 
 UnitForward = Callable[[Tensor | None, LocalBatch, SharedInputs], Tensor | RoutedOutput | LossSums | HeadLosses]
@@ -87,16 +91,18 @@ class RankModel:
     routing: RoutingStatistics | None = None
     predictions: PredictionLoss | None = None
 
-    def local_batch(self, batch: MicroBatch, *, trains: bool = False) -> LocalBatch:
+    def local_batch(
+        self, batch: MicroBatch, *, trains: bool = False, objective: OfLogProbabilities | None = None
+    ) -> LocalBatch:
         """This context rank's tokens of a micro-batch of whole sequences; further ones if it `trains` prediction modules."""
         further, depth = None, len(predictions_of(self.model))
         if trains and depth and batch.targets is not None:
-            further = further_tokens(batch.tokens, batch.targets, batch.documents, depth)
+            further = further_tokens(batch.tokens, batch.targets, batch.documents, depth, batch.weights)
         if self.context is not None:
             batch = self.context.local_batch(batch)
         if further is not None and isinstance(self.context, SplitSequences):
-            further = FurtherTokens(*map(self.context.local_tokens, further))
-        return LocalBatch(**vars(batch), further=further)
+            further = further.map(self.context.local_tokens)
+        return LocalBatch(**vars(batch), further=further, objective=objective)
 
     def shared_inputs(self, batch: MicroBatch) -> SharedInputs:
         """The inputs that all blocks of a local micro-batch share: token positions, rotary tables, attention mask."""
@@ -138,7 +144,7 @@ class RankModel:
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """The logits `(batch, seq, vocab)` of whole sequences, from those of this rank's tokens. Collective over context ranks."""
-        return logits if self.context is None else self.context.gather_logits(logits)
+        return logits if self.context is None else self.context.gather_tokens(logits)
 
 
 def remove_other_modules(model: Decoder, parameter_names: Iterable[str]) -> None:
@@ -305,7 +311,7 @@ def _head_forward(model: Decoder) -> UnitForward:
     def run(x: Tensor | None, batch: LocalBatch, shared: SharedInputs) -> Tensor | LossSums | HeadLosses:
         assert x is not None
         if batch.further is None or batch.targets is None:
-            return model.logits_or_loss(x, batch.targets)
-        return model.head_losses(x, batch.targets, batch.further, shared)
+            return model.logits_or_loss(x, batch.targets, batch.weights, batch.objective)
+        return model.head_losses(x, batch.targets, batch.further, shared, batch.weights, batch.objective)
 
     return run

@@ -66,10 +66,18 @@ class DividedHead(Head):
         super().__init__(whole.weight, loss_chunk=0, factor=whole.factor, cap=whole.cap)
         self.sizes, self.group = sizes, group
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        tied: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """Logits `(1, tokens, vocab)` of hidden `(1, tokens, hidden)`, gathered from all ranks."""
         weight = self.weight if tied is None else tied
-        assert targets is None and weight is not None, "a model that is divided for inference computes no loss"
+        assert targets is weights is None and weight is not None, (
+            "a model that is divided for inference computes no loss"
+        )
         logits = capped(F.linear(self.scaled(hidden), weight), self.cap)
         logits = F.pad(logits, (0, max(self.sizes) - logits.shape[-1]))
         gathered = logits.new_empty((len(self.sizes) * logits.shape[0], *logits.shape[1:]))

@@ -61,19 +61,27 @@ class VocabularyHead(Head):
         super().__init__(whole.weight, whole.loss_chunk, factor=whole.factor, cap=whole.cap, z_loss=whole.z_loss)
         self.sizes, self.rank, self.group = sizes, rank, group
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor | LossSums:
-        """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`; with targets, the sums of this rank's tokens."""
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        tied: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor | LossSums:
+        """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`; with targets, the sums of this rank's tokens.
+
+        `targets` and `weights` `(batch, seq)` are those of all ranks' tokens, and equal on all.
+        """
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head receives the embedding's weight as `tied`"
         hidden = self.scaled(hidden)
         if targets is None:
             return self._logits(hidden, weight)
-        # (ranks, batch · seq / ranks): the order of the gathered tokens of a chunk.
-        ranked = targets.unflatten(1, (len(self.sizes), -1)).transpose(0, 1).flatten(1)
         sums = _LinearCrossEntropy.apply(
             hidden.flatten(0, 1),
             weight,
-            ranked,
+            self._ranked(targets),
+            None if weights is None else self._ranked(weights.to(accumulate_dtype(hidden.dtype))),
             self.loss_chunk,
             self.sizes,
             self.rank,
@@ -83,6 +91,25 @@ class VocabularyHead(Head):
             torch.is_grad_enabled(),
         )
         return LossSums(*sums)
+
+    @torch.no_grad()
+    def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
+        """As `Head.log_probabilities`, of all ranks' tokens: hidden `(batch, seq / ranks, hidden)`, targets `(batch, seq)`."""
+        weight = self.weight if tied is None else tied
+        assert weight is not None, "a tied head receives the embedding's weight as `tied`"
+        rows, ranked, ranks, parts = self.scaled(hidden).flatten(0, 1), self._ranked(targets), len(self.sizes), []
+        part, first = max(1, self.loss_chunk // ranks), sum(self.sizes[: self.rank])
+        for h, target in zip(rows.split(part), ranked.split(part, dim=1), strict=True):
+            logits = all_gather_tokens(h[None], self.group, ranks)[0] @ weight.t()
+            cap_in_place(logits, self.cap)
+            own_total, own_target_logit = _run(_log_sum_and_target, logits, target.flatten() - first)
+            total, target_logit = _combine_over_ranks(own_total, own_target_logit, self.group, ranks)
+            parts.append(torch.where(target >= 0, (target_logit - total).view_as(target), 0.0))
+        return torch.cat(parts, dim=1).unflatten(1, (len(targets), -1)).transpose(0, 1).flatten(1)
+
+    def _ranked(self, whole: Tensor) -> Tensor:
+        """A tensor `(batch, seq)` as `(ranks, batch · seq / ranks)`, the order of the gathered tokens of a chunk."""
+        return whole.unflatten(1, (len(self.sizes), -1)).transpose(0, 1).flatten(1)
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         ranks, longest = len(self.sizes), max(self.sizes)
@@ -117,6 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        weights: Tensor | None,
         chunk: int,
         sizes: tuple[int, ...],
         rank: int,
@@ -139,12 +167,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             own_total, own_target_logit = _run(_log_sum_and_target, logits, target.flatten() - first)
             total, target_logit = _combine_over_ranks(own_total, own_target_logit, group, ranks)
             losses = torch.where(target >= 0, (total - target_logit).view_as(target), 0.0)
+            factor = None if weights is None else weights[:, local_tokens]
+            if factor is not None:
+                losses = losses * factor
             loss += losses[rank].sum()
             if hidden_grad is None:
                 continue
             if z_loss:
                 squares += torch.where(target >= 0, total.square().view_as(target), 0.0)[rank].sum()
-            slope = _run(_gradient, logits, target.flatten(), total, first, z_loss)
+            factor = None if factor is None else factor.flatten()
+            slope = _run(_gradient, logits, target.flatten(), factor, total, first, z_loss)
             if derivative is not None:
                 slope *= derivative
             hidden_grad[local_tokens] = reduce_scatter_tokens((slope @ weight)[None], group, ranks)[0]
@@ -164,7 +196,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         loss_grad, dtype = grad_outputs[0], hidden_grad.dtype
         scaled_weight = None if weight_grad is None else scale(weight_grad, loss_grad, dtype)
-        return scale(hidden_grad, loss_grad, dtype), scaled_weight, *[None] * 8
+        return scale(hidden_grad, loss_grad, dtype), scaled_weight, *[None] * 9
 
 
 def _combine_over_ranks(total: Tensor, target_logit: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
@@ -189,15 +221,21 @@ def _log_sum_and_target(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     return torch.logsumexp(wide, dim=-1), torch.where(is_local, target_logit, 0.0)
 
 
-def _gradient(logits: Tensor, targets: Tensor, total: Tensor, first: int, z_loss: float) -> Tensor:
-    """Gradient of cross-entropy and z-loss with respect to logits `(tokens, rows)`, which it overwrites.
+def _gradient(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, total: Tensor, first: int, z_loss: float
+) -> Tensor:
+    """Gradient of weighted cross-entropy and z-loss with respect to logits `(tokens, rows)`, which it overwrites.
 
-    `total` `(tokens,)` is the log-sum-exp over the whole vocabulary, `first` the first row of the vocabulary on this rank.
+    `weights` `(tokens,)` are those of the cross-entropies, None: all 1. `total` `(tokens,)` is the log-sum-exp over the whole
+    vocabulary, `first` the first row of the vocabulary on this rank.
     """
     wide = logits.to(accumulate_dtype(logits.dtype))
     is_target = torch.arange(logits.shape[-1], device=logits.device) + first == targets[:, None]
+    factor = 1 if weights is None else weights[:, None]
     slope = torch.exp(wide - total[:, None])
     if z_loss:
-        slope = slope * (1 + 2 * z_loss * total[:, None])
-    slope = slope - is_target.to(wide.dtype)
+        slope = slope * (factor + 2 * z_loss * total[:, None])
+    elif weights is not None:
+        slope = slope * factor
+    slope = slope - is_target.to(wide.dtype) * factor
     return logits.copy_(torch.where((targets >= 0)[:, None], slope, 0.0))

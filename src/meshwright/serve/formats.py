@@ -56,10 +56,16 @@ class InvariantHead(Head):
     def __init__(self, whole: Head) -> None:
         super().__init__(whole.weight, loss_chunk=0, factor=whole.factor, cap=whole.cap)
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        tied: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """Logits of hidden `(batch, seq, hidden)`, as of `models.decoder.Head` without targets."""
         weight = self.weight if tied is None else tied
-        assert targets is None and weight is not None
+        assert targets is weights is None and weight is not None
         return capped(fixed_linear(self.scaled(hidden), weight), self.cap)
 
 

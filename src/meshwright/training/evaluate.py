@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -28,7 +28,7 @@ Passes = Callable[["HeldOut", np.ndarray, torch.device], Iterator[list[MicroBatc
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per token over `tokens` trained tokens, and figures derived from it; NaN if there is no such token.
+    """Mean loss in nats per token over `tokens` trained tokens, each counted once; and figures derived from it; NaN without such a token.
 
     `bits_per_byte` is the loss of the tokens in bits over the bytes of text that they add; None where bytes are not known. A mixture also
     has the figures of each source, whose means by the weights of `data.mix` are those of the whole: of nats and bytes per token.
@@ -221,7 +221,8 @@ class _SourceSamples:
         self._source.begin_step(self._global(indices))
 
     def samples(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        return self._source.samples(self._global(indices))
+        # Without weights: perplexity and bits per byte are of the mean over tokens, each counted once.
+        return replace(self._source.samples(self._global(indices)), weights=None)
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         return self._source.lengths(self._global(indices))

@@ -21,6 +21,7 @@ from meshwright.optim.shards import local_gradients
 from meshwright.parallel.apply import Engine
 from meshwright.parallel.executor import StepEndCallbacks
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.objective import Objective, StepObjective
 from meshwright.spec.plan import DATA_AXES
 from meshwright.training.expert_decisions import ExpertDecisions
 
@@ -53,16 +54,17 @@ def train_step(
     stop_flag: Callable[[], int] = lambda: 0,
     before_update: Callable[[], None] | None = None,
     decisions: ExpertDecisions | None = None,
+    objective: Objective | None = None,
 ) -> StepFigures:
     """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
 
     The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
     `stop_flag` is called at the step's end, and its values are summed over ranks. `before_update` is called before the optimizer's update.
-    `decisions`, if any, get the loads of the step.
+    `decisions`, if any, get the loads of the step. `objective` takes the place of the tokens' weighted cross-entropy.
     """
     recorder.attention_work([batch.attention_work for batch in micro_batches])
     with recorder.waiting("collective_wait"):
-        valid = count_valid(micro_batches, mesh)
+        valid = count_valid(micro_batches, mesh, objective)
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def measure() -> None:
@@ -83,7 +85,12 @@ def train_step(
 
     callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}
     schedule = engine.training_schedule(scheduled_micro_batches(micro_batches))
-    loss = engine.executor.play(schedule, micro_batches, recorder, loss_divisor(valid), callbacks, *valid[2:])
+    of_step, counts = None, [*valid[2:]]
+    if objective is not None:
+        count = counts.pop()
+        of_step = StepObjective(objective, torch.where(count == 0, 1.0, count))
+    real = counts[0] if counts else None
+    loss = engine.executor.play(schedule, micro_batches, recorder, loss_divisor(valid), callbacks, real, of_step)
     routing, predictions = engine.executor.rank_model.routing, engine.executor.rank_model.predictions
     norms, further = _norm_slots(norm, mesh), [] if predictions is None else [predictions.loss[None]]
     routed = [] if routing is None else [routing.sums.flatten()]
@@ -130,17 +137,19 @@ def loss_divisor(valid: torch.Tensor) -> torch.Tensor:
     return valid[0].clamp(min=1)
 
 
-def count_valid(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor:
+def count_valid(micro_batches: Sequence[MicroBatch], mesh: Mesh, objective: Objective | None = None) -> torch.Tensor:
     """[valid tokens, sum of token ids] summed over all ranks, float64; ranks with the same samples count them once.
 
-    Where micro-batches tell their fillers, the number of other tokens follows.
+    Where micro-batches tell their fillers, the number of other tokens follows. The count of an `objective` is the last.
     """
     fillers = micro_batches[0].real is not None
-    sums = torch.zeros(2 + fillers, dtype=torch.float64, device=mesh.device)
+    sums = torch.zeros(2 + fillers + (objective is not None), dtype=torch.float64, device=mesh.device)
     if not any(index for axis, index in mesh.coordinates.items() if axis not in DATA_AXES):
         sums[0] = sum(batch.valid_tokens for batch in micro_batches)
         for batch in micro_batches:
             sums[1] += batch.tokens.sum()
             if batch.real is not None:
                 sums[2] += batch.real.sum()
+            if objective is not None:
+                sums[-1] += objective.count(batch)
     return mesh.sum_over_all(sums)

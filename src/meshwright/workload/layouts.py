@@ -71,6 +71,8 @@ class Layouts:
     """1 if all sums have a fixed order (train.deterministic)."""
     loss_chunk: Array = 4096.0
     """Tokens whose logits exist at once (train.loss_chunk)."""
+    objective: Array = 0.0
+    """1 if the loss is a function of log-probabilities (`parallel.objective`), which the head then computes before their gradients."""
     offload: Array = 0.0
     """1 when the optimizer's state is in host memory."""
     state_bytes: Array = 12.0
