@@ -47,11 +47,11 @@ class Verdict(NamedTuple):
 class RewardProcesses:
     """Processes that call the function of `spec`; calls run beside each other, one a process. Close it, or use it in a `with` block.
 
-    A file of a relative path is below `folder`. Raises BadInput if the file or the function is missing or cannot be imported.
+    Raises BadInput if the file or the function is missing or cannot be imported.
     """
 
-    def __init__(self, spec: RewardSpec, folder: Path) -> None:
-        file = folder / spec.file
+    def __init__(self, spec: RewardSpec) -> None:
+        file = Path(spec.file)
         if not file.is_file():
             raise BadInput(f"rl.reward.file: expected a Python file, got {file}, which is none", key="rl.reward.file")
         limits = [repr(spec.seconds), str(int(spec.memory_gib * 2**30))]

@@ -7,7 +7,7 @@ the device. If step n has ended a request, step n + 1 still computes one token f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -256,11 +256,18 @@ class Engine:
         with open_newer(folder, predictions=self.spec.prediction_depth) as stored:
             check_same_model(self.spec, stored.spec, folder)
             stored.verify()
-            self._policy.forget_cache()
-            self._weights_whole = False
-            for name, value in stored.tensors():
-                assign_parameter(self._model, name, value)
-            self._weights_whole = True
+            self.replace_weights(stored.tensors())
+
+    def replace_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Use these values of the model's parameters from the next step on, as `load_weights` does: name and whole tensor of each.
+
+        If `tensors` raises, `step` raises until weights are replaced.
+        """
+        self._policy.forget_cache()
+        self._weights_whole = False
+        for name, value in tensors:
+            assign_parameter(self._model, name, value)
+        self._weights_whole = True
 
     def prefix_blocks(self) -> PrefixBlocks:
         """The prefix cache for other processes. Blocks belong to the current weights, until `load_weights`."""

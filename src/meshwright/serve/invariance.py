@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.exact_attention import ROWS, padded
+from meshwright.kernels.loss import log_probabilities_of_logits
 from meshwright.models.decoder import Decoder
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.blocks import add_and_norm
 from meshwright.serve.model_runner import ModelRunner
-from meshwright.serve.sampling import Sampler, TokenLogprobs
+from meshwright.serve.sampling import Sampler, TokenLogprobs, finite
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.exact_forward import inexact_reason
 
@@ -113,12 +114,22 @@ class InvariantSampler(Sampler):
         return TokenLogprobs(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
+class RowSampler(InvariantSampler):
+    """The sampler of RowRunner: log-probabilities of chosen tokens have the bits of the trainer's."""
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
+        """See `Sampler.logprobs`."""
+        rows, targets = padded(logits, 0, ROWS), padded(tokens.long(), 0, ROWS)
+        chosen = log_probabilities_of_logits(rows, targets)[: len(tokens)]
+        return super().logprobs(logits, tokens)._replace(chosen=finite(chosen))
+
+
 def classes_for(model: Decoder, options: EngineOptions) -> tuple[type[ModelRunner], type[Sampler]]:
     """The runner and the sampler of an invariant engine."""
     if model.embed.weight.is_cuda:
         return ModelRunner, InvariantSampler
     usual = options.weights is None and options.kv_cache is None and inexact_reason(model.spec) is None
-    return (RowRunner if usual else TokenRunner), InvariantSampler
+    return (RowRunner, RowSampler) if usual else (TokenRunner, InvariantSampler)
 
 
 def _split(allowed: Tensor | None, samples: int) -> Sequence[Tensor | None]:

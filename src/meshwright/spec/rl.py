@@ -18,7 +18,7 @@ class RewardSpec:
     """A Python function that judges answers, in processes of its own."""
 
     file: str
-    """Python file; a relative path is below the folder of the run file."""
+    """Python file."""
     function: str = "reward"
     """Its function `(prompt, answer, record)`, which returns a number, or None where it has no verdict. `record["reference"]` is the
     answer of the corpus."""
