@@ -130,7 +130,9 @@ def on_ranks(world: World, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.schedule.name != "breadth_first", z_loss=Z_LOSS)
+    engine = build_engine(
+        spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.schedule.name != "breadth_first", z_loss=Z_LOSS
+    )
     optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights)
     results: dict[str, Any] = {}
     for kind, objective in OBJECTIVES.items():

@@ -423,7 +423,9 @@ class DataSource:
         return [(self._ordered[s], int(w)) for s, w in zip(draws.source, draws.window, strict=True)]
 
     def _sample(self, source: Source, window: int) -> Packed:
-        read = source.layout.read(window, self.document_mask)
+        layout = source.layout
+        assert not isinstance(layout, SingleConversations), "single conversations are read by `conversation`"
+        read = layout.read(window, self.document_mask)
         self._check_ids(source, window, read.tokens)
         return pack(read.tokens, read.begins, self.document_mask, read.weights, read.real)
 

@@ -89,9 +89,9 @@ class _ExactAttention(torch.autograd.Function):
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's own signature is (ctx, *grad_outputs)
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        q, k, v = inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = attention(*inputs, ctx.mask, plain=ctx.plain)
+            out = attention(q, k, v, ctx.mask, plain=ctx.plain)
         return *torch.autograd.grad(out, inputs, grad_out), None, None
 
 

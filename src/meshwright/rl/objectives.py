@@ -10,7 +10,8 @@ with bounds 0.2 and 0.2 is −2.4 up to there and 0 beyond: the token is likely 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,14 @@ from torch import Tensor
 from meshwright.data.loader import MicroBatch
 from meshwright.spec.rl import Estimator, Policy, RlSpec
 
-CISPO_CAP = 5.0
-"""Largest factor of a log-probability (MiniMax-M1, 2025; ScaleRL, Khatri et al. 2025)."""
-CLIPS: Mapping[Policy, tuple[float, float]] = {"dapo": (0.2, 0.28)}
-"""Clips by default, where they are not 0.2 below and above."""
+CLIPS: Mapping[Policy, tuple[float, float]] = {
+    "grpo": (0.2, 0.2),
+    "dr_grpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "cispo": (1.0, 4.0),
+    "rloo": (1.0, math.inf),
+}
+"""Largest fall and rise of a probability by default: cispo's of MiniMax-M1 (2025) and ScaleRL (Khatri et al. 2025); rloo has none."""
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, below: float, above: float) -> Tensor:
@@ -52,10 +57,54 @@ def correction_factors(values: Tensor, sampled: Tensor, rl: RlSpec) -> Tensor:
     `truncate`: the ratio, at most the upper bound (Yao et al. 2025). `mask`: 1 within the bounds and 0 outside of them.
     """
     ratio = (values.detach() - sampled).exp()
-    least, largest = rl.correction_bounds
     if rl.correction == "truncate":
-        return ratio.clamp(max=largest)
-    return ((ratio >= least) & (ratio <= largest)).to(ratio.dtype)
+        return ratio.clamp(max=rl.correction_most)
+    return ((ratio >= rl.correction_least) & (ratio <= rl.correction_most)).to(ratio.dtype)
+
+
+class Agreement:
+    """How far the engine's log-probabilities of the trained tokens are from the trainer's, summed over the micro-batches of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
+        self._largest = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, values: Tensor, sampled: Tensor, trained: Tensor, clipped: Tensor) -> None:
+        """Add the tokens that are `trained`, all `(batch, seq)`; `clipped` is not 0 where the clip has changed the loss."""
+        difference = torch.where(trained, values - sampled, 0.0).double()
+        estimate = torch.expm1(difference) - difference
+        self._sums += torch.stack(
+            [
+                trained.sum(dtype=torch.float64),
+                (difference != 0).sum(dtype=torch.float64),
+                difference.abs().sum(),
+                estimate.sum(),
+                (trained & (clipped != 0)).sum(dtype=torch.float64),
+            ]
+        )
+        self._largest = torch.maximum(self._largest, difference.abs().max())
+
+    def take(self) -> list[float]:
+        """Tokens, unequal ones, sum of differences, sum of the divergence estimates, clipped tokens; and the largest difference. Waits."""
+        taken = [*self._sums.tolist(), float(self._largest)]
+        self._sums.zero_()
+        self._largest.zero_()
+        return taken
+
+    @staticmethod
+    def figures(taken: Sequence[Sequence[float]]) -> dict[str, float]:
+        """The figures of a step from what its ranks have `taken`; ranks that compute the same tokens change none of them."""
+        tokens, unequal, difference, divergence, clipped = (
+            sum(column) for column in zip(*(row[:5] for row in taken), strict=True)
+        )
+        each = max(tokens, 1.0)
+        return {
+            "unequal_logprobs": unequal / each,
+            "logprob_difference": difference / each,
+            "largest_logprob_difference": max(row[5] for row in taken),
+            "engine_kl": divergence / each,
+            "clipped": clipped / each,
+        }
 
 
 @dataclass(frozen=True)
@@ -75,6 +124,8 @@ class PolicyObjective:
     """
 
     rl: RlSpec
+    agreement: Agreement
+    """Gets the two log-probabilities of every trained token."""
     by_sequence = False
 
     def count(self, batch: MicroBatch) -> float | Tensor:
@@ -91,15 +142,17 @@ class PolicyObjective:
         # With a correction the clip is that of updates since the batch began, and the engine's deviation is a factor beside it.
         before = values.detach() if rl.correction != "none" else sampled
         ratio = (values - before).exp()
+        below, above = CLIPS[rl.policy]
+        below, above = rl.clip_below or below, rl.clip_above or above
         if rl.policy == "cispo":
-            losses = factored_loss(values, ratio, advantages, CISPO_CAP)
-        elif rl.policy == "rloo" and rl.clip is None:
-            losses = -ratio * advantages
+            losses = factored_loss(values, ratio, advantages, 1 + above)
         else:
-            losses = clipped_loss(ratio, advantages, *(rl.clip or CLIPS.get(rl.policy, (0.2, 0.2))))
+            losses = clipped_loss(ratio, advantages, below, above)
+        trained = batch.targets >= 0
+        self.agreement.add(values.detach(), sampled, trained, losses.detach() + ratio.detach() * advantages)
         if rl.correction != "none":
             losses = losses * correction_factors(values, sampled, rl)
         if rl.kl.weight:
             reference = batch.columns["reference"].to(values.dtype)
             losses = losses + rl.kl.weight * kl_of_tokens(values, reference, rl.kl.estimator)
-        return torch.where(batch.targets >= 0, losses * factors, 0.0).sum()
+        return torch.where(trained, losses * factors, 0.0).sum()

@@ -34,7 +34,9 @@ class OutOfTime(BaseException):
 
 def main(file: str, function: str, seconds: str, size: str) -> None:
     """Serve calls until standard input ends."""
-    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux the end of standard input ends an idle process
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # elsewhere than on Linux the end of standard input ends an idle process
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

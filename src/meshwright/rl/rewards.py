@@ -95,7 +95,9 @@ class RewardProcesses:
         if "ready" in answer:
             return process
         self._end(process)
-        raise BadInput(f"rl.reward: {answer.get('error', 'its file was not imported within its limits')}", key="rl.reward")
+        raise BadInput(
+            f"rl.reward: {answer.get('error', 'its file was not imported within its limits')}", key="rl.reward"
+        )
 
     def _end(self, process: _Process) -> None:
         process.end()
@@ -135,7 +137,12 @@ class _Process:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+            start_new_session=True,
         )
         self.works = True
         """Whether it can be asked again."""

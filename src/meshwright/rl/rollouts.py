@@ -1,15 +1,16 @@
 """The steps of a run with reinforcement learning: questions of the corpus, answers of the model as it is now, and their rewards.
 
 A rollout takes the place of the loader's reader of steps, so that loop, checkpoints, rollback, supervision and reports stay as they are. A
-step that begins at sample n has conversations n … n + `rl.prompts` − 1. Its answers are a function of the weights, the seed, and these
-numbers: a run that was stopped goes on with the same bits.
+step that begins at sample n has conversations n … n + `train.global_batch` − 1. Its answers are a function of the weights, the seed, and
+these numbers: a run that was stopped goes on with the same bits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,12 +21,15 @@ from meshwright.checkpoint.single_device import allocate
 from meshwright.data.loader import Step
 from meshwright.data.source import DataSource
 from meshwright.data.tokenizer_file import open_tokenizer
-from meshwright.models.decoder import Decoder
+from meshwright.kernels.exact_attention import exact_attention
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder, Head
 from meshwright.parallel.fsdp import DTYPES
 from meshwright.parallel.mesh import Mesh
 from meshwright.policies.sample_order import rank_samples
 from meshwright.policies.skipped_samples import SampleRange
 from meshwright.rl.handover import WeightHandover
+from meshwright.rl.objectives import Agreement, PolicyObjective
 from meshwright.rl.rewards import RewardProcesses, Verdict
 from meshwright.rl.samples import Answer, batch_of
 from meshwright.serve.engine import Engine
@@ -63,7 +67,8 @@ class Rollouts:
         assert run.rl is not None
         self._rl: RlSpec = run.rl
         self._run, self._mesh, self._data, self._ranks = run, mesh, data, ranks
-        self._micro_batch = plan.batch.micro_batch
+        self._micro_batch, self._prompts = plan.batch.micro_batch, run.train.global_batch
+        self.objective = PolicyObjective(run.rl, Agreement(mesh.device))
         if data.tokenizer_file is None or data.text_format is None:
             raise BadInput("rl: expected data with a tokenizer, whose texts the reward function reads")
         self._tokenizer = open_tokenizer(data.tokenizer_file)
@@ -72,8 +77,9 @@ class Rollouts:
         self._engine = _engine(run, mesh.device, dtype, self._rl)
         self._handover = WeightHandover(run.model, weights, ranks, group, dtype)
         self._rewards = RewardProcesses(self._rl.reward)
-        self.figures: dict[str, float] = {}
-        """Figures of the step that was read last, over all ranks."""
+        self._figures: dict[str, float] = {}
+        self.empty = False
+        """Whether no answer of the step that was read last has a gradient."""
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
         """This rank's micro-batches of the step that begins at `sample`. Collective."""
@@ -81,15 +87,32 @@ class Rollouts:
         begin = time.perf_counter()
         self._engine.replace_weights(self._handover.tensors())
         handed_over = time.perf_counter()
-        end = sample + self._rl.prompts
+        end = sample + self._prompts
         self._data.begin_step(range(sample, end))
-        mine = rank_samples(sample, self._rl.prompts, self._ranks.rank, self._ranks.size)
+        mine = rank_samples(sample, self._prompts, self._ranks.rank, self._ranks.size)
         groups = self._ranks.run_on_all("sample answers", lambda: self._answers(mine))
         sampled = time.perf_counter()
         batch = batch_of([answers for of_rank in groups for answers in of_rank], self._rl, self._run.train.seq_len)
         batches = batch.micro_batches(self._micro_batch, self._mesh.data_rank, self._mesh.data_ranks)
-        self.figures = batch.figures | {"handover_seconds": handed_over - begin, "rollout_seconds": sampled - handed_over}
+        self.empty = not len(batch.rows["tokens"])
+        self._figures = batch.figures | {
+            "handover_seconds": handed_over - begin,
+            "rollout_seconds": sampled - handed_over,
+        }
         return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
+
+    def end_step(self) -> dict[str, float]:
+        """Figures of the step that was read last, with those of its loss, over all ranks. Collective; waits for the device."""
+        return self._figures | Agreement.figures(self._ranks.run_on_all("add figures", self.objective.agreement.take))
+
+    @contextmanager
+    def tempered(self, head: Head) -> Iterator[None]:
+        """Let the trainer's head divide logits by the temperature, as the engine's does, within a block."""
+        factor, head.factor = head.factor, head.factor / self._rl.temperature
+        try:
+            yield
+        finally:
+            head.factor = factor
 
     def close(self) -> None:
         """End the processes of the reward function."""
@@ -128,7 +151,9 @@ class Rollouts:
         room = self._run.train.seq_len + 1 - len(prompt)
         question, expected = (self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, reference))
         if room < 1:
-            raise BadInput(f"rl: a question has {len(prompt)} tokens; expected at most train.seq_len = {len(prompt) + room - 1}")
+            raise BadInput(
+                f"rl: a question has {len(prompt)} tokens; expected at most train.seq_len = {len(prompt) + room - 1}"
+            )
         numbers = self._engine.submit_samples(
             prompt,
             self._rl.samples,
@@ -142,6 +167,13 @@ class Rollouts:
         return numbers
 
 
+def use_exact_attention(model: Decoder) -> None:
+    """Let the trainer's blocks attend with the bits of an invariant engine."""
+    for block in model.layers.values():
+        if isinstance(block, Block):
+            block.hooks.attend = exact_attention
+
+
 def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, rl: RlSpec) -> Engine:
     """An engine beside the trainer. Its head divides the logits by the temperature, so that its log-probabilities are of what it draws."""
     with torch.device("meta"):
@@ -150,7 +182,7 @@ def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, rl: RlSpec) 
     model.head.factor /= rl.temperature
     context = min(run.train.seq_len + 1, run.model.max_seq_len)
     options = EngineOptions(
-        sequences=min(MOST_REQUESTS, rl.prompts * rl.samples),
+        sequences=min(MOST_REQUESTS, run.train.global_batch * rl.samples),
         context=context,
         cache_blocks=-(-rl.cache_tokens // EngineOptions.tokens_per_block) or None,
         invariant=rl.exact,

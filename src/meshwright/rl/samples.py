@@ -40,8 +40,14 @@ class Batch:
         """The micro-batches of data rank `rank`: as many as every other rank has, some of them empty, and at least one."""
         count = len(self.rows["tokens"])
         each = max(-(-count // (size * ranks)), 1) * size
-        rows = {name: _with_rows(column, each * ranks, name)[rank * each : (rank + 1) * each] for name, column in self.rows.items()}
-        return [_micro_batch({name: column[first : first + size] for name, column in rows.items()}) for first in range(0, each, size)]
+        rows = {
+            name: _with_rows(column, each * ranks, name)[rank * each : (rank + 1) * each]
+            for name, column in self.rows.items()
+        }
+        return [
+            _micro_batch({name: column[first : first + size] for name, column in rows.items()})
+            for first in range(0, each, size)
+        ]
 
 
 def batch_of(groups: Sequence[Sequence[Answer]], rl: RlSpec, seq_len: int) -> Batch:
@@ -50,8 +56,14 @@ def batch_of(groups: Sequence[Sequence[Answer]], rl: RlSpec, seq_len: int) -> Ba
     Left out are prompts without a verdict for one of their answers, answers of equal advantage 0, which have no gradient but count in the
     divisor, and with `count_truncated: false` truncated answers.
     """
-    judged = [group for group, missing in zip(groups, without_verdict([[a.reward for a in g] for g in groups]), strict=True) if not missing]
-    rewards = np.array([[answer.reward for answer in group] for group in judged], dtype=np.float64).reshape(-1, rl.samples)
+    judged = [
+        group
+        for group, missing in zip(groups, without_verdict([[a.reward for a in g] for g in groups]), strict=True)
+        if not missing
+    ]
+    rewards = np.array([[answer.reward for answer in group] for group in judged], dtype=np.float64).reshape(
+        -1, rl.samples
+    )
     values = advantages(rewards, rl.policy)
     pairs = [
         (answer, float(value))
@@ -78,7 +90,9 @@ def batch_of(groups: Sequence[Sequence[Answer]], rl: RlSpec, seq_len: int) -> Ba
         "left_out_prompts": float(len(groups) - len(judged)),
         "entropy": float(-logprobs.mean()),
     }
-    return Batch(rows, figures | {f"rewards_{name.replace(' ', '_')}": float(count) for name, count in outcomes.items() if count})
+    return Batch(
+        rows, figures | {f"rewards_{name.replace(' ', '_')}": float(count) for name, count in outcomes.items() if count}
+    )
 
 
 def _counts(answer: Answer, rl: RlSpec) -> float:
@@ -129,7 +143,12 @@ def _with_rows(column: np.ndarray, rows: int, name: str) -> np.ndarray:
 
 def _micro_batch(rows: dict[str, np.ndarray]) -> MicroBatch:
     tensors = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in rows.items()}
-    columns = {name: tensors.pop(name) for name in COLUMNS}
-    work = sum(int((np.bincount(row) ** 2).sum()) for row in rows["documents"])
-    valid = int(np.count_nonzero(rows["targets"] >= 0))
-    return MicroBatch(**tensors, valid_tokens=valid, attention_work=work, columns=columns)
+    return MicroBatch(
+        tensors["tokens"],
+        tensors["targets"],
+        tensors["positions"],
+        tensors["documents"],
+        valid_tokens=int(np.count_nonzero(rows["targets"] >= 0)),
+        attention_work=sum(int((np.bincount(row) ** 2).sum()) for row in rows["documents"]),
+        columns={name: tensors[name] for name in COLUMNS},
+    )

@@ -243,7 +243,11 @@ class CachedAttention:
     def _attend_exactly(self, q: Tensor) -> Tensor:
         """Attention with the bits of the trainer's exact forward; 0 for tokens of padding, which are the last of q."""
         step, out = self._step.inputs, torch.zeros_like(q)
-        starts, lengths, table = step.query_starts.tolist(), step.context_lengths.tolist(), step.block_tables[self._group]
+        starts, lengths, table = (
+            step.query_starts.tolist(),
+            step.context_lengths.tolist(),
+            step.block_tables[self._group],
+        )
         decodes, queries = step.decodes, step.decode_queries
         batches = [(0, decodes)] if decodes else []
         batches += [(sequence, sequence + 1) for sequence in range(decodes, len(lengths))]

@@ -46,10 +46,8 @@ class RlSpec:
 
     reward: RewardSpec
     """How answers are judged."""
-    prompts: Positive = 32
-    """Prompts of a step."""
     samples: Annotated[int, Bound(at_least=2)] = 8
-    """Answers to each prompt, which are compared with each other."""
+    """Answers to each of the `train.global_batch` prompts of a step, which are compared with each other."""
     new_tokens: Positive = 256
     """Tokens of an answer at most; an answer without an end by then is truncated."""
     temperature: Annotated[float, Bound(more_than=0)] = 1.0
@@ -57,19 +55,23 @@ class RlSpec:
     policy: Policy = "grpo"
     """Advantages and loss: `grpo` (Shao et al. 2024), `dr_grpo` (Liu et al. 2025: no division by the deviation), `dapo` (Yu et al. 2025:
     the wider upper clip), `cispo` (MiniMax 2025: clipped factors of log-probabilities), or `rloo` (Ahmadian et al. 2024)."""
-    clip: tuple[Annotated[float, Bound(at_least=0)], Annotated[float, Bound(at_least=0)]] | None = None
-    """Change of a token's probability, below and above, that still has a gradient; none takes 0.2 and 0.2, `dapo` 0.2 and 0.28, and
-    for `cispo` the factor is at most 5."""
+    clip_below: Annotated[float, Bound(more_than=0, at_most=1)] | None = None
+    """Fall of a token's probability beyond which it has no gradient, as a fraction; none is 0.2, and none for `rloo` and `cispo`."""
+    clip_above: Annotated[float, Bound(more_than=0)] | None = None
+    """Rise of a token's probability beyond which it has no gradient; none is 0.2, for `dapo` 0.28, and none for `rloo`. For `cispo` the
+    ratio that multiplies a log-probability is at most 1 + this; none is 4."""
     divisor: Divisor | None = None
     """What the loss is divided by: all tokens of answers; `sequences`, the mean of each answer's mean; or `length`, answers times
     `new_tokens`. None takes tokens, for `dr_grpo` length."""
     count_truncated: bool = True
     """Whether truncated answers are trained on; if not, the divisor does not have them either."""
     correction: Correction = "none"
-    """For engine probabilities that differ from the trainer's: `truncate` limits the ratio of the two by the first of
-    `correction_bounds`, `mask` leaves out tokens whose ratio is outside of both."""
-    correction_bounds: tuple[float, float] = (0.5, 2.0)
-    """Least and largest ratio; `truncate` uses the largest only."""
+    """For engine probabilities that differ from the trainer's: `truncate` multiplies a token's loss by the ratio of the two, at most
+    `correction_most`; `mask` leaves out tokens whose ratio is not from `correction_least` to `correction_most`."""
+    correction_least: Annotated[float, Bound(more_than=0, at_most=1)] = 0.5
+    """Least ratio of the trainer's probability to the engine's."""
+    correction_most: Annotated[float, Bound(at_least=1)] = 2.0
+    """Largest ratio."""
     kl: KlSpec = KlSpec()
     """Penalty for the distance to the first weights."""
     exact: bool = False

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.adapters import BASE
+from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.config.recorded_loads import read_loads
 from meshwright.data.loader import DataSource, StepReader, Windows, has_validation, open_data
@@ -36,6 +37,7 @@ from meshwright.parallel.shared_ranks import ranks_of_stage
 from meshwright.parallel.world import World
 from meshwright.policies.sample_balance import rank_pool
 from meshwright.policies.skipped_samples import SampleRange
+from meshwright.rl.rollouts import Rollouts, use_exact_attention
 from meshwright.spec.errors import BadInput
 from meshwright.spec.hybrid import exchanged_heads, slot_numbering
 from meshwright.spec.job import TrainSpec
@@ -90,6 +92,8 @@ class Session:
     next_sample: int = 0
     samples_of: dict[int, SampleRange] = field(default_factory=dict)
     steps_before: int | None = None
+    rollouts: Rollouts | None = None
+    """Reads the steps of a run with reinforcement learning."""
     base: str | None = None
     """Digest of the frozen weights of a run with adapters."""
     progress: ProgressSender = field(default_factory=lambda: ProgressSender(ProgressPage.create(), Channel(None)))
@@ -102,6 +106,8 @@ class Session:
 
     def step_reader(self) -> StepReader:
         """Return the reader of this rank's part of each step."""
+        if self.rollouts is not None:
+            return self.rollouts
         mesh, batch, samples = self.mesh, self.plan.batch, self.plan.samples
         if samples is not None:
             heads = exchanged_heads(self.run.model.kv_heads, mesh.axis_size("tensor"))
@@ -139,6 +145,8 @@ class Session:
             with self.recorder.garbage_collections():
                 yield
         finally:
+            if self.rollouts is not None:
+                self.rollouts.close()
             if self.spans is not None:
                 with suppress(RuntimeError):  # after an error of the device its events cannot be read
                     self.recorder.flush()
@@ -176,6 +184,8 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         "router_z_loss": run.train.router_z_loss,
     }
     engine = build_engine(run.model, plan, mesh, seed=run.seed, on_phase_end=clock.end, **losses)
+    if run.rl is not None and run.rl.exact:
+        use_exact_attention(engine.model)
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
@@ -226,6 +236,8 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
             load_initial(engine.weights, run.model, run.model.init)
         optimizer.start_average()
     optimizer.release_master_weights()
+    if run.rl is not None:
+        session.rollouts = Rollouts(run, plan, mesh, engine.weights, data, Ranks(world.control), world.device_group)
     clock.end("load")
     if world.leads:
         _write_environment(folder)
@@ -299,7 +311,7 @@ def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, 
 def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:
     """The training data, and the validation data if there is some: documents or windows, as in training."""
     opened = partial(open_data, run.data, seed=run.seed, vocab_size=run.model.vocab_size, verifier=verifier)
-    data, train = opened(seq_len=run.train.seq_len), run.train
+    data, train = opened(seq_len=run.train.seq_len, conversations=run.rl is not None), run.train
     if not has_validation(run.data, train.seq_len):
         return data, None
     validation = opened(seq_len=train.seq_len, split="validation")
