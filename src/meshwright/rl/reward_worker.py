@@ -20,6 +20,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TextIO
 
 LONGEST_MESSAGE = 2000
@@ -63,7 +64,9 @@ def load(file: Path, function: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     call = getattr(module, function, None)
     if not callable(call):
-        names = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+        names = sorted(
+            name for name, value in vars(module).items() if isinstance(value, FunctionType) and name[0] != "_"
+        )
         raise AttributeError(f"{file}: expected a function {function}; it has {', '.join(names) or 'none'}")
     return call
 

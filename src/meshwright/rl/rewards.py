@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,6 +58,8 @@ class RewardProcesses:
         limits = [repr(spec.seconds), str(int(spec.memory_gib * 2**30))]
         self._command = [sys.executable, "-I", str(PROGRAM), str(file.resolve()), spec.function, *limits]
         self._wait = WAITING * spec.seconds
+        self._lock = threading.Lock()
+        """Held while a process is started, or all are ended."""
         self._closed = False
         self._started: set[_Process] = set()
         """Processes that may run."""
@@ -74,10 +77,11 @@ class RewardProcesses:
 
     def close(self) -> None:
         """End all processes, also those in a call, whose samples get no reward."""
-        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in list(self._started):
-            process.end()
+        with self._lock:
+            self._closed = True
+            for process in list(self._started):
+                process.end()
         self._threads.shutdown(wait=True)
 
     def __enter__(self) -> RewardProcesses:
@@ -89,8 +93,11 @@ class RewardProcesses:
         self.close()
 
     def _start(self) -> _Process:
-        process = _Process(self._command)
-        self._started.add(process)
+        with self._lock:
+            if self._closed:
+                raise BadInput("rl.reward: the run has ended")
+            process = _Process(self._command)
+            self._started.add(process)
         answer = process.answer(START_SECONDS)
         if "ready" in answer:
             return process
@@ -106,8 +113,6 @@ class RewardProcesses:
     def _judge(self, request: str) -> Verdict:
         process = self._free.get()
         try:
-            if self._closed:
-                return Verdict("error", message="the run has ended")
             process = process or self._start()
             process.ask(request)
             verdict = _verdict(process.answer(self._wait))

@@ -21,7 +21,7 @@ from meshwright.checkpoint.single_device import allocate
 from meshwright.data.loader import Step
 from meshwright.data.source import DataSource
 from meshwright.data.tokenizer_file import open_tokenizer
-from meshwright.kernels.exact_attention import exact_attention
+from meshwright.kernels.exact_attention import exact_attention, rows_are_alike
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, Head
 from meshwright.parallel.fsdp import DTYPES
@@ -30,22 +30,20 @@ from meshwright.policies.sample_order import rank_samples
 from meshwright.policies.skipped_samples import SampleRange
 from meshwright.rl.handover import WeightHandover
 from meshwright.rl.objectives import Agreement, PolicyObjective
+from meshwright.rl.reference import Reference
 from meshwright.rl.rewards import RewardProcesses, Verdict
 from meshwright.rl.samples import Answer, batch_of
 from meshwright.serve.engine import Engine
 from meshwright.serve.sampling_options import SamplingOptions
-from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan
 from meshwright.spec.rl import RlSpec
 from meshwright.spec.run import RunSpec
 from meshwright.state.parts import StateParts
+from meshwright.workload.rollout_memory import rollout_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-MOST_REQUESTS = 256
-"""Answers that an engine computes beside each other."""
 
 
 class Rollouts:
@@ -74,8 +72,9 @@ class Rollouts:
         self._tokenizer = open_tokenizer(data.tokenizer_file)
         self._stops = data.text_format.stop_ids
         dtype = DTYPES[plan.precision.compute]
-        self._engine = _engine(run, mesh.device, dtype, self._rl)
+        self._engine = _engine(run, mesh.device, dtype, self._rl.temperature, ranks.size)
         self._handover = WeightHandover(run.model, weights, ranks, group, dtype)
+        self._reference = Reference(run.model, run.model.init, mesh.device, dtype) if self._rl.kl.weight else None
         self._rewards = RewardProcesses(self._rl.reward)
         self._figures: dict[str, float] = {}
         self.empty = False
@@ -94,6 +93,8 @@ class Rollouts:
         sampled = time.perf_counter()
         batch = batch_of([answers for of_rank in groups for answers in of_rank], self._rl, self._run.train.seq_len)
         batches = batch.micro_batches(self._micro_batch, self._mesh.data_rank, self._mesh.data_ranks)
+        if self._reference is not None:
+            batches = [self._reference.add_to(each, self._rl.temperature) for each in batches]
         self.empty = not len(batch.rows["tokens"])
         self._figures = batch.figures | {
             "handover_seconds": handed_over - begin,
@@ -106,8 +107,11 @@ class Rollouts:
         return self._figures | Agreement.figures(self._ranks.run_on_all("add figures", self.objective.agreement.take))
 
     @contextmanager
-    def tempered(self, head: Head) -> Iterator[None]:
-        """Let the trainer's head divide logits by the temperature, as the engine's does, within a block."""
+    def tempered(self, head: Head | None) -> Iterator[None]:
+        """Let the trainer's head divide logits by the temperature, as the engine's does, within a block; a stage may have no head."""
+        if head is None:
+            yield
+            return
         factor, head.factor = head.factor, head.factor / self._rl.temperature
         try:
             yield
@@ -168,27 +172,24 @@ class Rollouts:
 
 
 def use_exact_attention(model: Decoder) -> None:
-    """Let the trainer's blocks attend with the bits of an invariant engine."""
+    """Let the trainer's blocks attend with the bits of an invariant engine. Raises BadInput on a machine that cannot give equal bits."""
+    if not rows_are_alike(model.spec.hidden, model.spec.vocab_size):
+        raise BadInput(
+            "rl.exact: this CPU computes a row of a matrix product otherwise in batches of other sizes; set rl.exact to false",
+            key="rl.exact",
+        )
     for block in model.layers.values():
         if isinstance(block, Block):
             block.hooks.attend = exact_attention
 
 
-def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, rl: RlSpec) -> Engine:
+def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, temperature: float, ranks: int) -> Engine:
     """An engine beside the trainer. Its head divides the logits by the temperature, so that its log-probabilities are of what it draws."""
     with torch.device("meta"):
         model = Decoder(run.model)
     allocate(model.to(dtype).requires_grad_(False), device)
-    model.head.factor /= rl.temperature
-    context = min(run.train.seq_len + 1, run.model.max_seq_len)
-    options = EngineOptions(
-        sequences=min(MOST_REQUESTS, run.train.global_batch * rl.samples),
-        context=context,
-        cache_blocks=-(-rl.cache_tokens // EngineOptions.tokens_per_block) or None,
-        invariant=rl.exact,
-        texts=False,
-    )
-    return Engine(model, None, options)
+    model.head.factor /= temperature
+    return Engine(model, None, rollout_options(run, ranks))
 
 
 def _seed(seed: int, sample: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import groupby, pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -243,17 +244,12 @@ class CachedAttention:
     def _attend_exactly(self, q: Tensor) -> Tensor:
         """Attention with the bits of the trainer's exact forward; 0 for tokens of padding, which are the last of q."""
         step, out = self._step.inputs, torch.zeros_like(q)
-        starts, lengths, table = (
-            step.query_starts.tolist(),
-            step.context_lengths.tolist(),
-            step.block_tables[self._group],
-        )
-        decodes, queries = step.decodes, step.decode_queries
-        batches = [(0, decodes)] if decodes else []
-        batches += [(sequence, sequence + 1) for sequence in range(decodes, len(lengths))]
-        for first, end in batches:
+        starts, lengths = step.query_starts.tolist(), step.context_lengths.tolist()
+        table, end = step.block_tables[self._group], 0
+        for count, equal in groupby(stop - start for start, stop in pairwise(starts)):
+            # Sequences with equally many tokens in this step are computed together.
+            first, end = end, end + sum(1 for _ in equal)
             tokens = slice(starts[first], starts[end])
-            count = queries if first < decodes else starts[end] - starts[first]
             longest = max(lengths[first:end])
             if longest == 0:
                 continue

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.exact_attention import ROWS, padded
+from meshwright.kernels.exact_attention import padded
 from meshwright.kernels.loss import log_probabilities_of_logits
 from meshwright.models.decoder import Decoder
 from meshwright.serve.batch_inputs import StepInputs
@@ -24,7 +24,7 @@ from meshwright.serve.blocks import add_and_norm
 from meshwright.serve.model_runner import ModelRunner
 from meshwright.serve.sampling import Sampler, TokenLogprobs, finite
 from meshwright.spec.engine import EngineOptions
-from meshwright.spec.exact_forward import inexact_reason
+from meshwright.spec.exact_forward import ROWS, inexact_reason
 
 
 class RowRunner(ModelRunner):
@@ -115,13 +115,22 @@ class InvariantSampler(Sampler):
 
 
 class RowSampler(InvariantSampler):
-    """The sampler of RowRunner: log-probabilities of chosen tokens have the bits of the trainer's."""
+    """The sampler of RowRunner, which pads the rows of a step too: log-probabilities of chosen tokens have the bits of the trainer's."""
+
+    def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """See `Sampler.sample`. Rows whose options count tokens or exclude some are sampled one at a time."""
+        count = len(logits)
+        if not count or self._penalising or self._excluded or allowed is not None:
+            return super().sample(logits, table_rows, positions, allowed)
+        rows = torch.arange(count + -count % ROWS).clamp(max=count - 1)
+        return Sampler.sample(self, logits[rows], table_rows[rows], positions[rows])[:count]
 
     def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
         """See `Sampler.logprobs`."""
         rows, targets = padded(logits, 0, ROWS), padded(tokens.long(), 0, ROWS)
-        chosen = log_probabilities_of_logits(rows, targets)[: len(tokens)]
-        return super().logprobs(logits, tokens)._replace(chosen=finite(chosen))
+        chosen = finite(log_probabilities_of_logits(rows, targets))
+        _, *top = Sampler.logprobs(self, rows, targets)
+        return TokenLogprobs(*(column[: len(tokens)] for column in (chosen, *top)))
 
 
 def classes_for(model: Decoder, options: EngineOptions) -> tuple[type[ModelRunner], type[Sampler]]:

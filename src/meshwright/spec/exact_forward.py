@@ -5,6 +5,14 @@ from __future__ import annotations
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.model import ModelSpec
 
+ROWS = 16
+"""Rows from which on a CPU's matrix product computes each alike, and the multiple to which numbers of tokens are padded.
+
+Of a number of elements that is no such multiple, torch computes the last ones by other instructions.
+"""
+VOCABULARY = 8
+"""Multiple of a vocabulary whose head is not padded in training (`kernels.loss`)."""
+
 
 def inexact_reason(model: ModelSpec) -> str | None:
     """What of a model has no exact forward in this release, in words; None if its forward is exact (`kernels.exact_attention`)."""

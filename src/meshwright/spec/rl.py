@@ -77,4 +77,4 @@ class RlSpec:
     exact: bool = False
     """Whether the trainer's forward gives the engine's log-probabilities bit for bit; refused where it cannot."""
     cache_tokens: NotNegative = 0
-    """Tokens of the engine's key/value cache; 0 takes what one rank's answers of a step need, or less where that does not fit."""
+    """Tokens of the key/value cache of each rank's engine at most; 0 holds the longest texts of all answers that run at a time."""
