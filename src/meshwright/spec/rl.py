@@ -23,7 +23,7 @@ class RewardSpec:
     """Its function `(prompt, answer, record)`, which returns a number, or None where it has no verdict. `record["reference"]` is the
     answer of the corpus."""
     processes: Positive = 2
-    """Processes on each host that call the function."""
+    """Processes of each rank that call the function."""
     seconds: Annotated[float, Bound(more_than=0)] = 10.0
     """Processor time of a call at most. A call that takes longer, or waits ten times as long, gives no verdict."""
     memory_gib: Annotated[float, Bound(more_than=0)] = 4.0
