@@ -11,7 +11,6 @@ from meshwright.spec.exact_forward import ROWS, VOCABULARY, inexact_reason
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 
-_ONE: Mapping[str, str] = {"plan.hybrid": "no hybrid ranks", "train.batch_ramp": "no smaller batches at the start"}
 _WHOLE = ("plan.tensor", "plan.context_ring", "plan.context_ulysses", "plan.pipeline")
 
 
@@ -21,9 +20,10 @@ def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
         return
     if run("data.packing") == "none":
         yield run.mistake("data.packing", "stream, as rl packs its answers", "stream")
-    for key, expected in _ONE.items():
-        if run(key):
-            yield run.mistake(key, f"{expected}, as the answers of rl have their own batches", "none")
+    if run("train.batch_ramp"):
+        yield run.mistake(
+            "train.batch_ramp", "none, as rl has the same number of questions in every step", "none", "stages"
+        )
     if run("model.prediction_depth"):
         yield run.mistake("model.prediction_depth", "0, as rl trains no modules that predict further tokens", "0")
     if run("model.adapter") is not None:

@@ -71,7 +71,7 @@ class _ExactAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, plain: bool) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.mask, ctx.plain = mask, plain
+        ctx.attention_mask, ctx.plain = mask, plain
         out = torch.empty_like(q)
         for row, starts in enumerate(_document_starts(q, mask)):
             for start, stop in zip(starts, [*starts[1:], q.shape[1]], strict=True):
@@ -87,7 +87,7 @@ class _ExactAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = attention(q, k, v, ctx.mask, plain=ctx.plain)
+            out = attention(q, k, v, ctx.attention_mask, plain=ctx.plain)
         return *torch.autograd.grad(out, inputs, grad_out), None, None
 
 
