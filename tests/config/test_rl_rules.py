@@ -23,7 +23,7 @@ plan: {compile: false}
     [
         (["data.packing=none"], "data.packing", "stream, as rl packs its answers", "stream"),
         (
-            ["train.batch_ramp=[{samples: 80, batch: 4}]"],
+            ["train.batch_ramp=[{until: 2, batch: 4}]"],
             "train.batch_ramp",
             "none, as rl has the same number of questions in every step",
             "none",

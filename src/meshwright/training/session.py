@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.adapters import BASE
 from meshwright.checkpoint.ranks import Ranks
@@ -37,7 +37,6 @@ from meshwright.parallel.shared_ranks import ranks_of_stage
 from meshwright.parallel.world import World
 from meshwright.policies.sample_balance import rank_pool
 from meshwright.policies.skipped_samples import SampleRange
-from meshwright.rl.rollouts import Rollouts, use_exact_attention
 from meshwright.spec.errors import BadInput
 from meshwright.spec.hybrid import exchanged_heads, slot_numbering
 from meshwright.spec.job import TrainSpec
@@ -52,6 +51,9 @@ from meshwright.training.expert_moves import ExpertMoves
 from meshwright.training.numerics import NumericalPolicy
 from meshwright.training.resume import Tier, resume
 from meshwright.training.run_state import load_base, load_initial, run_state
+
+if TYPE_CHECKING:
+    from meshwright.rl.rollouts import Rollouts
 
 KEPT_RANGES = 64
 """Latest steps whose samples a session knows; a step's figures are read one step late."""
@@ -185,6 +187,8 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     }
     engine = build_engine(run.model, plan, mesh, seed=run.seed, on_phase_end=clock.end, **losses)
     if run.rl is not None and run.rl.exact:
+        from meshwright.rl.rollouts import use_exact_attention  # imports the engine, which other runs do without
+
         use_exact_attention(engine.model)
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
@@ -237,6 +241,8 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         optimizer.start_average()
     optimizer.release_master_weights()
     if run.rl is not None:
+        from meshwright.rl.rollouts import Rollouts
+
         session.rollouts = Rollouts(run, plan, mesh, engine.weights, data, Ranks(world.control), world.device_group)
     clock.end("load")
     if world.leads:
