@@ -38,6 +38,7 @@ LAYERS = {
     "diagnosis": 3,
     "training": 4,
     "serve": 4,
+    "rl": 4,
     "launch": 5,
     "chaos": 5,
     "server": 5,
@@ -53,6 +54,8 @@ SAME_LAYER = {
     ("costs", "schedules"),
     ("workload", "schedules"),
     ("workload", "config"),
+    ("training", "rl"),
+    ("rl", "serve"),
 }
 TORCH_FREE = (
     "spec",

@@ -25,6 +25,7 @@ GROUPS = {
     "Runs": (
         "quickstart",
         "train",
+        "rl",
         "coordinate",
         "launch",
         "check",

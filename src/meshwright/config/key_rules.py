@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config.optimizer_rules import decay_patterns, final_learning_rate
+from meshwright.config.rl_rules import rl
 from meshwright.config.run_values import RunValues, Values
 from meshwright.config.sample_rules import samples
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
@@ -76,6 +77,7 @@ def cross_checks(document: Document, unusable: set[KeyPath], plan_file: Values |
         _data,
         _deterministic,
         samples,
+        _rl,
         _prometheus,
         _chip,
         _emulated,
@@ -236,6 +238,10 @@ def _deterministic(run: RunValues) -> Iterator[Mistake]:
     if run("train.deterministic") and run("supervision.wait_seconds") is not None:
         expected = "none, as train.deterministic needs one layout and fewer hosts have another; set spares instead"
         yield run.mistake("supervision.wait_seconds", expected, "none")
+
+
+def _rl(run: RunValues) -> Iterator[Mistake]:
+    yield from rl(run, _model_values(run))
 
 
 def _prometheus(run: RunValues) -> Iterator[Mistake]:

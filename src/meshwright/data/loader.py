@@ -159,9 +159,9 @@ class Windows:
 class Loader:
     """Endless iterator over steps; each item is this data rank's list of micro-batches for one step.
 
-    A thread prefetches `prefetch` steps. For a CUDA device it also copies them there on its own stream, so that `next`
-    returns device tensors: the current stream waits for the copy, the host does not. The samples of `skipped` are left
-    out. Close it, or use it in a `with` block. `next` raises the errors of the thread.
+    A thread prefetches `prefetch` steps; with 0 there is none, and `next` reads. For a CUDA device they are also copied there on a
+    stream of their own, so that `next` returns device tensors: the current stream waits for the copy, the host does not. The samples of
+    `skipped` are left out. Close it, or use it in a `with` block. `next` raises the errors of the thread.
     """
 
     def __init__(
@@ -184,8 +184,10 @@ class Loader:
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._ready: queue.Queue[_Copied | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._read_ahead, args=(start_sample,), name="data", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if prefetch:
+            self._thread = threading.Thread(target=self._read_ahead, args=(start_sample,), name="data", daemon=True)
+            self._thread.start()
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
@@ -194,7 +196,7 @@ class Loader:
         if self._stop.is_set():
             raise StopIteration
         started = time.perf_counter()
-        item = self._ready.get()
+        item = self._read(self.consumed) if self._thread is None else self._ready.get()
         self.wait_seconds = time.perf_counter() - started
         if isinstance(item, BaseException):
             self.close()
@@ -207,7 +209,8 @@ class Loader:
         self._stop.set()
         while not self._ready.empty():
             self._ready.get_nowait()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def __enter__(self) -> Loader:
         return self
@@ -221,11 +224,15 @@ class Loader:
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # otherwise pinning memory would also open a context on device 0
-            step = self._reader.read(skip_forward(sample, self._skipped), self._skipped)
-            while self._offer(self._copy_to_device(step)):
-                step = self._reader.read(skip_forward(step.samples[1], self._skipped), self._skipped)
+            item = self._read(sample)
+            while self._offer(item):
+                item = self._read(item.step.samples[1])
         except BaseException as error:  # the consumer raises it
             self._offer(error)
+
+    def _read(self, sample: int) -> _Copied:
+        """Read the step that begins at `sample`, or behind those that are skipped, and start its copies."""
+        return self._copy_to_device(self._reader.read(skip_forward(sample, self._skipped), self._skipped))
 
     def _offer(self, item: _Copied | BaseException) -> bool:
         """Wait for space in the queue; False if the loader was closed meanwhile."""

@@ -28,6 +28,7 @@ from meshwright.data.manifest import (
     open_directory,
 )
 from meshwright.data.packing import Packed, StreamWindows, TokenStream, pack
+from meshwright.data.single_conversations import Conversation, SingleConversations
 from meshwright.data.slots import TokenReader
 from meshwright.data.text_format import TextFormat
 from meshwright.data.token_bytes import TokenBytes
@@ -66,13 +67,15 @@ def open_data(
     split: Split = "train",
     stdlib: Path | None = None,
     verifier: ShardVerifier | None = None,
+    conversations: bool = False,
 ) -> DataSource:
     """Open what `spec` names: the mixture to train on, or with `split="validation"` the text kept apart, source after source, the documents
     of each in the order of `ContentOrder`. Its samples are documents with `data.packing: none`, else windows of `seq_len` tokens.
 
     `vocab_size` is the model's: a tokenizer with more tokens is refused here, a larger token id when it is read.
     `stdlib` is the folder for the source `stdlib` (the user's cache when None). `verifier` gets each shard when its first
-    sample is read. Raises BadInput and Damaged (see `data.damaged`).
+    sample is read. With `conversations` the samples are single conversations of chats (`DataSource.conversation`). Raises BadInput and
+    Damaged (see `data.damaged`).
     """
     paths = _train_paths(spec, stdlib) if split == "train" else _validation_paths(spec, stdlib, seq_len)
     if not paths:
@@ -83,7 +86,14 @@ def open_data(
     packing = spec.packing if split == "train" or spec.packing == "none" else "stream"
     by_content = split == "validation"
     sources = [
-        Source(name, open_directory(path, spec.damaged), seq_len, packing, by_content=by_content)
+        Source(
+            name,
+            open_directory(path, spec.damaged),
+            seq_len,
+            packing,
+            by_content=by_content,
+            conversations=conversations,
+        )
         for name, path in paths.items()
     ]
     _check_tokenizers(sources, vocab_size)
@@ -121,12 +131,15 @@ class Source:
         packing: Packing = "stream",
         *,
         by_content: bool = False,
+        conversations: bool = False,
     ) -> None:
         self.name, self.directory, self.seq_len = name, directory, seq_len
         files, weights = [shard.file for shard in directory.shards], [shard.weights for shard in directory.shards]
         self.stream = (ContentOrder if by_content else TokenStream)(files, weights)
-        self.layout = self._layout(packing)
+        self.layout = SingleConversations(self.stream) if conversations else self._layout(packing)
         self.windows = self.layout.count
+        if conversations and self.windows == 0:
+            raise BadInput(f"{directory.path}: has no chats, whose questions rl needs; prepare chats with answers")
         if self.windows == 0:
             if self.packing is not None:
                 few = f"no chat has a token to train on in its first train.seq_len {seq_len}"
@@ -344,6 +357,14 @@ class DataSource:
         real = [self.seq_len if sample.real is None else sample.real for sample in packed]
         return np.arange(self.seq_len) < np.array(real)[:, None]
 
+    def conversation(self, index: int) -> Conversation:
+        """The conversation with this global index, of a source that was opened with `conversations`."""
+        source, number = self._locate_samples([index])[0]
+        assert isinstance(source.layout, SingleConversations), "opened without conversations"
+        conversation = source.layout.read(number)
+        self._check_ids(source, number, conversation.tokens)
+        return conversation
+
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Inputs of the samples with these global indices, int64; no tokens are read."""
         draws = self.order.draws(np.asarray(indices, dtype=np.int64))
@@ -402,7 +423,9 @@ class DataSource:
         return [(self._ordered[s], int(w)) for s, w in zip(draws.source, draws.window, strict=True)]
 
     def _sample(self, source: Source, window: int) -> Packed:
-        read = source.layout.read(window, self.document_mask)
+        layout = source.layout
+        assert not isinstance(layout, SingleConversations), "single conversations are read by `conversation`"
+        read = layout.read(window, self.document_mask)
         self._check_ids(source, window, read.tokens)
         return pack(read.tokens, read.begins, self.document_mask, read.weights, read.real)
 

@@ -96,7 +96,7 @@ def token_log_probabilities(
     if plain:
         logits = capped(F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype)), cap)
         return -F.cross_entropy(logits, targets.clamp_min(-1), ignore_index=-1, reduction="none")
-    of_logits = compile_once(_log_probabilities_of_logits) if hidden.is_cuda else _log_probabilities_of_logits
+    of_logits = compile_once(log_probabilities_of_logits) if hidden.is_cuda else log_probabilities_of_logits
     vocab, weight = weight.shape[0], pad_vocabulary(weight)
     parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
     return torch.cat([of_logits(_logits(h, weight, vocab, cap)[0], t) for h, t in parts])
@@ -201,7 +201,7 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def _log_probabilities_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+def log_probabilities_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Log-probabilities `(tokens,)` of the targets by logits `(tokens, vocab)`; 0 where the target is negative."""
     wide = logits.to(accumulate_dtype(logits.dtype))
     target_logit = wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0]

@@ -176,7 +176,13 @@ def data_lines(run: RunSpec, source: DataSource) -> tuple[str, ...]:
 
 def open_run_data(run: RunSpec) -> DataSource:
     """The run's training data, opened before any rank starts, so that its errors are found early."""
-    return open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size or None)
+    return open_data(
+        run.data,
+        seq_len=run.train.seq_len,
+        seed=run.seed,
+        vocab_size=run.model.vocab_size or None,
+        conversations=run.rl is not None,
+    )
 
 
 def check_validation(run: RunSpec, note: Note) -> None:

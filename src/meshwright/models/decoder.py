@@ -141,6 +141,10 @@ class Decoder(nn.Module):
         losses = self.head_losses(x, targets, further, shared, weights)
         return Losses(losses.tokens.loss, sum((routed.balance for routed in losses.routed), balance), losses.further)
 
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """The normed output of the last block `(batch, seq, hidden)`, which the head reads; arguments as in `forward`."""
+        return self.norm(self._run_blocks(tokens, positions, documents)[0])
+
     def _run_blocks(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         shared = self.shared_inputs(tokens, positions, documents, self.embed.weight.dtype)
         x, balance = self.embed_tokens(tokens, shared.positions), torch.zeros((), device=tokens.device)

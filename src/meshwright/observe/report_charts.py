@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.events.span import PHASES
@@ -57,6 +57,7 @@ def sheet(run: RunFolder) -> Sheet:
         "windows": _window_edges(positions, min(MOST_COLUMNS, len(run.steps))),
     }
     charts = [
+        *_rewards(run, indices),
         _loss(run, indices, validations),
         *_throughput(run, indices),
         _phases(run),
@@ -64,6 +65,23 @@ def sheet(run: RunFolder) -> Sheet:
         _curve(run, indices, "grad_norm", "Gradient norm", "before clipping", "short", noisy=True),
     ]
     return Sheet(tuple(chart for chart in charts if chart), tables, _axes(positions))
+
+
+def _rewards(run: RunFolder, indices: Sequence[int]) -> Iterator[Chart | None]:
+    """The charts of a run that learns from its own answers."""
+    if run.steps[-1].get("reward") is None:
+        return
+    yield _curve(run, indices, "reward", "Reward", "mean of the step's answers", "short", noisy=True)
+    yield _curve(run, indices, "answer_tokens", "Tokens of an answer", "mean", "short", noisy=True)
+    yield _curve(run, indices, "entropy", "Entropy", "mean of −log p of the sampled tokens, nat", "short", noisy=True)
+    yield _curve(
+        run,
+        indices,
+        "engine_kl",
+        "Engine beside trainer",
+        "divergence of their probabilities, nat per token",
+        "scientific",
+    )
 
 
 def steady_median(values: Values) -> float | None:

@@ -177,7 +177,9 @@ class Progress:
             return []
         speed = record.get("tokens_per_second")
         figures: list[tuple[str, str | None]] = [
+            ("reward", _text_or_none(record.get("reward"), "{:.3f}".format)),
             ("loss", _number(record.get("loss"), ".4f")),
+            ("tokens/answer", _text_or_none(record.get("answer_tokens"), "{:.1f}".format)),
             *([(f"val@{self._validation[0]}", _number(self._validation[1], ".4f"))] if self._validation else []),
             ("tok/s", number_text.short(speed) if speed else None),
             ("tok/s/rank", number_text.short(speed / self._ranks) if speed and self._ranks > 1 else None),

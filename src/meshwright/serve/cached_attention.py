@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import groupby, pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.kernels.attention import AttentionMask
+from meshwright.kernels.exact_attention import QUERIES, attend_exactly
 from meshwright.kernels.latent_attention import latent_attention, rotate_and_write_latents
 from meshwright.kernels.norm import HeadNorms
 from meshwright.kernels.paged_attention import is_fp8, paged_attention, prompt_attention, rotate_and_write
@@ -55,6 +57,8 @@ class CurrentStep:
         """Scales of an fp8 cache."""
         self.invariant = invariant
         """Whether the bits of a token's attention do not depend on the other tokens of the step."""
+        self.exact = False
+        """Whether attention has the bits of the trainer's exact forward (`kernels.exact_attention`): on a CPU."""
         self.absorbs = True
         """Whether decodes attend to latents; if not, to keys and values that are expanded from them."""
         self.at_attention: Callable[[Tensor, int, AttentionCall], Tensor] | None = None
@@ -83,7 +87,7 @@ class CurrentStep:
     def host_decodes(self, group: int) -> HostDecodes | None:
         """Return the data that a group's layers share in a step of decodes on a CPU; None for other steps."""
         step = self._inputs
-        if not self._host_decodes_work or step.decodes != len(step.tokens):
+        if self.exact or not self._host_decodes_work or step.decodes != len(step.tokens):
             return None
         if group not in self._host_decodes:
             window, size = self._cache.groups[group].window, self._cache.tokens_per_block
@@ -191,6 +195,8 @@ class CachedAttention:
             q = q * self._query_factor
         if self._step.at_attention is not None:
             return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, sinks, plain))[None]
+        if self._step.exact:
+            return self._attend_exactly(q)[None]
         if self._step.invariant and q.is_cuda:
             return self._attend_alone(q, sinks, plain)[None]
         if keys is None:
@@ -234,6 +240,37 @@ class CachedAttention:
             plain=plain,
             out=out,
         )
+
+    def _attend_exactly(self, q: Tensor) -> Tensor:
+        """Attention with the bits of the trainer's exact forward; 0 for tokens of padding, which are the last of q."""
+        step, out = self._step.inputs, torch.zeros_like(q)
+        starts, lengths = step.query_starts.tolist(), step.context_lengths.tolist()
+        table, end = step.block_tables[self._group], 0
+        for count, equal in groupby(stop - start for start, stop in pairwise(starts)):
+            # Sequences with equally many tokens in this step are computed together.
+            first, end = end, end + sum(1 for _ in equal)
+            tokens = slice(starts[first], starts[end])
+            longest = max(lengths[first:end])
+            if longest == 0:
+                continue
+            keys, values = self._stored(table[first:end], step.context_lengths[first:end], longest)
+            positions = step.positions[tokens].view(-1, count).long()
+            for begin in range(0, count, QUERIES):
+                part = slice(begin, begin + QUERIES)
+                visible = longest - max(0, count - begin - QUERIES)
+                rows = q[tokens].unflatten(0, (-1, count))[:, part]
+                attended = attend_exactly(rows, keys[:, :visible], values[:, :visible], positions[:, part])
+                out[tokens].unflatten(0, (-1, count))[:, part] = attended
+        return out
+
+    def _stored(self, table: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `(sequences, longest, kv_heads, head_dim)` of sequences with these block tables; 0 behind their lengths."""
+        blocks = table[:, : -(-longest // self._cache.shape[3])].long()
+        # (sequences, blocks, 2, kv_heads, tokens, head_dim)
+        stored = self._cache[blocks].permute(2, 0, 1, 4, 3, 5).flatten(2, 3)[:, :, :longest]
+        missing = torch.arange(longest, device=table.device) >= lengths[:, None]
+        keys, values = stored.masked_fill(missing[None, :, :, None, None], 0.0)
+        return keys, values
 
     def _attend_alone(self, q: Tensor, sinks: Tensor | None, plain: bool) -> Tensor:
         """Attention of each token by the kernel for decodes, in the order of addition that it has for this token alone."""

@@ -7,7 +7,7 @@ the device. If step n has ended a request, step n + 1 still computes one token f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.token_bytes import TokenBytes
+from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
@@ -117,7 +118,7 @@ class Engine:
             predictions=options.predictions,
         )
         invariant = options.invariant
-        runner, sampler = classes_for(weight.device) if invariant else (self.runner_class, Sampler)
+        runner, sampler = classes_for(model, options) if invariant else (self.runner_class, Sampler)
         self._runner = runner(
             model,
             cache,
@@ -257,11 +258,18 @@ class Engine:
         with open_newer(folder, predictions=self.spec.prediction_depth, device=device) as stored:
             check_same_model(self.spec, stored.spec, folder)
             stored.verify()
-            self._policy.forget_cache()
-            self._weights_whole = False
-            for name, value in stored.tensors(formats=rounded_parameters(self._model)):
-                assign_parameter(self._model, name, value)
-            self._weights_whole = True
+            self.replace_weights(stored.tensors(formats=rounded_parameters(self._model)))
+
+    def replace_weights(self, tensors: Iterable[tuple[str, Tensor | RoundedMatrix]]) -> None:
+        """Use these values of the model's parameters from the next step on, as `load_weights` does: name and whole tensor of each.
+
+        If `tensors` raises, `step` raises until weights are replaced.
+        """
+        self._policy.forget_cache()
+        self._weights_whole = False
+        for name, value in tensors:
+            assign_parameter(self._model, name, value)
+        self._weights_whole = True
 
     def prefix_blocks(self) -> PrefixBlocks:
         """The prefix cache for other processes. Blocks belong to the current weights, until `load_weights`."""

@@ -43,6 +43,8 @@ class Update(NamedTuple):
     """Token of `stop_ids` that ended the text, with the reason "stop"."""
     cached_tokens: int = 0
     """Tokens of the prompt that were taken from the prefix cache, in the first update."""
+    stop_logprob: float | None = None
+    """Log probability of `stop_token`, if `SamplingOptions.logprobs` is set."""
 
     @property
     def details(self) -> dict[str, Any]:
@@ -54,6 +56,7 @@ class Update(NamedTuple):
             "logprobs": self.logprobs or None,
             "stop_token": self.stop_token,
             "cached_tokens": self.cached_tokens or None,
+            "stop_logprob": self.stop_logprob,
         }
         return {key: value for key, value in fields.items() if value is not None}
 
@@ -80,6 +83,7 @@ class Generation:
         self._early = sampling.min_tokens
         """Further tokens in which no stop string ends the text."""
         self._stop_token: int | None = None
+        self._stop_logprob: float | None = None
         self._cached: int | None = None
         """Cached tokens of the prompt; 0 once they are reported, None before they are known."""
 
@@ -94,6 +98,8 @@ class Generation:
             raise NotFinite
         if token in self.stop_ids:
             self._stop_token = token
+            if logprob is not None and self.sampling.logprobs:
+                self._stop_logprob = logprob.chosen
             return True
         self._tokens.append(token)
         if logprob is not None and self.sampling.logprobs:
@@ -137,6 +143,7 @@ class Generation:
             code,
             stop_token=self._stop_token if reason == "stop" else None,
             cached_tokens=self._cached or 0,
+            stop_logprob=self._stop_logprob if reason == "stop" else None,
         )
         self._tokens, self._text, self._logprobs, self._cached = [], "", [], 0
         return update

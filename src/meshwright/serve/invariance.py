@@ -1,20 +1,56 @@
 """Batch-invariant inference: parts of the engine whose results do not depend on the batch, bit for bit.
 
 Libraries choose the order of additions by the size of a batch. On a GPU the products have a fixed order (`kernels.fixed_product`), and all
-attention is that of single tokens with a fixed number of parts (`serve.cached_attention`). On a CPU each token is computed by itself.
+attention is that of single tokens with a fixed number of parts (`serve.cached_attention`). On a CPU a step of a usual dense model is padded
+to a number of rows from which on each row has the same bits (`kernels.exact_attention`), which are also those of the trainer's exact
+forward; other models compute each token by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.exact_attention import padded
+from meshwright.kernels.loss import log_probabilities_of_logits
+from meshwright.models.decoder import Decoder
 from meshwright.serve.batch_inputs import StepInputs
+from meshwright.serve.blocks import add_and_norm
 from meshwright.serve.model_runner import ModelRunner
-from meshwright.serve.sampling import Sampler, TokenLogprobs
+from meshwright.serve.sampling import Sampler, TokenLogprobs, finite
+from meshwright.spec.engine import EngineOptions
+from meshwright.spec.exact_forward import ROWS, inexact_reason
+
+
+class RowRunner(ModelRunner):
+    """Computes the rows of a step with the bits of the trainer's exact forward, on a CPU: of models without `inexact`."""
+
+    uniform_drafts = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._step.exact = True
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Logits of the sampled tokens, `(samples, vocab)`."""
+        count = len(inputs.tokens)
+        x, delta = self._residual(_padded_step(inputs))
+        normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])
+        sampled = torch.arange(count) if inputs.sampled is None else inputs.sampled
+        logits = self.head(padded(normed[:, sampled], 1, ROWS))
+        return logits[: len(sampled)]
+
+
+def _padded_step(step: StepInputs) -> StepInputs:
+    """The step with tokens behind its own that write nothing."""
+    missing = -len(step.tokens) % ROWS
+    tokens, positions = (padded(x, 0, ROWS) for x in (step.tokens, step.positions))
+    return step._replace(tokens=tokens, positions=positions, slots=F.pad(step.slots, (0, missing), value=-1))
 
 
 class TokenRunner(ModelRunner):
@@ -78,9 +114,31 @@ class InvariantSampler(Sampler):
         return TokenLogprobs(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def classes_for(device: torch.device) -> tuple[type[ModelRunner], type[Sampler]]:
+class RowSampler(InvariantSampler):
+    """The sampler of RowRunner, which pads the rows of a step too: log-probabilities of chosen tokens have the bits of the trainer's."""
+
+    def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """See `Sampler.sample`. Rows whose options count tokens or exclude some are sampled one at a time."""
+        count = len(logits)
+        if not count or self._penalising or self._excluded or allowed is not None:
+            return super().sample(logits, table_rows, positions, allowed)
+        rows = torch.arange(count + -count % ROWS).clamp(max=count - 1)
+        return Sampler.sample(self, logits[rows], table_rows[rows], positions[rows])[:count]
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
+        """See `Sampler.logprobs`."""
+        rows, targets = padded(logits, 0, ROWS), padded(tokens.long(), 0, ROWS)
+        chosen = finite(log_probabilities_of_logits(rows, targets))
+        _, *top = Sampler.logprobs(self, rows, targets)
+        return TokenLogprobs(*(column[: len(tokens)] for column in (chosen, *top)))
+
+
+def classes_for(model: Decoder, options: EngineOptions) -> tuple[type[ModelRunner], type[Sampler]]:
     """The runner and the sampler of an invariant engine."""
-    return (ModelRunner if device.type == "cuda" else TokenRunner), InvariantSampler
+    if model.embed.weight.is_cuda:
+        return ModelRunner, InvariantSampler
+    usual = options.weights is None and options.kv_cache is None and inexact_reason(model.spec) is None
+    return (RowRunner, RowSampler) if usual else (TokenRunner, InvariantSampler)
 
 
 def _split(allowed: Tensor | None, samples: int) -> Sequence[Tensor | None]:

@@ -168,7 +168,7 @@ class Sampler:
         logprobs = logits.float().log_softmax(1)
         top, top_tokens = logprobs.topk(min(max(self._logprobs, default=0), self._vocab), dim=1)
         chosen = logprobs.gather(1, tokens.long()[:, None])[:, 0]
-        return TokenLogprobs(_finite(chosen), top_tokens, _finite(top))
+        return TokenLogprobs(finite(chosen), top_tokens, finite(top))
 
     def copy_options(self) -> None:
         """Copy changed options to the device."""
@@ -190,7 +190,8 @@ def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
     return torch.where(largest * 0 == 0, tokens, -1)  # NaN and infinity times 0 are NaN
 
 
-def _finite(logprobs: Tensor) -> Tensor:
+def finite(logprobs: Tensor) -> Tensor:
+    """Log probabilities as JSON can have them."""
     return logprobs.nan_to_num(nan=LEAST_LOGPROB, neginf=LEAST_LOGPROB)
 
 

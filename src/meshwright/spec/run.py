@@ -13,6 +13,7 @@ from meshwright.spec.job import CheckpointSpec, DataSpec, ObserveSpec, Supervisi
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_keys import PlanKeys
+from meshwright.spec.rl import RlSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class RunSpec:
     """The data to read."""
     train: TrainSpec
     """Batch, optimizer and training schedule."""
+    rl: RlSpec | None = None
+    """Reinforcement learning: the model answers the questions of `data.mix`, and its better answers become likelier."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     """The devices; `auto`, also when it is left out, uses the devices of this machine."""
     plan: PlanKeys | str = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,6 +161,7 @@ def _loader(session: Session) -> Iterator[Loader]:
         start_sample=session.next_sample,
         skipped=session.numerics.skip_samples,
         device=session.world.device,
+        **({} if session.rollouts is None else {"prefetch": 0}),  # a step's answers are those of the weights before it
     )
     with loader:
         yield loader
@@ -203,23 +204,29 @@ def _one_step(
         moved = session.decisions.begin_step(step)
         if moved and check is not None:
             check.skip_comparison()
-    result = train_step(
-        session.engine,
-        session.optimizer,
-        session.mesh,
-        micro_batches,
-        learning_rate=rate,
-        clip_norm=session.run.train.clip_norm,
-        norm_limit=session.numerics.norm_limit(step),
-        recorder=recorder,
-        stop_flag=flag,
-        before_update=None if check is None else check.before_update,
-        decisions=session.decisions,
-    )
+    rollouts = session.rollouts
+    with nullcontext() if rollouts is None else rollouts.tempered(session.engine.model.head):
+        result = train_step(
+            session.engine,
+            session.optimizer,
+            session.mesh,
+            micro_batches,
+            learning_rate=rate,
+            clip_norm=session.run.train.clip_norm,
+            norm_limit=session.numerics.norm_limit(step),
+            recorder=recorder,
+            stop_flag=flag,
+            before_update=None if check is None else check.before_update,
+            decisions=session.decisions,
+            objective=None if rollouts is None else rollouts.objective,
+            updates=rollouts is None or not rollouts.empty,
+        )
     recorder.end_step()
     session.end_step(step, read.samples)
     host: dict[str, Any] = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
     host["epochs"] = {name: round(passes, 4) for name, passes in session.data.epochs(read.samples[1]).items()}
+    if rollouts is not None:
+        host |= rollouts.end_step()
     if read.lengths is not None:
         host |= sample_figures(step, read.lengths, read.padding)
     for record in figures.push(step, result, host, read.lengths, len(range(*read.samples))):

@@ -10,9 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.adapters import BASE
+from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.config.recorded_loads import read_loads
 from meshwright.data.loader import DataSource, StepReader, Windows, has_validation, open_data
@@ -50,6 +51,9 @@ from meshwright.training.expert_moves import ExpertMoves
 from meshwright.training.numerics import NumericalPolicy
 from meshwright.training.resume import Tier, resume
 from meshwright.training.run_state import load_adapters, load_base, load_initial, run_state
+
+if TYPE_CHECKING:
+    from meshwright.rl.rollouts import Rollouts
 
 KEPT_RANGES = 64
 """Latest steps whose samples a session knows; a step's figures are read one step late."""
@@ -90,6 +94,8 @@ class Session:
     next_sample: int = 0
     samples_of: dict[int, SampleRange] = field(default_factory=dict)
     steps_before: int | None = None
+    rollouts: Rollouts | None = None
+    """Reads the steps of a run with reinforcement learning."""
     base: str | None = None
     """Digest of the frozen weights of a run with adapters."""
     progress: ProgressSender = field(default_factory=lambda: ProgressSender(ProgressPage.create(), Channel(None)))
@@ -102,6 +108,8 @@ class Session:
 
     def step_reader(self) -> StepReader:
         """Return the reader of this rank's part of each step."""
+        if self.rollouts is not None:
+            return self.rollouts
         mesh, batch, samples = self.mesh, self.plan.batch, self.plan.samples
         if samples is not None:
             heads = exchanged_heads(self.run.model.kv_heads, mesh.axis_size("tensor"))
@@ -139,6 +147,8 @@ class Session:
             with self.recorder.garbage_collections():
                 yield
         finally:
+            if self.rollouts is not None:
+                self.rollouts.close()
             if self.spans is not None:
                 with suppress(RuntimeError):  # after an error of the device its events cannot be read
                     self.recorder.flush()
@@ -176,6 +186,10 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         "router_z_loss": run.train.router_z_loss,
     }
     engine = build_engine(run.model, plan, mesh, seed=run.seed, on_phase_end=clock.end, **losses)
+    if run.rl is not None and run.rl.exact:
+        from meshwright.rl.rollouts import use_exact_attention  # imports the engine, which other runs do without
+
+        use_exact_attention(engine.model)
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
@@ -228,6 +242,10 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
             load_adapters(engine.weights, run.model, session.base)
         optimizer.start_average()
     optimizer.release_master_weights()
+    if run.rl is not None:
+        from meshwright.rl.rollouts import Rollouts
+
+        session.rollouts = Rollouts(run, plan, mesh, engine.weights, data, Ranks(world.control), world.device_group)
     clock.end("load")
     if world.leads:
         _write_environment(folder)
@@ -301,7 +319,7 @@ def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, 
 def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:
     """The training data, and the validation data if there is some: documents or windows, as in training."""
     opened = partial(open_data, run.data, seed=run.seed, vocab_size=run.model.vocab_size, verifier=verifier)
-    data, train = opened(seq_len=run.train.seq_len), run.train
+    data, train = opened(seq_len=run.train.seq_len, conversations=run.rl is not None), run.train
     if not has_validation(run.data, train.seq_len):
         return data, None
     validation = opened(seq_len=train.seq_len, split="validation")

@@ -55,12 +55,14 @@ def train_step(
     before_update: Callable[[], None] | None = None,
     decisions: ExpertDecisions | None = None,
     objective: Objective | None = None,
+    updates: bool = True,
 ) -> StepFigures:
     """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
 
     The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
     `stop_flag` is called at the step's end, and its values are summed over ranks. `before_update` is called before the optimizer's update.
     `decisions`, if any, get the loads of the step. `objective` takes the place of the tokens' weighted cross-entropy.
+    Without `updates` the optimizer does nothing: no token of the step has a gradient.
     """
     recorder.attention_work([batch.attention_work for batch in micro_batches])
     with recorder.waiting("collective_wait"):
@@ -75,6 +77,8 @@ def train_step(
     def update() -> None:
         if before_update is not None:
             before_update()
+        if not updates:
+            return
         checked = norm if math.isinf(norm_limit) else torch.where(norm > norm_limit, torch.nan, norm)
         optimizer.step(
             learning_rate,

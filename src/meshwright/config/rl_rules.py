@@ -1,0 +1,67 @@
+"""Rules of reinforcement learning (`rl`): what it cannot be combined with, and what an exact forward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshwright.config.run_values import RunValues
+from meshwright.spec.errors import Mistake
+from meshwright.spec.exact_forward import ROWS, VOCABULARY, inexact_reason
+from meshwright.spec.fields import from_plain
+from meshwright.spec.model import ModelSpec
+
+_WHOLE = ("plan.tensor", "plan.context_ring", "plan.context_ulysses", "plan.pipeline")
+
+
+def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
+    """Reinforcement learning samples from the model that is trained; `model` has the values of its ModelSpec, None if some are unknown."""
+    if run("rl") is None:
+        return
+    if run("data.packing") == "none":
+        yield run.mistake("data.packing", "stream, as rl packs its answers", "stream")
+    if run("train.batch_ramp"):
+        yield run.mistake(
+            "train.batch_ramp", "none, as rl has the same number of questions in every step", "none", "stages"
+        )
+    if run("model.prediction_depth"):
+        yield run.mistake("model.prediction_depth", "0, as rl trains no modules that predict further tokens", "0")
+    if run("model.adapter") is not None:
+        yield run.mistake("model.adapter", "none: rl trains all weights in this release", "none", "a section")
+    longest, new = run("train.seq_len"), run("rl.new_tokens")
+    if longest and new and new > longest:
+        yield run.mistake(
+            "rl.new_tokens", f"at most train.seq_len = {longest}, which has the question too", str(longest // 2)
+        )
+    if run("rl.kl.weight") and run("model.init") == "scratch":
+        yield run.mistake("rl.kl.weight", "0, as model.init is scratch: there is no model to stay near", "0")
+    if run("rl.exact"):
+        yield from _exact(run, model)
+
+
+def _exact(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
+    """The exact forward: dense models in fp32 on CPUs, whole on each rank, in shapes whose rows are computed alike."""
+    if run("cluster.gpu") not in (None, "cpu"):
+        yield run.mistake(
+            "rl.exact", f"false on {run('cluster.gpu')}: only CPUs have an exact forward in this release", "false"
+        )
+        return
+    if model is not None and (reason := inexact_reason(from_plain(ModelSpec, dict(model)))):
+        yield run.mistake("rl.exact", f"false: this release has no exact forward of {reason}", "false")
+    if run("plan.compile") is not False:
+        yield run.mistake(
+            "plan.compile",
+            "false, as rl.exact is true: compiled blocks round otherwise than the engine",
+            "false",
+            "true",
+        )
+    for key in _WHOLE:
+        if (run(key) or 1) > 1:
+            yield run.mistake(key, "1, as rl.exact is true: ranks that divide the model add in another order", "1")
+    if run("plan.compute") not in (None, "fp32"):
+        yield run.mistake("plan.compute", "fp32, as rl.exact is true", "fp32")
+    for key, multiple in (("train.seq_len", ROWS), ("train.loss_chunk", ROWS), ("model.vocab_size", VOCABULARY)):
+        if (size := run(key)) and size % multiple:
+            yield run.mistake(
+                key, f"a multiple of {multiple}, as rl.exact is true", str(-(-size // multiple) * multiple)
+            )

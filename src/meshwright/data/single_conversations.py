@@ -1,0 +1,70 @@
+"""The conversations of chats one by one, as questions to answer: what comes before their last answer, and that answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.data.indexed import IndexedFile
+from meshwright.data.packing import DocumentPart, TokenStream
+
+
+class Conversation(NamedTuple):
+    """Tokens of a conversation `(tokens,)` int64 up to the end of its last answer, which begins at token `answer`."""
+
+    tokens: np.ndarray
+    answer: int
+
+
+class SingleConversations:
+    """The conversations of a stream that have a question and an answer, in the order of the stream; each is a window."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
+        starts, lengths = stream.document_ranges()
+        if not stream.masked:
+            starts, lengths = starts[:0], lengths[:0]
+        pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+        answered = [_last_answer(stream.read_weights(start, start + length)) for start, length in pairs]
+        used = np.array([answer is not None for answer in answered], dtype=bool)
+        self._starts = starts[used]
+        self._answers = np.array([answer for answer in answered if answer is not None], dtype=np.int64).reshape(-1, 2)
+
+    @property
+    def count(self) -> int:
+        """Number of conversations."""
+        return len(self._starts)
+
+    @property
+    def inputs(self) -> int:
+        """Tokens of all of them."""
+        return int(self._answers[:, 1].sum())
+
+    def read(self, window: int) -> Conversation:
+        """The conversation."""
+        start, (answer, stop) = int(self._starts[window]), self._answers[window].tolist()
+        return Conversation(self._stream.read(start, start + stop), answer)
+
+    def parts(self, window: int) -> list[DocumentPart]:
+        """The conversation as the part of a document."""
+        start = int(self._starts[window])
+        return self._stream.parts(start, start + int(self._answers[window, 1]))
+
+    def files_of(self, windows: np.ndarray) -> set[int]:
+        """The numbers of the files that hold these conversations."""
+        return self._stream.files_at(self._starts[windows])
+
+    def locate(self, window: int, at: int) -> tuple[IndexedFile, int]:
+        """The file that holds token `at` of a conversation, and the token's number there."""
+        return self._stream.locate(int(self._starts[window]) + at)
+
+
+def _last_answer(weights: np.ndarray) -> tuple[int, int] | None:
+    """First and last + 1 of the last run of trained tokens; None if there is none, or nothing before it."""
+    trained = np.flatnonzero(weights)
+    if not len(trained):
+        return None
+    stop = int(trained[-1]) + 1
+    before = np.flatnonzero(weights[:stop] == 0)
+    return (int(before[-1]) + 1, stop) if len(before) else None

@@ -1,0 +1,128 @@
+"""Causal attention whose bits do not depend on what else is computed: the same for a decode, a chunk of a prompt and a training sequence.
+
+Reinforcement learning compares the probability that the engine sampled a token with with the one that the trainer computes. torch chooses
+the order of additions by the shapes of its operands, so the two differ in their last bits. Here a query's result is a function of its own
+sequence alone:
+
+- keys are read in parts of PART tokens from the first token of the sequence, so that a product never sums over another number of elements;
+- the largest score is the same for any order, and the sums of the parts are added one after another;
+- parts behind the query add zeros, which change no bits.
+
+So a decode that reads ten parts and a training sequence that reads all have equal bits, if one row of a matrix product does not depend on
+the number of rows. On CPUs that holds from ROWS rows on (`rows_are_alike` tests it): fewer are padded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels.attention import AttentionMask, attention
+from meshwright.spec.exact_forward import ROWS
+
+PART = 64
+"""Keys of a part."""
+QUERIES = 256
+"""Queries of a sequence that are computed together: they read the keys up to the last of them."""
+
+
+def attend_exactly(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Attention of q `(sequences, queries, heads, head_dim)` at `positions` `(sequences, queries)`, shaped like q.
+
+    k and v `(sequences, keys, kv_heads, head_dim)` are those of each sequence from its first token on; a query attends to the keys up to
+    its own position. Keys behind a sequence's last query may be anything finite. Without gradients.
+    """
+    sequences, queries, heads, width = q.shape
+    kv_heads = k.shape[2]
+    # Query heads that share keys and values are rows of one product.
+    rows = q.view(sequences, queries, kv_heads, heads // kv_heads, width).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    places = positions.repeat_interleave(heads // kv_heads, 1)
+    rows, places = padded(rows, 2, ROWS), padded(places, 1, ROWS)
+    # (sequences, kv_heads, parts, PART, head_dim)
+    keys, values = (padded(x, 1, PART).unflatten(1, (-1, PART)).permute(0, 3, 1, 2, 4) for x in (k, v))
+    parts = keys.shape[2]
+    scores = torch.matmul(rows[:, :, None].expand(-1, -1, parts, -1, -1), keys.mT) / math.sqrt(width)
+    key = torch.arange(parts * PART, device=q.device).view(parts, 1, PART)
+    scores = scores.masked_fill((key > places[:, None, :, None])[:, None], -math.inf)
+    weights = (scores - scores.amax((2, 4), keepdim=True)).exp()
+    part_totals, part_sums = weights.sum(-1, keepdim=True), torch.matmul(weights, values)
+    totals, sums = part_totals[:, :, 0], part_sums[:, :, 0]
+    for part in range(1, parts):
+        totals, sums = totals + part_totals[:, :, part], sums + part_sums[:, :, part]
+    out = (sums / totals)[:, :, : queries * (heads // kv_heads)]
+    return out.unflatten(2, (queries, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, *, plain: bool = False
+) -> Tensor:
+    """`kernels.attention.attention` with the bits of `attend_exactly`, for training: q `(batch, seq, heads, head_dim)`.
+
+    The mask is None or a dense one of documents, which begin where their tokens see one key only. The backward is that of `attention`.
+    """
+    return _ExactAttention.apply(q, k, v, mask, plain)
+
+
+class _ExactAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, plain: bool) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.attention_mask, ctx.plain = mask, plain
+        out = torch.empty_like(q)
+        for row, starts in enumerate(_document_starts(q, mask)):
+            for start, stop in zip(starts, [*starts[1:], q.shape[1]], strict=True):
+                for begin in range(start, stop, QUERIES):
+                    end = min(begin + QUERIES, stop)
+                    positions = torch.arange(begin - start, end - start, device=q.device)[None]
+                    keys, values = k[row : row + 1, start:end], v[row : row + 1, start:end]
+                    out[row, begin:end] = attend_exactly(q[row : row + 1, begin:end], keys, values, positions)[0]
+        return out
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]  # torch's own signature is (ctx, *grad_outputs)
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = attention(q, k, v, ctx.attention_mask, plain=ctx.plain)
+        return *torch.autograd.grad(out, inputs, grad_out), None, None
+
+
+def _document_starts(q: Tensor, mask: AttentionMask | None) -> list[list[int]]:
+    """The first token of each document, for each sequence of the batch."""
+    batch = q.shape[0]
+    if mask is None:
+        return [[0]] * batch
+    assert mask.dense is not None and mask.cap is None, "exact attention has dense masks of documents"
+    single = (mask.dense[:, 0].sum(-1) == 1).expand(batch, -1)
+    return [row.nonzero()[:, 0].tolist() for row in single]
+
+
+def rows_are_alike(hidden: int, outputs: int) -> bool:
+    """Whether this machine computes a row of matrix products, softmax and attention alike in batches of any number of rows.
+
+    Tested for layers of this size; not every CPU does (measured on AVX2 and AVX-512 with torch 2.13).
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4 * PART, hidden, generator=generator), torch.randn(outputs, hidden, generator=generator)
+    whole = F.linear(x, weight)
+    log_sums, gates = whole.logsumexp(-1), F.silu(whole)
+    q, k, v = (torch.randn(1, 2 * PART, 2, 32, generator=generator) for _ in range(3))
+    positions = torch.arange(2 * PART)[None]
+    attended = attend_exactly(q, k, v, positions)
+    for count in (ROWS, 3 * ROWS, 7 * ROWS):
+        rows, part = F.linear(x[:count], weight), slice(count - 1, count)
+        alone = attend_exactly(q[:, part], k[:, :count], v[:, :count], positions[:, part])
+        pairs = ((rows, whole[:count]), (rows.logsumexp(-1), log_sums[:count]), (F.silu(rows), gates[:count]))
+        if not all(torch.equal(*pair) for pair in pairs) or not torch.equal(alone, attended[:, part]):
+            return False
+    return True
+
+
+def padded(x: Tensor, dim: int, multiple: int) -> Tensor:
+    """x with zeros behind its last elements in a dimension, up to a multiple; x itself where there is nothing to add."""
+    missing = -x.shape[dim] % multiple
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x

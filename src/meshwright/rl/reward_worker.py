@@ -1,0 +1,109 @@
+"""Calls a reward function for one answer after another; the program of a reward process. Standard library only.
+
+    python -I reward_worker.py FILE FUNCTION SECONDS BYTES
+
+Reads one JSON object a line from standard input, `{"prompt", "answer", "record"}`, and writes one a line to the standard output that it
+was started with: `{"reward": number or null}` or `{"error": text}` or `{"timeout": true}`. What the function prints goes to standard
+error. SECONDS of processor time stop a call, BYTES limit the address space. The first line is `{"ready": true}` or `{"error": text}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import math
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any, TextIO
+
+LONGEST_MESSAGE = 2000
+"""Characters of an error message."""
+PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux's prctl."""
+
+
+class OutOfTime(BaseException):
+    """The call has used its processor time. No Exception, so that `except Exception` of a reward function does not hide it."""
+
+
+def main(file: str, function: str, seconds: str, size: str) -> None:
+    """Serve calls until standard input ends."""
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # elsewhere than on Linux the end of standard input ends an idle process
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    resource.setrlimit(resource.RLIMIT_AS, (int(size), int(size)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGXCPU, _stop)
+    try:
+        call = load(Path(file), function)
+    except BaseException as error:
+        _write(answers, {"error": _described(error)})
+        return
+    _write(answers, {"ready": True})
+    for line in sys.stdin:
+        _write(answers, _verdict(call, json.loads(line), float(seconds)))
+
+
+def load(file: Path, function: str) -> Callable[..., Any]:
+    """The function of a Python file, whose folder can be imported from. Raises what the file raises."""
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location("meshwright_reward", file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    call = getattr(module, function, None)
+    if not callable(call):
+        names = sorted(
+            name for name, value in vars(module).items() if isinstance(value, FunctionType) and name[0] != "_"
+        )
+        raise AttributeError(f"{file}: expected a function {function}; it has {', '.join(names) or 'none'}")
+    return call
+
+
+def _verdict(call: Callable[..., Any], request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = math.ceil(used.ru_utime + used.ru_stime + seconds)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+    try:
+        reward = call(request["prompt"], request["answer"], request["record"])
+        if reward is None:
+            return {"reward": None}
+        number = float(reward)
+        if isinstance(reward, str | bytes) or not math.isfinite(number):
+            return {"error": f"expected a finite number or None, got {reward!r}"[:LONGEST_MESSAGE]}
+        return {"reward": number}
+    except OutOfTime:
+        return {"timeout": True}
+    except (Exception, SystemExit) as error:
+        return {"error": _described(error)}
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:LONGEST_MESSAGE]
+
+
+def _stop(number: int, frame: object) -> None:
+    raise OutOfTime
+
+
+def _write(answers: TextIO, value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,184 @@
+"""Rewards of answers, by a function of the user in processes of its own.
+
+The function comes from a Python file that the run file names: `def correct(prompt, answer, record) -> float | bool | None`. It runs beside
+the run and cannot harm it: each process has an empty environment, a process group of its own, and limits of processor time, waiting time
+and memory. A call that raises, takes too long or answers no number gives no reward. That is never the same as a reward of 0: the samples of
+such a prompt are left out, and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+from meshwright.spec.errors import BadInput
+from meshwright.spec.rl import RewardSpec
+
+Outcome = Literal["reward", "no verdict", "error", "timeout"]
+OUTCOMES: tuple[Outcome, ...] = ("reward", "no verdict", "error", "timeout")
+WAITING = 10
+"""A call may wait so many times its seconds of processor time, for files or locks, before its process is ended."""
+START_SECONDS = 120.0
+"""Seconds in which the file of the function must be imported."""
+LONGEST_ANSWER = 2**16
+PROGRAM = Path(__file__).with_name("reward_worker.py")
+
+
+class Verdict(NamedTuple):
+    """The answer of a reward function to one sample."""
+
+    outcome: Outcome
+    reward: float | None = None
+    message: str = ""
+
+
+class RewardProcesses:
+    """Processes that call the function of `spec`; calls run beside each other, one a process. Close it, or use it in a `with` block.
+
+    Raises BadInput if the file or the function is missing or cannot be imported.
+    """
+
+    def __init__(self, spec: RewardSpec) -> None:
+        file = Path(spec.file)
+        if not file.is_file():
+            raise BadInput(f"rl.reward.file: expected a Python file, got {file}, which is none", key="rl.reward.file")
+        limits = [repr(spec.seconds), str(int(spec.memory_gib * 2**30))]
+        self._command = [sys.executable, "-I", str(PROGRAM), str(file.resolve()), spec.function, *limits]
+        self._wait = WAITING * spec.seconds
+        self._lock = threading.Lock()
+        """Held while a process is started, or all are ended."""
+        self._closed = False
+        self._started: set[_Process] = set()
+        """Processes that may run."""
+        self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        """A process for each thread that calls none now; None is one that is started at its first call."""
+        self._threads = ThreadPoolExecutor(spec.processes, thread_name_prefix="reward")
+        self._free.put(self._start())  # now, so that a mistake of the file is known before the run begins
+        for _ in range(spec.processes - 1):
+            self._free.put(None)
+
+    def submit(self, prompt: str, answer: str, record: Mapping[str, Any]) -> Future[Verdict]:
+        """Start to judge an answer to a prompt; `record` has what else is known of the prompt, as values of JSON."""
+        request = json.dumps({"prompt": prompt, "answer": answer, "record": dict(record)})
+        return self._threads.submit(self._judge, request)
+
+    def close(self) -> None:
+        """End all processes, also those in a call, whose samples get no reward."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            for process in list(self._started):
+                process.end()
+        self._threads.shutdown(wait=True)
+
+    def __enter__(self) -> RewardProcesses:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> _Process:
+        with self._lock:
+            if self._closed:
+                raise BadInput("rl.reward: the run has ended")
+            process = _Process(self._command)
+            self._started.add(process)
+        answer = process.answer(START_SECONDS)
+        if "ready" in answer:
+            return process
+        self._end(process)
+        raise BadInput(
+            f"rl.reward: {answer.get('error', 'its file was not imported within its limits')}", key="rl.reward"
+        )
+
+    def _end(self, process: _Process) -> None:
+        process.end()
+        self._started.discard(process)
+
+    def _judge(self, request: str) -> Verdict:
+        process = self._free.get()
+        try:
+            process = process or self._start()
+            process.ask(request)
+            verdict = _verdict(process.answer(self._wait))
+            if not process.works:
+                self._end(process)
+                process = None
+            return verdict
+        except BadInput as error:  # its file could be imported before
+            process = None
+            return Verdict("error", message=str(error))
+        finally:
+            self._free.put(process)
+
+
+def _verdict(answer: Mapping[str, Any]) -> Verdict:
+    """The verdict that a process has written; without an answer its process has used up a limit."""
+    if "reward" in answer:
+        reward = answer["reward"]
+        return Verdict("no verdict") if reward is None else Verdict("reward", reward)
+    if "error" in answer:
+        return Verdict("error", message=answer["error"])
+    return Verdict("timeout")
+
+
+class _Process:
+    """A process of `reward_worker.py` in a group of its own."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+            start_new_session=True,
+        )
+        self.works = True
+        """Whether it can be asked again."""
+
+    def ask(self, request: str) -> None:
+        """Send a call; one that has ended in the meantime gives no answer."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(request.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """The next answer; empty if none comes within `seconds`, or if it is no line of JSON. Then the process does not work any more."""
+        assert self._process.stdout is not None
+        file, deadline, line = self._process.stdout.fileno(), time.monotonic() + seconds, b""
+        while not line.endswith(b"\n") and len(line) < LONGEST_ANSWER:
+            if not select.select([file], [], [], max(deadline - time.monotonic(), 0))[0]:
+                break
+            more = os.read(file, LONGEST_ANSWER)
+            if not more:
+                break
+            line += more
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        self.works = isinstance(answer, dict)
+        return answer if isinstance(answer, dict) else {}
+
+    def end(self) -> None:
+        """End the process, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()

@@ -1,0 +1,197 @@
+"""The steps of a run with reinforcement learning: questions of the corpus, answers of the model as it is now, and their rewards.
+
+A rollout takes the place of the loader's reader of steps, so that loop, checkpoints, rollback, supervision and reports stay as they are. A
+step that begins at sample n has conversations n … n + `train.global_batch` − 1. Its answers are a function of the weights, the seed, and
+these numbers: a run that was stopped goes on with the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.single_device import allocate
+from meshwright.data.loader import Step
+from meshwright.data.source import DataSource
+from meshwright.data.tokenizer_file import open_tokenizer
+from meshwright.kernels.exact_attention import exact_attention, rows_are_alike
+from meshwright.models.block import Block
+from meshwright.models.decoder import Decoder, Head
+from meshwright.parallel.fsdp import DTYPES
+from meshwright.parallel.mesh import Mesh
+from meshwright.policies.sample_order import rank_samples
+from meshwright.policies.skipped_samples import SampleRange
+from meshwright.rl.handover import WeightHandover
+from meshwright.rl.objectives import Agreement, PolicyObjective
+from meshwright.rl.reference import Reference
+from meshwright.rl.rewards import RewardProcesses, Verdict
+from meshwright.rl.samples import Answer, batch_of
+from meshwright.serve.engine import Engine
+from meshwright.serve.sampling_options import SamplingOptions
+from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import Plan
+from meshwright.spec.rl import RlSpec
+from meshwright.spec.run import RunSpec
+from meshwright.state.parts import StateParts
+from meshwright.workload.rollout_memory import rollout_options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Rollouts:
+    """Reads steps of answers on this rank; every rank has an engine with the whole model. Collective, also when it is made.
+
+    `weights` are the trainer's, of which each step gets those of the moment. Close it.
+    """
+
+    def __init__(
+        self,
+        run: RunSpec,
+        plan: Plan,
+        mesh: Mesh,
+        weights: Mapping[str, StateParts],
+        data: DataSource,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        assert run.rl is not None
+        self._rl: RlSpec = run.rl
+        self._run, self._mesh, self._data, self._ranks = run, mesh, data, ranks
+        self._micro_batch, self._prompts = plan.batch.micro_batch, run.train.global_batch
+        self.objective = PolicyObjective(run.rl, Agreement(mesh.device))
+        if data.tokenizer_file is None or data.text_format is None:
+            raise BadInput("rl: expected data with a tokenizer, whose texts the reward function reads")
+        self._tokenizer = open_tokenizer(data.tokenizer_file)
+        self._stops = data.text_format.stop_ids
+        dtype = DTYPES[plan.precision.compute]
+        self._engine = _engine(run, mesh.device, dtype, self._rl.temperature, ranks.size)
+        self._handover = WeightHandover(run.model, weights, ranks, group, dtype)
+        self._reference = Reference(run.model, run.model.init, mesh.device, dtype) if self._rl.kl.weight else None
+        self._rewards = RewardProcesses(self._rl.reward)
+        self._figures: dict[str, float] = {}
+        self.empty = False
+        """Whether no answer of the step that was read last has a gradient."""
+
+    def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
+        """This rank's micro-batches of the step that begins at `sample`. Collective."""
+        del skipped  # whole steps
+        begin = time.perf_counter()
+        self._engine.replace_weights(self._handover.tensors())
+        handed_over = time.perf_counter()
+        end = sample + self._prompts
+        self._data.begin_step(range(sample, end))
+        mine = rank_samples(sample, self._prompts, self._ranks.rank, self._ranks.size)
+        groups = self._ranks.run_on_all("sample answers", lambda: self._answers(mine))
+        sampled = time.perf_counter()
+        batch = batch_of([answers for of_rank in groups for answers in of_rank], self._rl, self._run.train.seq_len)
+        batches = batch.micro_batches(self._micro_batch, self._mesh.data_rank, self._mesh.data_ranks)
+        if self._reference is not None:
+            batches = [self._reference.add_to(each, self._rl.temperature) for each in batches]
+        self.empty = not len(batch.rows["tokens"])
+        self._figures = batch.figures | {
+            "handover_seconds": handed_over - begin,
+            "rollout_seconds": sampled - handed_over,
+        }
+        return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
+
+    def end_step(self) -> dict[str, float]:
+        """Figures of the step that was read last, with those of its loss, over all ranks. Collective; waits for the device."""
+        return self._figures | Agreement.figures(self._ranks.run_on_all("add figures", self.objective.agreement.take))
+
+    @contextmanager
+    def tempered(self, head: Head | None) -> Iterator[None]:
+        """Let the trainer's head divide logits by the temperature, as the engine's does, within a block; a stage may have no head."""
+        if head is None:
+            yield
+            return
+        factor, head.factor = head.factor, head.factor / self._rl.temperature
+        try:
+            yield
+        finally:
+            head.factor = factor
+
+    def close(self) -> None:
+        """End the processes of the reward function."""
+        self._rewards.close()
+
+    def _answers(self, prompts: range) -> list[list[Answer]]:
+        """The judged answers to these conversations' questions."""
+        answers: dict[int, Answer] = {}
+        verdicts: dict[int, Future[Verdict]] = {}
+        texts: dict[int, tuple[str, str]] = {}
+        numbers = [self._submit(prompt, answers, texts) for prompt in prompts]
+        for update in self._engine.run():
+            answer = answers[update.number]
+            answer.tokens += update.tokens
+            answer.logprobs += (logprob.chosen for logprob in update.logprobs)
+            if update.reason is None:
+                continue
+            if update.reason == "failed":
+                raise RuntimeError(f"the engine ended an answer: {update.error}")
+            text = self._tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            if update.stop_token is not None and update.stop_logprob is not None:
+                answer.tokens.append(update.stop_token)
+                answer.logprobs.append(update.stop_logprob)
+            answer.truncated = update.stop_token is None
+            question, reference = texts[update.number]
+            verdicts[update.number] = self._rewards.submit(question, text, {"reference": reference})
+        for number, verdict in verdicts.items():
+            answers[number].outcome, answers[number].reward, _ = verdict.result()
+        return [[answers[number] for number in group] for group in numbers]
+
+    def _submit(self, sample: int, answers: dict[int, Answer], texts: dict[int, tuple[str, str]]) -> list[int]:
+        """Ask the engine for the answers to a conversation's question; returns their numbers."""
+        conversation = self._data.conversation(sample)
+        prompt = conversation.tokens[: conversation.answer].tolist()
+        reference = conversation.tokens[conversation.answer :].tolist()
+        room = self._run.train.seq_len + 1 - len(prompt)
+        question, expected = (self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, reference))
+        if room < 1:
+            raise BadInput(
+                f"rl: a question has {len(prompt)} tokens; expected at most train.seq_len = {len(prompt) + room - 1}"
+            )
+        numbers = self._engine.submit_samples(
+            prompt,
+            self._rl.samples,
+            sampling=SamplingOptions(seed=_seed(self._run.seed, sample), logprobs=True),
+            new_tokens=min(self._rl.new_tokens, room),
+            stop_ids=self._stops,
+        )
+        for number in numbers:
+            answers[number] = Answer(prompt, [], [], truncated=False)
+            texts[number] = question, expected
+        return numbers
+
+
+def use_exact_attention(model: Decoder) -> None:
+    """Let the trainer's blocks attend with the bits of an invariant engine. Raises BadInput on a machine that cannot give equal bits."""
+    if not rows_are_alike(model.spec.hidden, model.spec.vocab_size):
+        raise BadInput(
+            "rl.exact: this CPU computes a row of a matrix product otherwise in batches of other sizes; set rl.exact to false",
+            key="rl.exact",
+        )
+    for block in model.layers.values():
+        if isinstance(block, Block):
+            block.hooks.attend = exact_attention
+
+
+def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, temperature: float, ranks: int) -> Engine:
+    """An engine beside the trainer. Its head divides the logits by the temperature, so that its log-probabilities are of what it draws."""
+    with torch.device("meta"):
+        model = Decoder(run.model)
+    allocate(model.to(dtype).requires_grad_(False), device)
+    model.head.factor /= temperature
+    return Engine(model, None, rollout_options(run, ranks))
+
+
+def _seed(seed: int, sample: int) -> int:
+    """The seed of a question's first answer."""
+    return (seed * 0x9E3779B97F4A7C15 + sample * 0xD1B54A32D192ED03 + 1) % 2**63

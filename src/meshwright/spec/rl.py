@@ -1,0 +1,80 @@
+"""Reinforcement learning of a run: what is sampled, how it is judged, and the loss of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from meshwright.spec.fields import Bound, NotNegative, Positive
+
+Policy = Literal["grpo", "dr_grpo", "dapo", "cispo", "rloo"]
+Divisor = Literal["tokens", "sequences", "length"]
+Correction = Literal["none", "truncate", "mask"]
+Estimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSpec:
+    """A Python function that judges answers, in processes of its own."""
+
+    file: str
+    """Python file."""
+    function: str = "reward"
+    """Its function `(prompt, answer, record)`, which returns a number, or None where it has no verdict. `record["reference"]` is the
+    answer of the corpus."""
+    processes: Positive = 2
+    """Processes of each rank that call the function."""
+    seconds: Annotated[float, Bound(more_than=0)] = 10.0
+    """Processor time of a call at most. A call that takes longer, or waits ten times as long, gives no verdict."""
+    memory_gib: Annotated[float, Bound(more_than=0)] = 4.0
+    """Address space of a process at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlSpec:
+    """A penalty for the distance to the model at the start of the run."""
+
+    weight: Annotated[float, Bound(at_least=0)] = 0.0
+    """Factor of the penalty of each token; 0 computes none."""
+    estimator: Estimator = "k3"
+    """With d = log π − log π_reference: k1 = d, k2 = d² / 2, k3 = e^−d − 1 + d (Schulman 2020)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlSpec:
+    """Reinforcement learning: the model answers prompts of the corpus, answers get rewards, and the better ones become likelier."""
+
+    reward: RewardSpec
+    """How answers are judged."""
+    samples: Annotated[int, Bound(at_least=2)] = 8
+    """Answers to each of the `train.global_batch` prompts of a step, which are compared with each other."""
+    new_tokens: Positive = 256
+    """Tokens of an answer at most; an answer without an end by then is truncated."""
+    temperature: Annotated[float, Bound(more_than=0)] = 1.0
+    """Divides the logits, for the samples and for their loss."""
+    policy: Policy = "grpo"
+    """Advantages and loss: `grpo` (Shao et al. 2024), `dr_grpo` (Liu et al. 2025: no division by the deviation), `dapo` (Yu et al. 2025:
+    the wider upper clip), `cispo` (MiniMax 2025: clipped factors of log-probabilities), or `rloo` (Ahmadian et al. 2024)."""
+    clip_below: Annotated[float, Bound(more_than=0, at_most=1)] | None = None
+    """Fall of a token's probability beyond which it has no gradient, as a fraction; none is 0.2, and none for `rloo` and `cispo`."""
+    clip_above: Annotated[float, Bound(more_than=0)] | None = None
+    """Rise of a token's probability beyond which it has no gradient; none is 0.2, for `dapo` 0.28, and none for `rloo`. For `cispo` the
+    ratio that multiplies a log-probability is at most 1 + this; none is 4."""
+    divisor: Divisor | None = None
+    """What the loss is divided by: all tokens of answers; `sequences`, the mean of each answer's mean; or `length`, answers times
+    `new_tokens`. None takes tokens, for `dr_grpo` length."""
+    count_truncated: bool = True
+    """Whether truncated answers are trained on; if not, the divisor does not have them either."""
+    correction: Correction = "none"
+    """For engine probabilities that differ from the trainer's: `truncate` multiplies a token's loss by the ratio of the two, at most
+    `correction_most`; `mask` leaves out tokens whose ratio is not from `correction_least` to `correction_most`."""
+    correction_least: Annotated[float, Bound(more_than=0, at_most=1)] = 0.5
+    """Least ratio of the trainer's probability to the engine's."""
+    correction_most: Annotated[float, Bound(at_least=1)] = 2.0
+    """Largest ratio."""
+    kl: KlSpec = KlSpec()
+    """Penalty for the distance to the first weights."""
+    exact: bool = False
+    """Whether the trainer's forward gives the engine's log-probabilities bit for bit; refused where it cannot."""
+    cache_tokens: NotNegative = 0
+    """Tokens of the key/value cache of each rank's engine at most; 0 holds the longest texts of all answers that run at a time."""

@@ -1,0 +1,45 @@
+"""The engine beside a trainer that learns from its own answers: how many requests it runs, its cache, and its memory on each rank."""
+
+from __future__ import annotations
+
+from meshwright.spec.engine import EngineOptions
+from meshwright.spec.model import parameter_count
+from meshwright.spec.run import RunSpec
+from meshwright.workload.cache_size import CacheRoom, activation_bytes, bytes_per_block, layer_groups
+
+MOST_REQUESTS = 256
+"""Answers that an engine computes beside each other."""
+
+
+def rollout_options(run: RunSpec, ranks: int) -> EngineOptions:
+    """The sizes of the engine on each of so many ranks: its cache holds the longest texts of all its requests.
+
+    Example: 64 prompts with 8 answers each on 4 ranks are 128 requests a rank. With train.seq_len 1,024 and blocks of 16 tokens the cache
+    has 1 + 128 · 65 blocks.
+    """
+    assert run.rl is not None
+    prompts = -(-run.train.global_batch // ranks)
+    requests = min(MOST_REQUESTS, prompts * run.rl.samples)
+    context = min(run.train.seq_len + 1, run.model.max_seq_len)
+    sizes = EngineOptions(sequences=requests, context=context, invariant=run.rl.exact, texts=False)
+    whole = CacheRoom(context, requests, sizes.most_step_tokens, sizes.tokens_per_block).most_blocks
+    blocks = min(whole, -(-run.rl.cache_tokens // sizes.tokens_per_block)) if run.rl.cache_tokens else whole
+    return EngineOptions(sequences=requests, context=context, cache_blocks=blocks, invariant=run.rl.exact, texts=False)
+
+
+def rollout_bytes(run: RunSpec, ranks: int) -> int:
+    """Bytes of each rank beside the trainer's: the engine's weights, cache and activations, and the reference of a KL penalty."""
+    if run.rl is None:
+        return 0
+    itemsize = 4 if run.cluster.is_cpu else 2
+    options, groups = rollout_options(run, ranks), layer_groups(run.model)
+    assert options.context is not None and options.cache_blocks is not None
+    room = CacheRoom(options.context, options.sequences, options.most_step_tokens, options.tokens_per_block)
+    blocks = room.group_blocks(groups, options.cache_blocks)
+    cache = sum(
+        count * bytes_per_block(group, options.tokens_per_block, itemsize)
+        for count, group in zip(blocks, groups, strict=True)
+    )
+    copies = 1 + (run.rl.kl.weight > 0)
+    step = activation_bytes(run.model, itemsize, options.sequences, options.most_step_tokens)
+    return copies * parameter_count(run.model) * itemsize + cache + step

@@ -1,0 +1,66 @@
+"""Rules of reinforcement learning: each broken one is reported at its key, and a valid run passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.config.test_key_rules import mistakes
+
+from meshwright.config.load import load_run
+
+RUN = """\
+model: {family: llama, layers: 2, hidden: 64, heads: 4, kv_heads: 2, head_dim: 16, ffn_hidden: 96, vocab_size: 512, max_seq_len: 64}
+train: {steps: 10, global_batch: 8, seq_len: 64}
+rl: {reward: {file: judge.py}, samples: 4, new_tokens: 32, exact: true}
+cluster: {gpu: cpu, gpus_per_node: 2}
+plan: {compile: false}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected", "nearest"),
+    [
+        (["data.packing=none"], "data.packing", "stream, as rl packs its answers", "stream"),
+        (
+            ["train.batch_ramp=[{until: 2, batch: 4}]"],
+            "train.batch_ramp",
+            "none, as rl has the same number of questions in every step",
+            "none",
+        ),
+        (["model.adapter.rank=8"], "model.adapter", "none: rl trains all weights in this release", "none"),
+        (["rl.new_tokens=100"], "rl.new_tokens", "at most train.seq_len = 64, which has the question too", "32"),
+        (["rl.kl.weight=0.1"], "rl.kl.weight", "0, as model.init is scratch: there is no model to stay near", "0"),
+        (["rl.samples=1"], "rl.samples", "integer (≥ 2)", None),
+        (["cluster.gpu=H100"], "rl.exact", "false on H100: only CPUs have an exact forward in this release", "false"),
+        (
+            ["model.sliding_window=9"],
+            "rl.exact",
+            "false: this release has no exact forward of sliding windows",
+            "false",
+        ),
+        (["plan.compile=true"], "plan.compile", "false, as rl.exact is true", "false"),
+        (
+            ["plan.tensor=2"],
+            "plan.tensor",
+            "1, as rl.exact is true: ranks that divide the model add in another order",
+            "1",
+        ),
+        (["plan.compute=bf16"], "plan.compute", "fp32, as rl.exact is true", "fp32"),
+        (["train.seq_len=40"], "train.seq_len", "a multiple of 16, as rl.exact is true", "48"),
+        (["model.vocab_size=515"], "model.vocab_size", "a multiple of 8, as rl.exact is true", "520"),
+    ],
+)
+def test_broken_rules_are_named(
+    tmp_path: Path, overrides: list[str], key: str, expected: str, nearest: str | None
+) -> None:
+    found = {mistake.key: mistake for mistake in mistakes(tmp_path, *overrides, text=RUN)}
+    assert key in found and found[key].expected.startswith(expected) and found[key].nearest == nearest
+
+
+def test_a_valid_run_passes(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    run = load_run(file)
+    assert run.rl is not None and run.rl.reward.function == "reward" and run.rl.policy == "grpo"
+    assert load_run(file, ["rl.exact=false", "plan.compile=true", "plan.tensor=2"]).rl is not None
