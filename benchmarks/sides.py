@@ -36,17 +36,8 @@ class OurRun:
     records: list[dict[str, Any]]
 
 
-STORED_PLAN_KEYS = (
-    "mesh",
-    "batch",
-    "schedule",
-    "experts",
-    "layers",
-    "precision",
-    "gather_engine",
-    "tensor_engine",
-)
-"""Keys of a plan that are stored with results."""
+NOT_STORED = ("predicted", "why")
+"""Keys of a plan file that are not stored with results."""
 
 
 def run_ours(
@@ -114,7 +105,7 @@ def our_figures(folder: Path, records: list[dict[str, Any]], skip: int, last: in
         },
         "predicted": plan.get("predicted"),
         "start": next(lines_of(folder, "start"), None),
-        "plan": {key: plan[key] for key in STORED_PLAN_KEYS if plan.get(key) is not None},
+        "plan": {key: value for key, value in plan.items() if key not in NOT_STORED},
         "environment": json.loads((folder / "environment.json").read_text(encoding="utf-8")),
     }
 

@@ -227,11 +227,7 @@ def test_a_plan_file_that_copies_across_nodes_is_refused_before_ranks_start(
     axis: str, engine: str, tiny: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.yaml"
-    other_ranks = 8 // (2 if axis == "shard" else 1)
-    file.write_text(
-        f"mesh: [{{axis: {axis}, size: 2}}]\nbatch: {{global_batch: 8, micro_batch: 1, accumulate: {other_ranks}}}\n"
-        f"{engine}: copy\ncompile: false\nprecision: {{compute: fp32}}\n"
-    )
+    file.write_text(f"{axis}: 2\nglobal_batch: 8\nmicro_batch: 1\n{engine}: copy\ncompile: false\ncompute: fp32\n")
     arguments = [tiny, f"plan={file}", "cluster.emulate_nodes=2", "--runs", tmp_path / "runs"]
     for command in ("check", "train"):
         answer = meshwright(command, *arguments)
@@ -244,8 +240,8 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
     """By `check`, `plan` and `train`, of plan files and pins alike."""
     file, copies = tmp_path / "plan.yaml", "plan.reduce_replicas = fp32 has no effect: the mesh has one replica\n"
     file.write_text(
-        "mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 8, micro_batch: 1, accumulate: 8}\ncompile: false\n"
-        "schedule: {name: gpipe}\nlayers: [{gradients: whole}]\nprecision: {compute: fp32, reduce_replicas: fp32}\n"
+        "global_batch: 8\nmicro_batch: 1\ncompile: false\n"
+        "schedule: gpipe\ngradients: whole\ncompute: fp32\nreduce_replicas: fp32\n"
         "gather_engine: copy\ntensor_engine: copy\n"
     )
     arguments = [tiny, "cluster.gpus_per_node=1", "--runs", tmp_path / "runs"]
@@ -275,10 +271,7 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
 
 def test_a_plan_file_that_does_not_fit_is_refused_before_ranks_start(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text(
-        "mesh: [{axis: shard, size: 2}]\nbatch: {global_batch: 8, micro_batch: 4, accumulate: 1}\ncompile: false\n"
-        "precision: {compute: fp32}\n"
-    )
+    file.write_text("shard: 2\nglobal_batch: 8\nmicro_batch: 4\ncompile: false\ncompute: fp32\n")
     arguments = [tiny, f"plan={file}", "--runs", tmp_path / "runs"]
     for command in ("check", "train"):
         answer = meshwright(command, *arguments, "cluster.memory_gib=0.01")
@@ -290,11 +283,11 @@ def test_a_plan_file_that_does_not_fit_is_refused_before_ranks_start(tiny: Path,
 def test_plan_says_mesh_batch_memory_and_why(tiny: Path, tmp_path: Path) -> None:
     answer = meshwright("plan", tiny, "--for", "train", "--out", tmp_path / "plan.yaml", "--json")
     plan = answer.json["plan"]
-    assert {"mesh", "batch", "layers", "precision", "compile", "predicted", "why"} <= set(plan)
-    assert math.prod(axis["size"] for axis in plan["mesh"]) == 2
+    assert {"order", "micro_batch", "recompute", "compute", "compile", "predicted", "why"} <= set(plan)
+    assert math.prod(plan[axis] for axis in plan["order"]) == 2
     assert answer.json["predicted"] == plan["predicted"]
     assert sum(plan["predicted"]["memory_bytes"].values()) <= plan["predicted"]["memory_peak_bytes"] * 1.01
-    assert meshwright("plan", tiny, f"plan={tmp_path / 'plan.yaml'}", "--json").json["plan"]["mesh"] == plan["mesh"]
+    assert meshwright("plan", tiny, f"plan={tmp_path / 'plan.yaml'}", "--json").json["plan"]["order"] == plan["order"]
 
 
 def test_eval_is_the_runs_own_validation(finished: Path) -> None:

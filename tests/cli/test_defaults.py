@@ -47,7 +47,7 @@ def test_the_cluster_is_this_machine_s_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     first, second = answer.err.splitlines()
     assert first.startswith("no cluster.gpu: cluster=auto assumed, gpu=H100 nodes=1 gpus_per_node=2 host_memory_gib=")
     assert second.startswith("no run file: ") and "train.seq_len=8192" in second and "llama-nano" not in answer.err
-    assert answer.json["plan"]["mesh"][0]["size"] == 2
+    assert answer.json["plan"]["replicate"] == 2
 
 
 def test_one_rank_of_a_job_says_what_was_assumed(

@@ -168,7 +168,7 @@ def test_overrides_may_have_dashes(nano: Path, tmp_path: Path) -> None:
         meshwright("plan", nano, f"{dashes}train.global_batch=3", f"{dashes}cluster.gpu=H100", "--json")
         for dashes in ("", "--")
     )
-    assert plain.json["plan"] == dashed.json["plan"] and plain.json["plan"]["batch"]["global_batch"] == 3
+    assert plain.json["plan"] == dashed.json["plan"] and plain.json["plan"]["global_batch"] == 3
     answer = meshwright("check", nano, "--train.stepz=5")
     assert answer.code == 2 and "command line: train.stepz: " in answer.err
 

@@ -75,10 +75,7 @@ def test_eval_by_the_plan_is_that_of_one_device(run: Path, pool: Pool, monkeypat
 def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:
     """As the only rank of a plan for one."""
     file = tmp_path / "one.yaml"
-    file.write_text(
-        "mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 1, micro_batch: 1, accumulate: 1}\n"
-        "precision: {compute: fp32}\n"
-    )
+    file.write_text("global_batch: 1\nmicro_batch: 1\ncompute: fp32\n")
     arguments = ["generate", run, "-p", "the quick", "--tokens", 5, "--json"]
     launched = meshwright(*arguments, "--plan", file, env={"RANK": "0", "WORLD_SIZE": "1"})
     assert launched.code == 0, launched.err
@@ -86,23 +83,23 @@ def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "further_keys", "message"),
+    ("axis", "further_keys", "message"),
     [
-        ("[{axis: pipeline, size: 8}]", "", "is not for this model of 4 layers"),
-        ("[{axis: shard, size: 1}]", "layers: [{range: 0-2}]", "no strategy covers layer 3"),
-        ("[{axis: context_ulysses, size: 3}]", "", "context_ulysses: expected a divisor of model.heads"),
+        ("pipeline: 8", "", "is not for this model of 4 layers"),
+        ("", "layers: [{range: 0-2}]", "no strategy covers layer 3"),
+        ("context_ulysses: 3", "", "context_ulysses: expected a divisor of model.heads"),
         (
-            "[{axis: shard, size: 1}]",
+            "",
             "layers: [{offload: both, recompute: selective}]\ncompile: false",
             "recompute selective where blocks are not compiled",
         ),
-        ("[{axis: tensor, size: 3}]", "", "a divisor of model.heads"),
+        ("tensor: 3", "", "a divisor of model.heads"),
     ],
 )
 def test_a_plan_for_something_else_is_refused(
-    run: Path, tmp_path: Path, mesh: str, further_keys: str, message: str
+    run: Path, tmp_path: Path, axis: str, further_keys: str, message: str
 ) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text(f"mesh: {mesh}\nbatch: {{global_batch: 1, micro_batch: 1, accumulate: 1}}\n{further_keys}\n")
+    file.write_text(f"{axis}\nglobal_batch: 1\nmicro_batch: 1\n{further_keys}\n")
     answer = meshwright("generate", run, "-p", "the", "--plan", file)
     assert answer.code == 2 and message in answer.err and "plan.yaml" in answer.err

@@ -18,8 +18,8 @@ from meshwright.config.load import load_run
 from meshwright.launch import machine, prepare
 from meshwright.launch.prepare import prepare_run
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
+from meshwright.spec.plan_keys import plain_keys
 from tests.cli.command import meshwright
 from tests.training.tiny import cpu_profile
 
@@ -35,13 +35,24 @@ def test_json_has_exactly_the_answer() -> None:
     assert set(result) == KEYS
     assert result["predicted"] == result["plan"]["predicted"] and result["predicted"]["step_seconds"] > 0
     assert result["search_seconds"] > 0 and result["sources"]
-    assert result["name"].endswith(f"micro-batch {result['plan']['batch']['micro_batch']}")
+    assert result["name"].endswith(f"micro-batch {result['plan']['micro_batch']}")
     seconds = [alternative["plan"]["predicted"]["step_seconds"] for alternative in result["alternatives"]]
     assert result["predicted"]["step_seconds"] <= 1.01 * min(seconds)  # of plans as fast, the simplest
     assert all(
         set(alternative) == {"name", "fits", "trainable", "why_not", "plan"} and alternative["why_not"]
         for alternative in result["alternatives"]
     )
+
+
+def test_pins_are_overrides_and_the_answer_names_the_fixed_keys() -> None:
+    pinned = meshwright("plan", *ONE_RANK, "--pin", "replicate=1", "--pin", "plan.reshard=true", "--json").json
+    assert pinned["fixed"] == {"replicate": 1, "reshard": True} and pinned["plan"]["shard"] == 2
+    text = meshwright("plan", *ONE_RANK, "plan.replicate=1").out
+    assert re.search(r"fixed by you +replicate 1 ", text)
+    refused = meshwright("plan", *ONE_RANK, "--pin", "replicate")
+    assert refused.code == 2 and "--pin replicate: expected KEY=VALUE" in refused.err
+    unknown = meshwright("plan", *ONE_RANK, "--pin", "replicas=1")
+    assert unknown.code == 2 and "plan.replicas" in unknown.err
 
 
 def test_explained_json_adds_limits_and_changes() -> None:
@@ -134,7 +145,7 @@ def test_for_train_is_what_train_takes(tiny: Path, tmp_path: Path) -> None:
     """The data's vocabulary counts, and not a guess of it: memory to the byte."""
     unrestricted = meshwright("plan", tiny, "--json").json["plan"]
     run = prepare_run(load_run(tiny), tmp_path, profile=None, note=print)
-    assert run and unrestricted == to_plain(run.assignment.plan)
+    assert run and unrestricted == plain_keys(run.assignment.plan)
 
 
 @pytest.mark.parametrize(("gpu", "gib"), [("H100", 700), ("H200", None)])
@@ -171,28 +182,21 @@ def test_pinned_stages_leave_the_schedule_to_the_planner(stages: str, schedules:
     answer = meshwright("plan", *ONE_RANK, f"plan.stages={stages}", "--json")
     assert answer.code == 0, answer.err
     plans = [answer.json["plan"], *(alternative["plan"] for alternative in answer.json["alternatives"])]
-    assert {plan["schedule"]["name"] for plan in plans} <= schedules
-    assert all(
-        json.dumps(plan["schedule"]["stages"]).translate(str.maketrans("", "", '" ')) == stages for plan in plans
-    )
+    assert {plan["schedule"] for plan in plans} <= schedules
+    assert all(json.dumps(plan["stages"]).translate(str.maketrans("", "", '" ')) == stages for plan in plans)
 
 
 def test_a_plan_file_s_borders_are_those_of_the_cluster(tmp_path: Path) -> None:
-    """Whatever the file says of them, or does not say."""
     file = tmp_path / "plan.yaml"
-    file.write_text(
-        "mesh: [{axis: pipeline, size: 2, crosses: device}, {axis: shard, size: 2}]\n"
-        "batch: {global_batch: 16, micro_batch: 1, accumulate: 8}\n"
-    )
-    mesh = meshwright("plan", *TCP, f"plan={file}", "--json").json["plan"]["mesh"]
-    assert [axis["crosses"] for axis in mesh] == ["node", "device"]
+    file.write_text("order: [pipeline, shard]\npipeline: 2\nshard: 2\nglobal_batch: 16\nmicro_batch: 1\n")
+    assert meshwright("plan", *TCP, f"plan={file}", "--json").json["plan"]["order"] == ["pipeline", "shard"]
     output = re.search(r"pipeline 2 .*", meshwright("plan", *TCP, f"plan={file}").out)
     assert output and "between nodes" in output[0]
 
 
 def test_a_plan_file_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path) -> None:
     file, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
-    file.write_text("mesh: [{axis: replicate, size: 2}]\nbatch: {global_batch: 16, micro_batch: 8, accumulate: 1}\n")
+    file.write_text("replicate: 2\nglobal_batch: 16\nmicro_batch: 8\n")
     arguments = [*ONE_RANK, f"plan={file}", "cluster.memory_gib=20"]
     message = r"does not fit: a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 21.5 GB"
     text, json_answer = meshwright("plan", *arguments, "--html", page), meshwright("plan", *arguments, "--json")
@@ -306,10 +310,7 @@ def test_a_faster_plan_that_cannot_be_trained_is_a_note() -> None:
     arguments = [*ONE_RANK, "plan.pipeline=2", "plan.offload=activations", "--include-untrainable"]
     result = meshwright("plan", *arguments, "--json").json
     without_pin = meshwright("plan", *arguments[:-1], "--json").json
-    assert (
-        result["plan"]["schedule"]["name"] == without_pin["plan"]["schedule"]["name"]
-        and "untrainable" not in without_pin
-    )
+    assert result["plan"]["schedule"] == without_pin["plan"]["schedule"] and "untrainable" not in without_pin
     faster_plan = result["untrainable"]
     assert "cannot train" in faster_plan["cannot_train"]
     assert faster_plan["plan"]["predicted"]["step_seconds"] < result["predicted"]["step_seconds"]
@@ -338,7 +339,7 @@ def test_the_shortest_training() -> None:
     result, trainings = answer["objective"], answer["objective"]["trainings"]
     assert result["name"] == "training" and result["tokens"] == 1e9
     assert [training["seconds"] for training in trainings] == sorted(training["seconds"] for training in trainings)
-    assert answer["plan"]["batch"]["global_batch"] == trainings[0]["global_batch"]
+    assert answer["plan"]["global_batch"] == trainings[0]["global_batch"]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +397,7 @@ def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, 
         probe["predicted_seconds"] is None and probe["measured_bytes"] > 0 for probe in probe_by_seconds.values()
     )
     fastest = probe_by_seconds[min(probe_by_seconds)]["plan"]
-    assert all(result["plan"][key] == fastest[key] for key in ("mesh", "batch", "schedule", "layers"))
+    assert all(result["plan"][key] == fastest[key] for key in ("order", "shard", "micro_batch", "schedule"))
     assert result["plan"]["why"][0].startswith(f"measured on this machine: {min(probe_by_seconds):.3g} s a step")
     assert [
         alternative["why_not"] for alternative in result["alternatives"] if alternative["why_not"] != "not measured"
@@ -450,12 +451,9 @@ def test_a_chip_of_which_only_the_memory_is_known_gets_memory_answers(tmp_path: 
 def test_a_chip_without_bf16_is_planned_in_fp32_and_in_fp16_only_planned() -> None:
     arguments = [*MODEL, "cluster.gpu=V100", "cluster.gpus_per_node=4"]
     usual = meshwright("plan", *arguments, "--json")
-    assert (
-        usual.json["plan"]["precision"]["compute"] == "fp32"
-        and "V100 has no bf16, so plans compute in fp32" in usual.err
-    )
+    assert usual.json["plan"]["compute"] == "fp32" and "V100 has no bf16, so plans compute in fp32" in usual.err
     pinned = meshwright("plan", *arguments, "plan.compute=fp16", "--json")
-    assert "no bf16" not in pinned.err and pinned.json["plan"]["precision"]["compute"] == "fp16"
+    assert "no bf16" not in pinned.err and pinned.json["plan"]["compute"] == "fp16"
     assert pinned.json["predicted"]["step_seconds"] < usual.json["predicted"]["step_seconds"] / 3
     assert "computation in fp16" in pinned.json["plan"]["why"][-2] + pinned.json["plan"]["why"][-1]
     assert "no run on volta devices" in pinned.json["sources"]["matrix products"]
@@ -552,7 +550,7 @@ def test_the_largest_model_in_text_and_json() -> None:
     (entry,) = answer["largest"]
     assert set(entry) == {"offload", "moments", "parameters", "model", "plan", "host_bytes", "bytes"}
     assert entry["bytes"]["host"] == {"optimizer": entry["host_bytes"]} and entry["bytes"]["device"]["weights"] > 1e9
-    assert (entry["offload"], entry["moments"], entry["plan"]["precision"]["moments"]) == ("optimizer", "bf16", "bf16")
+    assert (entry["offload"], entry["moments"], entry["plan"]["moments"]) == ("optimizer", "bf16", "bf16")
     text = meshwright("plan", "--largest", *words, *pins).out
     assert f"bf16 moments, which round: {entry['parameters'] / 1e9:.1f} B parameters" in text
     assert f"model.layers={entry['model']['layers']} model.hidden={entry['model']['hidden']} " in text

@@ -14,7 +14,7 @@ from meshwright.config.load import resolved_yaml
 from meshwright.config.profile_file import load_profile, to_json
 from meshwright.config.yaml_positions import dump_yaml
 from meshwright.profile.feedback import predicted_seconds
-from meshwright.spec.fields import to_plain
+from meshwright.spec.plan_keys import plain_keys
 from tests.cli.command import meshwright
 from tests.profile.made import made_profile
 from tests.profile.test_feedback import PLAN, RUN
@@ -116,7 +116,7 @@ def test_the_engines_steps_join_a_machines_other_figures() -> None:
 def finished_run(folder: Path, seconds: float) -> None:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(resolved_yaml(RUN))
-    (folder / "plan.yaml").write_text(dump_yaml(to_plain(PLAN)))
+    (folder / "plan.yaml").write_text(dump_yaml(plain_keys(PLAN)))
     keys = {
         "loss": 1.0,
         "tokens": 1,

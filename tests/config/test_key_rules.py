@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config.load import load_run
+from meshwright.config.load import load_run, read_run
 from meshwright.spec.errors import BadConfig, Mistake
 
 BASE = "model: {preset: llama-nano}\ntrain: {steps: 10, global_batch: 8}\ncluster: {gpus_per_node: 4}\n"
@@ -337,40 +337,43 @@ def test_a_mixture_and_its_fold_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fold", "key", "expected"),
+    ("changes", "axis", "pin", "expected", "nearest"),
     [
-        ("{expert: 2, expert_shard: 1}", "experts", "expert × expert_shard = the 4 ranks of shard × context"),
-        ("{expert: 3, expert_shard: 2}", "experts", "expert × expert_shard = the 4 ranks of shard × context"),
-        ("{expert: 4}", "experts.expert", "a divisor of model.experts = 6"),
+        (["model.heads=6", "model.kv_heads=6"], "tensor", 4, "a divisor of model.heads = 6", "2"),
+        (["model.blocks.local.ffn_hidden=342"], "tensor", 4, "a divisor of model.blocks.local.ffn_hidden = 342", "2"),
+        (["model.layers=3"], "pipeline", 4, "at most model.layers = 3 stages", "2"),
     ],
 )
-def test_a_plan_file_s_fold_fits_its_mesh_and_its_model(tmp_path: Path, fold: str, key: str, expected: str) -> None:
+def test_pins_and_plan_files_that_cannot_divide_layers_are_refused_alike(
+    tmp_path: Path, changes: list[str], axis: str, pin: int, expected: str, nearest: str
+) -> None:
+    """With the key and the nearest valid number; kinds may differ in the width of the feed-forward network, not in heads."""
     plan = tmp_path / "plan.yaml"
-    batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 1}"
-    plan.write_text(f"mesh: [{{axis: shard, size: 4}}]\n{batch}\nexperts: {fold}\n")
-    overrides = ["model.experts=6", "model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
-    (mistake,) = mistakes(tmp_path, *overrides)
-    assert (mistake.key, Path(mistake.file).name) == (key, "plan.yaml")
-    assert expected in mistake.expected
+    plan.write_text(f"{axis}: {pin}\nglobal_batch: 8\nmicro_batch: 2\n")
+    for key, override in ((f"plan.{axis}", f"plan.{axis}={pin}"), (axis, f"plan={plan}")):
+        (mistake,) = mistakes(tmp_path, *KINDS, *changes, override)
+        assert (mistake.key, mistake.got, mistake.nearest) == (key, str(pin), nearest)
+        assert mistake.expected.startswith(expected)
 
 
-def test_a_plan_file_s_experts_are_divided_by_its_tensor_ranks_too(tmp_path: Path) -> None:
+def test_a_pipeline_plan_of_unlike_layers_lists_its_stages(tmp_path: Path) -> None:
+    """A pinned pipeline needs no list: the search balances its stages."""
     plan = tmp_path / "plan.yaml"
-    batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 2}"
-    mesh = "mesh: [{axis: shard, size: 2}, {axis: tensor, size: 2}]"
-    plan.write_text(f"{mesh}\n{batch}\nexperts: {{expert: 2, expert_shard: 1}}\n")
-    overrides = ["model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
-    (mistake,) = mistakes(tmp_path, "model.experts=6", *overrides)
-    assert mistake.key == "experts.expert" and "a divisor of model.experts = 6 ÷ 2 tensor ranks" in mistake.expected
-    assert mistakes(tmp_path, "model.experts=8", *overrides) == []
+    text = "pipeline: 4\nglobal_batch: 8\nmicro_batch: 2\n"
+    plan.write_text(text)
+    (mistake,) = mistakes(tmp_path, *KINDS, "model.layers=5", f"plan={plan}")
+    assert (mistake.key, Path(mistake.file).name) == ("stages", "plan.yaml")
+    assert mistake.nearest == "[[0-1], [2-2], [3-3], [4-4]]"
+    plan.write_text(f"{text}stages: {mistake.nearest}\n")
+    assert mistakes(tmp_path, *KINDS, "model.layers=5", f"plan={plan}") == []
+    assert mistakes(tmp_path, *KINDS, "model.layers=5", "plan.pipeline=4") == []
+    plan.write_text(text)
+    assert mistakes(tmp_path, "model.layers=5", f"plan={plan}") == []
 
 
-@pytest.mark.parametrize("key", ["compute", "reduce", "reduce_replicas"])
-def test_a_plan_file_s_fp64_is_for_processors(tmp_path: Path, key: str) -> None:
-    plan = tmp_path / "plan.yaml"
-    batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 1}"
-    plan.write_text(f"mesh: [{{axis: shard, size: 4}}]\n{batch}\nprecision: {{{key}: fp64}}\n")
-    assert mistakes(tmp_path, f"plan={plan}") == []
-    (mistake,) = mistakes(tmp_path, f"plan={plan}", "cluster.gpu=H100")
-    assert (mistake.key, mistake.line, mistake.got, mistake.nearest) == (f"precision.{key}", 3, "fp64", "fp32")
-    assert mistake.expected == "bf16 or fp32 on H100; fp64 runs on cpu only"
+@pytest.mark.parametrize("text", ["pipeline: 9\nglobal_batch: 8\nmicro_batch: 8\n", "mesh: []\nbatch: {}\n"])
+def test_a_run_whose_plan_file_has_mistakes_has_no_plan(tmp_path: Path, text: str) -> None:
+    """So checks after the keys, which would time its schedule, leave it out."""
+    (tmp_path / "plan.yaml").write_text(text)
+    reading = read_run(None, [f"plan={tmp_path / 'plan.yaml'}", "model=llama-nano"])
+    assert reading.mistakes and not reading.is_sound("plan") and reading.is_sound("model")

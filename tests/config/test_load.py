@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import yaml
@@ -22,7 +22,6 @@ from meshwright.config.load import (
     load_cluster,
     load_plan,
     load_resolved,
-    load_resolved_model,
     load_run,
     resolved_yaml,
 )
@@ -33,14 +32,16 @@ from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.model import RopeScaling
 from meshwright.spec.optimizers import AdamWSpec
-from meshwright.spec.plan import LayerStrategy, PlanPins, Recompute
+from meshwright.spec.plan import LayerStrategy, Recompute
+from meshwright.spec.plan_keys import PlanKeys, keys_of, plan_of
 from meshwright.spec.run import RunSpec
 
 SMALL = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "ffn_hidden": 64}
 PLAN = """\
-mesh: [{axis: shard, size: 2}]
-batch: {global_batch: 4, micro_batch: 1, accumulate: 2}
-precision: {compute: fp32}
+shard: 2
+global_batch: 4
+micro_batch: 1
+compute: fp32
 """
 
 
@@ -196,7 +197,7 @@ def test_overrides_reach_everything_in_their_order() -> None:
         "name=other",
     )
     assert (run.train.steps, run.train.global_batch, run.name) == (300, 8, "other")
-    assert isinstance(run.plan, PlanPins)
+    assert isinstance(run.plan, PlanKeys)
     assert run.plan.layers == (LayerStrategy(range="0-1"), LayerStrategy(range="2-3", recompute="full"))
     assert run.data.mix == {"corpora/a": 1.0, "v1.2/b": 0.5}
     assert (run.cluster.gpu, run.cluster.gpus_per_node, run.observe.tensorboard) == ("H100", 2, True)
@@ -211,9 +212,9 @@ def test_the_plan_switches_between_auto_file_and_pins() -> None:
     )
     run = load_run(Path("plans/run.yaml"))
     assert run.plan == os.path.abspath("plans/two.yaml")
-    assert load_run(Path("plans/run.yaml"), ["plan=auto", "plan.shard=2"]).plan == PlanPins(shard=2)
-    assert run_of("model: llama-nano\nplan: auto", "plan.recompute=none").plan == PlanPins(recompute="none")
-    assert run_of("model: llama-nano\nplan: {recompute: null, shard: none}").plan == PlanPins()
+    assert load_run(Path("plans/run.yaml"), ["plan=auto", "plan.shard=2"]).plan == PlanKeys(shard=2)
+    assert run_of("model: llama-nano\nplan: auto", "plan.recompute=none").plan == PlanKeys(recompute="none")
+    assert run_of("model: llama-nano\nplan: {recompute: null, shard: none}").plan == PlanKeys()
 
 
 @pytest.mark.usefixtures("here")
@@ -381,31 +382,33 @@ def test_a_resolved_run_loads_to_itself(preset: str) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_resolved_run_of_an_earlier_version_may_have_the_removed_key() -> None:
-    run = run_of("model: llama-nano\nplan: {shard: 1}")
-    text = resolved_yaml(run)
-    assert "  tensor_engine: null\n" in text
-    stored = write(
-        "config.yaml", text.replace("  tensor_engine: null\n", "  reduce_engine: null\n  tensor_engine: null\n")
-    )
-    assert load_resolved(stored) == run
-    assert load_resolved_model(stored) == run.model
+def test_a_plan_file_of_an_earlier_release_is_refused_in_one_line() -> None:
+    earlier = "mesh: [{axis: shard, size: 2}]\nbatch: {global_batch: 8, micro_batch: 1, accumulate: 4}\nreduce_engine: kernel\n"
+    write("plan.yaml", earlier)
+    expected = r"plan\.yaml:1:7: mesh: expected .* with this release, got a plan file of a release before 0\.1\.0$"
+    with pytest.raises(BadConfig, match=expected):
+        load_plan(Path("plan.yaml"))
+    with pytest.raises(BadConfig, match=expected):
+        run_of("model: llama-nano\ncluster: {gpus_per_node: 2}\nplan: plan.yaml")
 
 
 @pytest.mark.usefixtures("here")
-def test_a_plan_file_of_an_earlier_version_loads_as_before() -> None:
-    text = PLAN.replace("global_batch: 4", "global_batch: 8").replace("accumulate: 2", "accumulate: 4")
-    earlier = write("plan.yaml", f"{text}\nreduce_engine: kernel\n")
-    assert load_plan(earlier) == load_plan(write("current.yaml", text))
-    run = run_of("model: llama-nano\ncluster: {gpus_per_node: 2}\nplan: plan.yaml")
-    assert Path(str(run.plan)).resolve() == earlier.resolve()
+def test_a_run_s_section_and_a_plan_file_have_the_same_keys() -> None:
+    """A plan file pasted into the section `plan` pins what the file fixes."""
+    text = PLAN.replace("global_batch: 4", "global_batch: 8") + "order: [shard]\nschedule: 1f1b\nwhy: [fast]\n"
+    write("plan.yaml", text)
+    section = "".join(f"  {line}\n" for line in text.splitlines())
+    run = run_of(f"model: llama-nano\ncluster: {{gpus_per_node: 2}}\nplan:\n{section}")
+    plan = load_plan(Path("plan.yaml"))
+    assert plan_of(cast("PlanKeys", run.plan)) == plan
+    assert plan_of(keys_of(plan)) == plan
 
 
 @pytest.mark.usefixtures("here")
 def test_a_resolved_run_is_readable_when_the_files_it_names_are_gone() -> None:
     plan = write(
         "plan.yaml",
-        PLAN.replace("size: 2", "size: 1").replace("accumulate: 2", "accumulate: 8").replace(": 4,", ": 8,"),
+        PLAN.replace("shard: 2", "shard: 1").replace(": 4", ": 8"),
     )
     run = run_of("model: {preset: llama-nano, init: 'hf:weights'}\nplan: plan.yaml")
     stored = write("elsewhere/config.yaml", resolved_yaml(run))
@@ -479,52 +482,42 @@ def test_differences_are_those_of_training_only() -> None:
 def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
     plan = load_plan(write("plan.yaml", PLAN))
     assert (plan.ranks, plan.batch.accumulate, plan.precision.compute, plan.precision.reduce) == (2, 2, "fp32", "fp32")
-    mesh = "mesh: [{axis: shard, size: 2}, {axis: expert, size: 0}]"
-    bad = f"{mesh}\nbatch: {{global_batch: 5, micro_batch: 1}}\npipeline: 2\nlayer: []"
+    bad = "shard: 0\norder: [shard, experts]\nmicro_batch: 1\nmicrobatch: 2\nlayer: []"
     with pytest.raises(BadConfig) as caught:
         load_plan(write("plan.yaml", bad))
     assert [(m.line, m.key, m.nearest) for m in caught.value.mistakes] == [
-        (1, "mesh.1.axis", None),
-        (1, "mesh.1.size", None),
-        (2, "batch.accumulate", None),
-        (3, "pipeline", None),
-        (4, "layer", "layers"),
+        (1, "global_batch", None),
+        (1, "shard", None),
+        (2, "order.1", None),
+        (4, "microbatch", "micro_batch"),
+        (5, "layer", "layers"),
     ]
     removed = r"reduce_engine: no such key; .*gained nothing, and the reduce-scatter is always used"
     with pytest.raises(BadConfig, match=removed):
         load_plan(write("plan.yaml", f"{PLAN}\nreduce_engine: exchange\n"))
-    with pytest.raises(BadConfig, match=r"schedule\.name: expected .* do not overlap; use zbv, got dualpipe_v"):
-        load_plan(write("plan.yaml", f"{PLAN}\nschedule: {{name: dualpipe_v}}\n"))
-    for edit, key, output in (
-        (
-            ("global_batch: 4", "global_batch: 5"),
-            "global_batch",
-            "a multiple of replicate × shard = 2, got 5 (nearest: 6)",
-        ),
+    with pytest.raises(BadConfig, match=r"schedule: expected .* do not overlap; use zbv, got the text 'dualpipe_v'"):
+        load_plan(write("plan.yaml", f"{PLAN}\nschedule: dualpipe_v\n"))
+    for edit, expected in (
+        (("global_batch: 4", "global_batch: 5"), "a multiple of 2 (plan.shard 2), got 5 (nearest: 6)"),
         (
             ("micro_batch: 1", "micro_batch: 3"),
-            "micro_batch",
-            "a divisor of the 2 sequences of a rank, got 3 (nearest: 2)",
-        ),
-        (
-            ("micro_batch: 1", "micro_batch: 2"),
-            "accumulate",
-            "1: global_batch 4 ÷ (replicate × shard 2 × micro_batch 2), got 2",
+            "a multiple of 6 (plan.shard 2 × plan.micro_batch 3), got 4 (nearest: 6)",
         ),
     ):
-        with pytest.raises(BadConfig, match=re.escape(f"batch.{key}: expected {output}")):
+        with pytest.raises(BadConfig, match=re.escape(f"global_batch: expected {expected}")):
             load_plan(write("plan.yaml", PLAN.replace(*edit)))
-    with pytest.raises(BadConfig, match=r"mesh\.1\.axis: expected each axis once, got shard again"):
-        load_plan(write("plan.yaml", PLAN.replace("size: 2}]", "size: 2}, {axis: shard, size: 1}]")))
+    with pytest.raises(BadConfig, match=r"order\.1: expected each axis once, got shard again"):
+        load_plan(write("plan.yaml", PLAN + "order: [shard, shard]\n"))
+    with pytest.raises(BadConfig, match=r"order: expected every axis with more than one rank, got no shard 2"):
+        load_plan(write("plan.yaml", PLAN + "order: [tensor]\n"))
 
 
 @pytest.mark.usefixtures("here")
 def test_a_plan_file_crosses_what_its_cluster_makes_it_cross() -> None:
-    for output in ("", ", crosses: device", ", crosses: node"):
-        file = write("plan.yaml", PLAN.replace("size: 2}", f"size: 2{output}}}"))
-        for emulated, crosses in ((1, "device"), (2, "node")):
-            (axis,) = load_plan(file, ClusterSpec(gpus_per_node=2, emulate_nodes=emulated)).mesh
-            assert axis.crosses == crosses
+    file = write("plan.yaml", PLAN)
+    for emulated, crosses in ((1, "device"), (2, "node")):
+        (axis,) = load_plan(file, ClusterSpec(gpus_per_node=2, emulate_nodes=emulated)).mesh
+        assert axis.crosses == crosses
 
 
 @pytest.mark.usefixtures("here")
@@ -534,9 +527,9 @@ def test_mistakes_of_the_plan_file_are_reported_with_those_of_the_run() -> None:
         run_of("model: llama-nano\nplan: plan.yaml\ncluster: {gpus_per_node: 8}\nsede: 3")
     assert [(m.file, m.line, m.key) for m in caught.value.mistakes] == [
         ("run.yaml", 5, "sede"),
-        ("plan.yaml", 1, "mesh"),
-        ("plan.yaml", 2, "batch.global_batch"),
-        ("plan.yaml", 4, "layers.0.range"),
+        ("plan.yaml", 1, "shard"),
+        ("plan.yaml", 2, "global_batch"),
+        ("plan.yaml", 5, "layers.0.range"),
     ]
 
 

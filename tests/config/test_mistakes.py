@@ -328,9 +328,7 @@ def test_a_bad_override_is_a_mistake_of_the_command_line(
 
 
 def test_a_pin_beside_a_plan_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "p.yaml").write_text(
-        "mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 4, micro_batch: 4, accumulate: 1}"
-    )
+    (tmp_path / "p.yaml").write_text("global_batch: 4\nmicro_batch: 4\n")
     text = "model: llama-nano\ntrain: {steps: 10, global_batch: 4}\nplan: p.yaml\n"
     (mistake,) = mistakes_in(tmp_path / "run.yaml", text, "plan.shard=1")
     assert (mistake.file, mistake.key) == ("command line", "plan.shard")
@@ -417,13 +415,11 @@ def test_every_typo_of_every_key_is_rejected_at_its_place(
 
 def test_a_plan_in_a_run_file_s_place_is_one_mistake(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text(
-        "mesh: [{axis: shard, size: 2}]\nbatch: {global_batch: 4, micro_batch: 1, accumulate: 2}\nlayers: []\n"
-    )
+    file.write_text("shard: 2\nglobal_batch: 4\nmicro_batch: 1\nlayers: []\n")
     with pytest.raises(BadConfig) as caught:
         load_run(file)
     (mistake,) = caught.value.mistakes
-    assert (mistake.key, mistake.line) == ("mesh", 1) and f"plan={file}" in mistake.expected
+    assert (mistake.key, mistake.line) == ("micro_batch", 3) and f"plan={file}" in mistake.expected
 
 
 def test_only_a_known_synonym_names_the_path_of_a_key(tmp_path: Path) -> None:

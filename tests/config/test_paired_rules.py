@@ -1,4 +1,4 @@
-"""Refusals of the schedule `paired`, pinned and in a plan file."""
+"""Refusals of the schedule `paired`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ import pytest
 from tests.config.test_key_rules import MIXTURE, mistakes
 
 PINS = [*MIXTURE, "plan.schedule=paired", "plan.expert=2", "plan.shard=2"]
-PLAN = """
-mesh: [{{axis: shard, size: {shard}}}{axes}]
-batch: {{global_batch: 8, micro_batch: 1, accumulate: {accumulate}}}
-schedule: {{name: paired}}
-{more}
-"""
-EXPERTS = "experts: {expert: 2, expert_shard: 1}"
 
 
 @pytest.mark.parametrize(
@@ -45,24 +38,3 @@ def test_pins_beside_paired(tmp_path: Path, overrides: list[str], reason: str | 
 def test_a_dense_model_has_no_exchange(tmp_path: Path) -> None:
     (mistake,) = mistakes(tmp_path, "plan.schedule=paired")
     assert mistake.key == "plan.schedule" and "no tokens go to experts of other ranks" in mistake.expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "key", "expected"),
-    [
-        ({}, None, ""),
-        ({"more": "experts: {expert: 1, expert_shard: 2}"}, "schedule.name", "no tokens go to experts of other ranks"),
-        ({"more": EXPERTS + "\nlayers: [{recompute: full}]"}, "schedule.name", "recompute full would exchange"),
-        ({"more": EXPERTS + "\nlayers: [{offload: activations}]"}, "schedule.name", "offload activations copies"),
-        ({"axes": ", {axis: pipeline, size: 2}"}, "schedule.name", "it needs plan.pipeline 1"),
-        ({"shard": 8, "accumulate": 1, "more": "experts: {expert: 8}"}, "batch.accumulate", "an even number"),
-    ],
-)
-def test_plan_files_with_paired(tmp_path: Path, fields: dict[str, object], key: str | None, expected: str) -> None:
-    plan = tmp_path / "plan.yaml"
-    values = {"shard": 2, "axes": "", "accumulate": 4, "more": EXPERTS} | fields
-    plan.write_text(PLAN.format(**values))
-    ranks = int(str(values["shard"])) * (2 if values["axes"] else 1)
-    found = mistakes(tmp_path, *MIXTURE, f"plan={plan}", f"cluster.gpus_per_node={ranks}")
-    assert [mistake.key for mistake in found] == ([] if key is None else [key])
-    assert all(expected in mistake.expected for mistake in found)

@@ -14,7 +14,8 @@ from meshwright.config.schema import annotation_at, docs_of, expected_text, json
 from meshwright.spec.deployment import Deployment, DeploymentSpec
 from meshwright.spec.fields import hints_of, to_plain
 from meshwright.spec.job import CheckpointSpec, TrainSpec
-from meshwright.spec.plan import Plan, PlanPins
+from meshwright.spec.plan import Plan
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import ModelSection, RunSpec
 
 
@@ -142,9 +143,9 @@ def test_the_json_schema_takes_a_resolved_run() -> None:
         (TrainSpec, "learning_rate", float("inf")),
         (TrainSpec, "learning_rate", 10**400),
         (TrainSpec, "schedule", None),
-        (PlanPins, "reshard", 1),
-        (PlanPins, "reshard", "true"),
-        (PlanPins, "layers", {}),
+        (PlanKeys, "reshard", 1),
+        (PlanKeys, "reshard", "true"),
+        (PlanKeys, "layers", {}),
         (ModelSection, "tied", 0),
     ],
 )
@@ -158,7 +159,7 @@ def test_accepted_conversions_of_values() -> None:
     assert not wrongs
     assert values == {"steps": 1, "global_batch": 1, "learning_rate": 1.0, "clip_norm": None}
     assert isinstance(values["learning_rate"], float)
-    assert validate(PlanPins, {"recompute": "none", "shard": "none"})[0] == {"recompute": "none", "shard": None}
+    assert validate(PlanKeys, {"recompute": "none", "shard": "none"})[0] == {"recompute": "none", "shard": None}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.collective_costs import rank_group
-from meshwright.costs.compute import layer_times
+from meshwright.costs.compute import QUERY_BLOCK_KEYS, layer_times
 from meshwright.costs.constants import OWN, table
 from meshwright.costs.plan_costs import (
     LOOPBACK_GB_PER_S,
@@ -25,7 +25,7 @@ from meshwright.costs.sources import sources
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import KindSpec, ModelSpec
 from meshwright.spec.network import NetworkSpec, NodeGroup
 from meshwright.spec.plan import (
     AxisName,
@@ -107,13 +107,47 @@ def test_narrow_sums_between_replicas_save_time_over_tcp() -> None:
     assert seconds(fp32_sums) < seconds(fp32_sums, tcp_nodes)
 
 
-def test_a_sliding_window_costs_its_attention_scores() -> None:
+def test_a_sliding_window_costs_the_blocks_that_it_touches() -> None:
+    """Of 64 blocks of keys the blocks of queries touch 1, 2 … with a window of 1, at most two with 2 to 129, at most 33 with 4,096."""
     plan = plan_of({"shard": 8})
-    without_window, wide, half, none = (
-        seconds(plan, model=replace(LLAMA, sliding_window=window)) for window in (None, 1 << 20, 4096, 1)
+    without_window, longer, one, two, also_two, half = (
+        seconds(plan, model=replace(LLAMA, sliding_window=window)) for window in (None, 1 << 20, 1, 2, 129, 4096)
     )
-    assert none < half < wide == without_window
-    assert (half - none) / (without_window - none) == pytest.approx(0.75, abs=0.01)
+    assert one < two == also_two < half and longer == without_window
+    of_one, of_two, of_half = 64, 2 * 64 - 1, 33 * (64 - 16)
+    assert (half - one) / (two - one) == pytest.approx((of_half - of_one) / (of_two - of_one), rel=0.01)
+
+
+def test_only_layers_with_a_window_have_the_rate_of_flex_attention() -> None:
+    """Device seconds of attention by hand, for six layers of which five have a window."""
+    kinds = {"local": KindSpec(sliding_window=1024), "global": KindSpec(sliding_window=0)}
+    model = replace(LLAMA, layers=6, sliding_window=1024, blocks=kinds, pattern=("5*local", "global"))
+    train = TrainSpec(steps=1, global_batch=1, seq_len=4096)
+    priced = pricing(model, train, plan_of({"shard": 1}, accumulate=1), ClusterSpec(gpu="H200"))
+    assert priced is not None
+
+    def device_seconds(**constants: float) -> tuple[float, float]:
+        k = replace(priced.constants, **constants)
+        times = layer_times(priced.shape, priced.machine, priced.layout, k)
+        return number(times.forward), number(times.backward)
+
+    k = priced.constants
+    keys = 1008 + QUERY_BLOCK_KEYS  # test_keys_that_a_window_computes, and each block of queries
+    flops = 4 * 4096 * keys * LLAMA.heads * LLAMA.head_dim * 5
+    windowed = flops / number(priced.machine.half_peak * k.attention * k.flex) * (1 + 32 / LLAMA.head_dim)
+    forward, backward = device_seconds()
+    half_rate, half_rate_backward = device_seconds(flex=number(k.flex) / 2)
+    assert half_rate - forward == pytest.approx(windowed)
+    assert half_rate_backward - backward == pytest.approx(number(k.flex_backward) * windowed)
+    assert device_seconds(attention_wide=0.1, flex_wide=0.1) == (forward, backward)
+
+
+def test_a_measured_step_of_gemma() -> None:
+    """One H200, 8 sequences of 4,096 tokens: 1.49 s and 1.53 s. The rates of flex attention are those of the kernel alone."""
+    gemma = replace(from_plain(ModelSpec, MODEL_PRESETS["gemma3-4b"]), vocab_size=262_208)
+    plan = plan_of({"shard": 1}, micro=4, accumulate=2)
+    time = plan_time(gemma, TrainSpec(steps=1, global_batch=8, seq_len=4096), plan, ClusterSpec(gpu="H200"))
+    assert time is not None and time.seconds == pytest.approx(1.51, rel=0.05)
 
 
 def test_a_vocabulary_that_is_no_multiple_of_eight_costs_its_logits() -> None:

@@ -25,6 +25,14 @@ def test_tojson_has_the_options_of_transformers() -> None:
     assert rendered("{{ v | tojson(separators=[',', ':']) }}", v=value) == '{"b":[1,"é"],"a":"<"}'
 
 
+@pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_reasoning_has_each_name_that_templates_read(given: str, read: str) -> None:
+    template = ChatTemplate("{% for message in messages %}{{ message." + read + " }};{% endfor %}", {})
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.", given: "It is."}]
+    assert template.render(messages) == ";It is.;"
+
+
 @pytest.mark.parametrize("option", ["default", "cls", "object_hook", "skipkeys", "check_circular"])
 @pytest.mark.parametrize(
     "form", ["{{{{ lipsum | tojson({0}=f) }}}}", "{{{{ [lipsum] | map('tojson', {0}=f) | list }}}}"]

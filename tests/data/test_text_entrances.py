@@ -237,7 +237,7 @@ def test_a_text_begins_and_ends_alike_everywhere(tmp_path: Path, name: str, kind
     assert {record.begin_ids for record in records} == {tuple(begin)}
     assert {record.tokenizer for record in records} == {records[0].tokenizer}
 
-    losses = [_evaluate(folder, folder, str(corpus), LENGTH, 8, 4, None).loss for folder in (run, exported)]
+    losses = [_evaluate(folder, folder, str(corpus), LENGTH, 8, 4, None, None).loss for folder in (run, exported)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6) and losses[0] < 1
 
     ids, new, text = in_transformers(exported, prompt, kind)

@@ -13,8 +13,9 @@ from typing import NamedTuple, get_args
 
 from meshwright.planner.candidate import untrainable
 from meshwright.schedules.registry import entry_of, refusal
+from meshwright.spec.blocks.positions import LongRopeScaling
 from meshwright.spec.layout import check_context, check_tensor, stage_table
-from meshwright.spec.model import KindSpec, ModelSpec
+from meshwright.spec.model import KindSpec, ModelSpec, YarnScaling
 from meshwright.spec.plan import (
     RECOMPUTE_MODES,
     AxisName,
@@ -63,6 +64,171 @@ GEMMA = replace(
     tied=True,
 )
 """The same with weights of norms stored minus one, norms of outputs, gated GELU, and scales of embedding and scores."""
+FAMILIES = {
+    "mistral": replace(LLAMA, family="mistral", layers=4, sliding_window=5, max_seq_len=SEQ),
+    "ministral3": replace(
+        LLAMA,
+        family="ministral3",
+        layers=4,
+        yarn=YarnScaling(factor=16.0, original_max_seq_len=4),
+        query_growth=0.5,
+        max_seq_len=SEQ,
+    ),
+    "seed_oss": replace(LLAMA, family="seed_oss", layers=4, qkv_bias=True, max_seq_len=SEQ),
+    "phi3": replace(
+        LLAMA,
+        family="phi3",
+        layers=4,
+        head_dim=6,
+        rope_width=4,
+        longrope=LongRopeScaling(
+            short_factor=(1.0, 1.0), long_factor=(2.0, 9.0), factor=4.0, original_max_seq_len=SEQ // 4
+        ),
+        max_seq_len=SEQ,
+    ),
+    "granite": replace(
+        LLAMA,
+        family="granite",
+        layers=4,
+        tied=True,
+        embedding_scale=5.0,
+        residual_factor=0.4,
+        logit_factor=0.5,
+        score_scale=0.3,
+        max_seq_len=SEQ,
+    ),
+    "olmo2": replace(
+        LLAMA,
+        family="olmo2",
+        layers=4,
+        qk_norm=True,
+        qk_norm_whole=True,
+        input_norms=False,
+        output_norms=True,
+        max_seq_len=SEQ,
+    ),
+    "olmo3": replace(
+        LLAMA,
+        family="olmo3",
+        layers=5,
+        qk_norm=True,
+        qk_norm_whole=True,
+        input_norms=False,
+        output_norms=True,
+        max_seq_len=SEQ,
+        sliding_window=5,
+        blocks={"local": KindSpec(), "global": KindSpec(sliding_window=0, yarn=YarnScaling(original_max_seq_len=4))},
+        pattern=("2*local", "global"),
+    ),
+    "glm4": replace(
+        LLAMA,
+        family="glm4",
+        layers=4,
+        head_dim=8,
+        rope_width=4,
+        rope_pairs="neighbours",
+        qkv_bias=True,
+        output_norms=True,
+        max_seq_len=SEQ,
+    ),
+    "ernie4_5": replace(
+        LLAMA, family="ernie4_5", layers=4, rope_pairs="neighbours", bias=True, tied=True, max_seq_len=SEQ
+    ),
+}
+"""A model of each dense family whose mechanisms no model above has."""
+GEMMA2 = replace(
+    GEMMA,
+    family="gemma2",
+    qk_norm=False,
+    score_cap=0.5,
+    logit_cap=1.5,
+    blocks={"local": KindSpec(sliding_window=5), "global": KindSpec()},
+    first=(),
+    pattern=("local", "global"),
+)
+"""Caps of scores and logits."""
+GPT_OSS = replace(
+    LLAMA,
+    family="gpt_oss",
+    layers=5,
+    max_seq_len=SEQ,
+    mlp="clamped_swiglu",
+    qkv_bias=True,
+    out_bias=True,
+    sinks=True,
+    experts=8,
+    experts_per_token=2,
+    expert_hidden=6,
+    expert_bias=True,
+    sliding_window=5,
+    blocks={"local": KindSpec(), "global": KindSpec(sliding_window=0)},
+    pattern=("local", "global"),
+)
+"""Sinks, clamped activation, biases of router and experts."""
+QWEN2_MOE = replace(
+    LLAMA,
+    family="qwen2_moe",
+    layers=5,
+    max_seq_len=SEQ,
+    qkv_bias=True,
+    experts=8,
+    experts_per_token=3,
+    expert_hidden=6,
+    normalised_routing=False,
+    shared_expert_hidden=4,
+    shared_expert_gate=True,
+)
+GLM4_MOE = replace(
+    LLAMA,
+    family="glm4_moe",
+    layers=5,
+    max_seq_len=SEQ,
+    head_dim=8,
+    rope_width=4,
+    qk_norm=True,
+    qkv_bias=True,
+    router="sigmoid",
+    experts=8,
+    experts_per_token=3,
+    expert_hidden=6,
+    shared_expert_hidden=4,
+    first_dense_layers=1,
+    routing_scale=2.5,
+)
+MINIMAX_M2 = replace(
+    LLAMA,
+    family="minimax_m2",
+    layers=5,
+    max_seq_len=SEQ,
+    head_dim=8,
+    rope_width=4,
+    qk_norm=True,
+    qk_norm_whole=True,
+    router="sigmoid",
+    experts=8,
+    experts_per_token=2,
+    expert_hidden=6,
+)
+KIMI_K2 = replace(
+    LLAMA,
+    family="kimi_k2",
+    layers=4,
+    max_seq_len=SEQ,
+    kv_heads=LLAMA.heads,
+    head_dim=10,
+    kv_rank=6,
+    q_rank=8,
+    rope_head_dim=4,
+    value_head_dim=6,
+    router="sigmoid",
+    experts=8,
+    experts_per_token=2,
+    expert_hidden=6,
+    shared_expert_hidden=4,
+    first_dense_layers=1,
+    routing_scale=2.8,
+)
+FAMILIES |= {"glm4_moe": GLM4_MOE, "minimax_m2": MINIMAX_M2, "kimi_k2": KIMI_K2}
 MIXTURES = [
     replace(LLAMA, family="mixtral", layers=8, experts=8, experts_per_token=2, expert_hidden=6, max_seq_len=SEQ),
     replace(

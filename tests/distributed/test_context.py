@@ -18,6 +18,7 @@ from meshwright.parallel.world import World
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan, Precision
 from tests.distributed import cases_training as cases
+from tests.distributed.drawn import GEMMA2, GPT_OSS
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BF16_BOUND, GPT, LLAMA, compare, one_device, sharded
 from tests.distributed.test_experts import EVEN, QWEN3_MOE, SHARED
@@ -69,6 +70,10 @@ WIDER = [
     (SHARED, Case("1f1b", ulysses=2, shard=2, expert=4, order=OUTSIDE)),
     (SHARED, Case("1f1b", ring=2, ulysses=2, expert=2, gradients="whole")),
     (SHARED, Case("1f1b", ring=2, tensor=2, expert=2, micro=2)),
+    (GEMMA2, Case("1f1b", ring=2, micro=4)),
+    (GPT_OSS, Case("1f1b", ring=2, micro=4)),
+    (GPT_OSS, Case("1f1b", ring=2, tensor=2, expert=2, micro=2, recompute="selective")),
+    (GPT_OSS, Case("1f1b", ulysses=2, shard=2, micro=2, recompute="all_but_attention")),
 ]
 """The last ones: mixtures, of whose experts tensor ranks and the fold over context ranks leave each rank a part."""
 SHALLOW = replace(SHARED, layers=2)
@@ -86,6 +91,7 @@ COMPILED = [
     (LLAMA, Case("1f1b", ring=2, micro=4, compile=True, recompute="all_but_attention"), False),
     (LLAMA, Case("1f1b", ulysses=2, micro=4, compile=True), False),
     (SHARED, Case("1f1b", ring=2, expert=2, micro=4, compile=True, recompute="selective"), False),
+    (GPT_OSS, Case("1f1b", ring=2, micro=4, compile=True, recompute="selective"), False),
 ]
 
 

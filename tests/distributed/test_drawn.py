@@ -14,7 +14,7 @@ from meshwright.launch.prepare import plan_yaml
 from meshwright.spec.plan import Precision
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
-from tests.distributed.drawn import GEMMA, LOCAL_GLOBAL, draw_case
+from tests.distributed.drawn import FAMILIES, GEMMA, GEMMA2, GPT_OSS, LOCAL_GLOBAL, QWEN2_MOE, draw_case
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BF16_SUM_BOUND, compare, one_device, sharded, worst
 from tests.distributed.test_equality import plan as plan_of
@@ -60,7 +60,10 @@ SEEDS = [
 ]
 SEEDS_OF_KINDS = range(12)
 """For a model whose layers differ: together they have every axis."""
-OF_KINDS = {"kinds": LOCAL_GLOBAL, "gemma": GEMMA}
+OF_KINDS = {"kinds": LOCAL_GLOBAL, "gemma": GEMMA, "gemma2": GEMMA2, "gpt-oss": GPT_OSS, "qwen2 moe": QWEN2_MOE}
+SEEDS_OF_FAMILIES = {True: (3, 36, 38), False: (25, 34)}
+"""By whether a model norms all heads together, which tensor ranks cannot divide: together they have every axis."""
+OF_FAMILIES = [(name, seed) for name, spec in FAMILIES.items() for seed in SEEDS_OF_FAMILIES[spec.qk_norm_whole]]
 SEEDS_COMPILED = [492, 2220, 98, 129, 180, 710, 3832, 2382, 1410, 394, 388, 342]
 SEEDS_RESUMED = [3, 0, 6, 9, 12, 15, 18, 21]
 SEEDS_LOW = [
@@ -127,6 +130,13 @@ SUMS = [
 )
 def test_layers_of_several_kinds_equal_one_device(pool: Pool, model: str, seed: int) -> None:
     spec, plan, masked = draw_case(seed, FLOAT64, of=OF_KINDS[model])
+    results = pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS, masked)
+    compare(results, one_device(spec, masked)[:STEPS], 1e-9)
+
+
+@pytest.mark.parametrize(("family", "seed"), quick_first(0, OF_FAMILIES, unpack=True))
+def test_families_equal_one_device(pool: Pool, family: str, seed: int) -> None:
+    spec, plan, masked = draw_case(seed, FLOAT64, of=FAMILIES[family])
     results = pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS, masked)
     compare(results, one_device(spec, masked)[:STEPS], 1e-9)
 

@@ -117,7 +117,7 @@ def one_device(spec: ModelSpec, masked: bool = True) -> list[dict[str, Any]]:
         loss, z_loss, others = mean_losses(model, tokens, targets, positions, documents)
         (loss + TRAIN.z_loss * z_loss + others).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+        gradients = {name: weight.grad.clone() for name, weight in trained_weights(model)}
         optimizer.step()
         weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
         losses = {"loss": loss.item(), "z_loss": z_loss.item()}
@@ -178,15 +178,20 @@ def sharded(
         loss, z_loss = mesh.sum_over_all(torch.stack([loss, engine.executor.z_loss])).tolist()
         norm = gradient_norm(local_gradients(model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
         clip = clip_factor(norm, CLIP)
-        whole = assemble_whole({name: weight.grad for name, weight in model.named_parameters()}, spec, mesh)
+        whole = assemble_whole({name: weight.grad for name, weight in trained_weights(model)}, spec, mesh)
         gradients = {name: gradient * clip for name, gradient in whole.items()}
         optimizer.step(RATE, norm, clip)
         # The last ones alone: a wrong update shows in them and in the gradients between.
-        last = {name: weight.detach() for name, weight in model.named_parameters()} if step + 1 == steps else {}
+        last = {name: weight.detach() for name, weight in trained_weights(model)} if step + 1 == steps else {}
         weights = assemble_whole(last, spec, mesh)
         losses = {"loss": loss, "z_loss": z_loss}
         step_results.append({**losses, "norm": norm.item(), "gradients": gradients, "weights": weights})
     return step_results
+
+
+def trained_weights(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters with a gradient: those that balance experts have none, and every rank has them whole."""
+    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
 
 
 def assemble_whole(tensors: dict[str, Any], spec: ModelSpec, mesh: Any) -> dict[str, torch.Tensor]:
@@ -231,6 +236,8 @@ def join_shards(name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch
     if ".moe.experts." in name:
         return torch.cat(shards)
     module, parameter_name = name.split(".")[-2:]
+    if module == "adapter":
+        return join_adapters(name.split(".")[-3], parameter_name, shards, spec)
     if module == "qkv":
         kv = max(1, spec.kv_heads // len(shards)) * spec.head_dim
         q, k, v = zip(*(shard.split((len(shard) - 2 * kv, kv, kv)) for shard in shards), strict=True)
@@ -243,11 +250,22 @@ def join_shards(name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch
                 for half in halves_of_shards
             ]
         )
-    if module in ("up", "embed", "head"):
+    if module in ("up", "embed", "head", "q", "kv_up") or parameter_name == "sinks":
         return torch.cat(shards)
     if module in ("out", "down") and parameter_name == "weight":
         return torch.cat(shards, dim=1)
     return distinct(shards, 1)[0]
+
+
+def join_adapters(layer: str, name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+    """An adapter's A or B: B is divided as the outputs of its layer are, A as the inputs."""
+    if layer in ("out", "down"):
+        return torch.cat(shards, dim=1) if name == "a" else distinct(shards, 1)[0]
+    if name.endswith("a"):
+        return distinct(shards, 1)[0]
+    if name[0] in "kv":
+        return torch.cat([*distinct(shards, spec.kv_heads)])
+    return join_shards(f"{layer}.weight", shards, spec) if name == "b" else torch.cat(shards)
 
 
 def distinct(tensors: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:

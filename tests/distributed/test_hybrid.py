@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid
 
 from meshwright.data.slots import Slot, slot_arrays, slots_to_run
 from meshwright.events.span import NullRecorder
@@ -25,7 +25,7 @@ from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
 from meshwright.spec.hybrid import schedules_of, slot_numbering
 from meshwright.spec.layout import STAGES_PER_RANK
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import KindSpec, ModelSpec
 from meshwright.spec.plan import (
     RECOMPUTE_MODES,
     AxisName,
@@ -37,8 +37,9 @@ from meshwright.spec.plan import (
     Precision,
     SchedulePlan,
 )
+from tests.distributed.drawn import FAMILIES, QWEN2_MOE
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import CLIP, GPT, LLAMA, assemble_whole, compare
+from tests.distributed.test_equality import CLIP, GPT, LLAMA, assemble_whole, compare, trained_weights
 from tests.distributed.test_experts import SHARED
 from tests.distributed.test_schedules import named
 from tests.distributed.test_training import trained
@@ -178,7 +179,7 @@ def on_ranks(
         loss, z_loss = mesh.sum_over_all(torch.stack([loss, engine.executor.z_loss])).tolist()
         norm = gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
         clip = clip_factor(norm, CLIP)
-        whole = assemble_whole({name: weight.grad for name, weight in engine.model.named_parameters()}, spec, mesh)
+        whole = assemble_whole({name: weight.grad for name, weight in trained_weights(engine.model)}, spec, mesh)
         gradients = {name: gradient * clip for name, gradient in whole.items()}
         figures = {"loss": loss, "z_loss": z_loss, "norm": norm.item(), "gradients": gradients, "weights": {}}
         results.append({**figures, "graphs": compiled_graphs(), "routed": routed_sums(engine, mesh)})
@@ -212,7 +213,7 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
         targets.append(sample_targets)
     every, trained = torch.cat(logits), torch.cat(targets) >= 0
     if not trained.any():
-        zeros = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
+        zeros = {name: torch.zeros_like(weight) for name, weight in trained_weights(model)}
         return {
             "loss": 0.0,
             "z_loss": 0.0,
@@ -227,6 +228,8 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
     for layer, outputs in router_logits.items():
         of_trained = torch.cat(outputs, dim=1)[0, trained]
         squares = of_trained.exp().sum(-1).log().square()
+        if spec.router == "sigmoid":  # whose shares in their sum are the probabilities
+            outputs = [logsigmoid(each) for each in outputs]
         balance = sum(map(weighted_balance, outputs, targets, repeat(spec.experts_per_token)))
         router_loss = router_loss + ROUTER_Z_LOSS * squares.mean() + BALANCE_LOSS * balance / trained.sum()
         chosen = of_trained.topk(spec.experts_per_token).indices.flatten()
@@ -235,7 +238,7 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
         )
     (loss + Z_LOSS * z_loss + router_loss).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients = {name: weight.grad for name, weight in trained_weights(model)}
     figures = {"loss": loss.item(), "z_loss": z_loss.item(), "norm": norm.item()}
     return {**figures, "gradients": gradients, "routed": routed}
 
@@ -299,6 +302,38 @@ CASES = [
 @pytest.mark.parametrize(("spec", "case"), quick_first(1, CASES, unpack=True), ids=named)
 def test_batches_of_unequal_samples(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case, range(BATCHES))
+
+
+WITHOUT_WINDOWS = {
+    name: replace(
+        spec, layers=2, max_seq_len=LONGEST, sliding_window=None, longrope=None, blocks={}, first=(), pattern=()
+    )
+    for name, spec in FAMILIES.items()
+}
+OF_FAMILIES = {
+    **WITHOUT_WINDOWS,
+    "qwen2": replace(LLAMA64, family="qwen2", qkv_bias=True, tied=True),
+    "qwen3": replace(LLAMA64, family="qwen3", qk_norm=True),
+    "qwen3_moe": replace(EXPERTS, family="qwen3_moe", qk_norm=True, shared_expert_hidden=0),
+    "qwen2_moe": replace(QWEN2_MOE, layers=2, max_seq_len=LONGEST),
+    "deepseek_v3": replace(WITHOUT_WINDOWS["kimi_k2"], family="deepseek_v3"),
+    "deepseek_v2": replace(
+        WITHOUT_WINDOWS["kimi_k2"], family="deepseek_v2", router="softmax", normalised_routing=False
+    ),
+    "mixtral": replace(EXPERTS, family="mixtral", shared_expert_hidden=0),
+    "smollm3": replace(
+        LLAMA64,
+        family="smollm3",
+        blocks={"rotary": KindSpec(), "bare": KindSpec(positions="none")},
+        pattern=("rotary", "bare"),
+    ),
+}
+"""A model of each family whose layers hybrid ranks can have; those with windows, sinks or caps are refused."""
+
+
+@pytest.mark.parametrize("family", quick_first(0, OF_FAMILIES))
+def test_families_equal_one_device(pool: Pool, family: str) -> None:
+    check(pool, OF_FAMILIES[family], Case(3, recompute="selective"), range(2))
 
 
 def drawn_case(seed: int) -> tuple[ModelSpec, Case]:

@@ -84,10 +84,10 @@ def test_a_plan_file_may_order_its_axes(
     runs, first = stopped
     shutil.copytree(runs / "tiny", tmp_path / "tiny")
     file = tmp_path / "plan.yaml"
-    mesh = "[{axis: replicate, size: 2}, {axis: pipeline, size: 2}, {axis: shard, size: 1}]"
-    batch = "{global_batch: 8, micro_batch: 1, accumulate: 4}"
-    precision = "{compute: fp32, reduce: fp32}"
-    file.write_text(f"mesh: {mesh}\nbatch: {batch}\nschedule: {{name: 1f1b}}\nprecision: {precision}\ncompile: false\n")
+    file.write_text(
+        "order: [replicate, pipeline, shard]\nreplicate: 2\npipeline: 2\nglobal_batch: 8\nmicro_batch: 1\n"
+        "schedule: 1f1b\ncompute: fp32\ncompile: false\n"
+    )
     results = trained(pool, tiny, tmp_path, "cluster.gpus_per_node=4", f"plan={file}", DEEP)
     layers = [{word for name in result.tensors for word in name.split(".") if word.isdigit()} for result in results]
     assert layers == [{"0", "1"}, {"2", "3"}, set(), set()]  # the first copy alone writes

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.models.hooks import BlockHooks
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.model import ModelSpec, mixture_of
@@ -93,7 +94,8 @@ def test_experts_get_the_loads_of_the_file(pool: Pool, spec: ModelSpec, case: Ca
 
 def mixture(**changes: Any) -> MixtureOfExperts:
     torch.manual_seed(0)
-    layer = MixtureOfExperts(mixture_of(replace(SHARED, **changes)), SHARED.hidden, plain=True).double()
+    described = mixture_of(replace(SHARED, **changes))
+    layer = MixtureOfExperts(described, SHARED.hidden, plain=True, hooks=BlockHooks()).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return layer

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import get_args
 
 import torch
+from tests.distributed import test_hybrid
 from tests.docs.features import PAGE, compared, with_table
 from tests.docs.pages import ROOT, text_of
 from tests.families.test_families import CASES
-from tests.interop.check import EXPORTED, VERSION
+from tests.interop.check import EXPORTED, NEWER, VERSION
 from tests.models.tiny import built
 
 from meshwright.families.registry import FAMILIES
@@ -30,6 +31,8 @@ def axes_by_family() -> dict[str, set[str]]:
         used = {name for name in get_args(AxisName) if plan.axis_size(name) > 1}
         used |= {EXPERT} if plan.experts and plan.experts.expert > 1 else set()
         axes.setdefault(spec.family, set()).update(used)
+    for family in ("llama", "gpt2", *test_hybrid.OF_FAMILIES):
+        axes[family].add("hybrid")
     return axes
 
 
@@ -50,7 +53,8 @@ def lines() -> list[str]:
     rows = [HEAD, ["---"] * len(HEAD)]
     for family in FAMILIES:
         names = [name for name in (*get_args(AxisName), EXPERT) if name in axes.get(family, ())]
-        exported = f"transformers 5 and {VERSION.rstrip('.')}" if family in written else "no"
+        versions = "5" if family in NEWER else f"5 and {VERSION.rstrip('.')}"
+        exported = f"transformers {versions}" if family in written else "no"
         rows.append(
             [f"`{family}`", words[family in read], exported, ", ".join(names) or "none", words[is_served(family)]]
         )

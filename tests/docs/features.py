@@ -243,6 +243,9 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
     for given in given_to(test_drawn.test_layers_of_several_kinds_equal_one_device):
         spec, chosen, _ = draw_case(given["seed"], test_drawn.FLOAT64, of=test_drawn.OF_KINDS[given["model"]])
         yield chosen, spec
+    for given in given_to(test_drawn.test_families_equal_one_device):
+        spec, chosen, _ = draw_case(given["seed"], test_drawn.FLOAT64, of=test_drawn.FAMILIES[given["family"]])
+        yield chosen, spec
     for given in given_to(test_deepseek.test_random_plans_equal_one_device):
         spec, chosen, _ = test_deepseek.case_of(given["seed"])
         yield chosen, spec

@@ -49,6 +49,7 @@ SHARED_COMMAND = "meshwright quickstart"
 NOT_RUN = {
     ("docs/how-to/hugging-face.md", "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2"),
     ("docs/how-to/hugging-face.md", "from transformers import AutoModelForCausalLM, AutoTokenizer"),
+    ("docs/how-to/hugging-face.md", "meshwright train run.yaml model.init=hf:gemma-3-4b-it"),
     ("docs/how-to/reproduce.md", "meshwright checkpoint diff runs/first runs/second"),
     ("docs/how-to/reproduce.md", "pip install 'meshwright[deterministic]'"),
     ("docs/results.md", "python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 540 --out one-gpu.jsonl"),
@@ -259,13 +260,15 @@ def test_commands_options_and_overrides_exist(page: str, keys: set[str], root_co
         at_end = not words or (hasattr(command, "params") and not hasattr(command, "commands"))
         assert at_end or words[0].startswith("-"), f"{location}: meshwright has no command {words[0]}"
         options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
-        for word in words:
+        for before, word in zip(("", *words), words, strict=False):
             if word in ("||", "|", "&&", ">"):
                 break
             if word.startswith("--"):
                 assert word.partition("=")[0] in options, f"{location}: {command.name} has no option {word}"
             elif re.match(r"[a-z]+(\.[a-z_]+)?=", word) and "stepz" not in word:
-                assert word.partition("=")[0] in keys, f"{location}: no key {word}"
+                key = word.partition("=")[0]
+                known = f"plan.{key}" if before == "--pin" else key
+                assert known in keys, f"{location}: no key {word}"
 
 
 def leaf_commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -307,7 +310,7 @@ def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> No
 def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "page.yaml"
     file.write_text(block.text, encoding="utf-8")
-    if re.search(r"^mesh:", block.text, re.MULTILINE):
+    if re.search(r"^micro_batch:", block.text, re.MULTILINE):
         load_plan(file)
     elif re.search(r"^gpus_per_node:", block.text, re.MULTILINE):
         load_run(None, [f"cluster={file}", "train.global_batch=128"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import get_args
 
 import pytest
 from tests.docs import families
@@ -10,8 +11,13 @@ from tests.docs.features import FEATURES, PAGE, Feature, compared, rewritten
 from tests.docs.pages import codes, table, text_of
 
 from meshwright.config.load import load_run
+from meshwright.families.registry import FAMILIES
 from meshwright.launch.prepare import training_plan
+from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.errors import BadInput
+from meshwright.spec.layout import check_tensor
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import AxisName
 
 BASE = [
     "model=llama-nano",
@@ -30,6 +36,31 @@ def test_the_table_of_pairs_agrees_with_the_equality_tests() -> None:
 
 def test_the_table_of_families_agrees_with_their_tests_and_the_engine() -> None:
     assert text_of(PAGE) == families.rewritten(text_of(PAGE)), f"`make features` updates {PAGE}"
+
+
+def test_each_family_has_each_axis_or_is_refused() -> None:
+    """Training on two ranks of an axis is compared with one device in float64, or the model cannot be divided so, and is refused."""
+    tested = families.axes_by_family()
+    models: dict[str, list[ModelSpec]] = {}
+    for _, spec in compared():
+        models.setdefault(spec.family, []).append(spec)
+    assert set(models) == set(FAMILIES)
+    for family, specs in models.items():
+        untested = {*get_args(AxisName), families.EXPERT} - tested[family]
+        if not any(spec.experts for spec in specs):
+            untested.remove(families.EXPERT)
+        if all(spec.qk_norm_whole for spec in specs):
+            untested.remove("tensor")
+            for spec in specs:
+                assert "norms all heads together" in str(check_tensor(spec, 2))
+        if all(is_windowed(spec) or spec.sinks or spec.score_cap for spec in specs):
+            untested.discard("hybrid")  # olmo3 and phi3 are tested without
+        assert not untested, family
+
+
+def is_windowed(spec: ModelSpec) -> bool:
+    """Whether layers attend to a window, which `test_hybrid` tests to be refused on hybrid ranks."""
+    return any(isinstance(kind.mixer, AttentionSpec) and kind.mixer.window is not None for kind in spec.block_kinds)
 
 
 def test_quick_tests_combine_axes_two_and_three_at_a_time() -> None:

@@ -32,6 +32,26 @@ def windowed(draw: random.Random) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": draw.choice((5, 16)), "max_window_layers": 0}
 
 
+def yarn(draw: random.Random) -> dict[str, Any]:
+    """A RoPE section with YaRN scaling, by one of the ways to its factor of the rotated part."""
+    return {
+        "rope_type": "yarn",
+        "rope_theta": draw.choice((1e4, 1e6)),
+        "factor": draw.choice((2.0, 16.0)),
+        "original_max_position_embeddings": draw.choice((8, 16)),
+        "beta_fast": draw.choice((4.0, 32.0)),
+        "beta_slow": 1.0,
+        **draw.choice(
+            (
+                {},
+                {"mscale": 1.0, "mscale_all_dim": 1.0},
+                {"mscale": 1.0, "mscale_all_dim": 0.5},
+                {"attention_factor": 1.2079441541679836},
+            )
+        ),
+    }
+
+
 def llama3(draw: random.Random) -> dict[str, Any]:
     """A RoPE section with Llama 3.1's scaling."""
     return {

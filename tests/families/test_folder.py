@@ -27,6 +27,7 @@ from tests.models.tiny import (
     DEEPSEEK_LITE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DENSE,
     GPT2,
     LLAMA,
     MIXTRAL,
@@ -111,7 +112,7 @@ def test_the_original_gpt2_config_is_read():
         (LLAMA, {"num_hidden_layers": None}, ["num_hidden_layers", "missing"]),
         (LLAMA, {"hidden_size": "64"}, ["hidden_size", "'64'"]),
         (LLAMA, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
-        (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4}}, ["rope_parameters: rope_type", "'yarn'"]),
+        (LLAMA, {"rope_parameters": {"rope_type": "yarn"}}, ["rope_parameters: factor", "missing"]),
         (
             SCALED,
             {"rope_scaling": {"rope_type": "llama3", "factor": 9.0}},
@@ -154,6 +155,45 @@ def test_the_original_gpt2_config_is_read():
         (DEEPSEEK_V3, {"qk_rope_head_dim": 5}, ["rope_head_dim", "5", "even"]),
         (DEEPSEEK_V3, {"v_head_dim": 40}, ["value_head_dim", "40", "head_dim (16)"]),
         (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "128"]),
+        (
+            DENSE["glm4"],
+            {"rope_parameters": {"partial_rotary_factor": 1.5}},
+            ["partial_rotary_factor", "1.5", "most 1"],
+        ),
+        (DENSE["glm4"], {"partial_rotary_factor": -0.5}, ["partial_rotary_factor", "-0.5", "positive"]),
+        (DENSE["granite"], {"logits_scaling": 0}, ["logits_scaling", "got 0", "positive"]),
+        (DENSE["granite"], {"mlp_bias": True}, ["mlp_bias", "True", "attention_bias"]),
+        (DENSE["ministral3"], {"rope_parameters": None, "rope_scaling": None}, ["rope_type", "'default'", "'yarn'"]),
+        (
+            DENSE["ministral3"],
+            {"rope_scaling": None, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            ["rope_parameters: llama_4_scaling_beta", "missing"],
+        ),
+        (DENSE["olmo3"], {"clip_qkv": 8.0}, ["clip_qkv", "8.0"]),
+        (DENSE["olmo3"], {"layer_types": ["full_attention"]}, ["layer_types", "a list of 3 times"]),
+        (
+            DENSE["phi3"],
+            {"rope_scaling": {"long_factor": 2}},
+            ["rope_scaling: long_factor", "got 2"],
+        ),
+        (
+            DENSE["phi3"],
+            {
+                "rope_scaling": None,
+                "rope_parameters": {"type": "longrope", "short_factor": [1], "long_factor": [1, -2]},
+            },
+            ["rope_parameters: long_factor", "[1, -2]", "positive numbers"],
+        ),
+        (
+            DENSE["phi3"],
+            {"rope_scaling": None, "rope_parameters": {"type": "longrope", "short_factor": [1], "long_factor": [2]}},
+            ["longrope.short_factor has 1 numbers", "expected 6 positive ones"],
+        ),
+        (
+            DENSE["phi3"],
+            {"rope_scaling": None, "rope_parameters": {"type": "linear"}},
+            ["rope_parameters: type", "linear"],
+        ),
     ],
 )
 def test_unsupported_features_raise_errors_that_name_key_and_value(spec, change, words):
@@ -184,7 +224,7 @@ def test_unsupported_features_raise_errors_that_name_key_and_value(spec, change,
         (replace(QWEN3_MOE, shared_expert_hidden=8), "shared_expert_hidden"),
         (replace(DEEPSEEK_V2, shared_expert_hidden=0), "shared_expert_hidden"),
         (replace(DEEPSEEK_V2, router="sigmoid"), "router"),
-        (replace(DEEPSEEK_V3, family="qwen3_moe", qk_norm=True, shared_expert_hidden=0), "yarn"),
+        (replace(DEEPSEEK_V3, family="qwen3_moe", qk_norm=True, shared_expert_hidden=0), "router"),
     ],
 )
 def test_errors_name_the_field_that_a_folder_cannot_express(spec, field):

@@ -25,7 +25,7 @@ from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.plan_costs import plan_time
 from meshwright.costs.serve_work import device_work as serving_work
-from meshwright.families.folder import export_obstacle, hf_tensors, to_hf_config
+from meshwright.families.folder import HFTensor, export_obstacle, hf_tensors, to_hf_config
 from meshwright.models.initial_values import initial_values
 from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
@@ -144,6 +144,12 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]
 
 
+def folder_tensor(tensor: HFTensor) -> str:
+    """A tensor of a folder, in words that are older than tensors which stack experts."""
+    text = str(tensor)
+    return text if tensor.stacked else text.replace(", stacked=False, interleaved=False", "")
+
+
 def row_of(parameter: ParameterSpec) -> list[Any]:
     fused = [list(block) for block in parameter.blocks]
     return [
@@ -180,7 +186,7 @@ def model_facts(name: str) -> Facts:
             boxes = [str(local_boxes(parameter, Division(tensor=Part(1, ranks)), Part(1, 2))) for parameter in table]
             facts[f"boxes of {ranks}"] = digest(boxes)
     if export_obstacle(spec) is None:
-        facts["folder names"] = digest([[str(tensor) for tensor in tensors] for tensors in hf_tensors(spec).values()])
+        facts["folder names"] = digest([[folder_tensor(part) for part in parts] for parts in hf_tensors(spec).values()])
         facts["config"] = digest(to_hf_config(spec))
     else:
         facts["obstacle"] = export_obstacle(spec)

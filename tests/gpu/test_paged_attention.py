@@ -145,9 +145,12 @@ def test_no_copy_to_the_host() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (14, 2, 64), (12, 12, 96), (8, 1, 256)])
-@pytest.mark.parametrize("rotary", [True, False])
-def test_rotation_and_write(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, rotary: bool) -> None:
-    """The bits of the plain reference, which rotates as the trainer does."""
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0])
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_rotation_and_write(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, share: float, neighbours: bool
+) -> None:
+    """The bits of the plain reference, which rotates a share of each head as the trainer does."""
     tokens, block = 300, 64
     draw = torch.Generator("cuda").manual_seed(0)
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=draw, device="cuda").to(dtype)
@@ -155,13 +158,16 @@ def test_rotation_and_write(heads: int, kv_heads: int, dim: int, dtype: torch.dt
     positions = torch.randint(0, 8192, (tokens,), generator=draw, device="cuda", dtype=torch.int32)
     slots = torch.randperm(400, generator=draw, device="cuda")[:tokens]
     slots[::7] = -1
-    cos, sin = rotary_tables(torch.arange(8192, device="cuda"), dim, 5e5, None, dtype)
-    tables = (cos[0, :, 0], sin[0, :, 0]) if rotary else None
+    cos, sin = rotary_tables(torch.arange(8192, device="cuda"), int(dim * share) or dim, 5e5, None, dtype)
+    tables = (cos[0, :, 0], sin[0, :, 0]) if share else None
     caches = torch.zeros(2, 7, 2, 2, kv_heads, block, dim, dtype=dtype, device="cuda")
     keys = torch.empty(2, tokens, kv_heads, dim, dtype=dtype, device="cuda")
     ours, expected = (
         paged.rotate_and_write(
-            q, k, v, tables, positions, caches[index, :, 1], slots, rotated_keys=keys[index], plain=index == 1
+            *(q, k, v, tables, positions, caches[index, :, 1], slots),
+            rotated_keys=keys[index],
+            neighbours=neighbours,
+            plain=index == 1,
         )
         for index in (0, 1)
     )

@@ -9,6 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from meshwright.kernels.attention import attention, block_mask, make_mask
+from meshwright.spec.blocks.attention import MASK_BLOCK
+from meshwright.workload.model_shape import computed_span
 from tests.slow import quick_first
 
 CPU = torch.device("cpu")
@@ -103,6 +105,17 @@ def test_block_mask_gives_the_same_as_the_dense_one(document_order, window, seq)
     assert torch.allclose(actual.transpose(1, 2), expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("seq", [128, 500, 4096])
+def test_keys_that_a_window_computes(seq):
+    """The cost model counts the blocks that are in the mask."""
+    assert computed_span(1024, 4096) == 1008
+    for window in (1, 2, 128, 129, 130, 257, 300, 1024):
+        if window < seq:
+            mask = block_mask(None, window, seq, CPU)
+            blocks = mask.kv_num_blocks + mask.full_kv_num_blocks
+            assert computed_span(window, seq) == pytest.approx(float(blocks.float().mean()) * MASK_BLOCK)
+
+
 QUERIES = torch.cat((torch.arange(70, 200), torch.arange(340, 470)))
 """A rank's two chunks of 500 tokens, whose border lies inside a block."""
 
@@ -152,3 +165,33 @@ def test_cuda_paths_equal_the_plain_twin(compiled, masked):
     for fast_value, plain_value in zip(*results, strict=True):
         error = (fast_value.float() - plain_value.float()).abs().max()
         assert error < 0.02 * plain_value.float().abs().max()
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(("documents", "window"), [(None, None), (DOCUMENTS, 4)])
+def test_a_sink_takes_its_share_of_each_softmax(plain, documents, window):
+    """Against one more key, whose score is the sink's and whose value is 0; its gradient is the sink's."""
+    q, k, v = inputs()
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    scores = q.transpose(1, 2) @ k.repeat_interleave(2, 2).transpose(1, 2).mT / math.sqrt(8)
+    visible = make_mask(documents, window, SEQ, CPU, plain=True) or make_mask(torch.zeros(2, SEQ), None, SEQ, CPU)
+    scores = scores.masked_fill(~visible.dense, float("-inf"))
+    column = sinks[:, None, None].expand(2, 4, SEQ, 1)
+    weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+    expected = (weights @ v.repeat_interleave(2, 2).transpose(1, 2)).transpose(1, 2)
+    out = attention(q, k, v, make_mask(documents, window, SEQ, CPU, plain=plain), sinks=sinks, plain=plain)
+    assert torch.allclose(out, expected, rtol=0, atol=1e-13)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    gradients = [torch.autograd.grad(result, (q, k, v, sinks), grad) for result in (out, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("documents", "window"), [(None, None), (DOCUMENTS, 4)])
+def test_scores_are_capped_before_the_mask(documents, window):
+    q, k, v = inputs()
+    scores = q.transpose(1, 2) @ k.repeat_interleave(2, 2).transpose(1, 2).mT / math.sqrt(8)
+    mask = make_mask(documents, window, SEQ, CPU, cap=0.7)
+    weights = torch.softmax((0.7 * torch.tanh(scores / 0.7)).masked_fill(~mask.dense, float("-inf")), -1)
+    expected = (weights @ v.repeat_interleave(2, 2).transpose(1, 2)).transpose(1, 2)
+    assert torch.allclose(attention(q, k, v, mask), expected, rtol=0, atol=1e-13)

@@ -32,6 +32,6 @@ def test_every_file_that_registers_operators_counts() -> None:
     registering = {
         file for file in package.rglob("*.py") if any(word in file.read_text() for word in ("custom_op(", "triton_op("))
     }
-    assert PACKAGE == package and registering
+    assert package == PACKAGE and registering
     assert registering - {package / "kernels" / "compile_cache.py"} <= set(operator_files())
     assert {file.parent.name for file in registering} <= set(FOLDERS)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.kernels.expert_decode import Choices, Routing, expert_outputs, rounded_expert_outputs, route
 from meshwright.kernels.row_quantize import quantize_rows
+from meshwright.models.hooks import BlockHooks
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.model import ModelSpec
@@ -33,7 +34,8 @@ SPECS = {
 
 
 def mixture_of(spec: ModelSpec) -> MixtureOfExperts:
-    draw, mixture = torch.Generator().manual_seed(0), MixtureOfExperts(described_mixture(spec), spec.hidden, plain=True)
+    draw = torch.Generator().manual_seed(0)
+    mixture = MixtureOfExperts(described_mixture(spec), spec.hidden, plain=True, hooks=BlockHooks())
     for parameter in mixture.parameters():
         parameter.data = torch.randn(parameter.shape, generator=draw).to(DEVICE, DTYPE) / 4
         parameter.requires_grad_(False)

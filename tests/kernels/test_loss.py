@@ -21,17 +21,17 @@ def tensors(dtype=torch.float64, device="cpu", tokens=TOKENS, hidden=HIDDEN, voc
     return h.to(device, dtype).requires_grad_(), w.to(device, dtype).requires_grad_(), targets.to(device)
 
 
-def value_and_gradients(hidden, weight, targets, chunk, *, plain=False, scale=1.0):
-    loss = linear_cross_entropy(hidden, weight, targets, chunk, plain=plain).loss
+def value_and_gradients(hidden, weight, targets, chunk, *, plain=False, scale=1.0, cap=None):
+    loss = linear_cross_entropy(hidden, weight, targets, chunk, cap=cap, plain=plain).loss
     return loss, *torch.autograd.grad(loss * scale, (hidden, weight))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, TOKENS, 4096])
-def test_equals_plain_in_value_and_both_gradients(chunk):
+@pytest.mark.parametrize(("chunk", "cap"), [(1, None), (7, None), (TOKENS, 1.2), (4096, None), (8, 1.2)])
+def test_equals_plain_in_value_and_both_gradients(chunk, cap):
     h, w, targets = tensors()
     for actual, expected in zip(
-        value_and_gradients(h, w, targets, chunk, scale=0.37),
-        value_and_gradients(h, w, targets, chunk, plain=True, scale=0.37),
+        value_and_gradients(h, w, targets, chunk, scale=0.37, cap=cap),
+        value_and_gradients(h, w, targets, chunk, plain=True, scale=0.37, cap=cap),
         strict=True,
     ):
         assert actual.dtype == torch.float64
@@ -161,7 +161,7 @@ def test_cuda_within_bfloat16():
 
 def test_the_slope_knows_nothing_of_padding():
     h, w, targets = (tensor.detach() for tensor in tensors())
-    bare, padded = h @ w.t(), kernels._logits(h, kernels.pad_vocabulary(w), VOCAB)
+    bare, padded = h @ w.t(), kernels._logits(h, kernels.pad_vocabulary(w), VOCAB)[0]
     sums, gradient = kernels._gradient_eager(bare, targets, 0.1)
     padded_sums, padded_gradient = kernels._gradient_eager(padded, targets, 0.1)
     assert torch.allclose(torch.stack(sums), torch.stack(padded_sums), rtol=1e-13)

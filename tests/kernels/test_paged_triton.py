@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,21 +38,36 @@ def step(
     return q, layer, tables, torch.tensor(lengths, dtype=torch.int32), starts_of(counts)
 
 
+def drawn_options(heads: int, names: Iterable[str]) -> dict[str, Any]:
+    """Options of attention by name: sinks, and a cap within the range of the scores."""
+    (sinks,) = draws(4, (heads,), dtype=torch.float32)
+    return {name: value for name, value in {"sinks": sinks, "cap": 0.7}.items() if name in names}
+
+
 @interpreted
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block", "queries", "splits", "least", "window"),
+    ("heads", "kv_heads", "dim", "block", "queries", "splits", "least", "window", "further"),
     [
-        (2, 2, 16, 32, 1, 1, 1, None),
-        (2, 1, 24, 4, 2, 2, 1, 20),
-        (2, 1, 16, 4, 1, 3, 20, None),  # 50 tokens are four tiles of 16, so they have two parts
-        pytest.param(4, 2, 24, 16, 1, 3, 1, None, marks=pytest.mark.slow),
-        pytest.param(3, 1, 16, 4, 2, 2, 1, None, marks=pytest.mark.slow),
-        pytest.param(2, 2, 16, 32, 3, 4, 1, 20, marks=pytest.mark.slow),
-        pytest.param(6, 1, 16, 8, 1, 2, 1, 13, marks=pytest.mark.slow),
+        (2, 2, 16, 32, 1, 1, 1, None, {}),
+        (2, 1, 24, 4, 2, 2, 1, 20, {"sinks", "cap"}),
+        (2, 1, 16, 4, 1, 3, 20, None, {}),  # 50 tokens are four tiles of 16, so they have two parts
+        pytest.param(4, 2, 24, 16, 1, 3, 1, None, {"sinks"}, marks=pytest.mark.slow),
+        pytest.param(3, 1, 16, 4, 2, 2, 1, None, {}, marks=pytest.mark.slow),
+        pytest.param(2, 2, 16, 32, 3, 4, 1, 20, {"cap"}, marks=pytest.mark.slow),
+        pytest.param(2, 2, 16, 32, 1, 1, 1, None, {"sinks"}, marks=pytest.mark.slow),
+        pytest.param(6, 1, 16, 8, 1, 2, 1, 13, {}, marks=pytest.mark.slow),
     ],
 )
 def test_decode(
-    heads: int, kv_heads: int, dim: int, block: int, queries: int, splits: int, least: int, window: int | None
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    queries: int,
+    splits: int,
+    least: int,
+    window: int | None,
+    further: set[str],
 ) -> None:
     from meshwright.kernels.paged_decode_triton import Launch, paged_decode
 
@@ -68,26 +86,27 @@ def test_decode(
         least=least,
         window=window,
         scales=None,
+        **(options := drawn_options(heads, further)),
         launch=Launch(16, 4, 1),
     )
-    expected = paged_attention(q, layer, tables, context, starts, window=window, plain=True)
+    expected = paged_attention(q, layer, tables, context, starts, window=window, **options, plain=True)
     torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
 
 
 @interpreted
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block", "window"),
+    ("heads", "kv_heads", "dim", "block", "window", "further"),
     [
-        (2, 1, 16, 32, None),
-        (3, 1, 24, 8, 20),
-        pytest.param(4, 2, 16, 32, None, marks=pytest.mark.slow),
-        pytest.param(3, 1, 24, 8, None, marks=pytest.mark.slow),
-        pytest.param(4, 2, 16, 32, 20, marks=pytest.mark.slow),
-        pytest.param(2, 1, 16, 4, 1, marks=pytest.mark.slow),
-        pytest.param(2, 2, 16, 16, 40, marks=pytest.mark.slow),
+        (2, 1, 16, 32, None, {}),
+        (3, 1, 24, 8, 20, {"sinks", "cap"}),
+        pytest.param(4, 2, 16, 32, None, {"sinks"}, marks=pytest.mark.slow),
+        pytest.param(3, 1, 24, 8, None, {}, marks=pytest.mark.slow),
+        pytest.param(4, 2, 16, 32, 20, {"cap"}, marks=pytest.mark.slow),
+        pytest.param(2, 1, 16, 4, 1, {"sinks"}, marks=pytest.mark.slow),
+        pytest.param(2, 2, 16, 16, 40, {"cap"}, marks=pytest.mark.slow),
     ],
 )
-def test_chunks(heads: int, kv_heads: int, dim: int, block: int, window: int | None) -> None:
+def test_chunks(heads: int, kv_heads: int, dim: int, block: int, window: int | None, further: set[str]) -> None:
     """Chunks at the begin, in the middle and at the end of prompts, longer and shorter than a program's queries."""
     from meshwright.kernels.paged_prefill_triton import Launch, paged_prefill
 
@@ -105,9 +124,10 @@ def test_chunks(heads: int, kv_heads: int, dim: int, block: int, window: int | N
         queries=len(q) - first,
         window=window,
         scales=None,
+        **(options := drawn_options(heads, further)),
         launch=Launch(16, 4, 1),
     )
-    expected = paged_attention(q, layer, tables, context, starts, window=window, plain=True)
+    expected = paged_attention(q, layer, tables, context, starts, window=window, **options, plain=True)
     torch.testing.assert_close(out[first:], expected[first:], rtol=2e-6, atol=2e-6)
     assert out[:first].isnan().all(), "rows of other sequences are not written"
 

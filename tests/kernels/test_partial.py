@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from meshwright.kernels import partial
 from meshwright.kernels.attention import attention
@@ -159,20 +158,3 @@ def test_operators_that_return_the_logsumexp_equal_plain_attention(backend, shap
         results.append(values)
     for fast, plain in zip(*results, strict=True):
         assert (fast.float() - plain.float()).abs().max() < 0.02 * plain.float().abs().max()
-
-
-@pytest.mark.slow  # compiles C++
-def test_parts_of_changing_lengths_are_combined_by_two_compiled_functions() -> None:
-    """Samples that ranks divide have another length each time; torch stops compiling a function after eight shapes."""
-    torch._dynamo.reset()
-    counters.clear()
-    for queries in (512, 430, 96, 17, 300, 255, 64, 33, 129, 500, 77):
-        out, other = torch.randn(2, 2, 512, 4, 8).unbind()
-        logsumexp, other_logsumexp = torch.randn(2, 2, 4, 512).unbind()
-        parts = other[:, :queries].contiguous(), other_logsumexp[..., :queries].contiguous()
-        expected, expected_sums = out.clone(), logsumexp.clone()
-        partial._combine(expected[:, :queries], expected_sums[..., :queries], *parts)
-        partial._compiled_combine()(out[:, :queries], logsumexp[..., :queries], *parts)
-        torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(logsumexp, expected_sums)
-    assert counters["stats"]["unique_graphs"] <= 2

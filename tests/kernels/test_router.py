@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import router
+from meshwright.models.hooks import BlockHooks
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.spec.model import ModelSpec, mixture_of
 from tests.models.tiny import DEEPSEEK_V3, MIXTRAL
@@ -43,7 +44,7 @@ def of_logits(spec: ModelSpec, batch: int, seq: int) -> Tensor:
 def test_choices_and_gradients_equal_those_of_torch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By several tiles, of which the last of each sequence is not full."""
     spec = SPECS[case]
-    mixture = MixtureOfExperts(mixture_of(spec), spec.hidden, plain=False)
+    mixture = MixtureOfExperts(mixture_of(spec), spec.hidden, plain=False, hooks=BlockHooks())
     if mixture.choice_bias is not None:
         mixture.choice_bias.data = torch.linspace(-0.3, 0.3, spec.experts)
     mixture.to(DEVICE)

@@ -49,7 +49,7 @@ def test_a_plan_file_that_devices_cannot_hold_is_refused(tmp_path: Path) -> None
     batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=1)
     copies, shards = (Plan(mesh=(MeshAxis(axis=axis, size=8),), batch=batch) for axis in ("replicate", "shard"))
     assert prepare.training_plan(file_run(tmp_path, shards, *overrides), print).mesh == shards.mesh
-    message = r"plan.yaml: does not fit: a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 85.9 GB \(optimizer 64.2.*batch.micro_batch"
+    message = r"plan.yaml: does not fit: a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 85.9 GB \(optimizer 64.2.*plan.micro_batch"
     with pytest.raises(OutOfResources, match=message):
         prepare.training_plan(file_run(tmp_path, copies, *overrides), print)
     prepare.training_plan(file_run(tmp_path, copies, *overrides, "cluster.memory_gib=192"), print)
@@ -60,7 +60,7 @@ def test_a_plan_file_with_a_refused_schedule_is_named(tmp_path: Path) -> None:
     batch = BatchPlan(global_batch=8, micro_batch=2, accumulate=4)
     plan = Plan(mesh=axes, batch=batch, schedule=SchedulePlan(name="dualpipe_v"), precision=Precision(compute="fp32"))
     overrides = ["model=llama-nano", "model.vocab_size=512", "cluster.gpus_per_node=2"]
-    with pytest.raises(BadInput, match=r"plan.yaml:\d+:\d+: schedule.name: .*dualpipe_v.*nearest: zbv"):
+    with pytest.raises(BadInput, match=r"plan.yaml:\d+:\d+: schedule: .*dualpipe_v.*nearest: zbv"):
         prepare.training_plan(file_run(tmp_path, plan, *overrides), print)
     trained = replace(plan, schedule=SchedulePlan(name="zbv"))
     assert prepare.training_plan(file_run(tmp_path, trained, *overrides), print).schedule == trained.schedule

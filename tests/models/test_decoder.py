@@ -15,9 +15,9 @@ from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count, parameters
-from tests.models.tiny import ALL, GPT2, LATENT, LLAMA, PARALLEL, SLIDING, built, some_tokens
+from tests.models.tiny import ALL, DENSE, GPT2, LATENT, LLAMA, PARALLEL, SLIDING, built, some_tokens
 
-TRAINABLE = {**ALL, **LATENT}
+TRAINABLE = {**ALL, **LATENT, **DENSE}
 PUBLIC_COUNTS = {
     "gpt2-124m": 124_439_808,
     "llama3-1b": 1_235_814_400,
@@ -88,8 +88,12 @@ def test_loss_is_the_sum_over_counted_targets():
     assert torch.allclose(model(tokens, targets=targets), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("model_name", ["llama", "qwen3", "gpt2", "sliding"])
+@pytest.mark.parametrize(
+    "model_name",
+    ["llama", "qwen3", "gpt2", "sliding", "gpt-oss", "gemma2", *(name for name in DENSE if name != "phi3")],
+)
 def test_masked_packed_logits_equal_separate_documents(model_name):
+    """Without LongRoPE, which has other frequencies for the whole sequence than for short documents alone."""
     spec = TRAINABLE[model_name]
     model, tokens = built(spec), some_tokens(spec, batch=1, seq=60)
     lengths = [17, 1, 30, 12]

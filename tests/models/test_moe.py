@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.checkpoint.hf import import_hf
+from meshwright.models.hooks import BlockHooks
 from meshwright.models.moe import MixtureOfExperts, RoutedOutput
 from meshwright.spec.model import mixture_of as described_mixture
 from meshwright.spec.model import parameters
@@ -31,18 +32,24 @@ def some_input(batch: int = 2, seq: int = 12) -> torch.Tensor:
 
 def naive(moe: MixtureOfExperts, spec: Any, token: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     """Output and chosen experts of one token, most probable expert first."""
-    probabilities = torch.softmax(moe.router.weight @ token, 0)
+    probabilities = torch.softmax(moe.router(token), 0)
     chosen = sorted(range(spec.experts), key=lambda e: -probabilities[e].item())[: spec.experts_per_token]
     total = sum(probabilities[e] for e in chosen) if spec.normalised_routing else 1.0
     y = torch.zeros_like(token)
+    biases = [getattr(moe.experts, f"{name}_bias", torch.zeros(spec.experts, 1)) for name in ("gate_up", "down")]
     for e in chosen:
-        if spec.mlp == "swiglu":
+        if spec.mlp == "clamped_swiglu":
+            gate, up = (moe.experts.gate_up[e] @ token + biases[0][e]).chunk(2)
+            gate = gate.minimum(torch.tensor(7.0))
+            activation = gate / (1 + torch.exp(-1.702 * gate)) * (up.clamp(-7, 7) + 1)
+        elif spec.mlp == "swiglu":
             gate, up = (moe.experts.gate_up[e] @ token).chunk(2)
             activation = F.silu(gate) * up
         else:
             activation = F.gelu(moe.experts.up[e] @ token, approximate="tanh")
-        y = y + probabilities[e] / total * (moe.experts.down[e] @ activation)
-    return (y if moe.shared is None else y + moe.shared(token)), chosen
+        y = y + probabilities[e] / total * (moe.experts.down[e] @ activation + biases[1][e])
+    shared = 0 if moe.shared is None else moe.shared(token)
+    return y + (shared if moe.shared_gate is None else torch.sigmoid(moe.shared_gate(token)) * shared), chosen
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -159,7 +166,7 @@ def test_a_block_compiles_whole(model_name: str) -> None:
 def test_the_host_reads_no_value_before_the_experts() -> None:
     """On the meta device the host can read no value; the whole block runs there."""
     with torch.device("meta"):
-        moe = MixtureOfExperts(described_mixture(MIXTRAL), MIXTRAL.hidden, plain=False)
+        moe = MixtureOfExperts(described_mixture(MIXTRAL), MIXTRAL.hidden, plain=False, hooks=BlockHooks())
         routed = moe(torch.empty(2, 12, MIXTRAL.hidden))
     assert isinstance(routed, RoutedOutput)
     assert routed.x.shape == (2, 12, MIXTRAL.hidden) and routed.load.shape == (MIXTRAL.experts,)

@@ -8,6 +8,7 @@ import torch
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
+from meshwright.spec.blocks.positions import LongRopeScaling
 from meshwright.spec.model import KindSpec, ModelSpec, RopeScaling, YarnScaling
 
 LLAMA = ModelSpec(
@@ -83,6 +84,15 @@ GEMMA = replace(
     pattern=("local", "global"),
 )
 """Weights of norms stored minus one, norms of outputs, two rotations."""
+GEMMA2 = replace(
+    GEMMA,
+    family="gemma2",
+    qk_norm=False,
+    score_cap=0.5,
+    logit_cap=1.5,
+    blocks={"local": KindSpec(), "global": KindSpec(sliding_window=0)},
+)
+"""Caps of scores and logits."""
 MIXTRAL = replace(
     LLAMA, family="mixtral", ffn_hidden=32, experts=5, experts_per_token=2, expert_hidden=32, sliding_window=21
 )
@@ -98,6 +108,64 @@ QWEN3_MOE = replace(
     first_dense_layers=1,
     normalised_routing=False,
 )
+GPT_OSS = replace(
+    LLAMA,
+    family="gpt_oss",
+    layers=3,
+    mlp="clamped_swiglu",
+    qkv_bias=True,
+    out_bias=True,
+    sinks=True,
+    experts=4,
+    experts_per_token=2,
+    ffn_hidden=32,
+    expert_hidden=32,
+    expert_bias=True,
+    yarn=YarnScaling(factor=8.0, original_max_seq_len=16, mscale_all_dim=0.0, truncate=False),
+    sliding_window=9,
+    blocks={"local": KindSpec(), "global": KindSpec(sliding_window=0)},
+    pattern=("local", "global"),
+)
+"""Sinks, windows in every other layer, clamped activation, biases of router and experts."""
+QWEN2_MOE = replace(
+    LLAMA,
+    family="qwen2_moe",
+    qkv_bias=True,
+    experts=6,
+    experts_per_token=3,
+    expert_hidden=24,
+    normalised_routing=False,
+    shared_expert_hidden=40,
+    shared_expert_gate=True,
+)
+GLM4_MOE = replace(
+    LLAMA,
+    family="glm4_moe",
+    head_dim=16,
+    rope_width=8,
+    qk_norm=True,
+    qkv_bias=True,
+    router="sigmoid",
+    experts=8,
+    experts_per_token=3,
+    expert_hidden=24,
+    shared_expert_hidden=24,
+    first_dense_layers=1,
+    routing_scale=2.5,
+)
+MINIMAX_M2 = replace(
+    LLAMA,
+    family="minimax_m2",
+    rope_width=8,
+    qk_norm=True,
+    qk_norm_whole=True,
+    router="sigmoid",
+    experts=6,
+    experts_per_token=2,
+    ffn_hidden=24,
+    expert_hidden=24,
+)
+"""Sigmoid routing beside ordinary attention, of which a part of each head is rotated."""
 SHARED = replace(
     PARALLEL, experts=4, experts_per_token=1, expert_hidden=40, shared_expert_hidden=16, mlp="gelu", bias=True
 )
@@ -135,7 +203,13 @@ DEEPSEEK_V3 = replace(
 )
 LATENT = {"deepseek v2": DEEPSEEK_V2, "deepseek lite": DEEPSEEK_LITE, "deepseek v3": DEEPSEEK_V3}
 """Models with latent attention."""
-MIXTURES = {"mixtral": MIXTRAL, "qwen3 moe": QWEN3_MOE, "shared expert": SHARED}
+MIXTURES = {
+    "mixtral": MIXTRAL,
+    "qwen3 moe": QWEN3_MOE,
+    "shared expert": SHARED,
+    "gpt-oss": GPT_OSS,
+    "qwen2 moe": QWEN2_MOE,
+}
 ALL = {
     "llama": LLAMA,
     "llama3 scaling": SCALED,
@@ -146,8 +220,61 @@ ALL = {
     "sliding": SLIDING,
     "local and global": LOCAL_GLOBAL,
     "gemma": GEMMA,
+    "gemma2": GEMMA2,
     **MIXTURES,
+    "glm4 moe": GLM4_MOE,
+    "minimax m2": MINIMAX_M2,
 }
+DENSE = {
+    "glm4": replace(LLAMA, family="glm4", rope_width=8, rope_pairs="neighbours", output_norms=True, qkv_bias=True),
+    "granite": replace(
+        LLAMA,
+        family="granite",
+        embedding_scale=12.0,
+        residual_factor=0.22,
+        logit_factor=0.125,
+        score_scale=0.1,
+        tied=True,
+    ),
+    "ministral3": replace(
+        LLAMA,
+        family="ministral3",
+        yarn=YarnScaling(factor=16.0, original_max_seq_len=16),
+        query_growth=0.5,
+        sliding_window=21,
+    ),
+    "olmo3": replace(
+        LLAMA,
+        family="olmo3",
+        layers=3,
+        qk_norm=True,
+        qk_norm_whole=True,
+        input_norms=False,
+        output_norms=True,
+        sliding_window=9,
+        blocks={
+            "local": KindSpec(),
+            "global": KindSpec(
+                sliding_window=0,
+                yarn=YarnScaling(factor=8.0, original_max_seq_len=16, mscale_all_dim=0.0, attention_factor=1.2),
+            ),
+        },
+        pattern=("local", "global"),
+    ),
+    "phi3": replace(
+        LLAMA,
+        family="phi3",
+        rope_width=12,
+        longrope=LongRopeScaling(
+            short_factor=(1.0, 1.1, 1.2, 1.3, 1.4, 1.5),
+            long_factor=(1.0, 1.5, 3.0, 5.0, 9.0, 20.0),
+            factor=64.0,
+            original_max_seq_len=8,
+        ),
+        sliding_window=25,
+    ),
+}
+"""What no model above has: rotation of a part, of neighbours or with LongRoPE, growing queries, norms of all heads together, factors."""
 
 
 def built(spec, *, plain=False, dtype=torch.float64, loss_chunk=16, vary=True):
@@ -159,8 +286,8 @@ def built(spec, *, plain=False, dtype=torch.float64, loss_chunk=16, vary=True):
     if vary:
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1 or name.endswith("_bias"):  # those of experts are matrices
                     parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -92,3 +93,28 @@ def test_a_gpu_that_would_compute_something_else_is_refused(
     use_fp8_products(model, plan("none"), torch.device("cuda", 0))
     with nullcontext() if message is None else pytest.raises(BadInput, match=message):
         use_fp8_products(model, LOW, torch.device("cuda", 0))
+
+
+def test_a_frozen_weight_is_stored_as_each_step_would_round_it() -> None:
+    """Output and input gradient are the same bits, whatever number of rows is read at a time."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 32, generator=generator).bfloat16()
+    x, grad = (torch.randn(2, 8, width, generator=generator).bfloat16() for width in (32, 48))
+
+    def answers(linear: Linear) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = linear(leaf)
+        y.backward(grad)
+        assert leaf.grad is not None and linear.weight.grad is None
+        return y, leaf.grad
+
+    rounded, stored = Linear(32, 48, bias=False), Linear(32, 48, bias=False)
+    rounded.weight = torch.nn.Parameter(weight, requires_grad=False)
+    stored.weight = torch.nn.Parameter(torch.empty_like(weight, dtype=torch.float8_e4m3fn), requires_grad=False)
+    for linear in (rounded, stored):
+        linear.scaling = "tensorwise"
+    for elements in (1 << 26, 100):
+        with patch.object(fp8, "READ_ELEMENTS", elements):
+            fp8.StoredFp8("weight", stored).fill(lambda start, stop: weight[start:stop])
+        for ours, expected in zip(answers(stored), answers(rounded), strict=True):
+            assert torch.equal(ours, expected)

@@ -33,7 +33,8 @@ from meshwright.planner.sweep import layouts
 from meshwright.simulator.step_simulation import host_bytes, require_cost_inputs
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.model import parameter_count
-from meshwright.spec.plan import MeshAxis, Offload, PlanPins
+from meshwright.spec.plan import MeshAxis, Offload
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 LONG = [
@@ -116,7 +117,7 @@ def test_a_few_layers_are_moved_where_that_is_cheaper_than_to_recompute() -> Non
         "train.steps=10",
     ]
     run = load_run(None, [*words, "cluster.gpu=H200", "cluster.gpus_per_node=2"])
-    plan, kept = (search(question).best.plan for question in (run, replace(run, plan=PlanPins(offload="none"))))
+    plan, kept = (search(question).best.plan for question in (run, replace(run, plan=PlanKeys(offload="none"))))
     assert [(layer.recompute, layer.offload) for layer in plan.layers] == [
         ("selective", "activations"),
         ("selective", "none"),

@@ -21,7 +21,7 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.network import NetworkSpec, NodeGroup
 from meshwright.spec.nodes import node_types_by_rank
-from meshwright.spec.plan import PlanPins
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import ModelSection, RunSpec
 
 PODS = NetworkSpec(fabric="roce", port_gb_per_s=50, pod_nodes=2, oversubscription=4)
@@ -89,7 +89,7 @@ def test_stages_of_one_kind_of_node_come_first() -> None:
     assert mixed == sorted(mixed) and mixed[0] == 0 and mixed[-1] == 2
 
 
-def run(cluster: ClusterSpec, *, plan: str | PlanPins = "auto") -> RunSpec:
+def run(cluster: ClusterSpec, *, plan: str | PlanKeys = "auto") -> RunSpec:
     model = from_plain(ModelSection, {**MODEL_PRESETS["llama3-8b"], "preset": "llama3-8b"})
     return RunSpec(
         name="x", model=model, train=TrainSpec(steps=1, global_batch=64, seq_len=4096), cluster=cluster, plan=plan
@@ -115,5 +115,5 @@ def test_only_a_stage_on_two_fabrics_is_held_to_the_bridge() -> None:
     ground = heterogeneity_factors(run(halves))
     assert ground and ground(Layout((("pipeline", 2), ("shard", 16)), 8)).port == 20e9
     assert ground(Layout((("shard", 16), ("pipeline", 2)), 8)).port == pytest.approx(0.4e9)
-    pins = PlanPins(tensor=1, context_ring=1, context_ulysses=1)
+    pins = PlanKeys(tensor=1, context_ring=1, context_ulysses=1)
     assert search(run(halves, plan=pins)).best.plan.mesh[0].axis == "pipeline"

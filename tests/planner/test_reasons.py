@@ -69,7 +69,7 @@ def test_every_mode_of_recompute_is_named_with_its_layers() -> None:
         (["plan.expert=2", "plan.tensor=2", "plan.replicate=2"], "plan.expert the 1 ranks"),
         (
             ["plan.expert=2", "plan.tensor=2", "model.experts=6"],
-            "plan.expert 2 × 2 tensor ranks must divide the model's 6",
+            "plan.expert: expected a divisor of model.experts = 6 ÷ plan.tensor 2, got 2",
         ),
     ],
 )

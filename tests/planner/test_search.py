@@ -20,7 +20,8 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import parameter_count
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import LayerStrategy, MeshAxis, Plan, PlanPins, ScheduleName, SchedulePlan
+from meshwright.spec.plan import LayerStrategy, MeshAxis, Plan, ScheduleName, SchedulePlan
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import ModelSection, RunSpec
 
 H100 = ClusterSpec(gpu="H100", gpus_per_node=8)
@@ -90,7 +91,7 @@ def test_a_slow_network_gets_a_pipeline_and_a_fast_one_does_not() -> None:
 
 def test_pins_are_kept() -> None:
     plan = chosen(
-        run(plan=PlanPins(micro_batch=1, recompute="full", reshard=True, replicate=2, schedule="1f1b", pipeline=1))
+        run(plan=PlanKeys(micro_batch=1, recompute="full", reshard=True, replicate=2, schedule="1f1b", pipeline=1))
     )
     assert (plan.batch.micro_batch, plan.batch.accumulate) == (1, 2)
     assert (plan.axis_size("replicate"), plan.axis_size("shard")) == (2, 4)
@@ -98,18 +99,18 @@ def test_pins_are_kept() -> None:
 
 
 def test_a_pinned_field_is_not_explained_by_memory() -> None:
-    plan = chosen(run(plan=PlanPins(recompute="full", reshard=True)))
+    plan = chosen(run(plan=PlanKeys(recompute="full", reshard=True)))
     assert not any("does not fit" in reason for reason in plan.why)
     assert plan.why[-1] == "pinned by the run file: reshard, recompute"
 
 
 def test_pinned_layers_are_taken_as_they_are() -> None:
     layers = (LayerStrategy(range="0-3", recompute="full"), LayerStrategy(range="4-31", reshard=False))
-    assert chosen(run(plan=PlanPins(layers=layers))).layers == layers
+    assert chosen(run(plan=PlanKeys(layers=layers))).layers == layers
 
 
-@pytest.mark.parametrize("pins", [PlanPins(micro_batch=3), PlanPins(shard=3), PlanPins(replicate=8, shard=8)])
-def test_impossible_pins_are_refused(pins: PlanPins) -> None:
+@pytest.mark.parametrize("pins", [PlanKeys(micro_batch=3), PlanKeys(shard=3), PlanKeys(replicate=8, shard=8)])
+def test_impossible_pins_are_refused(pins: PlanKeys) -> None:
     with pytest.raises(BadInput, match="global_batch 16"):
         search(run(plan=pins))
 
@@ -143,7 +144,7 @@ def test_a_refusal_never_names_less_than_nothing(monkeypatch: pytest.MonkeyPatch
 
 def test_training_is_offered_only_what_it_can_do() -> None:
     # What splits the backward has the smaller bubble, and does not go with activations in host memory.
-    question = run(plan=PlanPins(pipeline=2, offload="activations"))
+    question = run(plan=PlanKeys(pipeline=2, offload="activations"))
     wide, narrow = search(question, trainable=False), search(question)
     assert all(untrainable(candidate.plan) is None for candidate in (narrow.best, *narrow.others))
     assert any(untrainable(candidate.plan) for candidate in (wide.best, *wide.others))
@@ -188,7 +189,7 @@ def test_what_is_named_where_nothing_fits_is_trainable(schedule: str) -> None:
 @pytest.mark.slow
 def test_pinned_layers_get_a_schedule_that_can_train_them() -> None:
     layers = (LayerStrategy(range="all", recompute="full", offload="activations"),)
-    question = run(plan=PlanPins(pipeline=2, layers=layers))
+    question = run(plan=PlanKeys(pipeline=2, layers=layers))
     wide, narrow = search(question, trainable=False), search(question)
     assert any(untrainable(candidate.plan) for candidate in (wide.best, *wide.others))
     for candidate in (narrow.best, *narrow.others):
@@ -251,7 +252,7 @@ def test_what_of_offload_is_not_trained_is_refused_for_any_layer_range() -> None
 def test_training_moves_activations_where_memory_is_short() -> None:
     """64K tokens on four devices of 80 GB, each with a whole sequence: more recompute takes longer than offload."""
     four = ClusterSpec(gpu="H100", gpus_per_node=4)
-    pins = PlanPins(tensor=1, context_ring=1, context_ulysses=1)
+    pins = PlanKeys(tensor=1, context_ring=1, context_ulysses=1)
     long = run(batch=4, seq=65536, cluster=four, plan=pins)
     plan = chosen(long)
     assert {layer.offload for layer in plan.layers} <= {"activations", "none"} and offloads(plan)
@@ -269,11 +270,11 @@ def test_training_moves_the_optimizer_where_nothing_else_fits() -> None:
     share = 10 * parameter_count(alone.model) * plan.offload_fraction
     assert any(f"the optimizer takes {share / 1e9:.1f} GB of each host's memory" in sentence for sentence in plan.why)
     with pytest.raises(OutOfResources):
-        chosen(replace(alone, plan=PlanPins(offload="activations")))
+        chosen(replace(alone, plan=PlanKeys(offload="activations")))
 
 
 def test_a_pinned_offload_gets_a_schedule_that_can_train_it() -> None:
-    plan = chosen(run(plan=PlanPins(pipeline=2, offload="activations")))
+    plan = chosen(run(plan=PlanKeys(pipeline=2, offload="activations")))
     assert plan.layers[0].offload == "activations" and untrainable(plan) is None
 
 

@@ -15,7 +15,8 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import REFUSED_SCHEDULES, PlanPins
+from meshwright.spec.plan import REFUSED_SCHEDULES
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import ModelSection, RunSpec
 
 
@@ -25,7 +26,7 @@ def run(
     model = from_plain(ModelSection, {**MODEL_PRESETS[preset], "preset": preset})
     cluster = ClusterSpec(gpu="H200", nodes=nodes, gpus_per_node=ranks // nodes)
     train = TrainSpec(steps=1, global_batch=batch, seq_len=seq)
-    return RunSpec(name="x", model=model, train=train, cluster=cluster, plan=from_plain(PlanPins, pins))
+    return RunSpec(name="x", model=model, train=train, cluster=cluster, plan=from_plain(PlanKeys, pins))
 
 
 @pytest.mark.parametrize(

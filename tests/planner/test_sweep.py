@@ -23,7 +23,8 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import RECOMPUTE_MODES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
+from meshwright.spec.plan import RECOMPUTE_MODES, Gradients, LayerStrategy, Offload, Recompute
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import ModelSection, RunSpec
 
 
@@ -41,7 +42,7 @@ def questions(draw: st.DrawFn) -> RunSpec:
         memory_gib=draw(st.sampled_from([4.5, 6, 10, 40])),
         network=network,
     )
-    pins = PlanPins(
+    pins = PlanKeys(
         recompute=draw(st.sampled_from([None, None, None, "full"])),
         reshard=draw(st.sampled_from([None, None, True])),
         pipeline=draw(st.sampled_from([None, None, 2])),
@@ -74,7 +75,7 @@ WHOLE_IS_LESS = RunSpec(
     name="x",
     model=model_of(3, 8, 2, tied=True),
     train=TrainSpec(steps=1, global_batch=16, seq_len=4096),
-    plan=PlanPins(pipeline=2),
+    plan=PlanKeys(pipeline=2),
     cluster=ClusterSpec(
         gpu="H200", nodes=2, gpus_per_node=4, memory_gib=4.5, network=NetworkSpec(fabric="tcp", port_gb_per_s=1.0)
     ),
@@ -116,7 +117,7 @@ def check(run: RunSpec) -> None:
 def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) -> float:
     """Prices every point with every strategy and every number of low-memory layers."""
     pins, layers, best = run.plan, run.model.layers, np.inf
-    assert isinstance(pins, PlanPins)
+    assert isinstance(pins, PlanKeys)
     sharded = space.column("shard") * space.column("context") > 1
     layered = space.schedule == SCHEDULES.index("breadth_first")
     modes = recomputes(run)
@@ -167,7 +168,7 @@ def test_all_but_attention_is_tried_where_attention_is_long() -> None:
     def tried(seq_len: int, pinned: Recompute | None = None) -> tuple[str, ...]:
         train = TrainSpec(steps=1, global_batch=1, seq_len=seq_len)
         model = from_plain(ModelSection, MODEL_PRESETS["llama3-8b"])
-        return recomputes(RunSpec(name="x", model=model, train=train, plan=PlanPins(recompute=pinned)))
+        return recomputes(RunSpec(name="x", model=model, train=train, plan=PlanKeys(recompute=pinned)))
 
     assert tried(8192) == ("none", "selective", "full") and tried(32768) == RECOMPUTE_MODES
     assert tried(8192, "all_but_attention") == ("all_but_attention",)

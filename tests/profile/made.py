@@ -31,6 +31,10 @@ TRUE = {
     "gemm_low": 0.91,
     "narrow": 210.0,
     "attention": 0.57,
+    "attention_wide": 0.85,
+    "flex": 0.61,
+    "flex_wide": 0.7,
+    "flex_backward": 3.6,
     "hbm": 0.83,
     "link": 0.71,
     "start_us": 11.0,
@@ -75,7 +79,7 @@ def made_profile() -> MachineProfile:
         port_bytes_per_s=number(machine.nic),
         versions={"torch": "2.11.0"},
         products=tuple(_product(shape, dtype, k) for shape in SHAPES for dtype in FORMATS),
-        attention=tuple(_attention(8192, head, machine, window) for window in (None, 1024) for head in (64, 128)),
+        attention=tuple(_attention(8192, head, machine, window) for window in (None, 1024) for head in (64, 128, 256)),
         copy_bytes_per_s=hbm * 1.02,
         pass_bytes_per_s=hbm,
         adamw_parameters_per_s=hbm / TRUE["update"],
@@ -100,13 +104,21 @@ def _product(shape: tuple[int, int, int], dtype: Literal["bf16", "fp8"], k: Cons
 
 
 def _attention(seq: int, head: int, machine: Machine, window: int | None) -> AttentionTime:
-    """Causal attention: half of 4 × tokens × seq × width, without the scores outside a window.
+    """Causal attention: half of 4 × tokens × seq × width, and with a window the blocks of 128 scores that touch it.
 
-    Small heads run slower; the backward takes 2.5 times the forward.
+    Small heads run slower; the backward takes 2.5 times the forward, another factor with a window.
     """
     tokens, heads = 16384, 32
-    seen = 1 - (1 - window / seq) ** 2 if window else 1.0
-    forward = 2 * tokens * seq * seen * heads * head / (machine.half_peak * TRUE["attention"]) * (1 + 32 / head)
+    rate, backward = machine.half_peak * TRUE["attention"], 2.5
+    if window is None:
+        scores = seq / 2
+        rate *= TRUE["attention_wide"] if head == 256 else 1.0
+    else:
+        blocks = [min(block, window // 128) + 1 for block in range(seq // 128)]
+        scores = 128 * sum(blocks) / len(blocks) + 350  # each block of queries costs as much as 350 keys
+        rate *= TRUE["flex"] * (TRUE["flex_wide"] if head == 256 else 1.0)
+        backward = TRUE["flex_backward"]
+    forward = 4 * tokens * scores * heads * head / rate * (1 + 32 / head)
     return AttentionTime(
         format="bf16",
         seq=seq,
@@ -116,7 +128,7 @@ def _attention(seq: int, head: int, machine: Machine, window: int | None) -> Att
         tokens=tokens,
         window=window,
         forward_seconds=forward,
-        backward_seconds=2.5 * forward,
+        backward_seconds=backward * forward,
     )
 
 

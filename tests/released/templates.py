@@ -90,7 +90,7 @@ class Template:
         self.variant = variant.read_text(encoding="utf-8") if variant.is_file() else None
         if self.variant is None and re.search(r"\{%-?\s*generation", self.source):
             self.variant = self.source
-        self._values = {"bos_token": self._named(BEGINS, "<s>"), "eos_token": self._named(ENDS, "<|im_end|>")}
+        self.named = {"bos_token": self._named(BEGINS, "<s>"), "eos_token": self._named(ENDS, "<|im_end|>")}
 
     def _named(self, tokens: dict[str, str], otherwise: str) -> str:
         return next((token for name, token in tokens.items() if self.name.startswith(name)), otherwise)
@@ -98,7 +98,7 @@ class Template:
     @cached_property
     def added(self) -> list[str]:
         """The added tokens of a tokenizer for this template."""
-        return sorted({*TOKEN.findall(self.source), *ORDINARY.findall(self.source), *self._values.values()})
+        return sorted({*TOKEN.findall(self.source), *ORDINARY.findall(self.source), *self.named.values()})
 
     @cached_property
     def special(self) -> list[str]:
@@ -106,11 +106,11 @@ class Template:
 
     @cached_property
     def compiled(self) -> ChatTemplate:
-        return ChatTemplate(self.source, self._values, lambda: datetime(2026, 1, 1))
+        return ChatTemplate(self.source, self.named, lambda: datetime(2026, 1, 1))
 
     @cached_property
     def _compiled_variant(self) -> ChatTemplate | None:
-        return self.variant and ChatTemplate(self.variant, self._values, lambda: datetime(2026, 1, 1))
+        return self.variant and ChatTemplate(self.variant, self.named, lambda: datetime(2026, 1, 1))
 
     def chat(self, shape: str) -> Chat | str:
         """A chat of a shape, or why the template has none."""

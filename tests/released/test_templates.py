@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshwright.data.corpus import Document
 from meshwright.data.encode_chat import encode_chats
+from tests.released.chats import compared
 from tests.released.templates import SHAPES, Template, page, released_templates
 
 TEMPLATES = released_templates()
@@ -39,6 +40,17 @@ def test_the_tokens_that_are_trained_on_are_those_of_the_ranges(template: Templa
         assert encoded.mask is not None
         trained = [id for id, bit in zip(encoded.tokens.tolist(), encoded.mask.tolist(), strict=True) if bit]
         assert tokenizer.decode(trained, skip_special_tokens=False) == "".join(verdict.spans)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=[template.name for template in TEMPLATES])
+def test_ten_conversations_have_the_text_of_transformers(template: Template) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped: Any = PreTrainedTokenizerFast
+    theirs = wrapped(tokenizer_object=byte_tokenizer(template), chat_template=template.source, **template.named)
+    outcomes = compared(template.source, template.named, theirs)
+    assert not [outcome for outcome in outcomes if outcome is not None and outcome.startswith("DIFFERENT")]
+    assert outcomes[:3] == [None] * 3
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="make test-models installs trl")

@@ -15,7 +15,7 @@ from meshwright.serve.readback import LaunchedStep
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import BadInput
-from tests.models.tiny import ALL, LLAMA, built
+from tests.models.tiny import ALL, DENSE, LLAMA, built
 from tests.serve.helpers import (
     PROMPTS,
     TOKENS,
@@ -29,10 +29,12 @@ from tests.serve.helpers import (
 )
 from tests.slow import quick_first
 
+MODELS = {**ALL, **DENSE}
 
-@pytest.mark.parametrize("name", ALL)
+
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_of_prefill_and_decode_are_those_of_the_trainer(name: str) -> None:
-    model = tiny(ALL[name])
+    model = tiny(MODELS[name])
     engine = engine_of(model)
     seen = record_logits(engine)
     new = texts(engine)
@@ -41,6 +43,9 @@ def test_logits_of_prefill_and_decode_are_those_of_the_trainer(name: str) -> Non
             whole = model(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
             assert (torch.stack(seen[number]) - whole).abs().max() < 1e-5
             assert tokens == whole.argmax(1).tolist()
+    if name in DENSE:
+        assert texts(engine) == new
+        assert engine._policy.cached_tokens > 0
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def round_cache(model: Decoder) -> Decoder:
         return attention(q, k, v, *masks, **options)
 
     for block in model.layers.values():
-        block.attention.attend = attend
+        block.hooks.attend = attend
     return model
 
 

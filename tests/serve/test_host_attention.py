@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.models.tiny import LLAMA, MIXTRAL, QWEN3, SLIDING, built
+from tests.models.tiny import GEMMA2, GPT_OSS, LLAMA, MIXTRAL, QWEN3, SLIDING, built
 from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts
 
 
-@pytest.mark.parametrize("spec", [LLAMA, QWEN3, SLIDING, MIXTRAL, replace(LLAMA, kv_heads=1)], ids=str)
+@pytest.mark.parametrize("spec", [LLAMA, QWEN3, SLIDING, MIXTRAL, GPT_OSS, GEMMA2, replace(LLAMA, kv_heads=1)], ids=str)
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["several", "one"])
 def test_logits_are_those_of_the_plain_reference(spec, prompts) -> None:
     logits = []

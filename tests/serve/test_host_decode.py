@@ -11,7 +11,9 @@ from meshwright.models.mlp import GatedMLP
 from meshwright.serve import host_decode
 from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
-from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN2, QWEN3, SCALED, SLIDING, built
+from meshwright.spec.model import KindSpec
+from meshwright.workload.cache_size import layer_groups
+from tests.models.tiny import GEMMA, GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN2, QWEN3, SCALED, SLIDING, SMOLLM3, built
 from tests.serve.helpers import PROMPTS, continued_texts, engine_of, greedy, record_logits, texts, tiny
 
 
@@ -42,11 +44,18 @@ def test_a_moved_prompt_may_have_the_blocks_of_the_text_before() -> None:
 
 
 def supported(model, dtype=torch.float32) -> bool:
-    cache = KVCache(model.spec, [4], tokens_per_block=4, device=torch.device("cpu"), dtype=dtype)
+    cache = KVCache(
+        model.spec, [4] * len(layer_groups(model.spec)), tokens_per_block=4, device=torch.device("cpu"), dtype=dtype
+    )
     return HostDecode.supports(model, cache)
 
 
-@pytest.mark.parametrize("spec", [GPT2, MIXTRAL, PARALLEL, SCALED], ids=str)
+WIDTHS = replace(LLAMA, blocks={"narrow": KindSpec(ffn_hidden=48), "wide": KindSpec()}, pattern=("narrow", "wide"))
+
+
+@pytest.mark.parametrize(
+    "spec", [GPT2, MIXTRAL, PARALLEL, SCALED, replace(GEMMA, blocks={}, pattern=()), SMOLLM3, WIDTHS], ids=str
+)
 def test_other_models_take_the_general_path(spec) -> None:
     assert supported(tiny(LLAMA))
     assert not supported(tiny(spec))

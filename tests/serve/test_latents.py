@@ -157,7 +157,7 @@ def round_latents(model: Decoder) -> Decoder:
             k = torch.cat((k[..., :unrotated], k[..., unrotated:].to(e4m3).to(k.dtype)), dim=-1)
             return attention(q, k, v, *masks, **options)
 
-        latent.attend = attend
+        latent.hooks.attend = attend
         latent.kv_norm.register_forward_hook(lambda module, inputs, output: output.to(e4m3).to(output.dtype))
     return model
 

@@ -16,7 +16,8 @@ from meshwright.planner.moves import MOVES, with_moves
 from meshwright.planner.reprice import reprice
 from meshwright.simulator.copied_experts import copy_effects, with_copies
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.plan import ExpertPlan, ExpertPolicy, LayerStrategy, Plan, PlanPins
+from meshwright.spec.plan import ExpertPlan, ExpertPolicy, LayerStrategy, Plan
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 from meshwright.workload.activations import busiest_rows
 from meshwright.workload.plan_bytes import fullest_rank_memory
@@ -94,7 +95,7 @@ def test_the_planner_copies_a_loaded_expert_and_says_so(tmp_path: Path) -> None:
 
 def test_the_planner_moves_owners_where_that_balances_loads(tmp_path: Path) -> None:
     """The first two of four ranks own most of the load; each rank can own one loaded expert. Copies are pinned off."""
-    run = replace(run_with(tmp_path, [9, 9, 9, 9, 1, 1, 1, 1]), plan=PlanPins(expert_policy="none"))
+    run = replace(run_with(tmp_path, [9, 9, 9, 9, 1, 1, 1, 1]), plan=PlanKeys(expert_policy="none"))
     even = replace(plan({"shard": 4}), experts=OWN)
     (moved,) = owners(run, even, None)
     assert copy_effects(run.model, run.train, moved, run.cluster).imbalance == pytest.approx(1.0, abs=1e-2)

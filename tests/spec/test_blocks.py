@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.tiny import ALL, DEEPSEEK_V2, LATENT, LLAMA, PARALLEL, QWEN3_MOE, built
+from tests.models.tiny import ALL, DEEPSEEK_V2, DENSE, LATENT, LLAMA, PARALLEL, QWEN3_MOE, built
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.kernels.grouped import GROUPED_OPERATOR
@@ -23,6 +23,7 @@ from meshwright.spec.model import ModelSpec, block_of, sequence
 MODELS = {
     **ALL,
     **LATENT,
+    **DENSE,
     "parallel with shared": replace(
         PARALLEL, experts=4, experts_per_token=2, expert_hidden=40, shared_expert_hidden=16
     ),

@@ -131,7 +131,8 @@ def test_fused_weights_are_cut_block_by_block() -> None:
 def test_the_error_names_the_size_that_does_not_divide(
     sizes: tuple[int, int, int, int, int, int | None], message: str | None
 ) -> None:
-    error = tensor_split_error(*sizes)
+    ranks, heads, kv_heads, width, *others = sizes
+    error = tensor_split_error(ranks, heads, kv_heads, {"ffn_hidden": width}, *others)
     assert error == message if message is None else error is not None and error.startswith(message)
 
 

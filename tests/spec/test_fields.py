@@ -12,7 +12,8 @@ from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.spec.fields import Bound, describe_type, field_docs, from_plain, hints_of, to_plain
 from meshwright.spec.model import ModelSpec, RopeScaling
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, PlanPins, Precision, Predicted
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, Predicted
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import Assignment, Lease, RunSpec
 
 PLAN = Plan(
@@ -23,7 +24,7 @@ PLAN = Plan(
     predicted=Predicted(memory_peak_bytes=10**10, memory_bytes={"weights": 10**9}),
     why=("one", "two"),
 )
-PINS = PlanPins(shard=2, reshard=False, layers=(LayerStrategy(range="all", recompute="selective"),))
+PINS = PlanKeys(shard=2, reshard=False, layers=(LayerStrategy(range="all", recompute="selective"),))
 LEASE = Lease(run_id="5f2c", epoch=3, host="node0", boot_id="b", pid=7, process_start=99)
 RUN = load_run(
     None, ["plan.shard=2", "cluster.gpus_per_node=2", "model=llama3-8b", "observe.wandb=p", "data.mix={a: 1, b: 0.5}"]

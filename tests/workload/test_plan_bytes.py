@@ -253,16 +253,43 @@ def test_an_offloaded_optimizer_leaves_master_weights_if_they_are_gathered() -> 
 
 
 def test_memory_of_layers_with_different_strategies() -> None:
-    """Half of the blocks use recompute, the other half keep gathered weights for the step."""
-    mixed = replace(
-        plan({"shard": 4}),
-        layers=(LayerStrategy(range="0-3", recompute="full"), LayerStrategy(range="4-7", reshard=False)),
-    )
+    """Half of the blocks keep gathered weights for the step, the other half use recompute, or the other way round.
+
+    If the first half is computed again, the blocks behind it have freed more than that takes: memory peaks in the head.
+    """
+    halves = (LayerStrategy(range="0-3", reshard=False), LayerStrategy(range="4-7", recompute="full"))
+    mixed = replace(plan({"shard": 4}), layers=halves)
     memory, recomputed = fullest_memory(mixed), fullest_memory(plan({"shard": 4}, recompute="full"))
-    assert memory["activations"] == 4 * STREAM + 4 * TOKENS * SAVED + RECOMPUTED + BACKWARD_TEMPORARIES + SCRATCH
-    assert memory["gathered"] - recomputed["gathered"] == 2 * (
-        2 * BLOCK + TABLE
-    )  # two blocks more, and the embedding beside the head
+    saved = 4 * STREAM + 4 * TOKENS * SAVED
+    assert memory["activations"] == saved + RECOMPUTED + BACKWARD_TEMPORARIES + SCRATCH
+    assert memory["gathered"] - recomputed["gathered"] == 2 * 2 * BLOCK
+    swapped = (replace(halves[1], range="0-3"), replace(halves[0], range="4-7"))
+    assert fullest_memory(replace(mixed, layers=swapped))["activations"] == saved + SCRATCH
+
+
+def test_blocks_free_room_for_those_before_them_in_one_stage_only() -> None:
+    """Between the backwards of two stages of a rank a forward may fill the room again."""
+    layers = (LayerStrategy(range="0-3", recompute="full"), LayerStrategy(range="4-7", reshard=False))
+    mixed = [replace(plan({"pipeline": 2}, schedule), layers=layers) for schedule in ("interleaved", "zbv")]
+    for several_stages in mixed:
+        by_rank = memory_by_rank(MODEL, TRAIN, several_stages, cpu=False, activation_peaks=(1e9, 1e9))
+        assert any(memory["activations"] == 1e9 + RECOMPUTED + BACKWARD_TEMPORARIES + SCRATCH for memory in by_rank)
+
+
+def test_gradients_of_blocks_take_the_room_that_they_free() -> None:
+    """One micro-batch over two shards: the last block leaves gradients of half of its parameters, in fp32.
+
+    They take the room of its gathered weights if these were kept.
+    """
+    full = LayerStrategy(range="0-6", recompute="full", reshard=False)
+    layers = (full, LayerStrategy(range="7", reshard=True))
+    once = replace(plan({"shard": 2}), layers=layers, batch=BatchPlan(global_batch=4, micro_batch=2, accumulate=1))
+    kept = replace(once, layers=(layers[0], replace(layers[1], reshard=False)))
+    saved = 7 * STREAM + TOKENS * SAVED + SCRATCH
+    without_peak_in_head = replace(MODEL, vocab_size=1024)
+    memory, kept_memory = (fullest_rank_memory(without_peak_in_head, TRAIN, each, cpu=False) for each in (once, kept))
+    assert kept_memory["activations"] == saved + BACKWARD_TEMPORARIES
+    assert memory["activations"] == saved + BACKWARD_TEMPORARIES - STREAM + 2 * BLOCK
 
 
 MIXTURE = replace(MODEL, experts=8, experts_per_token=2, expert_hidden=2048, first_dense_layers=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,31 @@ from typing import Any
 import torch
 import yaml
 
+from meshwright.checkpoint.adapters import BASE
 from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt, recover
 from meshwright.checkpoint.contents import Chunk, TensorRecord
 from meshwright.checkpoint.files import disk_space_error
 from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.hf import BASE_MODEL, export_hf, import_hf
+from meshwright.checkpoint.initial import CheckpointWeights, checkpoint_weights
 from meshwright.checkpoint.inventory import choose_newest
 from meshwright.checkpoint.manifest import step_name
+from meshwright.checkpoint.peft import write_peft
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.stored_model import open_model
+from meshwright.checkpoint.towers import keep_towers, read_towers
 from meshwright.config.load import resolved_yaml
 from meshwright.data.chat_template import TEMPLATE, copy_chat_files
 from meshwright.data.text_format import TEXT_FORMAT, TOKENIZER, TextFormat, known_text_format, tokenizer_file
 from meshwright.durable.writes import write_durable
+from meshwright.families.text_part import TOWERS
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
 from meshwright.spec.run import ModelSection, RunSpec
 
 _SHARD = "tensors-00000.safetensors"
@@ -43,13 +49,15 @@ def export_checkpoint(
     *,
     dtype: str = "bf16",
     average: bool = False,
+    text_only: bool = False,
     note: Callable[[str], object] = lambda sentence: None,
 ) -> Path:
     """Write the weights of a checkpoint as a Hugging Face folder at `out`, and return the checkpoint they came from.
 
     `source` is a checkpoint or a run folder; of a run folder, the newest undamaged checkpoint is exported. The run
     folder's `tokenizer.json` and the files about its texts are copied too; what ends a generated text follows from the record of the text
-    format. `average` takes the moving average of the weights (`train.ema_decay`); `note` receives sentences about the format of the texts.
+    format. `average` takes the moving average of the weights (`train.ema_decay`). A run that began with the text part of a larger model is
+    written with that model's other tensors, or with `text_only` without them. `note` receives sentences about the format of the texts.
     Raises Damaged when the checkpoint differs from what was written, BadInput when it has no model configuration or average, or when the
     Hugging Face class of its family cannot represent it.
     """
@@ -57,10 +65,11 @@ def export_checkpoint(
     path = chosen.path
     if chosen.warning is not None:
         log.warning("%s", chosen.warning)
-    with CheckpointReader(path) as reader:
+    with checkpoint_weights(path, "ema" if average else "model") as weights:
+        reader = weights.reader
         config = _config(reader)
-        spec = _model(config, path)
-        if average and not any(reader.names("ema.")):
+        spec = without_adapter(_model(config, path))
+        if average and not weights.names:
             raise BadInput(f"{path} has no average of the weights: the run sets no train.ema_decay")
         tokenizer, text = tokenizer_file(path), known_text_format(path)
         for sentence in () if text is None else text.sentences():
@@ -68,25 +77,85 @@ def export_checkpoint(
         export_hf(
             out,
             spec,
-            _CheckpointWeights(reader, "ema" if average else "model"),
+            _CheckpointRows(weights, {parameter.name: parameter for parameter in parameters(spec)}),
             tokenizer=tokenizer,
             run_note=_note(config, reader, text),
             dtype=dtype,
             text=text,
+            towers=None if text_only else read_towers(path),
             title=config.get("name"),
             limits=_limits(config, text),
         )
     return path
 
 
-def import_checkpoint(source: Path, out: Path) -> Path:
+def export_adapter(source: Path, out: Path) -> Path:
+    """Write the adapters of a run or a checkpoint as a folder that peft loads, and return the checkpoint they came from.
+
+    Raises BadInput when it has none, or when `out` exists and is not empty; Damaged as `export_checkpoint`.
+    """
+    chosen = choose_newest(source)
+    if chosen.warning is not None:
+        log.warning("%s", chosen.warning)
+    with CheckpointReader(chosen.path) as reader:
+        config = _config(reader)
+        spec = _model(config, chosen.path)
+        if spec.adapter is None:
+            raise BadInput(f"{chosen.path} has no adapters: the run has no model.adapter")
+        kind, _, folder = str(config["model"].get("init")).partition(":")
+        write_peft(
+            out,
+            spec,
+            lambda name: reader.read(f"model.{name}"),
+            base_name=folder or kind,
+            base=reader.state().get(BASE),
+        )
+    return chosen.path
+
+
+def merge_adapter(
+    base: Path,
+    adapter: Path,
+    out: Path,
+    *,
+    dtype: str = "bf16",
+    note: Callable[[str], object] = lambda sentence: None,
+) -> None:
+    """Write the model in `base` with the adapters in `adapter` merged into it as a Hugging Face folder at `out`.
+
+    Both may be any that `stored_model.open_model` takes. W + s · BA is computed in fp32 and rounded once. Errors as `export_checkpoint`.
+    """
+    with open_model(base, adapter=adapter) as stored:
+        note(f"sums in fp32, rounded once to {dtype}")
+        tokenizer = tokenizer_file(base)
+        text = None if tokenizer is None else known_text_format(base)
+        specs = {parameter.name: parameter for parameter in parameters(stored.spec)}
+        export_hf(
+            out,
+            stored.spec,
+            lambda name: stored.read_rows(specs[name], 0, specs[name].shape[0]),
+            tokenizer=tokenizer,
+            run_note=f"The adapters of `{adapter.name}` merged into the weights of `{base.name}`.",
+            dtype=dtype,
+            text=text,
+            towers=import_hf(base)[1].towers() if (base / "config.json").exists() else read_towers(base),
+            limits=f"Exported by Meshwright: the model of `{base.name}` with adapters.",
+        )
+
+
+def import_checkpoint(
+    source: Path, out: Path, *, text_only: bool = False, note: Callable[[str], object] = lambda sentence: None
+) -> Path:
     """Write the weights of a Hugging Face folder as a committed checkpoint of step 0 in `out`, and return its path.
 
     Weights are stored in fp32, as training stores them; there is no optimizer state. The folder's `tokenizer.json` (and chat template) is
-    copied to `out` unless `out` has one. Raises BadInput when `out` already has a checkpoint of step 0, or when the
+    copied to `out` unless `out` has one. So are the tensors beside a text part, but for `text_only`. `note` receives sentences about
+    settings that are not used. Raises BadInput when `out` already has a checkpoint of step 0, or when the
     model is of an unknown family.
     """
     spec, weights = import_hf(source)
+    for sentence in weights.notes:
+        note(f"{source}: {sentence}")
     checkpoints = out if out.name == "checkpoints" else out / "checkpoints"
     attempt = Attempt(checkpoints, 0, new_attempt())
     if attempt.target.exists():
@@ -113,6 +182,8 @@ def import_checkpoint(source: Path, out: Path) -> Path:
     except BaseException:
         attempt.abandon()
         raise
+    if weights.nesting is not None and not text_only and not (checkpoints.parent / TOWERS).exists():
+        keep_towers(source, weights.others, weights.other, checkpoints.parent)
     tokenizer = checkpoints.parent / TOKENIZER
     if text is not None and not tokenizer.exists():
         write_durable(tokenizer, read_folder_file(source / TOKENIZER, TOKENIZER_BYTES))
@@ -122,18 +193,17 @@ def import_checkpoint(source: Path, out: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class _CheckpointWeights:
+class _CheckpointRows:
     """The weights of a checkpoint as a `RowSource` (`checkpoint.hf`), which reads rows of dimension 0."""
 
-    reader: CheckpointReader
-    prefix: str
-    """`model`, or `ema` for the moving average."""
+    weights: CheckpointWeights
+    parameters: Mapping[str, ParameterSpec]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.reader.record(f"{self.prefix}.{name}").shape
+        return self.weights.shapes[name]
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.reader.read_rows(f"{self.prefix}.{name}", start, stop)
+        return self.weights.read_rows(self.parameters[name], start, stop)
 
 
 def _config(reader: CheckpointReader) -> dict[str, Any]:
@@ -183,7 +253,7 @@ def _note(config: dict[str, Any], reader: CheckpointReader, text: TextFormat | N
     rows = [("Began with", _began_with(config)), ("Data", _mix(data.get("mix"))), *_trained_on(text)]
     names = ("steps", "global_batch", "global_batch_tokens", "seq_len", "learning_rate")
     settings = [f"{name} {train[name]}" for name in names if isinstance(train.get(name), (int, float, str))]
-    rows += [("Trained weights", "all"), ("Settings", ", ".join(settings))]
+    rows += [("Trained weights", _trained_weights(config)), ("Settings", ", ".join(settings))]
     return "\n".join([sentence, "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
@@ -191,6 +261,14 @@ def _began_with(config: dict[str, Any]) -> str:
     init = str(config["model"].get("init") or "scratch")
     kind, _, where = init.partition(":")
     return f"the weights of `{Path(where).name}`" if where else "random weights" if kind == "scratch" else f"`{init}`"
+
+
+def _trained_weights(config: dict[str, Any]) -> str:
+    adapter = config["model"].get("adapter")
+    if not isinstance(adapter, dict):
+        return "all"
+    targets = ", ".join(map(str, adapter.get("targets", ())))
+    return f"adapters ({adapter.get('kind')}) of rank {adapter.get('rank')} on {targets}, merged into the weights"
 
 
 def _mix(mix: object) -> str:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from meshwright.checkpoint.towers import Towers, check_tensors, towers_beside, towers_sentence
 from meshwright.data.chat_template import GENERATION_CONFIG
 from meshwright.data.text_format import TextFormat, derive, export_text_files, exported_ids, named_bos
 from meshwright.data.tokenizer_file import open_tokenizer
@@ -29,12 +30,15 @@ from meshwright.families.folder import (
     SPECIAL_IDS,
     HFTensor,
     folder_fields,
+    folder_nesting,
     hf_tensors,
     prediction_copies,
     read_json,
     to_hf_config,
+    to_whole_config,
 )
 from meshwright.families.registry import FAMILIES
+from meshwright.families.text_part import Nesting
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.folder_files import TOKENIZER_BYTES, check_inside, read_folder_file
@@ -74,6 +78,7 @@ def export_hf(
     dtype: str = "bf16",
     shard_bytes: int = 4 << 30,
     text: TextFormat | None = None,
+    towers: Towers | None = None,
     title: str | None = None,
     limits: str = BASE_MODEL,
 ) -> None:
@@ -83,6 +88,7 @@ def export_hf(
     (`RowSource`). One tensor, or 32 MiB of rows, is in memory at a time. `tokenizer` is the path of a tokenizer.json, whose folder
     may have further files about texts (`data.chat_template.TEXT_FILES`), and `text` the format of the texts, by default the one that this
     folder describes.
+    With `towers` it is a folder of the whole model that the text model is a part of, else one of the text model.
     `run_note` is Markdown for the model card, `limits` what it says about the use of the model; its title is `title` or else the
     folder's name. No file of weights exceeds `shard_bytes` unless a single tensor does. The folder gets its name when it is
     complete. Raises BadInput when it exists and is not empty, when the Hugging Face class of the family cannot represent
@@ -96,23 +102,28 @@ def export_hf(
         text = text or derive(tokenizer.parent, loaded, content=read_folder_file(tokenizer, TOKENIZER_BYTES))
         bos = named_bos(tokenizer.parent, loaded)
     special_ids = None if text is None else exported_ids(text, bos)
-    config = to_hf_config(spec, dtype=dtype, special_ids=special_ids)
-    shards = _plan_shards(spec, dtype, shard_bytes)
+    if towers is None:
+        config = to_hf_config(spec, dtype=dtype, special_ids=special_ids)
+    else:
+        check_tensors(towers)
+        config = to_whole_config(towers.config, spec, dtype=dtype, special_ids=special_ids)
+    shards = _plan_shards(spec, dtype, shard_bytes, towers)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _check_space(folder.parent, sum(shard.total for shard in shards))
     partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
     partial.mkdir()
     try:
-        _write_weights(partial, spec, tensors, shards, DTYPES[dtype][0])
+        _write_weights(partial, spec, tensors, shards, DTYPES[dtype][0], towers)
         _write_json(partial / "config.json", config)
         if tokenizer is None or loaded is None or text is None:
-            _write_json(partial / GENERATION_CONFIG, {key: config[key] for key in SPECIAL_IDS})
+            _write_json(partial / GENERATION_CONFIG, {key: config.get(key) for key in SPECIAL_IDS})
         else:
             write_durable(partial / "tokenizer.json", read_folder_file(tokenizer, TOKENIZER_BYTES))
             export_text_files(text, tokenizer.parent, partial, loaded, _tokenizer_config(spec))
-        write_durable(
-            partial / "README.md", _model_card(title or folder.name, folder.name, spec, run_note, dtype, limits)
-        )
+        if towers is not None:
+            towers.copy_settings(partial)
+        card = _model_card(title or folder.name, folder.name, spec, config["architectures"], run_note, dtype, limits)
+        write_durable(partial / "README.md", card)
         publish(partial, folder)
     except BaseException:
         shutil.rmtree(partial)
@@ -126,9 +137,11 @@ def import_hf(folder: Path) -> tuple[ModelSpec, HFReader]:
     that the model does not have; Damaged for files that are unreadable or do not match each other.
     """
     fields, notes = folder_fields(folder)
-    spec = from_plain(ModelSpec, fields)
-    reader = HFReader(folder, spec, _weight_files(folder), notes)
+    spec, files = from_plain(ModelSpec, fields), _weight_files(folder)
+    reader = HFReader(folder, spec, files, notes, folder_nesting(folder))
     reader.check()
+    if reader.nesting is not None:
+        reader.notes = (*notes, towers_sentence(reader.others))
     return spec, reader
 
 
@@ -142,13 +155,33 @@ class HFReader:
     """File of each tensor in the folder."""
     notes: tuple[str, ...] = ()
     """Sentences for the user about settings in config.json that this program ignores."""
+    nesting: Nesting | None = None
+    """Where the text part is, in a folder of a model that also reads images or sound."""
     _open: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         base = FAMILIES[self.spec.family].base
-        bare = not any(name.startswith(base) for name in self.files)
+        bare = self.nesting is None and not any(name.startswith(base) for name in self.files)
         self._base = base if bare else ""
         self._parts = hf_tensors(self.spec)
+
+    @property
+    def others(self) -> list[str]:
+        """Tensors of the folder that do not belong to its text model."""
+        if self.nesting is None:
+            return []
+        family = FAMILIES[self.spec.family]
+        return [name for name in self.files if not self.nesting.contains(family, name)]
+
+    def other(self, name: str) -> Tensor:
+        """One of `others`, as stored."""
+        return self._stored(name)[...]
+
+    def towers(self) -> Towers | None:
+        """What the folder has beside its text model; None for a folder of a text model."""
+        if self.nesting is None:
+            return None
+        return towers_beside(self.folder, {name: self.files[name] for name in self.others}, self.nesting)
 
     def read(self, parameter: ParameterSpec) -> Tensor:
         """The whole parameter, in the dtype of the folder."""
@@ -178,7 +211,8 @@ class HFReader:
                 raise Damaged(f"{self.folder}: no tensor {name}, which config.json calls for{hint}")
             self._check_tensor(name, part)
         copies = self._copies()
-        spare = [name for name in self.files if name not in needed and name not in copies and not self._is_unused(name)]
+        placed = {*needed, *copies, *self.others}
+        spare = [name for name in self.files if name not in placed and not self._is_unused(name)]
         if spare:
             near = nearest(spare[0], needed)
             hint = f" (nearest: {near})" if near else ""
@@ -207,6 +241,9 @@ class HFReader:
         stored = self._stored(name)
         if stored.get_dtype() == FP8:
             return _dequantised(stored, self._stored(name + SCALES), first, last)
+        if part.stacked:
+            rows = part.row_count // part.shape[0]  # of an expert
+            return from_stacked(part, stored[first // rows : last // rows])
         return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
 
     def _stored(self, name: str) -> Any:
@@ -220,11 +257,14 @@ class HFReader:
             raise Damaged(f"{path}: tensor {name} cannot be read ({error}); copy the file again") from error
 
     def _stored_name(self, part: HFTensor) -> str:
+        if self.nesting is not None:
+            return self.nesting.name(FAMILIES[self.spec.family], part.name)
         return part.name.removeprefix(self._base)
 
     def _copies(self) -> dict[str, str]:
         """Tensors of the folder that repeat another: a tied head, and what prediction modules share; each with its original."""
-        copies = {"lm_head.weight": "embed.weight"} if self.spec.tied else {}
+        head = HFTensor(f"{FAMILIES[self.spec.family].ends['head']}.weight", 0, 0, (), False)
+        copies = {self._stored_name(head): "embed.weight"} if self.spec.tied else {}
         for parameter, parts in prediction_copies(self.spec).items():
             copies |= {self._stored_name(part): parameter for part in parts}
         originals = {name: self._stored_name(self._parts[parameter][0]) for name, parameter in copies.items()}
@@ -244,12 +284,28 @@ class HFReader:
         tied = "; set tie_word_embeddings to false in config.json if the model has a head of its own"
         raise BadInput(
             f"{self.folder}: {name} differs from {original}, which it must repeat by config.json"
-            + (tied if name == "lm_head.weight" else "")
+            + (tied if name.endswith("lm_head.weight") else "")
         )
 
     def _is_unused(self, name: str) -> bool:
         scales = name.endswith(SCALES) and name.removesuffix(SCALES) in self.files
         return scales or name.endswith(FAMILIES[self.spec.family].unused)
+
+
+def from_stacked(part: HFTensor, stored: Tensor) -> Tensor:
+    """Our rows `(rows, width)` of experts as a folder stacks them, or their biases `(experts, width)`."""
+    ours = stored.mT if part.transposed else stored
+    if part.interleaved:
+        ours = ours.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return ours.flatten(0, -2).contiguous()
+
+
+def _to_stacked(part: HFTensor, rows: Tensor) -> Tensor:
+    """The inverse of `from_stacked`, for whole experts."""
+    theirs = rows.unflatten(0, (-1, part.row_count // part.shape[0])) if len(part.shape) == 3 else rows
+    if part.interleaved:
+        theirs = theirs.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return theirs.mT if part.transposed else theirs
 
 
 def _dequantised(stored: Any, scales: Any, first: int, last: int) -> Tensor:
@@ -313,19 +369,33 @@ class _Shard:
     total: int
 
 
-def _plan_shards(spec: ModelSpec, dtype: str, shard_bytes: int) -> list[_Shard]:
+def _plan_shards(spec: ModelSpec, dtype: str, shard_bytes: int, towers: Towers | None) -> list[_Shard]:
     groups: list[dict[str, dict[str, Any]]] = [{}]
     filled = 0
-    for part in (part for parts in _written_tensors(spec).values() for part in parts):
-        torch_dtype, name = DTYPES["fp32" if part.precise else dtype]
-        size = torch.Size(part.shape).numel() * torch_dtype.itemsize
+    for name, stored, shape, size in _stored_tensors(spec, dtype, towers):
         if filled and filled + size > shard_bytes:
             groups.append({})
             filled = 0
-        groups[-1][part.name] = {"dtype": name, "shape": part.shape, "data_offsets": (filled, filled + size)}
+        groups[-1][name] = {"dtype": stored, "shape": shape, "data_offsets": (filled, filled + size)}
         filled += size
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     return [_shard(file, group) for file, group in zip(names if len(names) > 1 else [ONE_FILE], groups, strict=True)]
+
+
+def _stored_tensors(
+    spec: ModelSpec, dtype: str, towers: Towers | None
+) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """Name, dtype, shape and bytes of each tensor of an exported folder, those of the text model first."""
+    for part in (part for parts in _written_tensors(spec).values() for part in parts):
+        torch_dtype, stored = DTYPES["fp32" if part.precise else dtype]
+        yield _name_in(towers, spec, part), stored, part.shape, math.prod(part.shape) * torch_dtype.itemsize
+    for name, entry in () if towers is None else towers.entries.items():
+        yield name, entry.dtype, entry.shape, entry.end - entry.start
+
+
+def _name_in(towers: Towers | None, spec: ModelSpec, part: HFTensor) -> str:
+    """The name of a tensor of the text model in a folder of the whole model, or of it alone."""
+    return part.name if towers is None else towers.nesting.name(FAMILIES[spec.family], part.name)
 
 
 def _written_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
@@ -342,17 +412,29 @@ def _shard(file: str, entries: dict[str, dict[str, Any]]) -> _Shard:
     return _Shard(file, header, offsets, len(header) + max(entry["data_offsets"][1] for entry in entries.values()))
 
 
-def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[_Shard], dtype: torch.dtype) -> None:
+def _write_weights(
+    folder: Path,
+    spec: ModelSpec,
+    tensors: Source,
+    shards: list[_Shard],
+    dtype: torch.dtype,
+    towers: Towers | None,
+) -> None:
     locations = {name: (shard.file, offset) for shard in shards for name, offset in shard.offsets.items()}
     for shard in shards:
         with open(folder / shard.file, "wb") as file:
             file.write(shard.header)
             file.truncate(shard.total)
     for part, first_row, rows in _slices(tensors, spec):
-        file, offset = locations[part.name]
+        file, offset = locations[_name_in(towers, spec, part)]
         stored = torch.float32 if part.precise else dtype
         row_bytes = math.prod(rows.shape[1:]) * stored.itemsize
-        _write_tensor(folder / file, offset + first_row * row_bytes, rows, part.transposed, stored)
+        _write_tensor(folder / file, offset + first_row * row_bytes, rows, part, stored)
+    for name, pieces in () if towers is None else towers.tensors():
+        file, offset = locations[name]
+        with open(folder / file, "r+b") as opened:
+            opened.seek(offset)
+            opened.writelines(pieces)
     for shard in shards:
         sync_file(folder / shard.file)
     if len(shards) > 1:
@@ -391,7 +473,7 @@ def _row_slices(source: RowSource, parameter: ParameterSpec, part: HFTensor) -> 
     rows_per_index, width = math.prod(parameter.shape[1:-1]), math.prod(parameter.shape[1:][-1:])
     step = (
         part.row_count
-        if part.transposed
+        if part.transposed and not part.stacked
         else rows_per_index
         if rows_per_index > 1
         else max(1, SLICE_BYTES // (4 * width))
@@ -411,8 +493,12 @@ def _check_parameter(name: str, parameter: ParameterSpec | None, shape: tuple[in
         raise BadInput(f"weights to export: {name}: expected {expected}")
 
 
-def _write_tensor(path: Path, offset: int, tensor: Tensor, transposed: bool, dtype: torch.dtype) -> None:
-    values = (tensor.t() if transposed else tensor).detach().to(device="cpu", dtype=dtype).contiguous()
+def _write_tensor(path: Path, offset: int, tensor: Tensor, part: HFTensor, dtype: torch.dtype) -> None:
+    if part.stacked:
+        tensor = _to_stacked(part, tensor)
+    elif part.transposed:
+        tensor = tensor.t()
+    values = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
     with open(path, "r+b") as file:
         file.seek(offset)
         values.view(-1).view(torch.uint8).numpy().tofile(file)
@@ -452,9 +538,15 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _model_card(title: str, folder: str, spec: ModelSpec, run_note: str, dtype: str, limits: str) -> str:
+def _model_card(
+    title: str, folder: str, spec: ModelSpec, architectures: list[str], run_note: str, dtype: str, limits: str
+) -> str:
+    whole = architectures != [FAMILIES[spec.family].architecture]
+    loader, tag = (
+        ("AutoModelForImageTextToText", "image-text-to-text") if whole else ("AutoModelForCausalLM", "text-generation")
+    )
     rows = [
-        ("Architecture", FAMILIES[spec.family].architecture),
+        ("Architecture", ", ".join(architectures)),
         ("Parameters", f"{parameter_count(spec):,}"),
         ("Layers × width", f"{spec.layers} × {spec.hidden}"),
         ("Query heads, key/value heads × width", f"{spec.heads}, {spec.kv_heads} × {spec.head_dim}"),
@@ -464,10 +556,10 @@ def _model_card(title: str, folder: str, spec: ModelSpec, run_note: str, dtype: 
     ]
     table = "\n".join(f"| {label} | {value} |" for label, value in rows)
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [meshwright]\n---\n\n"
+        f"---\nlibrary_name: transformers\npipeline_tag: {tag}\ntags: [meshwright]\n---\n\n"
         f"# {title}\n\n| | |\n|---|---|\n{table}\n\n## Training\n\n{run_note.strip()}\n\n## Use\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{folder}")  # this folder\n'
+        f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
+        f'model = {loader}.from_pretrained("{folder}")  # this folder\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{folder}")\n```\n\n'
         f"## Limits\n\n{limits} What it writes may be wrong or unwanted. No evaluation comes with this folder.\n"
     )

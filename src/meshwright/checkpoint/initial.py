@@ -1,4 +1,7 @@
-"""Initial weights (`model.init`) from a Hugging Face folder or another run's checkpoint, compared with the model first."""
+"""Initial weights (`model.init`) from a Hugging Face folder or another run's checkpoint, compared with the model first.
+
+A checkpoint of a run with adapters is read as the merged model.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,15 @@ from typing import TypeVar
 
 import torch
 
+from meshwright.checkpoint.adapters import BASE, ReadRows, base_digest, check_base, deltas_of, merged, random_base
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.inventory import choose_newest
 from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.config.load import load_resolved
+from meshwright.spec.blocks.table import ADAPTER
 from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
+from meshwright.spec.run import RunSpec
 
 Weights = TypeVar("Weights")
 
@@ -24,7 +31,7 @@ Weights = TypeVar("Weights")
 class Initial:
     """The model's initial weights; `read_rows(parameter, start, stop)` returns rows [start, stop) of dimension 0."""
 
-    read_rows: Callable[[ParameterSpec, int, int], torch.Tensor]
+    read_rows: ReadRows
     notes: tuple[str, ...] = ()
     """Sentences for the user: settings in the folder's config.json that this program ignores, or damaged newer checkpoints."""
 
@@ -36,6 +43,7 @@ def initial_weights(spec: ModelSpec, init: str) -> Iterator[Initial | None]:
     Raises BadInput when they do not exist or do not fit the model, and Damaged when a file is damaged.
     """
     source, _, folder = init.partition(":")
+    spec = without_adapter(spec)
     if source == "hf":
         stored_spec, weights = _find_weights(init, import_hf, folder)
         _check_shapes(init, spec, {parameter.name: parameter.shape for parameter in parameters(stored_spec)})
@@ -43,14 +51,66 @@ def initial_weights(spec: ModelSpec, init: str) -> Iterator[Initial | None]:
     elif source == "checkpoint":
         newest = _find_weights(init, partial(choose_newest, contents=False), folder)
         notes = () if newest.warning is None else (f"model.init: {newest.warning}",)
-        with CheckpointReader(newest.path) as reader:
-            names = reader.names("model.")
-            _check_shapes(init, spec, {name.removeprefix("model."): reader.tensors[name].shape for name in names})
-            yield Initial(
-                lambda parameter, start, stop: reader.read_rows(f"model.{parameter.name}", start, stop), notes
-            )
+        with checkpoint_weights(newest.path) as weights:
+            _check_shapes(init, spec, weights.shapes)
+            yield Initial(weights.read_rows, notes)
     else:
         yield None
+
+
+@contextmanager
+def base_weights(spec: ModelSpec, init: str, seed: int) -> Iterator[Initial]:
+    """The frozen weights of a run with adapters: those that `init` names, or random ones of the run's seed."""
+    with initial_weights(spec, init) as initial:
+        yield Initial(random_base(seed)) if initial is None else initial
+
+
+@dataclass(frozen=True)
+class CheckpointWeights:
+    """The weights of an open checkpoint; of a run with adapters merged ones, as fp32.
+
+    `names` are the tensors of the checkpoint that were read for them.
+    """
+
+    reader: CheckpointReader
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of each parameter by name."""
+    read_rows: ReadRows
+    names: tuple[str, ...]
+
+    def verify(self) -> None:
+        """Read all weights of the checkpoint and raise Damaged if a byte differs from what was written."""
+        self.reader.verify(self.names)
+
+
+@contextmanager
+def checkpoint_weights(path: Path, prefix: str = "model") -> Iterator[CheckpointWeights]:
+    """The weights of one checkpoint, or with the prefix `ema` the averages.
+
+    Adapters are merged into their base, which the checkpoint's `config.yaml` names. Raises BadInput if that is not there or has other
+    weights than those beside which the adapters were trained.
+    """
+    with CheckpointReader(path) as reader:
+        names = tuple(reader.names(f"{prefix}."))
+        shapes = {name.removeprefix(f"{prefix}."): reader.tensors[name].shape for name in names}
+        if not any(f".{ADAPTER}." in name for name in names):
+
+            def read_rows(parameter: ParameterSpec, start: int, stop: int) -> torch.Tensor:
+                return reader.read_rows(f"{prefix}.{parameter.name}", start, stop)
+
+            yield CheckpointWeights(reader, shapes, read_rows, names)
+            return
+        run = load_resolved(path / "config.yaml")
+        with base_weights(run.model, run.model.init, run.seed) as base:
+            found = base_digest(run.model, base.read_rows)
+            check_base(reader.state().get(BASE), found, str(path), _base_name(run))
+            deltas = deltas_of(run.model, lambda name: reader.read(f"{prefix}.{name}"))
+            shapes = {parameter.name: parameter.shape for parameter in parameters(without_adapter(run.model))}
+            yield CheckpointWeights(reader, shapes, merged(base.read_rows, deltas), names)
+
+
+def _base_name(run: RunSpec) -> str:
+    return f"a model from seed {run.seed}" if run.model.init == "scratch" else f"model.init {run.model.init}"
 
 
 def check_initial(spec: ModelSpec, init: str) -> None:

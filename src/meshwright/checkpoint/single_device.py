@@ -12,15 +12,21 @@ from meshwright.models.decoder import Decoder
 
 
 def load_model(
-    folder: Path, device: torch.device, dtype: torch.dtype, *, predictions: int = 0, contents: bool = True
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    predictions: int = 0,
+    contents: bool = True,
+    adapter: Path | None = None,
 ) -> Decoder:
     """The model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
 
-    It has at most so many of its modules that predict further tokens; `contents` is that of `open_model`.
+    It has at most so many of its modules that predict further tokens; `contents` and `adapter` are those of `open_model`.
 
     Raises BadInput when it is none of these, and Damaged when a checkpoint does not match its manifest.
     """
-    with open_model(folder, contents=contents, predictions=predictions) as stored:
+    with open_model(folder, contents=contents, predictions=predictions, adapter=adapter) as stored:
         with torch.device("meta"):
             model = Decoder(stored.spec)
         allocate(model.to(dtype), device)

@@ -177,6 +177,10 @@ def to_hf(
     ema: Annotated[
         bool, typer.Option("--ema", help="Write the moving average of the weights (train.ema_decay).")
     ] = False,
+    text_only: Annotated[
+        bool,
+        typer.Option("--text-only", help="Of a run that began with a larger model's text part, write the text model."),
+    ] = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder: safetensors, config.json, tokenizer, model card.
 
@@ -187,8 +191,56 @@ def to_hf(
     from meshwright.checkpoint.convert import export_checkpoint
 
     with _disk_errors("exporting"):
-        source = export_checkpoint(checkpoint, out, dtype=dtype.value, average=ema, note=say)
+        source = export_checkpoint(checkpoint, out, dtype=dtype.value, average=ema, text_only=text_only, note=say)
     print(f"{source} → {out}", file=sys.stderr)
+
+
+@app.command("to-peft")
+def to_peft(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A run with adapters (`model.adapter`), or one of its checkpoints.")
+    ],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist or be empty.")],
+) -> None:
+    """Write the adapters of a run as a folder that peft loads: adapter_config.json and adapter_model.safetensors.
+
+    The base's weights are not in it.
+
+    Example:
+
+        meshwright checkpoint to-peft runs/tuned my-adapter
+    """
+    from meshwright.checkpoint.convert import export_adapter
+
+    with _disk_errors("exporting"):
+        source = export_adapter(checkpoint, out)
+    print(f"{source} → {out}", file=sys.stderr)
+
+
+@app.command()
+def merge(
+    base: Annotated[
+        Path, typer.Argument(help="The model that the adapters belong to: a Hugging Face folder or a run.")
+    ],
+    adapter: Annotated[
+        Path, typer.Argument(help="The adapters: a folder in peft's files, or a run with adapters (`model.adapter`).")
+    ],
+    out: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; it must not exist or be empty.")],
+    dtype: Annotated[Format, typer.Option(help="Number format of the weights.")] = Format.bf16,
+) -> None:
+    """Write a model with adapters merged into its weights as a Hugging Face folder.
+
+    Sums are computed in fp32 and rounded once to the format of the weights: bf16 loses what is below 1/512 of a weight.
+
+    Example:
+
+        meshwright checkpoint merge ./Llama-3.2-1B my-adapter merged
+    """
+    from meshwright.checkpoint.convert import merge_adapter
+
+    with _disk_errors("merging"):
+        merge_adapter(base, adapter, out, dtype=dtype.value, note=say)
+    print(f"{base} + {adapter} → {out}", file=sys.stderr)
 
 
 @app.command("from-hf")
@@ -198,6 +250,9 @@ def from_hf(
         Path,
         typer.Argument(metavar="RUN_OR_OUT", help="Folder to create, with `checkpoints/step-00000000`: weights only."),
     ],
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Leave out what the folder has beside its text model.")
+    ] = False,
 ) -> None:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0, to start runs from.
 
@@ -210,7 +265,7 @@ def from_hf(
     from meshwright.checkpoint.convert import import_checkpoint
 
     with _disk_errors("importing"):
-        path = import_checkpoint(folder, out)
+        path = import_checkpoint(folder, out, text_only=text_only, note=say)
     print(f"{folder} → {path}", file=sys.stderr)
 
 

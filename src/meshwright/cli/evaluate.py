@@ -30,6 +30,12 @@ Model = Annotated[
     ),
 ]
 
+AdapterFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="Adapters to merge into the weights: a folder in peft's files, or a run with adapters."
+    ),
+]
 
 _OF_MODELS = ("config.yaml", "config.json", "checkpoints")
 """Files and folders, of which a model's folder has at least one."""
@@ -55,6 +61,7 @@ def evaluate(
             help="Tokens read, spread evenly over sources and documents; default: data.validation_tokens of the run.",
         ),
     ] = None,
+    adapter: AdapterFolder = None,
     plan: PlanFile = None,
     as_json: Json = False,
 ) -> None:
@@ -75,7 +82,9 @@ def evaluate(
         hint = f"; prepared data are --data {folder}" if prepared else ""
         raise BadInput(f"{folder} is no model: {expected}{hint}")
     weights, facts = found_weights(folder)
-    result = _evaluate(folder, weights, data, seq_len, batch, tokens, plan)
+    if adapter is not None and plan is not None:
+        raise BadInput("--adapter is for one device: leave out --plan, or merge it first (meshwright checkpoint merge)")
+    result = _evaluate(folder, weights, data, seq_len, batch, tokens, plan, adapter)
     if not result.tokens:
         raise BadInput("the samples have no token that is trained on; raise --tokens or --seq-len")
     answer = {
@@ -98,7 +107,14 @@ def evaluate(
 
 
 def _evaluate(
-    model: Path, weights: Path, data: str | None, seq_len: int | None, batch: int, tokens: int | None, plan: Path | None
+    model: Path,
+    weights: Path,
+    data: str | None,
+    seq_len: int | None,
+    batch: int,
+    tokens: int | None,
+    plan: Path | None,
+    adapter: Path | None,
 ) -> Evaluation:
     """The evaluation of `weights`, a checkpoint of the run `model`, or `model` itself."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
@@ -131,7 +147,7 @@ def _evaluate(
         assert measured is not None
         return measured
     device, dtype = device_and_dtype()
-    decoder = load_model(weights, device, dtype, contents=False)
+    decoder = load_model(weights, device, dtype, contents=False, adapter=adapter)
     source = open_data(spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation")
     print(f"evaluating on {device}", file=sys.stderr)
     long = length > text_losses.CHUNK_TOKENS and not source.document_mask and spec.packing != "none"

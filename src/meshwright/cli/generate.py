@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from meshwright.cli.chat_prompts import ChatPrompts, messages_of
-from meshwright.cli.evaluate import Model
+from meshwright.cli.evaluate import AdapterFolder, Model
 from meshwright.cli.options import Json, model_folder, say
 from meshwright.cli.spread import (
     PlanFile,
@@ -113,6 +113,7 @@ def generate(
             help="A smaller model that proposes the draft tokens, or mtp: the model's own prediction modules (default: prompt lookup).",
         ),
     ] = None,
+    adapter: AdapterFolder = None,
     plan: PlanFile = None,
     tensor: Annotated[
         int,
@@ -178,6 +179,7 @@ def generate(
         seed=seed,
         formats=Formats(weights, kv_cache, invariant),
         drafting=drafting,
+        adapter=adapter,
         plan=plan,
         tensor=tensor,
         experts=experts,
@@ -203,6 +205,7 @@ def sample(
     seed: int,
     formats: Formats = Formats(),
     drafting: Drafting = Drafting(),
+    adapter: Path | None = None,
     plan: Path | None = None,
     tensor: int = 1,
     experts: ExpertRanks = ONE_RANK,
@@ -213,6 +216,8 @@ def sample(
     """`[{prompt, text}]`: each prompt with its continuation, by `tensor` ranks, `experts` or the ranks of `plan`.
 
     With `chat` each prompt is a message, behind the `system` prompt if there is one, and its continuation the answer.
+
+    `adapter` is merged into the weights, for one device.
 
     `formats` are those of the engine, for one device; a plan raises BadInput for them, and tensor ranks for `invariant`.
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
@@ -230,6 +235,10 @@ def sample(
             raise BadInput(f"{refused} for one device: leave out {option}")
         if drafting.tokens:
             raise BadInput(f"--speculate and --draft-model are for one device: leave out {option}")
+        if adapter is not None:
+            raise BadInput(
+                f"--adapter is for one device: leave out {option}, or merge it first (meshwright checkpoint merge)"
+            )
     files = read_model_files(folder)
     tokenizer = files.tokenizer
     for sentence in files.text.sentences():
@@ -243,7 +252,7 @@ def sample(
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder([f"{prompt}\n" if chat else prompt for prompt in prompts], show)
     if plan is None and ranks == 1:
-        _continue_here(folder, tokenizer, ids, how, texts, formats, drafting)
+        _continue_here(folder, tokenizer, ids, how, texts, formats, drafting, adapter)
     else:
         by_ranks = (
             _continued_by_engine_ranks(folder, tensor, experts, ids, how, formats)
@@ -313,6 +322,7 @@ def _continue_here(
     texts: _TextsInOrder,
     formats: Formats,
     drafting: Drafting,
+    adapter: Path | None,
 ) -> None:
     """Continue all prompts on one device."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
@@ -320,7 +330,7 @@ def _continue_here(
 
     draft_model = None if drafting.model is None else load_model(drafting.model, *device_and_dtype())
     options = engine_options(prompts, how, formats, drafting)
-    model = load_model(folder, *device_and_dtype(), predictions=drafting.modules)
+    model = load_model(folder, *device_and_dtype(), predictions=drafting.modules, adapter=adapter)
     engine = Engine(model, tokenizer, options, draft_model=draft_model)
     for number, update in continued(engine, prompts, how):
         texts.add(number, update.text, ended=update.reason is not None)

@@ -59,6 +59,14 @@ Probe = Annotated[
         help="Run the N best plans for a few steps each on this machine, and take the fastest measured (3 is a good number).",
     ),
 ]
+Pin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="KEY=VALUE",
+        help="Fix a key of the plan, as plan.KEY=VALUE does, and leave the others to the planner; for several keys, several times.",
+    ),
+]
 Largest = Annotated[
     bool,
     typer.Option(
@@ -70,6 +78,7 @@ Largest = Annotated[
 
 def plan(
     words: Words = None,
+    pin: Pin = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen plan as YAML, to edit and pass back.")
     ] = None,
@@ -98,8 +107,9 @@ def plan(
     No file is needed for a question. The chosen plan is one that this release can train, unless pins or a plan file ask for another, which
     is marked "planned only". Devices stay idle where a part of them takes a shorter step; the answer names that part.
 
-    With --json: `name`, `plan`, `predicted`, `alternatives`, `search_seconds`, `sources`; `idle`, `does_not_fit` and `untrainable` where
-    they apply. With --largest: `family`, `device_bytes_usable`, `host_bytes_usable`, `largest`; no other option is allowed.
+    With --json: `name`, `plan`, `predicted`, `alternatives`, `search_seconds`, `sources`; `fixed` (the keys of the plan that the user
+    fixed), `idle`, `does_not_fit` and `untrainable` where they apply. With --largest: `family`, `device_bytes_usable`,
+    `host_bytes_usable`, `largest`; no other option is allowed.
 
     Exit codes: 0 a plan, 2 bad input or no layout, 3 nothing fits (with what would make it fit).
 
@@ -109,7 +119,7 @@ def plan(
 
         meshwright plan model=llama3-8b cluster.gpu=H100 cluster.nodes=4 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=64
 
-        meshwright plan run.yaml plan.pipeline=2 --out plan.yaml
+        meshwright plan run.yaml --pin pipeline=2 --out plan.yaml
 
         meshwright plan run.yaml --probe 3 --out plan.yaml
 
@@ -126,6 +136,7 @@ def plan(
     """
     from meshwright.config.deployment_file import asks_for_deployment
 
+    words = [*(words or []), *map(_override, pin or [])]
     given = {
         "--for": for_,
         "--include-untrainable": include_untrainable,
@@ -191,3 +202,10 @@ def _print_largest(words: list[str] | None, given: dict[str, object], *, as_json
 def _steps_assumed(words: list[str] | None) -> bool:
     """Whether neither a run file nor an override gives the number of steps."""
     return not any("=" not in word or word.startswith("train.steps=") for word in words or ())
+
+
+def _override(pin: str) -> str:
+    """The override `plan.KEY=VALUE` of a --pin."""
+    if "=" not in pin:
+        raise BadInput(f"--pin {pin}: expected KEY=VALUE with a key of the plan, such as tensor=2")
+    return f"plan.{pin.removeprefix('plan.')}"

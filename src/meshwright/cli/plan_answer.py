@@ -23,7 +23,7 @@ from meshwright.launch.prepare import (
 from meshwright.launch.probe import Probe, check_here, measured_answer
 from meshwright.planner.batch_ramp import ramp_misfit
 from meshwright.planner.candidate import Answer as SearchAnswer
-from meshwright.planner.candidate import Candidate, untrainable
+from meshwright.planner.candidate import Candidate, fixed_keys, untrainable
 from meshwright.planner.checkpoint_cost import checkpoint_cost
 from meshwright.planner.devices import Idle
 from meshwright.planner.effective_time import predict_effective_time
@@ -48,6 +48,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_keys import plain_keys
 from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import RunSpec
 
@@ -238,11 +239,11 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
             "fits": other.fits,
             "trainable": untrainable(other.plan) is None,
             "why_not": answer.why_not(other),
-            "plan": to_plain(other.plan),
+            "plan": plain_keys(other.plan),
         }
         for other in answer.others
     ]
-    plan = to_plain(answer.plan)
+    plan = plain_keys(answer.plan)
     body = {
         "name": plan_name(answer.plan),
         "plan": plan,
@@ -258,6 +259,8 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         body["samples"] = samples_as_plain(answer.run, answer.samples)
     if over := answer.does_not_fit:
         body["does_not_fit"] = over
+    if fixed := fixed_keys(answer.run):
+        body["fixed"] = fixed
     if answer.idle:
         body["idle"] = to_plain(answer.idle)
     if answer.question.include_untrainable:
@@ -363,12 +366,12 @@ def _objective(answer: Answer) -> dict[str, Any]:
 def _untrainable(candidate: Candidate | None) -> dict[str, Any] | None:
     if candidate is None:
         return None
-    return {"plan": to_plain(candidate.plan), "cannot_train": untrainable(candidate.plan)}
+    return {"plan": plain_keys(candidate.plan), "cannot_train": untrainable(candidate.plan)}
 
 
 def _probe(probe: Probe) -> dict[str, Any]:
     return {
-        "plan": to_plain(probe.plan),
+        "plan": plain_keys(probe.plan),
         "predicted_seconds": probe.predicted_seconds,
         "measured_seconds": probe.measured_seconds,
         "predicted_bytes": probe.predicted_bytes,
@@ -381,7 +384,7 @@ def _point(point: Point, tokens: float | None, price: float | None) -> dict[str,
     hours = point.gpu_hours(tokens) if tokens else None
     return {
         "gpus": point.gpus,
-        "plan": to_plain(point.answer.best.plan) if point.answer else None,
+        "plan": plain_keys(point.answer.best.plan) if point.answer else None,
         "step_seconds": point.seconds,
         "tokens_per_second": point.tokens_per_second,
         "days": hours / point.gpus / 24 if hours else None,

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.planner.candidate import host_budget, memory_budget
 from meshwright.planner.largest import Largest, largest_models
-from meshwright.spec.fields import to_plain
+from meshwright.spec.plan_keys import plain_keys
 from meshwright.spec.run import RunSpec
 
 FORMS = {
@@ -47,7 +47,7 @@ def _as_plain(entry: Largest) -> dict[str, Any]:
     return {
         **plain,
         "model": model,
-        "plan": to_plain(entry.plan),
+        "plan": plain_keys(entry.plan),
         "host_bytes": entry.host_bytes,
         "bytes": _by_place(entry),
     }

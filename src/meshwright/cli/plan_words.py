@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.costs.machine_rates import is_guessed, unpredicted_message
 from meshwright.costs.plan_costs import STACK, as_nodes
 from meshwright.observe.number_text import short
-from meshwright.planner.candidate import pins_of, slot_run, without_bf16
+from meshwright.planner.candidate import fixed_keys, pins_of, slot_run, without_bf16
 from meshwright.planner.explain import MOVES, border
 from meshwright.planner.reasons import on_layers
 from meshwright.planner.reprice import reprice
 from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
-from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table
-from meshwright.spec.model import flops_per_token, prediction_parameter_count
+from meshwright.spec.model import (
+    ModelSpec,
+    flops_per_token,
+    parameter_count,
+    prediction_parameter_count,
+    trained_parameter_count,
+    without_adapter,
+)
 from meshwright.spec.nodes import node_type_runs
-from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_range
+from meshwright.spec.plan import LayerStrategy, Plan, layer_range
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.plan_name import has_schedule, layer_numbers, plan_name
 from meshwright.workload.copy_options import GATHERS, TOKENS, copied_options
 
@@ -45,7 +52,7 @@ def caution(run: RunSpec) -> str:
 def remarks(run: RunSpec) -> Iterator[str]:
     """Assumptions that the planner makes about unusual clusters: chips without bf16, more chips per node than vendors build."""
     chip, per_node, network = CHIPS.get(run.cluster.gpu), run.cluster.ranks_per_node, run.cluster.network
-    chosen = run.plan == "auto" or isinstance(run.plan, PlanPins)
+    chosen = run.plan == "auto" or isinstance(run.plan, PlanKeys)
     if chosen and pins_of(run).compute is None and (old := without_bf16(run.cluster)):
         yield (
             f"{' and '.join(old)} has no bf16, so plans compute in fp32; plan.compute=fp16 plans fp16 products, "
@@ -58,11 +65,10 @@ def remarks(run: RunSpec) -> Iterator[str]:
         )
 
 
-def plan_line(run: RunSpec, plan: Plan | dict[str, Any]) -> str:
-    """A plan in one line: mesh, schedule, batch, layer strategies. Takes the plan or its plain form."""
-    parsed = from_plain(Plan, plan) if isinstance(plan, dict) else plan
-    batch_text = f"{parsed.batch.accumulate} micro-batches of {parsed.batch.micro_batch} × {run.train.seq_len} tokens"
-    return f"{axes_line(parsed)}, {batch_text}, {layers_line(parsed)}"
+def plan_line(run: RunSpec, plan: Plan) -> str:
+    """A plan in one line: mesh, schedule, batch, layer strategies."""
+    batch_text = f"{plan.batch.accumulate} micro-batches of {plan.batch.micro_batch} × {run.train.seq_len} tokens"
+    return f"{axes_line(plan)}, {batch_text}, {layers_line(plan)}"
 
 
 def axes_line(plan: Plan) -> str:
@@ -156,7 +162,26 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     copied = {GATHERS: "by copy engines", TOKENS: "between tensor ranks by copy engines, beside the products"}
     entries += [(option.transfer_name, copied[option]) for option in copied_options(plan)]
     entries.append(("compile", "each block" if plan.compile else "no"))
-    return entries + ([("prediction", _prediction_text(run, plan))] if run.model.prediction_depth else [])
+    if fixed := fixed_keys(run):
+        shown = (
+            key if isinstance(value, list | dict) else f"{key} {str(value).lower()}" for key, value in fixed.items()
+        )
+        entries.append(("fixed by you", ", ".join(shown)))
+    entries += [("prediction", _prediction_text(run, plan))] if run.model.prediction_depth else []
+    return entries + ([("adapters", adapter_text(run.model, run.train.seq_len))] if run.model.adapter else [])
+
+
+def adapter_text(model: ModelSpec, seq_len: int) -> str:
+    """What the adapters of a model are and save, in words."""
+    adapter, base = model.adapter, without_adapter(model)
+    assert adapter is not None
+    targets = (*adapter.targets, *(("moe.experts",) if adapter.experts else ()))
+    flops, full = (flops_per_token(of, seq_len, causal=True) for of in (model, base))
+    return (
+        f"{adapter.kind} of rank {adapter.rank} on {', '.join(targets)}: {short(trained_parameter_count(model))} parameters are "
+        f"trained; the other {short(parameter_count(base))} are frozen, without gradients and optimizer state; {flops / full:.0%} of "
+        "the FLOPs of full training"
+    )
 
 
 def _prediction_text(run: RunSpec, plan: Plan) -> str:

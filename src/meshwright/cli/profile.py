@@ -221,7 +221,8 @@ def _correct(folder: Path, out: Path | None) -> None:
     from meshwright.observe.prediction_account import WARM_UP
     from meshwright.profile.feedback import with_correction
 
-    run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
+    run = load_resolved(folder / "config.yaml")
+    plan = load_plan(folder / "plan.yaml", run.cluster)
     run_profile = Path(run.cluster.profile) if run.cluster.profile else None
     out = out or run_profile
     if out is None:

@@ -85,8 +85,10 @@ def _check(folder: Path, values: Mapping[str, Any]) -> None:
 def _check_experts(values: Mapping[str, Any], *, exchanges: bool) -> None:
     """Raise BadInput for devices that share experts beside settings for one device."""
     count = _experts(values).count
-    if count > 1 and (exchanges or any(values.get(key) for key in ("invariant", "speculate", "draft_model"))):
-        expected = "expected 1 with invariant, speculate, draft_model or roles"
+    if count > 1 and (
+        exchanges or any(values.get(key) for key in ("invariant", "speculate", "draft_model", "adapter"))
+    ):
+        expected = "expected 1 with invariant, speculate, draft_model, adapter or roles"
         raise BadInput(f"expert: {expected}, got {count}", key="expert")
 
 

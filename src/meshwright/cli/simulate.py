@@ -94,7 +94,7 @@ def simulate(
     if as_json:
         print(json.dumps(answer))
     else:
-        _show(run, timeline, answer, width)
+        _show(run, plan, timeline, answer, width)
         show_effective(effective, played=failures)
 
 
@@ -104,6 +104,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
     from meshwright.planner.checkpoint_cost import checkpoint_cost
     from meshwright.simulator.step_simulation import memory_of
     from meshwright.spec.fields import to_plain
+    from meshwright.spec.plan_keys import plain_keys
 
     seconds = timeline.step_seconds
     low, high = band(seconds, run.cluster, plan)
@@ -121,7 +122,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
         for rank in range(timeline.schedule.ranks)
     ]
     return {
-        "plan": to_plain(plan),
+        "plan": plain_keys(plan),
         "chosen_by_planner": chosen,
         "step_seconds": seconds,
         "low_seconds": low,
@@ -159,7 +160,7 @@ def _rank_names(run: RunSpec, plan: Plan) -> dict[int, str]:
     return {rank: f"pipeline rank {rank}: layers {layers}" for rank, layers in enumerate(_layers(run, plan))}
 
 
-def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int | None) -> None:
+def _show(run: RunSpec, plan: Plan, timeline: Timeline, answer: dict[str, Any], width: int | None) -> None:
     from rich.console import Console
 
     from meshwright.cli.plan_words import caution, plan_line, seconds_text
@@ -169,7 +170,7 @@ def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int |
     console = Console(highlight=False)
     step, low, high = (seconds_text(answer[f"{name}_seconds"]) for name in ("step", "low", "high"))
     origin = " (the planner's choice; `meshwright plan` explains it)" if answer["chosen_by_planner"] else ""
-    console.print(f"plan: {plan_line(run, answer['plan'])}{origin}")
+    console.print(f"plan: {plan_line(run, plan)}{origin}")
     console.print(
         f"step: [bold]{step}[/bold] (80%: {low} to {high}, {answer['band']}); "
         f"{answer['tokens_per_second']:,.0f} tokens/s, bubble {answer['bubble']:.1%}"

@@ -85,7 +85,8 @@ def _predicted(folder: Path) -> tuple[Timeline | None, bool, str | None]:
     from meshwright.simulator.predicted_step import predicted_step
 
     try:
-        run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
+        run = load_resolved(folder / "config.yaml")
+        plan = load_plan(folder / "plan.yaml", run.cluster)
     except (OSError, MeshwrightError) as error:
         return None, False, _without_path(error, folder).splitlines()[0]
     timeline, reason = predicted_step(run, plan, guessed=True)

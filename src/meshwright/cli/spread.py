@@ -78,14 +78,15 @@ def model_in(folder: Path) -> tuple[ModelSpec, str]:
     from meshwright.checkpoint.inventory import newest_checkpoint
     from meshwright.config.load import load_resolved
     from meshwright.spec.fields import from_plain, to_plain
-    from meshwright.spec.model import ModelSpec
+    from meshwright.spec.model import ModelSpec, without_adapter
 
     if (folder / "config.json").exists():
         return import_hf(folder)[0], f"hf:{folder}"
     checkpoint = newest_checkpoint(folder, contents=False)
     section = to_plain(load_resolved(checkpoint / "config.yaml").model)
     names = ModelSpec.__dataclass_fields__
-    return from_plain(ModelSpec, {key: section[key] for key in names}), f"checkpoint:{checkpoint}"
+    model = from_plain(ModelSpec, {key: section[key] for key in names})
+    return without_adapter(model), f"checkpoint:{checkpoint}"
 
 
 def found_weights(folder: Path) -> tuple[Path, dict[str, object]]:

@@ -222,7 +222,7 @@ def _prepared(
 
 def announce(prepared: Prepared) -> None:
     """Print the run, its devices and its plan before the start."""
-    from meshwright.cli.plan_words import axes_line, layers_line
+    from meshwright.cli.plan_words import adapter_text, axes_line, layers_line
     from meshwright.launch.disk import checkpoints_line
     from meshwright.observe.number_text import short
     from meshwright.spec.model import flops_per_token, layer_order, parameter_count
@@ -239,6 +239,8 @@ def announce(prepared: Prepared) -> None:
     )
     if order := layer_order(run.model):
         print_now(f"  {order}")
+    if run.model.adapter is not None:
+        print_now(f"  adapters: {adapter_text(run.model, seq)}")
     print_now(f"  on {_devices(run.cluster)}")
     batch = plan.batch
     parts = [

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.adapter_rules import complete_adapter
 from meshwright.config.family_dimensions import DIMENSIONS, ffn_width
 from meshwright.config.presets import MODEL_PRESETS, run_preset
 from meshwright.config.value_sources import EMBEDDED, Detect, merged
@@ -24,7 +25,7 @@ from meshwright.spec.model import ModelSpec
 
 ModelReader = Callable[[Path], dict[str, Any]]
 _DERIVED = ("ffn_hidden", "kv_heads", "head_dim")
-FREE_BESIDE_WEIGHTS = ("max_seq_len", "rope_scaling", "yarn", "prediction_depth", "init_std")
+FREE_BESIDE_WEIGHTS = ("max_seq_len", "rope_scaling", "yarn", "longrope", "prediction_depth", "init_std")
 """Dimensions that a run may change beside its initial weights: a longer context, and fewer prediction modules."""
 
 
@@ -43,6 +44,7 @@ def complete(document: Document, stem: str, runs: Path, detect: Detect, model_re
     _resolve_run_name(document, runs)
     notes += _take_dimensions(document, model_reader)
     notes += _complete_model(document)
+    complete_adapter(document)
     _limit_sequence(document)
     complete_batch(document)
     _complete_epochs(document)
@@ -190,8 +192,11 @@ def _dimensions_of_weights(
 
 
 def _inherited(stored: dict[str, Any]) -> dict[str, Any]:
-    """The dimensions that a run takes from weights: all but the scale of initial weights that it does not draw."""
-    return {name: value for name, value in stored.items() if name != "init_std"}
+    """The dimensions that a run takes from weights: not the scale of initial weights, which it does not draw, and no adapters.
+
+    Those of a run with adapters are merged into its weights.
+    """
+    return {name: value for name, value in stored.items() if name not in ("init_std", "adapter")}
 
 
 def _reject_differences(document: Document, stored: dict[str, Any], of_preset: dict[str, Any]) -> None:

@@ -11,37 +11,31 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.config.divisors import divisors, nearest_divisor
-from meshwright.config.expert_rules import expert_pins, plan_file_experts, plan_file_paired
-from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
-from meshwright.config.hybrid_rules import hybrid, plan_file_hybrid
-from meshwright.config.optimizer_rules import decay_patterns, final_learning_rate, offloaded_state, plan_file_offload
-from meshwright.config.run_values import RunValues
-from meshwright.config.sample_rules import plan_file_samples, samples, slot_offload
+from meshwright.config.optimizer_rules import decay_patterns, final_learning_rate
+from meshwright.config.run_values import RunValues, Values
+from meshwright.config.sample_rules import samples
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.block_pattern import pattern_mistakes
 from meshwright.spec.chips import CHIPS, chip_from_device_name
+from meshwright.spec.divisors import divisors, nearest_divisor
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.foreign_words import THIS_MACHINE
 from meshwright.spec.layout import (
     STAGES_PER_RANK,
-    context_split_error,
-    expert_split_error,
     stage_table,
-    tensor_split_error,
 )
 from meshwright.spec.listen_address import EXPECTED, listen_address
 from meshwright.spec.model import BESIDE_LATENTS, MOST_PARAMETERS, ModelSpec, layer_mistakes, parameter_count
 from meshwright.spec.plan import (
-    CONTEXT_AXES,
     DATA_AXES,
-    REFUSED_SCHEDULES,
     ScheduleName,
     SchedulePlan,
     layer_range,
 )
+from meshwright.spec.plan_keys import AXES
 from meshwright.spec.plan_name import layer_numbers
+from meshwright.spec.plan_rules import RuleInput, mistakes, text_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 MOST_LETTERS = 200
@@ -63,9 +57,12 @@ _WIDTHS = (
 )
 
 
-def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
-    """The mistakes of a run file against every rule; `unusable` are the paths of invalid values, which no rule reads."""
-    run = RunValues(document, unusable)
+def cross_checks(document: Document, unusable: set[KeyPath], plan_file: Values | None = None) -> list[Mistake]:
+    """The mistakes of a run file, and of the plan file that it names, against every rule.
+
+    `unusable` are the paths of invalid values, which no rule reads.
+    """
+    run = RunValues(document, unusable, plan_file)
     rules = (
         _names,
         _parameters,
@@ -73,81 +70,31 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _experts,
         _latents,
         _pattern,
-        expert_pins,
         _sequence,
-        _tensor,
-        _context,
         _warmup,
         _partner,
         _data,
         _deterministic,
         samples,
-        slot_offload,
-        hybrid,
         _prometheus,
         _chip,
-        _ranks,
         _emulated,
-        _global_batch,
         _batch_ramp,
-        _pins,
-        _layers,
-        _schedule,
-        _stages,
-        number_formats,
-        fp8_products,
-        offloaded_state,
+        plan_rules,
+        *WHOLE_PLAN,
         decay_patterns,
         final_learning_rate,
     )
     return [mistake for rule in rules for mistake in rule(run)]
 
 
-def plan_file_checks(
-    plan: Document, unusable: set[KeyPath], run_document: Document, run_unusable: set[KeyPath]
-) -> list[Mistake]:
-    """Every rule between a plan file and its run that is broken, reported at the key of the plan file."""
-    run = RunValues(run_document, run_unusable)
-    ranks, batch, layers = _rank_count(run), run("train.global_batch"), run("model.layers")
-    mistakes: list[Mistake] = []
-    sound = not unusable
-    if sound and ranks:
-        product = 1
-        for axis in plan.get(("mesh",)):
-            product *= axis["size"]
-        if product != ranks:
-            mistakes.append(
-                plan.mistake(("mesh",), f"sizes whose product is the cluster's {ranks} ranks", str(product))
-            )
-    if sound:
-        mistakes += [*plan_file_samples(plan, run), *plan_file_hybrid(plan, run)]
-    if sound and batch and not run("train.global_batch_tokens") and plan.get(("batch", "global_batch")) != batch:
-        path: KeyPath = ("batch", "global_batch")
-        mistakes.append(plan.mistake(path, f"train.global_batch = {batch}", format_value(plan.get(path))))
-    if layers and not any(path[:1] == ("layers",) for path in unusable):
-        mistakes += _coverage(plan, ("layers",), layers)
-    if sound:
-        sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
-        mistakes += _plan_file_mesh(plan, run, sizes)
-        mistakes += plan_file_experts(plan, run, sizes.get("tensor", 1))
-        mistakes += plan_file_paired(plan, run, sizes)
-        mistakes += plan_file_formats(plan, run, math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES))
-        mistakes += plan_file_offload(plan, run)
-    if layers and sound:
-        schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
-        pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)
-        path = ("schedule", "stages") if schedule.get("stages") else ("mesh",)
-        mistakes += _stage_order(plan, path, schedule.get("name", "1f1b"), schedule.get("stages"), pipeline, layers)
-    return mistakes
-
-
-def _plan_file_mesh(plan: Document, run: RunValues, sizes: dict[str, int]) -> Iterator[Mistake]:
-    """Mistakes of tensor and context axes of a plan file that cannot divide its run's model."""
-    wrong = [_context_error(run, sizes)]
-    if expected := _tensor_error(run, sizes.get("tensor", 1)):
-        wrong.append(("tensor", expected))
-    for axis, expected in filter(None, wrong):
-        yield plan.mistake(("mesh", list(sizes).index(axis), "size"), expected, str(sizes[axis]))
+def plan_rules(run: RunValues) -> Iterator[Mistake]:
+    """The table of rules between keys of a plan."""
+    given = RuleInput(run.rule_value, run("plan.layers") or ())
+    for rule, index, values in mistakes(given):
+        key = rule.key if "." in rule.key else f"plan.{rule.key}"
+        path: KeyPath = tuple(key.split(".")) if index is None else ("plan", "layers", index, rule.key)
+        yield run.mistake_at(path, text_of(rule.expected, values), rule.nearest_value(values), rule.got)
 
 
 def _names(run: RunValues) -> Iterator[Mistake]:
@@ -267,40 +214,6 @@ def _sequence(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("train.seq_len", f"at most model.max_seq_len = {longest}, {remedy}", str(longest))
 
 
-def _tensor(run: RunValues) -> Iterator[Mistake]:
-    """Tensor ranks divide heads, feed-forward width and sequence evenly."""
-    ranks = run("plan.tensor")
-    if ranks and (expected := _tensor_error(run, ranks)):
-        smaller = (size for size in reversed(divisors(run("model.heads"))) if size < ranks)
-        yield run.mistake("plan.tensor", expected, str(next(size for size in smaller if not _tensor_error(run, size))))
-
-
-def _tensor_error(run: RunValues, ranks: int) -> str | None:
-    heads, kv_heads, width = run("model.heads"), run("model.kv_heads"), run("model.ffn_hidden")
-    if not (heads and kv_heads and width):
-        return None
-    error = tensor_split_error(ranks, heads, kv_heads, width, run("model.vocab_size") or 0, run("train.seq_len"))
-    return error or expert_split_error(ranks, run("model.experts") or 0, run("model.shared_expert_hidden") or 0)
-
-
-def _context(run: RunValues) -> Iterator[Mistake]:
-    """Context ranks divide heads and sequence evenly, beside tensor ranks."""
-    sizes = {axis: run(f"plan.{axis}") or 1 for axis in (*CONTEXT_AXES, "tensor")}
-    if wrong := _context_error(run, sizes):
-        axis, expected = wrong
-        smaller = ({**sizes, axis: size} for size in reversed(divisors(sizes[axis])[:-1]))
-        near = next((str(fit[axis]) for fit in smaller if not _context_error(run, fit)), None)
-        yield run.mistake(f"plan.{axis}", expected, near)
-
-
-def _context_error(run: RunValues, sizes: dict[str, int]) -> tuple[str, str] | None:
-    heads, kv_heads = run("model.heads"), run("model.kv_heads")
-    if not (heads and kv_heads):
-        return None
-    ring, ulysses, tensor = (sizes.get(axis, 1) for axis in (*CONTEXT_AXES, "tensor"))
-    return context_split_error(ring, ulysses, tensor, heads, kv_heads, run("train.seq_len"))
-
-
 def _warmup(run: RunValues) -> Iterator[Mistake]:
     steps, warmup = run("train.steps"), run("train.warmup_steps")
     if steps and warmup and warmup >= steps and not run("train.epochs"):
@@ -353,6 +266,32 @@ def _chip(run: RunValues) -> Iterator[Mistake]:
     )
 
 
+def _plan_file(run: RunValues) -> Iterator[Mistake]:
+    """Keys that only a plan file has: it is made for a batch, and it has the times of samples."""
+    batch, made_for = run("train.global_batch"), run("plan.global_batch")
+    if batch and made_for and not run("train.global_batch_tokens") and made_for != batch:
+        yield run.mistake("plan.global_batch", f"train.global_batch = {batch}", str(batch))
+    for key in ("global_batch", "micro_batch"):
+        if run.plan_file is not None and not run.given(f"plan.{key}"):
+            expected = (
+                "the sequences of a step" if key == "global_batch" else "the sequences that a rank runs at a time"
+            )
+            yield run.mistake(f"plan.{key}", f"{expected}, in a plan file", None, "nothing")
+
+
+def _order(run: RunValues) -> Iterator[Mistake]:
+    """The order of axes has each axis with more than one rank once."""
+    order = run("plan.order")
+    if order is None:
+        return
+    for index, axis in enumerate(order):
+        if axis in order[:index]:
+            yield run.mistake_at(("plan", "order", index), "each axis once", None, f"{axis} again")
+    if absent := [axis for axis in AXES if (run(f"plan.{axis}") or 1) > 1 and axis not in order]:
+        text = ", ".join(f"{axis} {run(f'plan.{axis}')}" for axis in absent)
+        yield run.mistake("plan.order", "every axis with more than one rank", None, f"no {text}")
+
+
 def _rank_count(run: RunValues) -> int | None:
     nodes, per_node = run("cluster.nodes"), run("cluster.gpus_per_node")
     return nodes * per_node if nodes and per_node else None
@@ -397,7 +336,7 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake(key, f"cluster.nodes × cluster.gpus_per_node of at most {MOST_RANKS}", None, got)
         return
     if run("plan.hybrid"):
-        return  # `hybrid_rules` checks the ranks then
+        return  # a rule of the table checks the ranks then
     wrong = [axis for axis in (*_MODEL_AXES, *DATA_AXES) if ranks % (run(f"plan.{axis}") or 1)]
     for axis in wrong:
         size = run(f"plan.{axis}")
@@ -434,17 +373,20 @@ def _global_batch(run: RunValues) -> Iterator[Mistake]:
     """Pinned data ranks and micro-batch divide the global batch; the planner chooses unpinned ones so that they do."""
     keys = ("plan.replicate", "plan.shard", "plan.micro_batch")
     batch, ranks, pinned = run("train.global_batch"), _rank_count(run), {key: run(key) for key in keys if run(key)}
-    if ranks is None or any(ranks % (run(f"plan.{axis}") or 1) for axis in DATA_AXES):
-        return
+    if (ranks is None and batch) or any((ranks or 0) % (run(f"plan.{axis}") or 1) for axis in DATA_AXES):
+        return  # without a batch of the run's the one of a plan file is checked by itself
+    pinned = {key: size for key, size in pinned.items() if size > 1}
     if run("train.global_batch_tokens"):  # the planner divides samples, not sequences
         return
     unit = math.prod(pinned.values())
-    if batch and batch > MOST_SEQUENCES * ranks:
+    batch_key = "train.global_batch" if batch else "plan.global_batch"
+    batch = batch or run("plan.global_batch")
+    if batch and ranks and batch > MOST_SEQUENCES * ranks:
         expected = f"at most {MOST_SEQUENCES} sequences for each of the cluster's {ranks} ranks"
         yield run.mistake("train.global_batch", expected, str(MOST_SEQUENCES * ranks))
     elif batch and batch % unit:
         product = " × ".join(f"{key} {size}" for key, size in pinned.items())
-        yield run.mistake("train.global_batch", f"a multiple of {unit} ({product})", str(-(-batch // unit) * unit))
+        yield run.mistake(batch_key, f"a multiple of {unit} ({product})", str(-(-batch // unit) * unit))
 
 
 def _batch_ramp(run: RunValues) -> Iterator[Mistake]:
@@ -467,11 +409,6 @@ def _batch_ramp(run: RunValues) -> Iterator[Mistake]:
         last = max(last, until)
 
 
-def _schedule(run: RunValues) -> Iterator[Mistake]:
-    if expected := REFUSED_SCHEDULES.get(run("plan.schedule")):
-        yield run.mistake("plan.schedule", expected, "zbv")
-
-
 def _stages(run: RunValues) -> Iterator[Mistake]:
     """Layers fill the pinned pipeline in the stage order of the pinned schedule, or of any schedule if none is pinned."""
     layers, stages = run("model.layers"), run("plan.stages")
@@ -479,11 +416,25 @@ def _stages(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("plan.stages", "a row of layer ranges for each pipeline rank, or no key", "none")
     elif layers:
         path: KeyPath = ("plan", "stages") if stages else ("plan", "pipeline")
-        yield from _stage_order(run.document, path, run("plan.schedule"), stages, _pipeline_ranks(run), layers)
+        of_order = list(_stage_order(run, path, run("plan.schedule"), stages, _pipeline_ranks(run), layers))
+        yield from of_order or (_unlisted_stages(run) if run.plan_file is not None else ())
+
+
+def _unlisted_stages(run: RunValues) -> Iterator[Mistake]:
+    """Where layers differ, stages of equally many take unlike times: the search balances them, and a plan file lists them."""
+    values, pipeline = _model_values(run), _pipeline_ranks(run)
+    if run("plan.stages") or pipeline == 1 or values is None:
+        return
+    if len((model := from_plain(ModelSpec, values)).block_kinds) == 1:
+        return
+    even = stage_table(SchedulePlan(name=run("plan.schedule") or "1f1b"), pipeline, model.layers)
+    rows = (", ".join(f"{stage.start}-{stage.stop - 1}" for stage in rank) for rank in even)
+    expected = "the layers of each stage by pipeline rank, as the model's layers are not alike"
+    yield run.mistake("plan.stages", expected, f"[{', '.join(f'[{row}]' for row in rows)}]", "none")
 
 
 def _stage_order(
-    document: Document, path: KeyPath, schedule: ScheduleName | None, stages: Any, pipeline: int, layers: int
+    run: RunValues, path: KeyPath, schedule: ScheduleName | None, stages: Any, pipeline: int, layers: int
 ) -> Iterator[Mistake]:
     table = tuple(map(tuple, stages or ()))
     wrong: list[str] = []
@@ -495,47 +446,46 @@ def _stage_order(
             wrong.append(str(error))
         else:
             return
+    if not table:
+        stages_of_rank = STAGES_PER_RANK.get(schedule or "1f1b", 1)
+        each = f"; {schedule} has {stages_of_rank} on each rank" if stages_of_rank > 1 else ""
+        near = next((str(size) for size in reversed(divisors(pipeline)) if size * stages_of_rank <= layers), None)
+        yield run.mistake_at(path, f"at most model.layers = {layers} stages{each}", near, str(pipeline))
+        return
     expected = f"stages that hold layers 0-{layers - 1} in {schedule or 'some schedule'}'s order"
-    yield document.mistake(path, expected, " and, in a V, ".join(dict.fromkeys(wrong)))
+    yield run.mistake_at(path, expected, None, " and, in a V, ".join(dict.fromkeys(wrong)))
 
 
 def _schedule_of_each_order(table: tuple[tuple[str, ...], ...]) -> tuple[ScheduleName, ...]:
     return ("1f1b", "zbv") if table and len(table[0]) == STAGES_PER_RANK["zbv"] else ("1f1b",)
 
 
-def _pins(run: RunValues) -> Iterator[Mistake]:
-    for key in ("plan.reshard", "plan.gradients", "plan.recompute", "plan.offload"):
-        if run("plan.layers") is not None and run(key) is not None:
-            name = key.partition(".")[2]
-            yield run.mistake(key, f"`{name}` inside plan.layers only, as plan.layers is given")
-
-
 def _layers(run: RunValues) -> Iterator[Mistake]:
-    layers = run("model.layers")
-    if layers and run("plan.layers") is not None:
-        yield from _coverage(run.document, ("plan", "layers"), layers)
-
-
-def _coverage(document: Document, path: KeyPath, layers: int) -> Iterator[Mistake]:
     """Layer ranges that lie outside of the model, overlap, or leave a layer out."""
+    layers, strategies = run("model.layers"), run("plan.layers")
+    if not layers or strategies is None:
+        return
     covered: set[int] = set()
     readable = True
-    for index, strategy in enumerate(document.get(path) if document.has(path) else [{}]):
-        where = (*path, index, "range")
+    for index, strategy in enumerate(strategies):
+        where: KeyPath = ("plan", "layers", index, "range")
         text = strategy.get("range", "all")
         try:
             chosen = layer_range(text, layers)
         except ValueError:
             readable = False
             expected = f"all, N or FIRST-LAST inside layers 0-{layers - 1}"
-            yield document.mistake(where, expected, format_value(text))
+            yield run.mistake_at(where, expected, None, format_value(text))
             continue
         if covered.intersection(chosen):
             twice = layer_numbers(covered.intersection(chosen))
-            yield document.mistake(where, "layers that no earlier range covers", f"layers {twice} again")
+            yield run.mistake_at(where, "layers that no earlier range covers", None, f"layers {twice} again")
         covered.update(chosen)
     uncovered = set(range(layers)) - covered
     if uncovered and readable:
-        position = document.key_position(path)
         expected, got = f"ranges that cover layers 0-{layers - 1}", f"none for {layer_numbers(uncovered)}"
-        yield Mistake(position.file, position.line, position.column, ".".join(map(str, path)), expected, got)
+        yield run.mistake("plan.layers", expected, None, got)
+
+
+WHOLE_PLAN = (_plan_file, _order, _ranks, _global_batch, _layers, _stages)
+"""Rules of whole plans, which no single value breaks. Plans that the search makes keep them: it lists only such layouts."""

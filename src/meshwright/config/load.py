@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.complete import ModelReader, complete, complete_batch
-from meshwright.config.key_rules import cross_checks, plan_file_checks
+from meshwright.config.key_rules import cross_checks
 from meshwright.config.mistakes import KEYS_OF_OTHER_FILES, schema_mistakes
-from meshwright.config.plan_file import drop_removed_keys, plan_rules
+from meshwright.config.plan_file import checked_keys, plan_file_mistakes
 from meshwright.config.profile_file import load_profile
 from meshwright.config.reading import Reading, in_reading_order
 from meshwright.config.recorded_lengths import read_lengths
 from meshwright.config.recorded_loads import read_loads
+from meshwright.config.run_values import Values
 from meshwright.config.schema import validate
 from meshwright.config.value_sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
 from meshwright.config.yaml_positions import Document, KeyPath, dotted, dump_yaml, read_yaml
@@ -28,6 +29,7 @@ from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import EQUAL_LOADS
 from meshwright.spec.layout import with_node_crossings
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_keys import PlanKeys, plain_keys, plan_of
 from meshwright.spec.run import ModelSection, RunSpec
 
 _COMPARED_SECTIONS = ("seed", "model", "data", "train")
@@ -90,7 +92,10 @@ def read_run(
     document = gather(path, overrides, detect or one_cpu_rank)
     notes = _complete(document, path, runs, detect, model_reader)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
-    mistakes += document.mistakes + cross_checks(document, unusable) + _plan_file_mistakes(document, unusable)
+    plan_values, plan_mistakes = _plan_file(document, unusable)
+    mistakes += document.mistakes + cross_checks(document, unusable, plan_values) + plan_mistakes
+    if plan_mistakes or (plan_values and any(mistake.file == plan_values.document.top.file for mistake in mistakes)):
+        unusable.add(("plan",))
     mistakes += profile_mistakes(document, unusable) + _expert_load_mistakes(document, unusable)
     mistakes += _lengths_mistakes(document, unusable)
     if other := [mistake for mistake in mistakes if mistake.key in KEYS_OF_OTHER_FILES]:
@@ -105,9 +110,6 @@ def load_resolved(path: Path) -> RunSpec:
     BadConfig with every mistake.
     """
     document = read_yaml(path)
-    pins = document.get(("plan",))
-    if isinstance(pins, dict):
-        pins.pop("reduce_engine", None)  # earlier versions wrote this key, which was removed
     _move_optimizer_keys(document.get(("train",)))
     complete_batch(document)
     run, mistakes, _ = schema_mistakes(RunSpec, document)
@@ -152,10 +154,10 @@ def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
     Raises BadConfig with every mistake.
     """
     document = read_yaml(path)
-    values, mistakes, _ = _checked_plan(document)
+    keys, mistakes = plan_file_mistakes(document)
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
-    plan = from_plain(Plan, values)
+    plan = plan_of(from_plain(PlanKeys, keys))
     return with_node_crossings(plan, cluster.ranks_per_node) if cluster else plan
 
 
@@ -170,7 +172,7 @@ def plan_yaml(plan: Plan) -> str:
     header = (
         "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` bind nothing.\n"
     )
-    return header + dump_yaml(to_plain(plan))
+    return header + dump_yaml(plain_keys(plan))
 
 
 def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
@@ -219,14 +221,13 @@ def one_cpu_rank() -> dict[str, Any]:
     return {"gpu": "cpu", "nodes": 1, "gpus_per_node": 1}
 
 
-def _plan_file_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
-    """Mistakes in the plan file that a run names."""
+def _plan_file(document: Document, unusable: set[KeyPath]) -> tuple[Values | None, list[Mistake]]:
+    """The values of the plan file that a run names, None if it names none, and the mistakes of the file by itself."""
     file = document.data.get("plan")
     if not isinstance(file, str) or file == "auto" or ("plan",) in unusable:
-        return []
-    plan = read_yaml(Path(file), os.path.relpath(file))
-    _, mistakes, plan_unusable = _checked_plan(plan)
-    return mistakes + plan_file_checks(plan, plan_unusable, document, unusable)
+        return None, []
+    _, mistakes, values = checked_keys(read_yaml(Path(file), os.path.relpath(file)))
+    return (None if values.document.partial else values), mistakes
 
 
 def profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
@@ -301,15 +302,6 @@ def _lengths_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistak
         expected = "a file that `meshwright data lengths --json` wrote"
         return [Mistake(position.file, position.line, position.column, option, expected, got)]
     return []
-
-
-def _checked_plan(document: Document) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:
-    drop_removed_keys(document.data)
-    plan, mistakes, unusable = schema_mistakes(Plan, document)
-    mistakes += document.mistakes
-    if not mistakes:
-        mistakes += plan_rules(document)
-    return plan, mistakes, unusable
 
 
 def _flat(run: RunSpec) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from meshwright.config.schema import expected_text, keys_of, section_of, section
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import docs_of, from_plain, hints_of, to_plain
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
-from meshwright.spec.plan import Plan, PlanPins
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 COLUMNS = 118
@@ -49,8 +49,8 @@ below). `extends: FILE` starts from another run file, which may extend a further
 - `observe.wandb: PROJECT` is `observe.wandb: {project: PROJECT}`.
 - `cluster: auto` uses the devices of this machine, `cluster: NAME` a built-in example, `cluster: FILE` a YAML file
   with the keys of `cluster`.
-- `plan: auto` leaves everything to the planner, `plan: FILE` uses a plan file as it is, and a section of pins fixes
-  single fields.
+- `plan: auto` leaves everything to the planner, `plan: FILE` uses a [plan file](plan-file.md) as it is, and a section
+  with some of its keys fixes these.
 
 **Paths.** `extends`, `cluster` and `plan` are relative to the file that names them. `data.mix`, `data.validation`,
 `data.lengths`, `train.expert_load` and `model.init` are relative to the current directory. `~` is the home directory.
@@ -58,7 +58,8 @@ below). `extends: FILE` starts from another run file, which may extend a further
 **Model dimensions.** They come from a preset, from the weights (`model: {init: hf:DIR}` or
 `model: {init: checkpoint:DIR}`, where DIR is a run's folder or name), or from the run file. The run file must then
 give `family`, `layers`, `hidden` and `heads`, for mixtures of experts also `experts`, `experts_per_token` and
-`expert_hidden`, and for DeepSeek `head_dim`, `kv_rank`, `rope_head_dim`, `value_head_dim` and `shared_expert_hidden`.
+`expert_hidden`, for Qwen2-MoE and GLM-4.5 also `shared_expert_hidden`, and for DeepSeek `head_dim`, `kv_rank`,
+`rope_head_dim`, `value_head_dim` and `shared_expert_hidden`.
 Defaults are `kv_heads` = `heads`, `head_dim` = `hidden / heads`, and `ffn_hidden` = 4 × `hidden`
 with `mlp: gelu`, or 8/3 × `hidden` rounded up to a multiple of 256 with `swiglu`. `positions`, `norm`, `mlp`, `bias`,
 `qkv_bias`, `qk_norm` and `tied` follow from the family. Derived values are printed before the run starts. The default
@@ -97,18 +98,8 @@ def reference_markdown() -> str:
         _INTRODUCTION,
         *_sections(RunSpec, "", "Top level"),
         _presets(),
-        _PLAN_FILE,
-        *_sections(Plan, "", "Plan: top level"),
     ]
     return "\n".join(parts)
-
-
-_PLAN_FILE = """\
-## The plan file
-
-`plan: FILE` names a plan file; a run stores its own in `runs/NAME/plan.yaml`. The planner writes it, and you may edit
-it ([plan file](plan-file.md)).
-"""
 
 
 def key_table(cls: type) -> str:
@@ -129,8 +120,7 @@ def _sections(cls: type, key: str, title: str) -> Iterator[str]:
             below = f"{key}.{name}" if key else name
             below += f": {section().name}" if len(sections_of(annotation)) > 1 else ""
             items = "[]" if expected_text(annotation).startswith("a list") else ""
-            start = "Plan: " if title.startswith("Plan: ") else ""
-            yield from _sections(section, below, f"{start}`{below}{items}`")
+            yield from _sections(section, below, f"`{below}{items}`")
 
 
 def _table_entry(cls: type, field: dataclasses.Field[Any]) -> list[str]:
@@ -156,7 +146,7 @@ def _default(cls: type, field: dataclasses.Field[Any]) -> str:
     factory = field.default_factory
     value = field.default if factory is dataclasses.MISSING else factory()
     if value is None:
-        return "the planner's" if cls is PlanPins else "none"
+        return "the planner's" if cls is PlanKeys else "none"
     if value is dataclasses.MISSING:
         return "required"
     return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(to_plain(value))}`"

@@ -1,40 +1,106 @@
-"""The values of a run file, as the rules between keys read them."""
+"""The values of a run file and of the plan file that it names, as the rules between keys read them."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.config.schema import annotation_at, literal_options, section_of
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.errors import Mistake
+from meshwright.spec.plan_keys import FILE_DEFAULTS, STRATEGY_KEYS, PlanKeys
 from meshwright.spec.run import RunSpec
 
 
-class RunValues:
-    """The values of a run file by dotted key, defaults included; None for a key without a usable value."""
+@dataclass
+class Values:
+    """A file and the paths of its invalid values, which no rule reads."""
 
-    def __init__(self, document: Document, unusable: set[KeyPath]) -> None:
+    document: Document
+    unusable: set[KeyPath] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.above_unusable = {bad[:length] for bad in self.unusable for length in range(len(bad))}
+
+    def has(self, path: KeyPath) -> bool:
+        return self.document.has(path)
+
+    def usable(self, path: KeyPath) -> bool:
+        bad = (path[:length] in self.unusable for length in range(len(path) + 1))
+        return path not in self.above_unusable and not any(bad)
+
+    def get(self, cls: type, path: KeyPath) -> Any:
+        """The value at `path` of a file of `cls`, where the word `none` is None unless it is one of the choices."""
+        value = self.document.get(path)
+        return None if value == "none" and "none" not in literal_options(annotation_at(cls, path)) else value
+
+
+class RunValues:
+    """The values of a run file by dotted key, defaults included; None for a key without a usable value.
+
+    Keys of the section `plan` are those of the plan file where the run names one. There a key that is left out has a default, and in the
+    section it has none: the planner chooses it.
+    """
+
+    def __init__(self, document: Document, unusable: set[KeyPath], plan_file: Values | None = None) -> None:
         self.document = document
         self.unusable = unusable
-        self.above_unusable = {bad[:length] for bad in unusable for length in range(len(bad))}
+        self.plan_file = plan_file
+        self._run = Values(document, unusable)
 
     def __call__(self, key: str) -> Any:
-        path: KeyPath = tuple(key.split("."))
-        if path in self.above_unusable or any(path[:length] in self.unusable for length in range(len(path) + 1)):
+        return self.at(tuple(key.split(".")))
+
+    def at(self, path: KeyPath) -> Any:
+        """The value at `path`."""
+        if path[0] == "plan" and len(path) > 1 and self.plan_file is not None:
+            inside = path[1:]
+            if not self.plan_file.usable(inside):
+                return None
+            return self.plan_file.get(PlanKeys, inside) if self.plan_file.has(inside) else self._plan_default(inside)
+        if not self._run.usable(path):
             return None
-        if not self.document.has(path):
-            return self._default(path)
-        value = self.document.get(path)
-        is_literal = "none" in literal_options(annotation_at(RunSpec, path))
-        return None if value == "none" and not is_literal else value
+        return self._run.get(RunSpec, path) if self._run.has(path) else self._default(path)
+
+    def rule_value(self, key: str) -> Any:
+        """The value of a key as the rules of a plan name it: without a dot it is a key of the plan."""
+        if key == "in a plan file":
+            return self.plan_file is not None
+        return self(key if "." in key else f"plan.{key}")
+
+    def given(self, key: str) -> bool:
+        """Whether a file has the key."""
+        values, path = self._of(tuple(key.split(".")))
+        return values.has(path)
+
+    def _of(self, path: KeyPath) -> tuple[Values, KeyPath]:
+        """The file that has the key at `path`, and its path there."""
+        in_plan_file = path[0] == "plan" and self.plan_file is not None
+        return (self.plan_file, path[1:]) if in_plan_file and self.plan_file else (self._run, path)
+
+    def _plan_default(self, path: KeyPath) -> Any:
+        if len(path) > 1:
+            return _default_of(PlanKeys, path)
+        by_range = self.plan_file is not None and self.plan_file.has(("layers",)) and path[0] in STRATEGY_KEYS
+        return None if by_range else FILE_DEFAULTS.get(str(path[0]))
 
     def _default(self, path: KeyPath) -> Any:
-        section = section_of(annotation_at(RunSpec, path[:-1])) if len(path) > 1 else RunSpec
-        defaults = {f.name: f.default for f in dataclasses.fields(section)} if section else {}
-        value = defaults.get(str(path[-1]), dataclasses.MISSING)
-        return None if value is dataclasses.MISSING or self.document.partial else value
+        return None if self.document.partial else _default_of(RunSpec, path)
 
     def mistake(self, key: str, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
-        path: KeyPath = tuple(key.split("."))
-        return self.document.mistake(path, expected, format_value(self(key)) if got is None else got, near)
+        """A mistake of the value of `key`, in the file that has it; `got` is the value unless it is given."""
+        return self.mistake_at(tuple(key.split(".")), expected, near, got)
+
+    def mistake_at(self, path: KeyPath, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
+        """As `mistake`, for a path that may go through a list."""
+        values, inside = self._of(path)
+        return values.document.mistake(inside, expected, format_value(self.at(path)) if got is None else got, near)
+
+
+def _default_of(cls: type, path: KeyPath) -> Any:
+    """The default of the key at `path` of a file of `cls`; None if it has none."""
+    section = section_of(annotation_at(cls, path[:-1])) if len(path) > 1 else cls
+    defaults = {f.name: f.default for f in dataclasses.fields(section)} if section else {}
+    value = defaults.get(str(path[-1]), dataclasses.MISSING)
+    return None if value is dataclasses.MISSING else value

@@ -1,18 +1,11 @@
-"""Rules of samples of any length: `data.packing: none`, `train.global_batch_tokens` and `samples` of a plan file."""
+"""Rules of samples of any length: `data.packing: none` and `train.global_batch_tokens`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from meshwright.config.run_values import RunValues
-from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
-
-_UNDIVIDED = ("pipeline", "context_ring", "context_ulysses", "tensor")
-"""Axes that this release does not combine with samples of any length."""
-_ACTIVATIONS = ("activations", "both")
-_OF_LONG_SAMPLES = "as slots with offload have activations of long samples only in host memory"
 
 
 def samples(run: RunValues) -> Iterator[Mistake]:
@@ -33,89 +26,7 @@ def samples(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("train.global_batch_tokens", expected, str(longest))
     if run("data.document_mask") is False:
         yield run.mistake("data.document_mask", "true, as data.packing is none: each document is a sample", "true")
-    if (run("plan.micro_batch") or 1) > 1:
-        yield run.mistake("plan.micro_batch", "1, as data.packing is none: a micro-batch is one slot of samples", "1")
-    for axis in () if run("plan.hybrid") else _UNDIVIDED:
-        if (run(f"plan.{axis}") or 1) > 1:
-            yield run.mistake(
-                f"plan.{axis}", "1, as data.packing is none: this release divides samples on no such axis", "1"
-            )
     if run("model.prediction_depth"):
         yield run.mistake("data.packing", "stream, as model.prediction_depth is not 0", "stream")
     if run("supervision.on_repeated_failure") == "skip_data":
         yield run.mistake("supervision.on_repeated_failure", "stop, as data.packing is none", "stop")
-
-
-def slot_offload(run: RunValues) -> Iterator[Mistake]:
-    """`plan.offload_capacity`: longer slots that need no more device memory, as at most all blocks but two are offloaded."""
-    longer, capacity, layers = run("plan.offload_capacity"), run("plan.capacity"), run("model.layers")
-    if not longer:
-        return
-    if not (capacity and run("plan.hybrid")):
-        yield run.mistake("plan.offload_capacity", "no such key without plan.hybrid and plan.capacity", "none")
-    elif (run("plan.pipeline") or 1) > 1 or run("plan.stages") or run("model.experts"):
-        yield run.mistake(
-            "plan.offload_capacity",
-            "none beside pipeline ranks or experts, whose layers have unequal activations",
-            "none",
-        )
-    elif layers and (wrong := _offload_error(longer, capacity, run("plan.tensor") or 1, layers)):
-        yield run.mistake("plan.offload_capacity", wrong)
-    if run("plan.offload") in _ACTIVATIONS:
-        yield run.mistake("plan.offload", f"none or optimizer, {_OF_LONG_SAMPLES}", "none")
-    if any(layer.get("offload") in _ACTIVATIONS for layer in run("plan.layers") or ()):
-        yield run.mistake(
-            "plan.layers", f"offload none or optimizer in every range, {_OF_LONG_SAMPLES}", None, "another"
-        )
-
-
-def _offload_error(longer: int, capacity: int, tensor: int, layers: int) -> str | None:
-    """Return the unmet rule for slots of `longer` tokens with offload, beside those of `capacity`; None if they are valid."""
-    unit, most = math.lcm(2, tensor), capacity * layers // 2
-    if longer > capacity and longer % unit == 0 and longer <= most:
-        return None
-    multiple = "an even number of" if unit == 2 else f"a multiple of {unit}"
-    return f"{multiple} tokens above the {capacity} of other slots and at most {most}, where all {layers} blocks are offloaded"
-
-
-def plan_file_samples(plan: Document, run: RunValues) -> Iterator[Mistake]:
-    """A plan file has `samples` exactly if its run has samples of any length, and places them on data ranks only."""
-    given, wanted = bool(plan.get(("samples",))), run("data.packing") == "none"
-    if given != wanted:
-        expected = (
-            f"{'capacity, alpha and beta' if wanted else 'no such section'}, as data.packing is {run('data.packing')}"
-        )
-        yield plan.mistake(("samples",), expected, "a section" if given else "none")
-    if not wanted:
-        return
-    yield from _plan_file_offload(plan, run)
-    if plan.get(("batch", "micro_batch")) != 1:
-        micro = str(plan.get(("batch", "micro_batch")))
-        yield plan.mistake(("batch", "micro_batch"), "1: a micro-batch is one slot of samples", micro, "1")
-    hybrid = any(axis["axis"] == "hybrid" for axis in plan.get(("mesh",)))
-    for index, axis in () if hybrid else enumerate(plan.get(("mesh",))):
-        if axis["axis"] in _UNDIVIDED and axis["size"] > 1:
-            yield plan.mistake(("mesh", index, "size"), "1, as data.packing is none", str(axis["size"]), "1")
-
-
-def _plan_file_offload(plan: Document, run: RunValues) -> Iterator[Mistake]:
-    """Slots with offload of a plan file: their size, layers of the model, and no sample that neither kind of slot holds."""
-    path, capacity, layers = ("samples", "offload"), plan.get(("samples", "capacity")), run("model.layers")
-    if not plan.get(path) or not capacity or not layers:
-        return
-    sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
-    if sizes.get("pipeline", 1) > 1 or run("model.experts"):
-        yield plan.mistake(
-            path, "none beside pipeline ranks or experts, whose layers have unequal activations", "a section", "none"
-        )
-    longer, offloaded, shortest = (plan.get((*path, key)) for key in ("capacity", "layers", "shortest"))
-    if wrong := _offload_error(longer, capacity, sizes.get("tensor", 1), layers):
-        yield plan.mistake((*path, "capacity"), wrong, str(longer))
-    if offloaded > layers:
-        yield plan.mistake((*path, "layers"), f"at most the model's {layers} blocks", str(offloaded), str(layers))
-    if any(layer.get("offload") in _ACTIVATIONS for layer in plan.get(("layers",)) or ()):
-        yield plan.mistake(("layers",), f"offload none or optimizer in every range, {_OF_LONG_SAMPLES}", "another")
-    most = capacity * sizes.get("hybrid", 1) + 1
-    if shortest > most:
-        expected = f"at most {most}, as all ranks together hold no longer sample without offload"
-        yield plan.mistake((*path, "shortest"), expected, str(shortest), str(most))

@@ -87,9 +87,9 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
 def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: Detect) -> Document:
     """The file at `path`, merged over the file or preset that it extends."""
     document = read_yaml(path, shown)
-    if document.has(("mesh",)) and document.has(("batch",)):
+    if document.has(("global_batch",)) and document.has(("micro_batch",)):
         beside = f"a run file; a plan is given beside one, as plan={shown}"
-        document.complain(document.key_position(("mesh",)), "mesh", beside, "a plan")
+        document.complain(document.key_position(("micro_batch",)), "micro_batch", beside, "a plan")
         document.data, document.partial = {}, True
     position = document.value_position(("extends",))
     name = document.data.pop("extends", None)

@@ -2,8 +2,8 @@
 
 A matrix product (m, k, n) takes 2 m k n / (peak × share) × (1 + narrow × (1/m + 1/k + 1/n)). The last factor is the roofline's memory
 term: the bytes per FLOP of a product are proportional to the sum of its dimensions' inverses. If the number of multiprocessors is known,
-m n is rounded up to whole waves of tiles. The time of attention follows from its FLOPs at a separate share of the peak, that of all other
-operations from their bytes.
+m n is rounded up to whole waves of tiles. The time of attention follows from its FLOPs at a separate share of the peak, with a window at
+that of another kernel; that of all other operations from their bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,22 @@ PRICE_OF_ORDER = (64.0, 128.0), (0.16, 0.01)
 One H200, torch 2.11, cuDNN 9.19, 16,384 tokens a step: 254 ms against 250 (Llama-3.2-1B, head size 64), 437 against 436 to 437 (8 layers
 of Llama-3-8B, 128); attention's backward takes 25 and 42 ms of them in this model.
 """
+SMALL_HEAD = 32.0
+"""Head size at which attention takes twice as long for its FLOPs as with very wide heads."""
+WIDE_HEAD = 192.0
+"""Kernels for wider heads have smaller tiles and a rate of their own."""
+BACKWARD_RATIO = 2.5
+"""Time of fused attention's backward relative to its forward: five products instead of two (Dao et al. 2022)."""
+QUERY_BLOCK_KEYS = 350.0
+"""Keys in whose time flex attention does what it does once for a block of queries, whatever its window.
+
+Measured on an H200 (benchmarks/results/2026-11-29-attention-windows-H200.json).
+"""
+NORM_BYTES = 6.0
+"""Bytes per element of a forward that one more norm than `Constants.passes` includes moves, 1.5 times as many in the backward.
+
+A norm reads and writes 8 elements in all if it is fused with a residual sum (`workload.device_work`).
+"""
 MISALIGNED_HEAD = 1.35
 """Slow-down of products and attention if the head size is no multiple of 8."""
 
@@ -52,6 +68,12 @@ BIAS_BYTES = 20.0
 Megatron-Core adds in fp32, concatenates and casts (`TEGroupedMLP._apply_bias`).
 """
 
+ADAPTER_PASSES = 1.5, 2.5
+"""Times that an adapter reads or writes its layer's input and output, forward and backward, mean of A and B.
+
+A reads the input; its backward reads it again and adds to the input's gradient. B adds to the output; its backward reads the output's
+gradient twice.
+"""
 TILE = 128.0
 """Tile of a matrix product that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
 MAX_PEAK_SHARE = 0.88
@@ -100,9 +122,11 @@ class ProductRate:
         result_elements = elements_in_waves(m, n, self.multiprocessors, count)
         return 2 * result_elements * inner / self.flops * (1 + self.narrow * inverse_sum)
 
-    def forward_backward(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> ForwardBackward:
-        """Seconds of the forward, and of the backward, which computes the gradients of both operands."""
-        backward = self.seconds(m, n, inner, count) + self.seconds(inner, m, n, count)
+    def forward_backward(
+        self, m: Array, inner: Array, n: Array, count: Array = 1.0, *, frozen: Array = 0.0
+    ) -> ForwardBackward:
+        """Seconds of the forward, and of the backward, which computes the gradients of both operands, but not that of a `frozen` weight."""
+        backward = self.seconds(m, n, inner, count) + (1 - frozen) * self.seconds(inner, m, n, count)
         return ForwardBackward(self.seconds(m, inner, n, count), backward)
 
 
@@ -158,12 +182,16 @@ def layer_times(
     wide_rate = _sustained_rate(machine, k, machine.half_peak)
     for product in layer_products(shape, step, tensor_ranks):
         if product.role != "router":  # constants were fitted without the router's product
-            seconds = rate.forward_backward(product.m, product.k, product.n, product.count)
-            if product.role == "expert":
+            if product.role == "adapter":
+                seconds = _adapter_passes(product, memory_rate)
+            else:
+                seconds = rate.forward_backward(product.m, product.k, product.n, product.count, frozen=shape.frozen)
+            if product.role == "expert" and not np.any(shape.frozen):
                 seconds += _wide_weight_gradient(product, machine, k, rate, wide_rate)
             products += seconds.times(product.layers)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory_rate)
-    pass_seconds = tokens * shape.hidden * shape.layers * k.passes / memory_rate / tensor_ranks
+    pass_bytes = k.passes + NORM_BYTES * shape.added_norms
+    pass_seconds = tokens * shape.hidden * shape.layers * pass_bytes / memory_rate / tensor_ranks
     per_element = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
     routed_seconds = (
         shape.moe_layers
@@ -197,11 +225,11 @@ def layer_times(
     ring_us = np.maximum(layout.sequence, across_nodes) * (tensor_ranks - 1) * k.ring_us
     tensor_us = np.where(tensor_ranks > 1, k.host_tensor_us, 0.0) + ring_us
     host = shape.layers * (k.host_us + tensor_us) * launches * 1e-6
-    logits = wide_rate.forward_backward(tokens, shape.hidden, shape.vocab / tensor_ranks)
+    logits = wide_rate.forward_backward(tokens, shape.hidden, shape.vocab / tensor_ranks, frozen=shape.frozen)
     loss_seconds = tokens * shape.vocab / tensor_ranks * k.logit_bytes / memory_rate
     # The weight gradient of each chunk of logits is added to an fp32 sum, which is rounded at the end (kernels.loss).
     gradient_bytes = HEAD_ROUNDING_BYTES + HEAD_SUM_BYTES * np.ceil(tokens / layout.loss_chunk)
-    sum_seconds = shape.table_params / tensor_ranks * gradient_bytes * k.own_engine / memory_rate
+    sum_seconds = shape.table_params / tensor_ranks * gradient_bytes * k.own_engine / memory_rate * (1 - shape.frozen)
     embed = tokens * shape.hidden * 12 / memory_rate
     padded_vocab = np.where(np.mod(shape.vocab / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
     head = (logits.forward + logits.backward + loss_seconds) * padded_vocab + sum_seconds
@@ -209,6 +237,12 @@ def layer_times(
     outside_block = projection.forward + projection.backward + head + embed
     module = (forward + backward + recomputed) / shape.layers * module_blocks + outside_block
     return LayerTime(forward, backward + recomputed, host, head + shape.predictions * module, embed, recomputed)
+
+
+def _adapter_passes(product: Product, memory_rate: Array) -> ForwardBackward:
+    """Seconds of an adapter's A or B: so narrow a product takes as long as its wide side passes through device memory."""
+    seconds = 2.0 * product.m * (product.k + product.n) / memory_rate
+    return ForwardBackward(ADAPTER_PASSES[0] * seconds, ADAPTER_PASSES[1] * seconds)
 
 
 def _wide_weight_gradient(
@@ -264,24 +298,28 @@ def _attention_core(
 ) -> tuple[Array, Array]:
     """Seconds of attention's two products, forward and backward, over all layers.
 
-    Fused attention computes the causal half of the scores. Unfused attention computes all of them, through device memory.
+    Fused attention computes the causal half of the scores. Unfused attention computes all of them, through device memory. Layers with a
+    window have flex attention, whose sums have a fixed order in any case.
     """
     fused = np.where(k.scores > 0, 1.0, 0.5)
     layers = shape.attention_layers * np.where(k.scores > 0, 1.0, shape.full_attention)
     pairs = layers * tokens * layout.seq / layout.tensor
     flops = 2 * pairs * (shape.query_width + shape.value_width) * fused
     head_dim = shape.query_width / shape.heads
-    small_heads = 1 + 32.0 / head_dim
-    forward = flops / (machine.half_peak * k.attention) * k.slow * small_heads * _misaligned_head_slowdown(shape)
+    wide = head_dim > WIDE_HEAD
+    small_heads = 1 + SMALL_HEAD / head_dim
+    rate = machine.half_peak * k.attention * np.where(wide, k.attention_wide, 1.0)
+    forward = flops / rate * k.slow * small_heads * _misaligned_head_slowdown(shape)
     score_seconds = pairs * shape.heads * k.scores / memory_rate
-    backward = np.where(k.scores > 0, 2.0, 2.5) * forward + 2 * score_seconds
-    return forward + score_seconds, backward * (1 + layout.fixed_order * k.fixed_order * _price_of_order(shape))
-
-
-def _price_of_order(shape: Shape) -> Array:
-    """Time that a fixed order of its sums adds to attention's backward, relative to it.
-
-    Attention with a window is flex attention in any case, whose sums have one order.
-    """
-    of_heads = np.interp(shape.query_width / shape.heads, *PRICE_OF_ORDER)
-    return (1 - np.asarray(shape.windowed)) * of_heads
+    backward = np.where(k.scores > 0, 2.0, BACKWARD_RATIO) * forward + 2 * score_seconds
+    forward = forward + score_seconds
+    backward = backward * (1 + layout.fixed_order * k.fixed_order * np.interp(head_dim, *PRICE_OF_ORDER))
+    if not np.any(shape.windowed_scores):
+        return forward, backward
+    scores = shape.windowed_scores + 2 * QUERY_BLOCK_KEYS * (1 - shape.full_attention) / layout.seq
+    pairs = shape.attention_layers * scores * tokens * layout.seq / layout.tensor
+    rate = machine.half_peak * k.attention * k.flex * np.where(wide, k.flex_wide, 1.0)
+    windowed = (
+        pairs * (shape.query_width + shape.value_width) / rate * k.slow * small_heads * _misaligned_head_slowdown(shape)
+    )
+    return forward + windowed, backward + k.flex_backward * windowed

@@ -186,6 +186,28 @@ class Constants:
 
     Own engine: 6, of which the kernel moves 0.95 as many per second as a copy (`kernels.loss_triton`).
     """
+    attention_wide: Array = 1.0
+    """Rate of attention with heads wider than 192, relative to `attention`.
+
+    Own engine: heads of 256 on an H200, sequences of 4,096 tokens (benchmarks/results/2026-11-29-attention-windows-H200.json).
+    """
+    flex: Array = 1.0
+    """Rate of the forward of flex attention, which layers with a window have, relative to `attention`.
+
+    Own engine: of blocks of keys alone; each block of queries costs as much as 350 keys more (`costs.compute.QUERY_BLOCK_KEYS`). With
+    that, windows of 128 to 4,096 keys and heads of 64 and 128 are within 4% (benchmarks/results/2026-11-29-attention-windows-H200.json).
+    """
+    flex_wide: Array = 1.0
+    """Rate of flex attention with heads wider than 192, relative to `flex`.
+
+    Own engine: heads of 256 with windows of 512 and 1,024 keys, as above, forward and backward together. Their backward alone takes 5.6
+    times their forward.
+    """
+    flex_backward: Array = 2.5
+    """Time of flex attention's backward relative to its forward.
+
+    Own engine: 2.8 to 3.7 with heads of 64 and 128, as above.
+    """
     fixed_order: Array = 1.0
     """1 if sums in a fixed order slow attention's backward; 0 on CPU ranks, where its sums always have one order."""
     compiled: Array = 0.0

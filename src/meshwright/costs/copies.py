@@ -59,6 +59,9 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     on_side_stream = on_side_stream + np.where(reduces_once | casts_in_place, 0.0, SHARD_ACCUMULATE / layout.shards)
     copy_in = np.where(unsharded, in_place, padded) + k.side_copies * on_side_stream
 
+    # Frozen weights have no gradients; one rank computes with them where they are, several gather them.
+    copy_in, accumulate = copy_in * shape.trained, accumulate * shape.trained
+    copy_out = copy_out * np.where(unsharded, shape.trained, 1.0)
     gathers = 2.0 - layout.keep_gathered
     gathers_once = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
     per_micro_batch = (1 - gathers_once) * gathers * copy_out

@@ -15,19 +15,18 @@ from math import log2
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costs.compute import elements_in_waves
+from meshwright.costs.compute import BACKWARD_RATIO, QUERY_BLOCK_KEYS, SMALL_HEAD, WIDE_HEAD, elements_in_waves
 from meshwright.costs.constants import Constants
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import host_share
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
+from meshwright.workload.model_shape import computed_span
 
-ATTENTION_BACKWARD_RATIO = 2.5
-"""Time of attention's backward relative to its forward: five products instead of two (Dao et al. 2022)."""
-SMALL_HEAD_SIZE = 32.0
-"""Head size at which attention takes twice as long for its FLOPs (costs.compute)."""
 RATE_OF_UNMEASURED_FORMAT = {"fp64": ("fp32", 0.5), "bf16": ("fp32", 1.0), "fp16": ("bf16", 1.0)}
 """Unmeasured format → (measured format, rate relative to it)."""
+DEFAULTS = ("slow", "start_us", "link_us", "attention", "flex")
+"""Constants that a fit keeps, or to which it is relative, if the profile does not measure them."""
 RING_OPERATIONS = ("all_gather", "reduce_scatter")
 """Operations to which link constants are fitted: those of sharded training."""
 
@@ -66,11 +65,13 @@ def with_profile(
 
 def fits(k: Constants, profile: MachineProfile, number_format: str = "bf16") -> dict[str, Fit]:
     """Fits by type of measurement; types without measurements are absent."""
-    return _fits(profile, number_format, _number(k.slow), _number(k.start_us), _number(k.link_us))
+    return _fits(profile, number_format, tuple(_number(getattr(k, name)) for name in DEFAULTS))
 
 
 @lru_cache(maxsize=64)
-def _fits(profile: MachineProfile, number_format: str, slow: float, start_us: float, link_us: float) -> dict[str, Fit]:
+def _fits(profile: MachineProfile, number_format: str, defaults: tuple[float, ...]) -> dict[str, Fit]:
+    """`fits`, where `defaults` are the constants of `DEFAULTS`, in their order."""
+    slow, start_us, link_us, attention, flex = defaults
     chip = reference_chip(profile)
     measured_format = _measured_format(profile, number_format)
     entries = [entry for entry in profile.products if entry.format == measured_format]
@@ -83,7 +84,7 @@ def _fits(profile: MachineProfile, number_format: str, slow: float, start_us: fl
     elif profile.corrections:
         fitted["matrix products"] = Fit({"slow": slow * correction(profile)}, 0, 0.0)
     if attention_entries := [entry for entry in profile.attention if entry.format == measured_format]:
-        fitted["attention"] = _fit_attention(attention_entries, chip.peak_flops[measured_format])
+        fitted["attention"] = _fit_attention(attention_entries, chip.peak_flops[measured_format], attention, flex)
     fitted |= _fit_memory(profile, chip)
     fitted |= _fit_links(profile, chip, start_us * 1e-6, link_us * 1e-6)
     fitted |= _fit_overlap(profile)
@@ -192,18 +193,53 @@ def _flops_in_waves(entry: ProductTime, chip: Chip) -> float:
     return 2.0 * entry.k * float(elements_in_waves(entry.m, entry.n, chip.multiprocessors))
 
 
-def _fit_attention(entries: Sequence[AttentionTime], peak: float) -> Fit:
-    """Fits `attention` to forward and backward together: causal FLOPs, with the cost model's factor for small heads."""
-    flops = np.array([4.0 * entry.tokens * entry.span * entry.heads * entry.head_dim for entry in entries])
-    ideal = (
-        (1 + ATTENTION_BACKWARD_RATIO)
-        * flops
-        * (1 + SMALL_HEAD_SIZE / np.array([entry.head_dim for entry in entries]))
-        / peak
-    )
-    seconds = np.array([entry.forward_seconds + entry.backward_seconds for entry in entries])
-    (constant,), residual = _nonnegative_fit(ideal[:, None], seconds)
-    return Fit({"attention": 1 / constant}, len(entries), residual)
+def _fit_attention(entries: Sequence[AttentionTime], peak: float, attention: float, flex: float) -> Fit:
+    """Fits rates of attention to forward and backward together: with and without a window, each also for wide heads.
+
+    `attention` and `flex` are the defaults of rates to which others are relative, where no entry measures them.
+    """
+    windowed = [entry for entry in entries if _has_window(entry)]
+    ratios = np.array([entry.backward_seconds / entry.forward_seconds for entry in windowed])
+    ratio = float(np.exp(np.mean(np.log(ratios)))) if windowed else 0.0
+    values = {"flex_backward": ratio} if windowed else {}
+    squares = 0.0
+
+    def share(*, window: bool, wide: bool) -> float | None:
+        """The share of the peak that these entries reach; None without any."""
+        nonlocal squares
+        group = [entry for entry in entries if (_has_window(entry), entry.head_dim > WIDE_HEAD) == (window, wide)]
+        if not group:
+            return None
+        passes = 1 + (ratio if window else BACKWARD_RATIO)
+        ideal = np.array([[passes * _ideal_forward(entry, peak)] for entry in group])
+        seconds = np.array([entry.forward_seconds + entry.backward_seconds for entry in group])
+        (constant,), residual = _nonnegative_fit(ideal, seconds)
+        squares += len(group) * residual**2
+        return 1 / constant
+
+    if plain := share(window=False, wide=False):
+        values["attention"] = attention = plain
+    if wide := share(window=False, wide=True):
+        values["attention_wide"] = wide / attention
+    if narrow := share(window=True, wide=False):
+        flex = narrow / attention
+        values["flex"] = flex
+    if wide := share(window=True, wide=True):
+        values["flex_wide"] = wide / attention / flex
+    return Fit(values, len(entries), float(np.sqrt(squares / len(entries))))
+
+
+def _has_window(entry: AttentionTime) -> bool:
+    return entry.window is not None and entry.window < entry.seq
+
+
+def _ideal_forward(entry: AttentionTime, peak: float) -> float:
+    """Seconds of attention's forward at the peak: its computed scores, with the cost model's factor for small heads."""
+    span = entry.span
+    if entry.window and _has_window(entry):
+        span = computed_span(entry.window, entry.seq) + QUERY_BLOCK_KEYS
+    flops = 4.0 * entry.tokens * span * entry.heads * entry.head_dim
+    return flops * (1 + SMALL_HEAD / entry.head_dim) / peak
 
 
 def _fit_memory(profile: MachineProfile, chip: Chip) -> dict[str, Fit]:

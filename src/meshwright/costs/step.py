@@ -250,7 +250,7 @@ def _weights_traffic(
         experts, machine, k, size, shape.moe_layers, by_copy_engine & (expert_ranks <= 1)
     )
     by_kernels = by_kernels + gather(experts, k, size, shape.moe_layers)
-    scatter = by_kernels * (k.scatter_bytes / COMPUTE_BYTES)
+    scatter = by_kernels * (k.scatter_bytes / COMPUTE_BYTES) * shape.trained
     scatter = scatter + _contention_seconds(group, layout, k, scatter, backward)
     gathers, reductions = (count / layout.micro_batches for count in weight_collectives(layout))
     gathers = np.where(layout.gather_once > 0, 0.0, gathers)
@@ -289,6 +289,7 @@ def _gradient_traffic(
     data_ranks = layout.data * layout.context
     group = rank_group(machine, k, data_ranks, layout.data_step, congestion(machine, layout, k))
     dense, experts = stage_parameters(shape, layout, 1 / layout.pipeline)
+    dense, experts = dense * shape.trained, experts * shape.trained
     # With fp8 products one byte of each updated weight is gathered.
     bytes_per_weight = np.where(machine.product_format > 0, 1.0, COMPUTE_BYTES)
     messages = k.messages * shape.layers / layout.pipeline
@@ -352,7 +353,10 @@ def _tied_sum_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     on_two_ranks = (layout.pipeline > 1) & (layout.vee == 0)
     return np.where(
         on_two_ranks,
-        embedding_at_both_ends(shape) * k.own_engine * all_reduce(end_group, k, elements * k.reduce_bytes),
+        embedding_at_both_ends(shape)
+        * (1 - shape.frozen)
+        * k.own_engine
+        * all_reduce(end_group, k, elements * k.reduce_bytes),
         0.0,
     )
 
@@ -367,7 +371,7 @@ def _boundary_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Consta
 def owned_params(shape: Shape, layout: Layouts) -> Array:
     """Parameters that one rank's optimizer updates."""
     dense, experts = stage_parameters(shape, layout, 1 / layout.pipeline)
-    return shard_parameters(layout, dense, experts, layout.zero >= 1)
+    return shape.trained * shard_parameters(layout, dense, experts, layout.zero >= 1)
 
 
 def _optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants, forward: Array) -> Array:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chat_forms import COMMON_KEYS, MESSAGES, BadChat, ChatForm, form_of, no_form
 from meshwright.data.chat_template import (
+    REASONING_KEYS,
     SPECIAL_TOKENS_MAP,
     TEMPLATE,
     TOKENIZER_CONFIG,
@@ -48,8 +49,6 @@ MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight
 """Keys of a message; it may also have any that the template names."""
 UNUSED_KEYS = ("functions", "function_call", "documents", "chat_template_kwargs", "history")
 """Keys of a chat that other programs read, and that would be lost."""
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which messages have reasoning that is not part of their content."""
 ALMOST = 0.85
 """Similarity from which an unknown key of a chat is a misspelling."""
 

@@ -24,8 +24,12 @@ TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL_TOKENS_MAP, GENERATION_CONFIG = "special_tokens_map.json", "generation_config.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Template of chats with tools, where a folder has one beside its default."""
-TEXT_FILES = (TEMPLATE, TOOL_TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""Where older folders of models that also read images have their template."""
+TEXT_FILES = (TEMPLATE, TOOL_TEMPLATE, PROCESSOR_TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
 """Files about texts that a folder can have beside its tokenizer.json."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of the reasoning of a message, the usual one first; templates of gpt-oss and LFM2 read the second."""
 START, END = "\ufdd0", "\ufdd1"
 """Marks around the text of a generation block: code points that Unicode reserves for internal use."""
 
@@ -117,10 +121,7 @@ class ChatTemplate:
         values = {
             **self._special_tokens,
             **(variables or {}),
-            "messages": [
-                {**message, "content": NO_CONTENT} if message.get("content", "") is None else message
-                for message in messages
-            ],
+            "messages": [_shown(message) for message in messages],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -133,9 +134,20 @@ class ChatTemplate:
             raise TemplateRefusal(str(error)) from None
 
 
+def _shown(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as templates expect it: a content that is null is no text, and reasoning has each name that a template reads."""
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return {**message, "content": NO_CONTENT} if message.get("content", "") is None else message
+
+
 def folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The source of a folder's template: its chat_template.jinja, or the default one in `config`, its tokenizer_config.json."""
-    return _template_source(folder / TEMPLATE, config, "default")
+    """The source of a folder's template: its chat_template.jinja, or the default one in `config`, its tokenizer_config.json, or its
+    chat_template.json."""
+    source = _template_source(folder / TEMPLATE, config, "default")
+    older = read_object(folder / PROCESSOR_TEMPLATE).get("chat_template") if source is None else source
+    return older if isinstance(older, str) else None
 
 
 def folder_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:

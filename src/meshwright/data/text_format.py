@@ -376,7 +376,11 @@ class _FolderFiles:
         values = {name: {} if folder is None else read_object(folder / name) for name in names}
         self._config = values[TOKENIZER_CONFIG]
         self._texts = {name: special_tokens(values[name]) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)}
-        self._ids = {name: values[name] for name in (CONFIG, GENERATION_CONFIG)}
+        inner = values[CONFIG].get("text_config")  # of a model that also reads images
+        self._ids = {
+            CONFIG: {**(inner if isinstance(inner, dict) else {}), **values[CONFIG]},
+            GENERATION_CONFIG: values[GENERATION_CONFIG],
+        }
         templates = (folder_template, folder_tool_template)
         own = [None if folder is None else read(folder, self._config) for read in templates]
         self._templates = own if template is None else [template, None]

@@ -38,7 +38,7 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-FAMILY = replace(
+FAMILY = DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",

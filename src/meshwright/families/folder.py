@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,17 +11,21 @@ from typing import Any
 
 from meshwright.families.format import WITHOUT_EFFECT, Family, HFConfig
 from meshwright.families.registry import FAMILIES
+from meshwright.families.text_part import Nesting, nesting, text_config
 from meshwright.spec.dimension_checks import check_dimensions
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest, shorten
 from meshwright.spec.fields import from_plain
 from meshwright.spec.folder_files import read_folder_json
 from meshwright.spec.foreign_words import no_folder_hint
-from meshwright.spec.model import KindSpec, ModelSpec, ParameterSpec, parameters
+from meshwright.spec.model import KindSpec, ModelSpec, ParameterSpec, parameters, without_adapter
 
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in a folder with fp8 weights."""
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 """Names of the dtypes in config.json."""
+_COMPARED = 1 << 16
+"""Bytes by which a head is told from the embedding."""
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, MeshwrightError)
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,8 @@ class HFTensor:
     """Tensor of a Hugging Face folder: rows [first_row, first_row + row_count) of one of our parameters, as a matrix.
 
     For stacked experts all dimensions but the last are counted as rows. `shape` is the shape in the folder; with `transposed` our rows are
-    its columns. A `precise` tensor is stored in fp32 whatever the dtype of the folder.
+    its columns. A `precise` tensor is stored in fp32 whatever the dtype of the folder. A `stacked` tensor has the experts of a layer along
+    dimension 0, and `transposed` is then meant of each of them. Outputs of an `interleaved` one alternate between gates and ups.
     """
 
     name: str
@@ -37,6 +43,8 @@ class HFTensor:
     shape: tuple[int, ...]
     transposed: bool
     precise: bool = False
+    stacked: bool = False
+    interleaved: bool = False
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
@@ -68,7 +76,7 @@ def to_hf_config(
 
     Raises BadInput for a field that the family's architecture cannot express.
     """
-    family = FAMILIES[spec.family]
+    family, spec = FAMILIES[spec.family], without_adapter(spec)
     if obstacle := export_obstacle(spec):
         raise BadInput(f"{obstacle}; Meshwright's own checkpoints can hold this model")
     return {
@@ -85,8 +93,42 @@ def to_hf_config(
     }
 
 
+def to_whole_config(
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    *,
+    dtype: str = "bf16",
+    special_ids: Mapping[str, int | list[int] | None] | None = None,
+) -> dict[str, Any]:
+    """`config`, of a folder with a text part, for other weights of its text model; the other parameters as in `to_hf_config`.
+
+    Raises BadInput if the text model is another one than `config` has; only its longest sequence and `init_std` may differ.
+    """
+    found, _ = from_hf_config(config)
+    free = {key: getattr(spec, key) for key in ("max_seq_len", "init_std", "tied")}
+    before = replace(from_plain(ModelSpec, found), **free, prediction_depth=0)
+    if key := _different_key(spec, before):
+        raise BadInput(
+            f"model.{key}: the folder that the run began with has a text part with {getattr(before, key)!r}, got "
+            f"{shorten(repr(getattr(spec, key)))}; add --text-only for a folder of the text model"
+        )
+    whole = dict(config)
+    parts = [whole]
+    if isinstance(config.get("text_config"), Mapping):
+        whole["text_config"] = dict(config["text_config"])
+        parts.append(whole["text_config"])
+    if found["max_seq_len"] != spec.max_seq_len:
+        parts[-1]["max_position_embeddings"] = spec.max_seq_len
+    for part in parts:
+        part["tie_word_embeddings"] = spec.tied
+        part.update((key, DTYPE_NAMES[dtype]) for key in ("torch_dtype", "dtype") if key in part)
+        part.update((key, ids) for key, ids in (special_ids or {}).items() if key in part or part is whole)
+    return whole
+
+
 def export_obstacle(spec: ModelSpec) -> str | None:
     """Return why a Hugging Face folder of the model's family cannot hold it, and which family's can; None if it can."""
+    spec = without_adapter(spec)  # a folder has merged weights
     if (obstacle := _obstacle(FAMILIES[spec.family], spec)) is None:
         return None
     able = [name for name, family in FAMILIES.items() if _obstacle(family, spec) is None]
@@ -101,15 +143,23 @@ def _obstacle(family: Family, spec: ModelSpec) -> str | None:
         read = from_plain(ModelSpec, _fields(family, HFConfig(written, "config.json")))
     except BadInput as error:
         return str(error)
-    equal_layers = LAYER_KEYS if _blocks(read) == _blocks(spec) else ()
+    if (key := _different_key(spec, replace(read, family=spec.family))) is None:
+        return None
+    if key == "blocks":
+        return f"model.blocks: the layers of a {family.architecture} folder cannot differ in this way"
+    value, theirs = getattr(spec, key), getattr(read, key)
+    return f"model.{key}: a {family.architecture} folder supports only {theirs!r}, got {shorten(repr(value))}"
+
+
+def _different_key(spec: ModelSpec, other: ModelSpec) -> str | None:
+    """The first key of `spec` that makes it another model than `other`; None if both are the same model."""
+    equal_layers = LAYER_KEYS if _blocks(other) == _blocks(spec) else ()
     for field in fields(ModelSpec):
-        if field.name in equal_layers:
+        value = getattr(other, field.name)
+        if field.name in equal_layers or getattr(spec, field.name) == value:
             continue
-        value, theirs = getattr(spec, field.name), getattr(read, field.name)
-        if field.name == "blocks" and value != theirs:
-            return f"model.blocks: the layers of a {family.architecture} folder cannot differ in this way"
-        if value != theirs and field.name != "family" and _has_effect(spec, field.name, theirs):
-            return f"model.{field.name}: a {family.architecture} folder supports only {theirs!r}, got {shorten(repr(value))}"
+        if field.name == "blocks" or _has_effect(spec, field.name, value):
+            return field.name
     return None
 
 
@@ -146,15 +196,19 @@ def _fields(family: Family, config: HFConfig) -> dict[str, Any]:
 
 
 def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The plain ModelSpec fields of a config.json, and notes on keys that are not used.
+    """The plain ModelSpec fields of a config.json, or of its text part, and notes on keys that are not used.
 
     Raises BadInput, naming file, key and value, for a feature that the decoder lacks.
     """
+    config, where = text_config(config, where) or (config, where)
     family = _family_of(config, where)
     reader = HFConfig(config, where)
     if (quantization := reader.get("quantization_config")) and not _is_block_fp8(quantization):
         expected = f"unquantized weights, or fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK}; use the model from which it was quantized"
-        raise reader.error("quantization_config", "a quantized model", expected)
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        if method == "mxfp4":  # as gpt-oss is released
+            expected = "weights in bf16: convert the folder first (transformers: Mxfp4Config(dequantize=True))"
+        raise reader.error("quantization_config", method or "a quantized model", expected)
     found = _fields(family, reader)
     check_dimensions(from_plain(ModelSpec, found), where)
     return found, tuple(reader.notes)
@@ -168,27 +222,62 @@ def folder_spec(folder: Path) -> dict[str, Any]:
 def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The plain ModelSpec fields of a Hugging Face folder, and notes, from its config.json and the names of its tensors.
 
-    transformers keeps `num_nextn_predict_layers` in config.json where it leaves out these layers; the depth is then 0. Raises BadInput if
+    transformers keeps `num_nextn_predict_layers` in config.json where it leaves out these layers; the depth is then 0. A text part is tied
+    unless it has a head that differs, whatever config.json says: the whole model's default is not the text model's. Raises BadInput if
     config.json is missing or describes a feature that the decoder lacks, Damaged if it is not JSON.
     """
     where = folder / "config.json"
-    found, notes = from_hf_config(read_json(where), str(where))
+    config = read_json(where)
+    found, notes = from_hf_config(config, str(where))
+    files = _tensor_files(folder)
+    if files and text_config(config, str(where)) is not None:
+        family = FAMILIES[found["family"]]
+        place = nesting(family, files, str(folder))
+        embedding, head = (place.name(family, f"{family.ends[end]}.weight") for end in ("embed", "head"))
+        same = head not in files or _beginning(folder, files, head) == _beginning(folder, files, embedding)
+        found = {**found, "tied": same and (found["tied"] or head not in files)}
     depth, layers = found.get("prediction_depth"), found["layers"]
-    if not depth or not (names := _tensor_names(folder)) or any(f"layers.{layers}." in name for name in names):
+    if not depth or not files or any(f"layers.{layers}." in name for name in files):
         return found, notes
     note = f"{where}: num_nextn_predict_layers {depth} is not used: the folder has no tensors of these layers"
     return {**found, "prediction_depth": 0}, (*notes, note)
 
 
-def _tensor_names(folder: Path) -> list[str]:
-    """Names of the tensors in a folder's safetensors; none if the index or the header of the only file cannot be read."""
+def folder_nesting(folder: Path) -> Nesting | None:
+    """Where a folder has the tensors of its text part; None for a folder of a text model. Raises BadInput if they are nowhere."""
+    config, where = read_json(folder / "config.json"), str(folder / "config.json")
+    if (found := text_config(config, where)) is None:
+        return None
+    return nesting(_family_of(*found), _tensor_files(folder), str(folder))
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    """File of each tensor in a folder's safetensors; none if the index or the header of the only file cannot be read."""
     try:
         if (index := folder / "model.safetensors.index.json").is_file():
-            return list(read_json(index)["weight_map"])
-        with (folder / "model.safetensors").open("rb") as file:
-            return list(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
-    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, MeshwrightError):
-        return []
+            return dict(read_json(index)["weight_map"])
+        return dict.fromkeys(_header(folder / "model.safetensors")[0], "model.safetensors")
+    except _UNREADABLE:
+        return {}
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The table of a safetensors file, and where its first tensor begins."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        return json.loads(opened.read(length)), 8 + length
+
+
+def _beginning(folder: Path, files: Mapping[str, str], name: str) -> bytes | None:
+    """The first bytes of a tensor, which tell two weights apart; None if they cannot be read, which opening the weights reports."""
+    try:
+        table, start = _header(folder / files[name])
+        first, last = table[name]["data_offsets"]
+        with (folder / files[name]).open("rb") as opened:
+            opened.seek(start + first)
+            return opened.read(min(last - first, _COMPARED))
+    except _UNREADABLE:
+        return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -236,7 +325,7 @@ def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
         prefix = _prefix_of(family, spec, parameter)
         if single := family.tensors(spec).get(f"{module}.{weight_or_bias}"):
             shape = parameter.shape
-            return [HFTensor(prefix + single, 0, shape[0], shape, False, not parameter.trained)]
+            return [HFTensor(prefix + single, 0, shape[0], shape, False, parameter.precise)]
         outside_block = parameter.predicts and module in family.predictions
         names = (family.predictions[module],) if outside_block else family.modules[module]
     sizes = [size for _, size in parameter.blocks] if len(names) > 1 else [parameter.shape[0]]
@@ -261,6 +350,8 @@ def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
     """The tensors of a layer's stacked experts in a folder: one per expert, with gate and up projection separate."""
     attribute = parameter.name.rpartition(".")[2]
     prefix, names = _prefix_of(family, spec, parameter), family.modules[f"moe.experts.{attribute}"]
+    if "{expert}" not in names[0]:
+        return [_stacked_experts(family, parameter, attribute, prefix + names[0])]
     experts, rows, inputs = parameter.shape
     size = rows // len(names)
     tensor_names = [name.format(expert=expert) for expert in range(experts) for name in names]
@@ -268,3 +359,13 @@ def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
         HFTensor(f"{prefix}{name}.weight", index * size, size, (size, inputs), False)
         for index, name in enumerate(tensor_names)
     ]
+
+
+def _stacked_experts(family: Family, parameter: ParameterSpec, attribute: str, name: str) -> HFTensor:
+    """The tensor that has a layer's experts in the folder too; a bias's is `(experts, out)`."""
+    module = f"moe.experts.{attribute.removesuffix('_bias')}"
+    transposed, shape = module in family.transposed and len(parameter.shape) == 3, parameter.shape
+    if transposed:
+        shape = (shape[0], shape[2], shape[1])
+    rows = math.prod(parameter.shape[:-1])
+    return HFTensor(name, 0, rows, shape, transposed, stacked=True, interleaved=module in family.interleaved)

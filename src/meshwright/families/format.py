@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshwright.spec.block_pattern import shortest_pattern
 from meshwright.spec.errors import BadInput, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT
-from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.spec.model import ModelSpec, RopeScaling, YarnScaling
 
 LARGEST_NUMBER = 1e30
 """Most that a number of config.json may be; squares of it are within a double."""
@@ -123,12 +124,14 @@ class Family:
 
     A weight that is fused only here has several names, in the order in which it concatenates theirs. A weight that is fused
     here and in Hugging Face's model has one name. Names of a weight that stacks a layer's experts contain `{expert}` for the
-    expert's number.
+    expert's number; without it the folder stacks them too, in a tensor of this name without `.weight`.
     """
     tensors: Callable[[ModelSpec], Mapping[str, str]] = lambda spec: {}
     """Names in a layer that depend on the model or end otherwise: our name → Hugging Face's, both with `.weight` or the like."""
     transposed: frozenset[str] = frozenset()
-    """Our modules whose weights Hugging Face stores as (in, out)."""
+    """Our modules whose weights Hugging Face stores as (in, out); of stacked experts as (experts, in, out)."""
+    interleaved: frozenset[str] = frozenset()
+    """Our modules of gates and ups whose outputs alternate in folders: gate 0, up 0, gate 1, …"""
     unused: tuple[str, ...] = ()
     """Suffixes of tensors in old folders that are not needed (masks, rotary frequencies)."""
     predictions: Mapping[str, str] = field(default_factory=dict)
@@ -180,6 +183,10 @@ class HFConfig:
                     f"change what the model computes{hint}; remove the key if it does not"
                 )
 
+    def without(self, *keys: str) -> HFConfig:
+        """The same without some keys, which the caller reads; what is read of either counts for both."""
+        return replace(self, values={key: value for key, value in self.values.items() if key not in keys})
+
     def integer(self, *keys: str, default: int | None = None) -> int:
         """The positive integer of at most `LARGEST_COUNT` under the first of `keys` that is present, or `default`."""
         key, value = self._first(keys, default)
@@ -190,7 +197,7 @@ class HFConfig:
     def number(self, key: str, default: float | None = None) -> float:
         """The positive, finite number under `key`, or `default`."""
         key, value = self._first((key,), default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST_NUMBER:
+        if not _is_positive(value):
             raise self.error(key, value, "a positive number")
         return float(value)
 
@@ -232,25 +239,133 @@ class HFConfig:
         return keys[0], default
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""transformers' names of layers with a sliding window and without."""
+
+
+def alternating(layers: int) -> list[str]:
+    """The types of layers of which every other one has a window, the first included."""
+    return [FULL if layer % 2 else SLIDING for layer in range(layers)]
+
+
+def windowed_layers(types: list[str], window: int) -> dict[str, Any]:
+    """The ModelSpec fields of layers of these types that differ in nothing but their window."""
+    if len(set(types)) == 1:
+        return {"sliding_window": window if types[0] == SLIDING else None}
+    names = {SLIDING: "local", FULL: "global"}
+    return {
+        "sliding_window": window,
+        "blocks": {"local": {}, "global": {"sliding_window": 0}},
+        "pattern": list(shortest_pattern([names[kind] for kind in types])),
+    }
+
+
+def written_layers(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json keys of `windowed_layers`."""
+    windows = [spec.block(layer).mixer.window for layer in range(spec.layers)]
+    return {
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "sliding_window": next((window for window in windows if window is not None), None),
+    }
+
+
 SECTION_KEYS = frozenset({"rope_theta", "rope_type", "type"})
 """Keys that every RoPE section may have."""
 
 
-def read_rope(config: HFConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` from any of the formats that versions of transformers have written.
+def read_rope(
+    config: HFConfig, *, base: float = 10000.0, original: int = 0, without_effect: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """`rope_theta` and the scaling from any of the formats that versions of transformers have written.
 
     Version 5 writes `rope_parameters`, which contains `rope_theta`; version 4 wrote `rope_theta` itself, and `rope_scaling` if scaled.
+    `base` is that of the class, for a folder without one; `original` the original context of LongRoPE, in families that have it;
+    `without_effect` has further keys of the section that the caller reads.
     """
     key, rope = rope_section(config)
     inside = HFConfig(rope, f"{config.where}: {key}")
     values = {"rope_theta": config.get("rope_theta"), **rope}
-    theta = HFConfig(values, inside.where if "rope_theta" in rope else config.where).number("rope_theta", 10000.0)
-    for section in (inside, config):
-        section.expect("partial_rotary_factor", 1, 1.0)
-    return {"rope_theta": theta, "rope_scaling": read_scaling(inside, config.integer("max_position_embeddings"))}
+    theta = HFConfig(values, inside.where if "rope_theta" in rope else config.where).number("rope_theta", base)
+    if "partial_rotary_factor" not in without_effect:
+        for section in (inside, config):
+            section.expect("partial_rotary_factor", 1, 1.0)
+    longest = config.integer("max_position_embeddings")
+    if original and (rope.get("rope_type") or rope.get("type") or "default") != "default":
+        inside.expect("rope_type" if "rope_type" in rope else "type", *LONGROPE)
+        return {"rope_theta": theta, "longrope": read_longrope(inside, longest, original, without_effect)}
+    return {"rope_theta": theta, **scaling_fields(inside, longest, without_effect)}
 
 
-def read_scaling(section: HFConfig, max_positions: int) -> dict[str, Any] | None:
+def scaling_fields(
+    section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """`rope_scaling` or `yarn` of a RoPE section; `max_positions` as in `read_scaling`."""
+    if (section.get("rope_type") or section.get("type")) == "yarn":
+        return {"yarn": read_yarn(section, max_positions, without_effect)}
+    return {"rope_scaling": read_scaling(section, max_positions, without_effect)}
+
+
+LONGROPE = ("longrope", "su", "yarn")
+"""Names of LongRoPE in config.json of Phi-3, which has no other scaling."""
+
+
+def read_longrope(
+    section: HFConfig, max_positions: int, original: int, without_effect: frozenset[str]
+) -> dict[str, Any]:
+    """The fields of a LongRopeScaling in a RoPE section; the scaled context is `max_positions` long if the section does not say."""
+    section.expect("original_max_position_embeddings", original)
+    fields: dict[str, Any] = {
+        "original_max_seq_len": original,
+        "factor": section.number("factor", max_positions / original),
+    }
+    for name in ("short_factor", "long_factor"):
+        numbers = section.get(name)
+        if not isinstance(numbers, list) or not all(_is_positive(number) for number in numbers):
+            raise section.error(name, numbers, "a list of positive numbers")
+        fields[name] = [float(number) for number in numbers]
+    if section.get("attention_factor") is not None:
+        fields["attention_factor"] = section.number("attention_factor")
+    section.refuse_unknown(SECTION_KEYS | without_effect)
+    return fields
+
+
+def _is_positive(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value <= LARGEST_NUMBER
+
+
+def read_share(config: HFConfig, head_dim: int, default: float) -> dict[str, Any]:
+    """`rope_width` from the rotated share of heads in the RoPE section or beside it; `default` is that of the class."""
+    key, rope = rope_section(config)
+    inside = HFConfig(rope, f"{config.where}: {key}")
+    share = inside.number("partial_rotary_factor", config.number("partial_rotary_factor", default))
+    if share > 1:
+        raise inside.error("partial_rotary_factor", share, "at most 1")
+    width = int(head_dim * share)
+    return {"rope_width": 0 if width == head_dim else width}
+
+
+def read_yarn(section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The fields of a YarnScaling in a RoPE section; `max_positions` as in `read_scaling`."""
+    whole, growth = section.get("mscale_all_dim") or 0.0, section.get("mscale") or 0.0
+    yarn = {
+        "factor": section.number("factor"),
+        "original_max_seq_len": section.integer("original_max_position_embeddings", default=max_positions),
+        "beta_fast": section.number("beta_fast", 32.0),
+        "beta_slow": section.number("beta_slow", 1.0),
+        # Without both keys transformers lets the rotated part grow by 1, whatever the other is.
+        "mscale": section.number("mscale") if whole and growth else 1.0,
+        "mscale_all_dim": float(whole) if growth else 0.0,
+        "truncate": section.flag("truncate", True),
+    }
+    if section.get("attention_factor") is not None:
+        yarn["attention_factor"] = section.number("attention_factor")
+    section.refuse_unknown(SECTION_KEYS | without_effect)
+    return yarn
+
+
+def read_scaling(
+    section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()
+) -> dict[str, Any] | None:
     """The fields of a RopeScaling in a RoPE section, or None; `max_positions` is the original context of one that does not say."""
     rope = section.values
     type_key = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
@@ -266,24 +381,47 @@ def read_scaling(section: HFConfig, max_positions: int) -> dict[str, Any] | None
             "high_freq_factor": section.number("high_freq_factor"),
             "original_max_seq_len": original,
         }
-    section.refuse_unknown(SECTION_KEYS)
+    section.refuse_unknown(SECTION_KEYS | without_effect)
     return scaling
 
 
 def write_rope(spec: ModelSpec) -> dict[str, Any]:
     """The keys of transformers 4 and 5. With those of version 5 alone, version 4 would silently use its default `rope_theta`."""
-    rope = write_scaling(spec.rope_scaling)
+    return rope_keys(spec, write_scaling(spec.yarn or spec.rope_scaling))
+
+
+def rope_keys(spec: ModelSpec, section: dict[str, Any]) -> dict[str, Any]:
+    """The keys of both versions for a RoPE section without its base."""
     return {
         "rope_theta": spec.rope_theta,
-        "rope_scaling": None if spec.rope_scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": spec.rope_theta},
+        "rope_scaling": None if section["rope_type"] == "default" else section,
+        "rope_parameters": {**section, "rope_theta": spec.rope_theta},
     }
 
 
-def write_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
+def whole_width(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """`config` without `head_dim` where readers compute it, as released folders of the family do not have it."""
+    return {
+        key: value for key, value in config.items() if key != "head_dim" or spec.head_dim * spec.heads != spec.hidden
+    }
+
+
+def write_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
     """The keys of a RoPE section without its base."""
     if scaling is None:
         return {"rope_type": "default"}
+    if isinstance(scaling, YarnScaling):
+        growth = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+        return {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            **(growth if scaling.mscale_all_dim else {}),
+            **({} if scaling.truncate else {"truncate": False}),
+            **({"attention_factor": scaling.attention_factor} if scaling.attention_factor else {}),
+        }
     section: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "llama3":
         section |= {

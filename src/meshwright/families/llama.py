@@ -29,8 +29,8 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
     return {**gated_decoder_config(spec), "attention_bias": spec.bias, "mlp_bias": spec.bias}
 
 
-def gated_decoder_fields(config: HFConfig) -> dict[str, Any]:
-    """The ModelSpec fields that Llama, Mixtral and Qwen3 share."""
+def gated_decoder_fields(config: HFConfig, **rope: Any) -> dict[str, Any]:
+    """The ModelSpec fields that Llama, Mixtral, Qwen3 and others share; `rope` are options of `read_rope`."""
     config.expect("hidden_act", "silu", "swish")
     config.note_unused(NO_DROPOUT, "attention_dropout")
     heads = config.integer("num_attention_heads")
@@ -46,7 +46,7 @@ def gated_decoder_fields(config: HFConfig) -> dict[str, Any]:
         "max_seq_len": config.integer("max_position_embeddings"),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "init_std": config.number("initializer_range", 0.02),
-        **read_rope(config),
+        **read_rope(config, **rope),
     }
 
 

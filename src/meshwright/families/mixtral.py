@@ -51,7 +51,7 @@ def refuse_dense(spec: ModelSpec, folder: str) -> None:
 
 EXPERTS = ("experts", "experts_per_token", "expert_hidden")
 """ModelSpec fields that a run with experts must give."""
-FAMILY = replace(
+FAMILY = MIXTRAL = replace(
     LLAMA,
     model_type="mixtral",
     architecture="MixtralForCausalLM",

@@ -62,7 +62,7 @@ def _dense_layers(config: HFConfig) -> int:
 
 _RELEASED = {**RELEASED, "kv_heads": 4, "experts": 128, "experts_per_token": 8}
 
-FAMILY = replace(
+FAMILY = QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",

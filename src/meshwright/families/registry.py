@@ -9,7 +9,7 @@ from typing import Any
 import meshwright.families
 from meshwright.families.format import Family, Preset
 
-_SHARED = ("format", "registry", "folder")
+_SHARED = ("adapters", "format", "registry", "folder", "text_part")
 """Files of the folder that are no families."""
 _names = sorted(module.name for module in iter_modules(meshwright.families.__path__) if module.name not in _SHARED)
 _modules = [import_module(f"{meshwright.families.__name__}.{name}") for name in _names]

@@ -12,15 +12,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from meshwright.kernels import fixed_order_attention
 from meshwright.kernels.norm import accumulate_dtype
+from meshwright.kernels.sinks import join_sinks, sink_attention, softmax_with_sinks
+from meshwright.spec.blocks.attention import MASK_BLOCK
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BACKENDS = [
@@ -30,30 +33,43 @@ BACKENDS = [
     SDPBackend.MATH,
 ]
 """Order of preference on CUDA: cuDNN is the fastest on Hopper. torch skips a backend that does not support the shapes."""
-BLOCK = 128
-"""Queries, and keys, per block of a block mask."""
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Mask of the keys that each query attends to, if not simply all earlier ones. One of the two fields is set.
+    """Mask of the keys that each query attends to, if not simply all earlier ones. One of the first two fields is set.
 
-    `dense` broadcasts to `(batch, heads, seq, seq)`, true where a query attends to a key; `blocks` is the same for flex attention.
+    `dense` broadcasts to `(batch, heads, seq, seq)`, true where a query attends to a key; `blocks` is the same for flex attention. `cap` is
+    that of the scores (`AttentionSpec.score_cap`).
     """
 
     dense: Tensor | None = None
     blocks: BlockMask | None = None
+    cap: float | None = None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, *, plain: bool = False) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None = None,
+    *,
+    sinks: Tensor | None = None,
+    plain: bool = False,
+) -> Tensor:
     """Causal attention of q `(batch, seq, heads, head_dim)` over k and v `(batch, seq, kv_heads, head_dim)`.
 
     The result is shaped like q, with the width of v, which may be narrower. `kv_heads` divides `heads`; consecutive query
     heads share a key/value head. Scores are scaled by 1/√head_dim. With `plain` the mask must be made with `plain=True`. With
-    a mask for some `queries` only, q has these queries, and k and v have the whole sequence.
+    a mask for some `queries` only, q has these queries, and k and v have the whole sequence. `sinks` `(heads,)` are scores
+    that take part in the softmax of each head (`kernels.sinks`). With a dense mask and sinks, or a cap, scores are computed
+    explicitly.
     """
-    if plain:
-        return _plain_attention(q, k, v, mask)
+    particular = sinks is not None or (mask is not None and mask.cap is not None)
+    if plain or (particular and mask is not None and mask.blocks is None):
+        return _plain_attention(q, k, v, mask, sinks)
+    if particular:
+        return _flex_attention(q, k, v, mask, sinks) if mask is not None else sink_attention(q, k, v, sinks)[0]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if mask is None:
@@ -72,9 +88,10 @@ def make_mask(
     device: torch.device,
     *,
     queries: Tensor | None = None,
+    cap: float | None = None,
     plain: bool = False,
 ) -> AttentionMask | None:
-    """The mask of `seq` tokens, or None if every query attends to all earlier tokens.
+    """The mask of `seq` tokens, or None if every query attends to all earlier tokens and there is no `cap` of scores.
 
     `documents` `(batch, seq)` has the document number of each token; a token attends to its own document only. `window` is
     the number of tokens that it attends to, itself included. `queries` `(n,)` are the ascending positions of the queries;
@@ -84,15 +101,21 @@ def make_mask(
     if window is not None and window >= seq:
         window = None
     in_fixed_order = torch.are_deterministic_algorithms_enabled() and not fixed_order_attention.INSTALLED
-    if documents is None and window is None and not (in_fixed_order and device.type == "cuda" and not plain):
+    if (
+        documents is None
+        and window is None
+        and cap is None
+        and not (in_fixed_order and device.type == "cuda" and not plain)
+    ):
         return None
     if device.type == "cuda" and not plain:
-        return AttentionMask(blocks=block_mask(documents, window, seq, device, queries))
+        return AttentionMask(blocks=block_mask(documents, window, seq, device, queries), cap=cap)
     batch = torch.arange(1 if documents is None else documents.shape[0], device=device)
     key = torch.arange(seq, device=device)
     query = key if queries is None else torch.arange(len(queries), device=device)
     return AttentionMask(
-        dense=_mask_function(documents, window, queries)(batch[:, None, None, None], batch, query[:, None], key)
+        dense=_mask_function(documents, window, queries)(batch[:, None, None, None], batch, query[:, None], key),
+        cap=cap,
     )
 
 
@@ -122,7 +145,7 @@ def block_mask(
     return BlockMask.from_kv_blocks(
         *_block_lists(some & ~every),
         *_block_lists(some & every),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=MASK_BLOCK,
         mask_mod=_mask_function(documents, window, queries),
         seq_lengths=(seq if queries is None else len(queries), seq),
     )
@@ -145,15 +168,17 @@ def _mask_function(documents: Tensor | None, window: int | None, queries: Tensor
 
 def _block_ends(positions: Tensor) -> tuple[Tensor, Tensor]:
     """First and last of the ascending positions `(n,)` in each block."""
-    return positions[::BLOCK], torch.cat((positions[BLOCK - 1 :: BLOCK], positions[-1:]))[: -(-len(positions) // BLOCK)]
+    return positions[::MASK_BLOCK], torch.cat((positions[MASK_BLOCK - 1 :: MASK_BLOCK], positions[-1:]))[
+        : -(-len(positions) // MASK_BLOCK)
+    ]
 
 
 def _extremes(documents: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest and highest document number per block, `(batch, 1, blocks)`; the last token's number pads the last block."""
     seq = documents.shape[1]
-    blocks = -(-seq // BLOCK)
-    filler = documents[:, -1:].expand(-1, blocks * BLOCK - seq)
-    filled = torch.cat((documents, filler), dim=1).view(-1, 1, blocks, BLOCK)
+    blocks = -(-seq // MASK_BLOCK)
+    filler = documents[:, -1:].expand(-1, blocks * MASK_BLOCK - seq)
+    filled = torch.cat((documents, filler), dim=1).view(-1, 1, blocks, MASK_BLOCK)
     return filled.amin(dim=-1), filled.amax(dim=-1)
 
 
@@ -174,6 +199,28 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None) -> Tensor:
+    """Flex attention with a cap of the scores, or sinks that join its result; it has a gradient of the log-sum-exp too."""
+    heads, grouped = [x.transpose(1, 2) for x in (q, k, v)], q.shape[2] != k.shape[2]
+    score_mod = None if mask.cap is None else _capping(mask.cap)
+    options = {"score_mod": score_mod, "block_mask": mask.blocks, "enable_gqa": grouped}
+    if sinks is None:
+        return _flex()(*heads, **options).transpose(1, 2)
+    results: Any = _flex()(*heads, **options, return_aux=AuxRequest(lse=True))
+    out, further = results
+    return join_sinks(out.transpose(1, 2), further.lse, sinks)[0]
+
+
+@cache
+def _capping(cap: float) -> Callable[..., Tensor]:
+    """The function of a score that caps it, as flex attention takes it; one for each cap, so that it is compiled once."""
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
 def _flex() -> Callable[..., Tensor]:
     """Flex attention, compiled as part of the caller's graph or by itself; in eager mode it would materialise all scores."""
     return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
@@ -184,14 +231,18 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, sinks: Tensor | None = None
+) -> Tensor:
     wide = accumulate_dtype(q.dtype)
     group_size = q.shape[2] // k.shape[2]
     keys = k.to(wide).repeat_interleave(group_size, dim=2).transpose(1, 2)
     values = v.to(wide).repeat_interleave(group_size, dim=2).transpose(1, 2)
     scores = q.to(wide).transpose(1, 2) @ keys.transpose(2, 3) / math.sqrt(q.shape[3])
+    if mask is not None and mask.cap is not None:
+        scores = mask.cap * torch.tanh(scores / mask.cap)
     seq = q.shape[1]
     visible = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril() if mask is None else mask.dense
     assert visible is not None, "plain attention needs a dense mask"
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    weights = softmax_with_sinks(scores.masked_fill(~visible, float("-inf")), None if sinks is None else sinks[:, None])
     return (weights @ values).transpose(1, 2).to(q.dtype)

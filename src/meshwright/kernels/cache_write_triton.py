@@ -26,6 +26,8 @@ def rotate_write(
     rotated_keys: Tensor | None,
     scales: Tensor | None,
     norms: HeadNorms | None = None,
+    *,
+    neighbours: bool = False,
 ) -> None:
     """Rotate q into `out`, and k into the cache and `rotated_keys`, and copy v into the cache; see `paged_attention`.
 
@@ -65,7 +67,8 @@ def rotate_write(
         HALF=triton.next_power_of_2(head_dim // 2),
         TILE=tile,
         BLOCK=cache_layer.shape[3],
-        ROTARY=tables is not None,
+        ROTATED=0 if tables is None else tables[0].shape[-1],
+        NEIGHBOURS=neighbours,
         KEEP_KEYS=rotated_keys is not None,
         SCALED=scales is not None,
         num_warps=2 if tile * head_dim <= 1024 else 4,
@@ -75,55 +78,77 @@ def rotate_write(
 
 
 @triton.jit
-def _load_halves(source, half: tl.constexpr, used) -> tuple[tl.tensor, tl.tensor]:
-    """Load both halves of the heads at `source`."""
-    return tl.load(source, mask=used, other=0.0), tl.load(source + half, mask=used, other=0.0)
+def _pair_dims(lane, half: tl.constexpr, rotated: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the two dimensions of each pair of a head of which `rotated` pairs, (i, i + rotated), are rotated.
+
+    The dimensions behind them are pairs too, which only move together. Example: of 8 dimensions with 2 rotated pairs these are (0, 2),
+    (1, 3) and (4, 6), (5, 7).
+    """
+    first, second = lane, lane + half
+    if rotated > 0 and rotated < half:
+        first, second = tl.where(lane < rotated, lane, lane + rotated), tl.where(lane < rotated, lane + rotated, second)
+    return first, second
 
 
 @triton.jit
 def _rotate(
     source,
+    lane,
     angle,
     cosines,
     sines,
     half: tl.constexpr,
     used,
-    ROTARY: tl.constexpr,
+    ROTATED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     norm,
-    dim,
     eps,
     PLUS_ONE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return both halves of the rotated heads at `source`, computed in fp32 and rounded once.
+    """Return both dimensions of each pair of the heads at `source`, rotated, computed in fp32 and rounded once.
 
-    If `norm` points to the weights of a norm, the heads are normed before and rounded.
+    With NEIGHBOURS the rotated pairs are read from dimensions 2i and 2i + 1. If `norm` points to the weights of a norm, the heads are
+    normed before and rounded.
     """
-    first, second = _load_halves(source, half, used)
+    dim, second_dim = _pair_dims(lane, half, ROTATED)
+    if NEIGHBOURS:
+        dim = tl.where(lane < ROTATED, 2 * lane, dim)
+        second_dim = tl.where(lane < ROTATED, 2 * lane + 1, second_dim)
+    first, second = tl.load(source + dim, mask=used, other=0.0), tl.load(source + second_dim, mask=used, other=0.0)
     if norm is not None:
         wide, wide_second = first.to(tl.float32), second.to(tl.float32)
         squares = tl.sum(wide * wide + wide_second * wide_second, 1)
         factor = tl.rsqrt(squares * (0.5 / half) + eps)[:, None]
-        weight, weight_second = tl.load(norm + dim).to(tl.float32), tl.load(norm + half + dim).to(tl.float32)
+        weight, weight_second = tl.load(norm + dim).to(tl.float32), tl.load(norm + second_dim).to(tl.float32)
         if PLUS_ONE:
             weight, weight_second = 1.0 + weight, 1.0 + weight_second
         first = (wide * factor * weight).to(source.dtype.element_ty)
         second = (wide_second * factor * weight_second).to(source.dtype.element_ty)
-    if ROTARY:
+    if ROTATED > 0:
         cos, sin = tl.load(cosines + angle), tl.load(sines + angle)
         wide, wide_second = first.to(tl.float32), second.to(tl.float32)
-        first = (wide * cos - wide_second * sin).to(source.dtype.element_ty)
-        second = (wide_second * cos + wide * sin).to(source.dtype.element_ty)
+        turned = (wide * cos - wide_second * sin).to(source.dtype.element_ty)
+        turned_second = (wide_second * cos + wide * sin).to(source.dtype.element_ty)
+        if half > ROTATED:
+            turned, turned_second = (
+                tl.where(lane < ROTATED, turned, first),
+                tl.where(lane < ROTATED, turned_second, second),
+            )
+        first, second = turned, turned_second
     return first, second
 
 
 @triton.jit
-def _store_halves(target, first, second, half: tl.constexpr, used, scale, SCALED: tl.constexpr) -> None:
-    """Store both halves at `target`; with SCALED divided by the scale of their head, and limited to the range of e4m3."""
+def _store_pairs(
+    target, lane, first, second, half: tl.constexpr, used, ROTATED: tl.constexpr, scale, SCALED: tl.constexpr
+) -> None:
+    """Store both dimensions of each pair at `target`; with SCALED divided by the scale of their head, and limited to the range of e4m3."""
     if SCALED:
         first = tl.minimum(tl.maximum(tl.div_rn(first.to(tl.float32), scale), -448.0), 448.0)
         second = tl.minimum(tl.maximum(tl.div_rn(second.to(tl.float32), scale), -448.0), 448.0)
-    tl.store(target, first.to(target.dtype.element_ty), mask=used)
-    tl.store(target + half, second.to(target.dtype.element_ty), mask=used)
+    dim, second_dim = _pair_dims(lane, half, ROTATED)
+    tl.store(target + dim, first.to(target.dtype.element_ty), mask=used)
+    tl.store(target + second_dim, second.to(target.dtype.element_ty), mask=used)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
@@ -157,7 +182,8 @@ def _rotate_write(
     HALF: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROTARY: tl.constexpr,
+    ROTATED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     KEEP_KEYS: tl.constexpr,
     SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -165,51 +191,58 @@ def _rotate_write(
     await_previous(DEPENDENT)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
-    dim = tl.arange(0, HALF)[None, :]
-    inside = dim < half
+    pair = tl.arange(0, HALF)[None, :]
+    inside = pair < half
     if half < HALF:
         # Lanes behind the half read some number of it and store nothing. Otherwise loads stay vectors, which a minimum prevents.
-        dim = tl.minimum(dim, half - 1)
+        pair = tl.minimum(pair, half - 1)
     lane = tl.arange(0, TILE)[:, None]
-    angle = dim.to(tl.int64)
-    if ROTARY:
-        angle += tl.load(positions + token).to(tl.int64) * half
+    angle = pair.to(tl.int64)
+    if ROTATED > 0:
+        if half > ROTATED:
+            angle = tl.minimum(angle, ROTATED - 1)
+        angle += tl.load(positions + token).to(tl.int64) * ROTATED
     if part < QUERY_PARTS:
         query_head = part * TILE + lane
-        query_used = inside & (query_head < HEADS)
-        offset = query_head * HEAD_DIM + dim
-        turned, turned_second = _rotate(
-            q + token * q_stride + offset, angle, cosines, sines, half, query_used, ROTARY, q_norm, dim, eps, PLUS_ONE
+        used = inside & (query_head < HEADS)
+        source = q + token * q_stride + query_head * HEAD_DIM
+        first, second = _rotate(
+            source, pair, angle, cosines, sines, half, used, ROTATED, NEIGHBOURS, q_norm, eps, PLUS_ONE
         )
-        _store_halves(out + token * (HEADS * HEAD_DIM) + offset, turned, turned_second, half, query_used, 1.0, False)
+        target = out + token * (HEADS * HEAD_DIM) + query_head * HEAD_DIM
+        _store_pairs(target, pair, first, second, half, used, ROTATED, 1.0, False)
     else:
         head = (part - QUERY_PARTS) % KEY_PARTS * TILE + lane
-        used = inside & (head < KV_HEADS)
+        key_used = inside & (head < KV_HEADS)
         slot = tl.load(slots + token).to(tl.int64)
-        target = cache + slot // BLOCK * block_stride + slot % BLOCK * HEAD_DIM + head * head_stride + dim
+        cached = cache + slot // BLOCK * block_stride + slot % BLOCK * HEAD_DIM + head * head_stride
         scale_index = head
         if part < QUERY_PARTS + KEY_PARTS:
-            first, second = _rotate(
-                k + token * k_stride + head * HEAD_DIM + dim,
+            key_first, key_second = _rotate(
+                k + token * k_stride + head * HEAD_DIM,
+                pair,
                 angle,
                 cosines,
                 sines,
                 half,
-                used,
-                ROTARY,
+                key_used,
+                ROTATED,
+                NEIGHBOURS,
                 k_norm,
-                dim,
                 eps,
                 PLUS_ONE,
             )
             if KEEP_KEYS:
-                copy = rotated_keys + token * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM + dim
-                _store_halves(copy, first, second, half, used, 1.0, False)
+                copy = rotated_keys + token * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM
+                _store_pairs(copy, pair, key_first, key_second, half, key_used, ROTATED, 1.0, False)
         else:
-            first, second = _load_halves(v + token * v_stride + head * HEAD_DIM + dim, half, used)
-            target += value_stride
+            values = v + token * v_stride + head * HEAD_DIM
+            dim, second_dim = _pair_dims(pair, half, ROTATED)
+            key_first = tl.load(values + dim, mask=key_used, other=0.0)
+            key_second = tl.load(values + second_dim, mask=key_used, other=0.0)
+            cached += value_stride
             scale_index += KV_HEADS
         scale = 1.0
         if SCALED:
             scale = tl.load(scales + scale_index, mask=head < KV_HEADS, other=1.0)
-        _store_halves(target, first, second, half, used & (slot >= 0), scale, SCALED)
+        _store_pairs(cached, pair, key_first, key_second, half, key_used & (slot >= 0), ROTATED, scale, SCALED)

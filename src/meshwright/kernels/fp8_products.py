@@ -192,17 +192,20 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *x_transposed, weight, scale = ctx.saved_tensors
         rows, scaling = grad.flatten(0, -2), ctx.scaling
-        grad_fp8, transposed = quantize_both(rows, scaling, GRADIENT[scaling])
+        transposed = None
+        if ctx.taps or ctx.needs_input_grad[1]:
+            grad_fp8, transposed = quantize_both(rows, scaling, GRADIENT[scaling])
+        else:  # a frozen weight
+            grad_fp8 = quantize(rows, scaling, GRADIENT[scaling])
         input_grad = None
         if ctx.needs_input_grad[0]:
             weight_transposed = transposed_weight(weight, scale, scaling, ctx.weight_in_fp8, grad_fp8.scale)
             input_grad = matmul(grad_fp8, weight_transposed, grad.dtype).unflatten(0, grad.shape[:-1])
+        if transposed is None:
+            return input_grad, None, None, None, None, None
         if ctx.taps:
             return (input_grad, None, None, None, None, None, *transposed, *x_transposed)
-        weight_grad = (
-            weight_gradient(transposed, Fp8Matrix(*x_transposed), ctx.dtype) if ctx.needs_input_grad[1] else None
-        )
-        return input_grad, weight_grad, None, None, None, None
+        return input_grad, weight_gradient(transposed, Fp8Matrix(*x_transposed), ctx.dtype), None, None, None, None
 
 
 def transposed_weight(weight: Tensor, scale: Tensor, scaling: Scaling, weight_in_fp8: bool, after: Tensor) -> Fp8Matrix:

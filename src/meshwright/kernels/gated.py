@@ -23,9 +23,12 @@ from meshwright.kernels.swiglu import gated_activation
 def gated_mlp(x: Tensor, gate_up: Linear, down: Linear, *, gelu: bool = False, plain: bool = False) -> Tensor:
     """Return down(gated_activation(gate_up(x))) of x `(…, in)`, with SiLU or `gelu`; the output of `gate_up` has the gates first.
 
-    Fused with SiLU where both layers multiply in fp8 with one scale per tensor and have no biases; `plain` runs the layers separately.
+    Fused with SiLU where both layers multiply in fp8 with one scale per tensor, have no biases and no adapters, and are both trained, or
+    nothing is; `plain` runs the layers separately.
     """
-    fused = gate_up.scaling == down.scaling == "tensorwise" and gate_up.bias is None and down.bias is None
+    layers = (gate_up, down)
+    fused = all(layer.scaling == "tensorwise" and layer.bias is None and layer.adapter is None for layer in layers)
+    fused = fused and (not torch.is_grad_enabled() or all(layer.weight.requires_grad for layer in layers))
     if plain or gelu or not fused:
         return down(gated_activation(gate_up(x), gelu=gelu, plain=plain))
     with_grad = torch.is_grad_enabled()

@@ -88,6 +88,40 @@ def sorted_weights(weights: Tensor, order: ExpertOrder) -> Tensor:
     return _ToGroups.apply(weights.reshape(-1, 1), order.sorted, order.positions.view(-1, 1)).squeeze(1)
 
 
+def group_rows(vectors: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """Of vectors `(groups, width)` the one of each row's group, `(rows, width)`; `offsets` as in `grouped_linear`.
+
+    Rows behind the last offset, as a received buffer may have, get zeros.
+    """
+    return _GroupRows.apply(vectors, offsets, rows)
+
+
+class _GroupRows(torch.autograd.Function):
+    """`group_rows`. The backward adds each group's rows by a matrix product with the table of members.
+
+    torch's own backward of a lookup adds one row after another to few vectors: 4.9 ms a layer for 131,072 rows of gpt-oss-20b on an H200.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, offsets: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.groups = len(vectors)
+        return F.embedding(_group_of_rows(offsets, rows), F.pad(vectors, (0, 0, 0, 1)))
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (offsets,), (grad,) = ctx.saved_tensors, grad_outputs
+        members = torch.arange(ctx.groups, device=grad.device)[:, None] == _group_of_rows(offsets, len(grad))
+        return members.to(grad.dtype) @ grad, None, None
+
+
+def _group_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """The group of each row, `(rows,)`; rows behind the last offset have the number of groups."""
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype, device=offsets.device), right=True)
+
+
 def sizes_stay_on_device(x: Tensor) -> bool:
     """Whether grouped products of `x` need no sizes of groups on the host."""
     return x.is_cuda and x.dtype == torch.bfloat16
@@ -198,12 +232,15 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
     del output
-    *tensors, ctx.plain = inputs
-    ctx.save_for_backward(*tensors)
+    x, weight, offsets, ctx.plain = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, offsets)
 
 
 def _autograd_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_grouped_linear_backward(grad, *ctx.saved_tensors, ctx.plain), None, None
+    x, weight, offsets = ctx.saved_tensors
+    if x is None:  # a frozen weight
+        return _grouped_linear(grad.contiguous(), weight.transpose(1, 2), offsets, ctx.plain), None, None, None
+    return *_grouped_linear_backward(grad, x, weight, offsets, ctx.plain), None, None
 
 
 _grouped_linear.register_autograd(_autograd_backward, setup_context=_setup_context)

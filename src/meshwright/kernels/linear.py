@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import fp8_products as fp8
+from meshwright.kernels.adapter import Adapter
 
 
 class Linear(nn.Linear):
@@ -39,44 +40,49 @@ class Linear(nn.Linear):
     tokens_per_input_token: int = 1
     """Tokens in this layer's input per token of the block's input; above 1 with sequence parallelism (`parallel.products`)."""
 
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.adapter: Adapter | None = None
+
     # pyrefly: ignore [bad-override-param-name]  # every block here calls its input x
     def forward(self, x: Tensor) -> Tensor:
         """`(…, out_features)` of x `(…, in_features)`."""
+        if self.adapter is None:
+            return self._product(x)
+        y = self.adapter(x, self._product(x, biased=False), self.weight)
+        return y if self.bias is None else y + self.bias
+
+    def _product(self, x: Tensor, *, biased: bool = True) -> Tensor:
+        """x · weightᵀ, plus the bias if there is one and `biased`."""
         # Tested while tracing, so that a block without a split backward compiles to the graph of nn.Linear.
         taps = self.taps if torch.is_grad_enabled() else None
         if self.scaling is not None:
             out = fp8.linear(x, self.weight, self.fp8_weight, self.scaling, taps)
-            return out if self.bias is None else out + self.bias
+            return out if self.bias is None or not biased else out + self.bias
         if taps is None:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight, self.bias if biased else None)
         output_tap, input_tap = taps
         assert x.shape == input_tap.shape, "every Linear of a split block receives the block's own tokens"
-        return _Product.apply(x, self.weight, self.bias, output_tap, input_tap)
-
-
-def split_backward(block: nn.Module) -> None:
-    """Pass the weight gradients of every Linear in the block to its `gradient_sink`.
-
-    Wraps `block.forward`; call it after compilation.
-
-    The first argument of `forward` is x `(…, tokens, features)`. Every Linear inside runs once, on inputs with the same leading dimensions,
-    whose last is multiplied by `tokens_per_input_token`. Weight gradients no longer pass through autograd's accumulation, so hooks on them
-    do not run.
-    """
-    block.forward = with_taps(block.forward, [block])
+        return _Product.apply(x, self.weight, self.bias if biased else None, output_tap, input_tap)
 
 
 def with_taps(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
-    """Return `forward` with new taps for every Linear in `modules`; what `split_backward` says of blocks holds for it."""
+    """Return `forward` with a split backward: it passes the weight gradients of every Linear in `modules` to its `gradient_sink`.
+
+    `forward` may be compiled. Its first tensor is x `(…, tokens, features)`. Every Linear runs once, on inputs with the same leading
+    dimensions, whose last is multiplied by `tokens_per_input_token`. Weight gradients no longer pass through autograd's accumulation, so
+    hooks on them do not run.
+    """
     linears = [module for root in modules for module in root.modules() if isinstance(module, Linear)]
 
-    def tapped(x: Tensor, *inputs: Any, **options: Any) -> Any:
+    def tapped(*inputs: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
+            x = next(value for value in inputs if isinstance(value, Tensor))
             # The taps stay set after forward: eager recompute runs the block again during backward, with any taps of that shape.
             for linear in linears:
                 *batch, tokens = x.shape[:-1]
                 linear.taps = _new_taps(linear, torch.Size((*batch, tokens * linear.tokens_per_input_token)))
-        return forward(x, *inputs, **options)
+        return forward(*inputs, **options)
 
     return tapped
 

@@ -9,6 +9,8 @@ that they change neither the softmax nor a gradient.
 
 The z-loss (Chowdhery et al. 2022, §5) is a weight times the mean of squared log-sum-exps. It adds one factor per token to
 the gradient: d(z · lse²) = 2 · z · lse · softmax.
+
+Logits z with a cap c are c · tanh(z / c) (Gemma 2), whose derivative is 1 - (logit / c)².
 """
 
 from __future__ import annotations
@@ -43,19 +45,41 @@ class LossSums(NamedTuple):
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, *, z_loss: float = 0.0, plain: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    *,
+    cap: float | None = None,
+    z_loss: float = 0.0,
+    plain: bool = False,
 ) -> LossSums:
     """The sums of the tokens' losses; negative targets are ignored.
 
     hidden `(tokens, hidden)` and weight `(vocab, hidden)` have the dtype of the products; targets
-    `(tokens,)`. At most `chunk` tokens' logits exist at one time. `z_loss` is the weight of the z-loss. `plain` computes torch's
-    cross-entropy over all logits.
+    `(tokens,)`. At most `chunk` tokens' logits exist at one time. `cap` is that of the logits, `z_loss` the weight of the z-loss. `plain`
+    computes torch's cross-entropy over all logits.
     """
     if plain:
-        return _plain_sums(F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype)), targets, z_loss)
+        return _plain_sums(capped(F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype)), cap), targets, z_loss)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return LossSums(*_LinearCrossEntropy.apply(hidden, weight, targets, chunk, z_loss))
-    return _loss_without_gradients(hidden, weight, targets, chunk)
+        return LossSums(*_LinearCrossEntropy.apply(hidden, weight, targets, chunk, cap, z_loss))
+    return _loss_without_gradients(hidden, weight, targets, chunk, cap)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap · tanh(logits / cap), or the logits themselves without a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def cap_in_place(logits: Tensor, cap: float | None) -> Tensor | None:
+    """Replace logits by `capped` ones; returns the derivative, shaped like them, or None without a cap."""
+    if cap is None:
+        return None
+    share = logits.div_(cap).tanh_()
+    derivative = 1 - share.square()
+    logits.mul_(cap)
+    return derivative
 
 
 def _plain_sums(logits: Tensor, targets: Tensor, z_loss: float) -> LossSums:
@@ -70,7 +94,7 @@ def _plain_sums(logits: Tensor, targets: Tensor, z_loss: float) -> LossSums:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, z_loss: float
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, cap: float | None, z_loss: float
     ) -> tuple[Tensor, Tensor]:
         wide = accumulate_dtype(hidden.dtype)
         sums_and_gradient = _gradient_fused if hidden.is_cuda and hidden.element_size() <= 4 else _gradient_eager
@@ -79,7 +103,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab, weight = weight.shape[0], pad_vocabulary(weight)
         weight_grad: Tensor | None = None
         for h, h_grad, t in zip(hidden.split(chunk), hidden_grad.split(chunk), targets.split(chunk), strict=True):
-            sums, logits_grad = sums_and_gradient(_logits(h, weight, vocab), t, z_loss)
+            logits, derivative = _logits(h, weight, vocab, cap)
+            sums, logits_grad = sums_and_gradient(logits, t, z_loss)
+            if derivative is not None:
+                logits_grad *= derivative
             loss += sums.loss
             if z_loss:
                 squares += sums.squares
@@ -88,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 add_product(weight_grad, logits_grad.t(), h)
             elif ctx.needs_input_grad[1]:
                 weight_grad = matmul(logits_grad.t(), h, wide)
-            del logits_grad  # so that only one chunk's logits are in memory during the next product
+            del logits, logits_grad, derivative  # so that only one chunk's logits are in memory during the next product
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad[:vocab])
         ctx.mark_non_differentiable(squares)
         return loss, squares
@@ -100,15 +127,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         loss_grad, dtype = grad_outputs[0], hidden_grad.dtype
         scaled_weight = None if weight_grad is None else scale(weight_grad, loss_grad, dtype)
-        return scale(hidden_grad, loss_grad, dtype), scaled_weight, None, None, None
+        return scale(hidden_grad, loss_grad, dtype), scaled_weight, None, None, None, None
 
 
-def _loss_without_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> LossSums:
+def _loss_without_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, cap: float | None = None
+) -> LossSums:
     loss_of_logits = compile_once(_loss_of_logits) if hidden.is_cuda else _loss_of_logits
     loss = torch.zeros((), dtype=accumulate_dtype(hidden.dtype), device=hidden.device)
     vocab, weight = weight.shape[0], pad_vocabulary(weight)
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        loss += loss_of_logits(_logits(h, weight, vocab), t)
+        loss += loss_of_logits(_logits(h, weight, vocab, cap)[0], t)
     return LossSums(loss, torch.zeros_like(loss))
 
 
@@ -118,12 +147,16 @@ def pad_vocabulary(weight: Tensor) -> Tensor:
     return weight if vocab % ALIGNED == 0 else F.pad(weight, (0, 0, 0, -vocab % TILE))
 
 
-def _logits(hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
-    """Logits `(tokens, rows of weight)`; columns from `vocab` on are minus infinity, with weight and gradient 0."""
+def _logits(hidden: Tensor, weight: Tensor, vocab: int, cap: float | None = None) -> tuple[Tensor, Tensor | None]:
+    """Logits `(tokens, rows of weight)`, and the derivative of their cap, if any.
+
+    Columns from `vocab` on are minus infinity, with weight and gradient 0.
+    """
     logits = hidden @ weight.t()
+    derivative = cap_in_place(logits, cap)
     if vocab < weight.shape[0]:
         logits[:, vocab:] = -torch.inf
-    return logits
+    return logits, derivative
 
 
 @cache

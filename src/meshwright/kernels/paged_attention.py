@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwright.kernels.attention import AttentionMask, attention
 from meshwright.kernels.norm import HeadNorms, accumulate_dtype, rms_norm
-from meshwright.kernels.rope import RotaryTables, rotate
+from meshwright.kernels.rope import RotaryTables, rotate, rotate_neighbours
 
 PROGRAMS_PER_PROCESSOR = 4
 """Programs of the decode kernel that each multiprocessor should get at least, if contexts are long."""
@@ -63,20 +63,24 @@ def rotate_and_write(
     scales: Tensor | None = None,
     rotated_keys: Tensor | None = None,
     norms: HeadNorms | None = None,
+    neighbours: bool = False,
     plain: bool = False,
 ) -> Tensor:
     """Return q rotated to `positions` `(tokens,)`, and write k, rotated, and v into the `slots` of `cache_layer`.
 
     q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. `tables` are cosines and sines, each
-    `(max_positions, head_dim / 2)`; None means a model without rotary embedding. Negative slots are skipped. The rotated keys are also
-    written into `rotated_keys`, shaped like k, if given. Rotation and rounding are those of `rope.rotate`. With `norms` heads
-    of q and k are normed first.
+    `(max_positions, width / 2)`, of heads that are rotated over their first `width` dimensions; None means a model without rotary
+    embedding. Negative slots are skipped. The rotated keys are also written into `rotated_keys`, shaped like k, if given. Rotation and
+    rounding are those of `rope.rotate`, with `neighbours` those of `rope.rotate_neighbours`. With `norms` heads of q and k are normed
+    first.
     """
     if runs_kernels(q, plain):
         from meshwright.kernels.cache_write_triton import rotate_write
 
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        rotate_write(q, k, v, tables, positions, cache_layer, slots, out, rotated_keys, scales, norms)
+        rotate_write(
+            q, k, v, tables, positions, cache_layer, slots, out, rotated_keys, scales, norms, neighbours=neighbours
+        )
         return out
     if norms is not None:
         q = rms_norm(q, norms.query, norms.eps, plus_one=norms.plus_one, plain=plain)
@@ -84,7 +88,8 @@ def rotate_and_write(
     if tables is not None:
         cos, sin = tables
         step_tables = cos[positions][:, None], sin[positions][:, None]
-        q, k = rotate(q, step_tables), rotate(k, step_tables)
+        turn = rotate_neighbours if neighbours else rotate
+        q, k = turn(q, step_tables), turn(k, step_tables)
     if rotated_keys is not None:
         rotated_keys.copy_(k)
     write_cache(k, v, cache_layer, slots, scales=scales, plain=plain)
@@ -102,6 +107,8 @@ def paged_attention(
     decode_queries: int = 1,
     window: int | None = None,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
     invariant: bool = False,
     plain: bool = False,
     out: Tensor | None = None,
@@ -111,13 +118,14 @@ def paged_attention(
     `block_tables` is `(sequences, max_blocks)`, `context_lengths` `(sequences,)`, `query_starts` `(sequences + 1,)`, all int32. The first
     `decodes` sequences have `decode_queries` queries each: a kernel for few queries computes them. `window` is the number of tokens
     that a query attends to, itself included; blocks before the window are not read. Queries before a sequence's first token, as all of
-    context length 0, are padding: their results are 0. With `invariant` the bits of a sequence's result do not depend on the other
-    sequences. The result is written into `out`, contiguous, if given.
+    context length 0, are padding: their results are 0. `sinks` `(heads,)` and `cap` are those of `kernels.attention`.
+    With `invariant` the bits of a sequence's result do not depend on the other sequences. The result is written into `out`, contiguous,
+    if given.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if runs_kernels(q, plain):
         step = (cache_layer, block_tables, context_lengths, query_starts)
-        _attend_by_kernels(q, *step, out, decodes, decode_queries, window, scales, invariant)
+        _attend_by_kernels(q, *step, out, decodes, decode_queries, window, scales, sinks, cap, invariant)
         return out
     out.zero_()
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
@@ -128,8 +136,8 @@ def paged_attention(
             continue
         first = 0 if window is None else max(0, length - count - window + 1)
         k, v = _gather(cache_layer, block_tables[sequence], first, length, scales, q.dtype)
-        mask = visible_keys(count, k.shape[0], window, q.device)
-        out[queries] = attention(q[queries][None], k[None], v[None], mask, plain=plain)[0]
+        mask = visible_keys(count, k.shape[0], window, q.device, cap)
+        out[queries] = attention(q[queries][None], k[None], v[None], mask, sinks=sinks, plain=plain)[0]
     return out
 
 
@@ -141,6 +149,8 @@ def prompt_attention(
     out: Tensor,
     *,
     window: int | None = None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
     plain: bool = False,
 ) -> None:
     """Causal attention within prompts of `lengths` tokens into `out`, from the step's own q, k and v.
@@ -151,8 +161,8 @@ def prompt_attention(
     start = 0
     for length in lengths:
         tokens = slice(start, start + length)
-        mask = visible_keys(length, length, window, q.device)
-        out[tokens] = attention(q[tokens][None], k[tokens][None], v[tokens][None], mask, plain=plain)[0]
+        mask = visible_keys(length, length, window, q.device, cap)
+        out[tokens] = attention(q[tokens][None], k[tokens][None], v[tokens][None], mask, sinks=sinks, plain=plain)[0]
         start += length
 
 
@@ -187,6 +197,8 @@ def _attend_by_kernels(
     decode_queries: int,
     window: int | None,
     scales: Tensor | None,
+    sinks: Tensor | None,
+    cap: float | None,
     invariant: bool,
 ) -> None:
     """`paged_attention` by the Triton kernels: one for the first `decodes` sequences, another for the chunks behind them."""
@@ -207,10 +219,10 @@ def _attend_by_kernels(
         launch = decode_launch(q.shape[2], cache_layer.element_size(), block, small=small)
         step = (cache_layer, block_tables[:decodes], context_lengths[:decodes])
         options = {"queries": decode_queries, "splits": splits, "least": least, "window": window, "scales": scales}
-        paged_decode(q, *step, out, **options, launch=launch)
+        paged_decode(q, *step, out, **options, sinks=sinks, cap=cap, launch=launch)
     if q.shape[0] > rows:
         step = (cache_layer, block_tables[decodes:], context_lengths[decodes:], query_starts[decodes:])
-        paged_prefill(q, *step, out, queries=q.shape[0] - rows, window=window, scales=scales)
+        paged_prefill(q, *step, out, queries=q.shape[0] - rows, window=window, scales=scales, sinks=sinks, cap=cap)
 
 
 def runs_kernels(x: Tensor, plain: bool) -> bool:
@@ -234,14 +246,20 @@ def _gather(
     return (k.float() * scales[0, :, None]).to(dtype), (v.float() * scales[1, :, None]).to(dtype)
 
 
-def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> AttentionMask | None:
-    """Return the mask of the last `queries` over `keys` tokens; None if each attends to all earlier ones of the same tokens."""
-    if queries == keys and (window is None or window >= keys):
+def visible_keys(
+    queries: int, keys: int, window: int | None, device: torch.device, cap: float | None = None
+) -> AttentionMask | None:
+    """Return the mask of the last `queries` over `keys` tokens, with a `cap` of scores.
+
+    None if each attends to all earlier ones of the same tokens, without a cap.
+    """
+    if cap is None and queries == keys and (window is None or window >= keys):
         return None
     position = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     visible = key <= position
-    return AttentionMask(dense=(visible if window is None else visible & (position - key < window))[None, None])
+    visible = visible if window is None else visible & (position - key < window)
+    return AttentionMask(dense=visible[None, None], cap=cap)
 
 
 def _store(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

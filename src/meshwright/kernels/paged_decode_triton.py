@@ -59,6 +59,8 @@ def paged_decode(
     splits: int,
     window: int | None,
     scales: Tensor | None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
     least: int = 1,
     launch: Launch | None = None,
 ) -> None:
@@ -88,6 +90,7 @@ def paged_decode(
         block_tables,
         context_lengths,
         q if scales is None else scales,
+        q if sinks is None else sinks,
         partial,
         logarithms,
         math.log2(math.e) / math.sqrt(head_dim),
@@ -99,6 +102,8 @@ def paged_decode(
         PAIRS=max(launch.pairs, triton.next_power_of_2(rows)),
         BLOCK=block_tokens,
         SCALED=scales is not None,
+        SINKS=sinks is not None,
+        CAP=cap or 0.0,
         SPLIT=splits > 1,
         num_warps=launch.warps,
         num_stages=launch.stages,
@@ -179,6 +184,20 @@ def load_tile(
 
 
 @triton.jit
+def sink_scores(pointers, used) -> tuple[tl.tensor, tl.tensor]:
+    """The highest score of each row so far, in base 2, and the sum of exponentials relative to it: those of its sink alone."""
+    highest = tl.load(pointers, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
+    return highest, tl.full(highest.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def capped_scores(scores, scale, CAP: tl.constexpr) -> tl.tensor:
+    """CAP · tanh(score / CAP) in base 2, of products whose `scale` gives scores in base 2."""
+    highest: tl.constexpr = CAP * 1.4426950408889634
+    return (2.0 * tl.sigmoid(scores * (2.0 * scale / highest)) - 1.0) * highest
+
+
+@triton.jit
 def split_tiles(
     length, split, splits, least, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -201,6 +220,7 @@ def _decode(
     tables,
     lengths,
     scales,
+    sinks,
     out,
     logarithms,
     scale,
@@ -219,6 +239,8 @@ def _decode(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
+    CAP: tl.constexpr,
     SPLIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -245,6 +267,8 @@ def _decode(
     highest = tl.full([PAIRS], -1.0e30, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     sums = tl.zeros([PAIRS, DIMS], tl.float32)
+    if SINKS and split == 0:  # the sink has no value, so that it adds to the first part's divisor only
+        highest, total = sink_scores(sinks + head * GROUP + row % GROUP, row < QUERIES * GROUP)
     # Blocks are loaded one tile ahead, so that the loads of a tile do not wait for the block table.
     blocks = tile_blocks(table, begin * TILE, low, length, BLOCK, TILE)
     for tile in range(begin, end):
@@ -253,13 +277,16 @@ def _decode(
         values = load_tile(values_begin, blocks, start, low, length, block_stride, BLOCK, TILE, HEAD_DIM, DIMS, True)
         blocks = tile_blocks(table, start + TILE, low, length, BLOCK, TILE)
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+        if CAP > 0:
+            scores = capped_scores(scores, scale, CAP)
         key = (start + token)[None, :]
         visible = key <= position[:, None]
         if WINDOW > 0:
             visible = visible & (position[:, None] - key < WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - higher[:, None])
+        factor = 1.0 if CAP > 0 else scale
+        higher = tl.maximum(highest, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - higher[:, None])
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None]

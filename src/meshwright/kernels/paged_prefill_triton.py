@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.paged_decode_triton import Launch, fp8_queries, load_tile, tile_blocks
+from meshwright.kernels.paged_decode_triton import (
+    Launch,
+    capped_scores,
+    fp8_queries,
+    load_tile,
+    sink_scores,
+    tile_blocks,
+)
 
 MIN_SEQUENCES = 256
 """Sequences among which a program finds its own: as many as a usual batch has, so that one variant is compiled."""
@@ -38,6 +45,8 @@ def paged_prefill(
     queries: int,
     window: int | None,
     scales: Tensor | None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
     launch: Launch | None = None,
 ) -> None:
     """Attention of the `queries` rows of q `(…, heads, head_dim)` from `query_starts[0]` on, into the same rows of `out`."""
@@ -52,6 +61,7 @@ def paged_prefill(
         context_lengths,
         query_starts,
         q if scales is None else scales,
+        q if sinks is None else sinks,
         out,
         math.log2(math.e) / math.sqrt(head_dim),
         sequences,
@@ -67,6 +77,8 @@ def paged_prefill(
         PAIRS=rows,
         BLOCK=cache_layer.shape[3],
         SCALED=scales is not None,
+        SINKS=sinks is not None,
+        CAP=cap or 0.0,
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
@@ -112,6 +124,7 @@ def _attend(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add the tiles `begin` to end - 1; with MASKED, some of their tokens are not visible to some of the queries."""
@@ -121,6 +134,8 @@ def _attend(
         start = tile * TILE
         keys = load_tile(keys_begin, blocks, start, low, length, block_stride, BLOCK, TILE, HEAD_DIM, DIMS, MASKED)
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+        if CAP > 0:
+            scores = capped_scores(scores, scale, CAP)
         if MASKED:
             key = (start + token)[None, :]
             visible = key <= position[:, None]
@@ -128,8 +143,9 @@ def _attend(
                 visible = visible & (position[:, None] - key < WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
         # The same operations with and without a mask, so that both round alike.
-        higher = tl.maximum(highest, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - higher[:, None])
+        factor = 1.0 if CAP > 0 else scale
+        higher = tl.maximum(highest, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - higher[:, None])
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(weights, 1)
         values = load_tile(
@@ -152,6 +168,7 @@ def _prefill(
     lengths,
     starts,
     scales,
+    sinks,
     out,
     scale,
     sequences,
@@ -169,6 +186,8 @@ def _prefill(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> None:
     head, heads = tl.program_id(0), tl.num_programs(0)
     part: tl.constexpr = PAIRS // GROUP
@@ -195,6 +214,8 @@ def _prefill(
     highest = tl.full([PAIRS], -1.0e30, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     sums = tl.zeros([PAIRS, DIMS], tl.float32)
+    if SINKS:
+        highest, total = sink_scores(sinks + head * GROUP + row % GROUP, row < part * GROUP)
     begin, low = 0, 0
     full_end = (lowest + 1) // TILE
     if WINDOW > 0:
@@ -221,6 +242,7 @@ def _prefill(
             WINDOW,
             TILE,
             BLOCK,
+            CAP,
             True,
         )
         begin = full_begin
@@ -245,6 +267,7 @@ def _prefill(
         WINDOW,
         TILE,
         BLOCK,
+        CAP,
         False,
     )
     sums, highest, total = _attend(
@@ -267,6 +290,7 @@ def _prefill(
         WINDOW,
         TILE,
         BLOCK,
+        CAP,
         True,
     )
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]

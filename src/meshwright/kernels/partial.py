@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -26,6 +25,14 @@ from meshwright.kernels.norm import accumulate_dtype
 
 log = logging.getLogger("meshwright")
 _aten = torch.ops.aten
+
+
+CUDNN_TOKENS = 16384
+"""Keys from which cuDNN, which is faster than FlashAttention, is worth the plan that it makes for each new length.
+
+A step of hybrid ranks with samples of at most 2,048 tokens took 2.3 s with cuDNN and 1.1 with FlashAttention on two H200s
+(benchmarks/results/2026-11-29-families-2xH200.json). The bound itself is an estimate from the rates of both; it was not measured.
+"""
 
 
 class VisibleBlock(NamedTuple):
@@ -57,13 +64,15 @@ def visible_part(rank: int, source: int, queries: tuple[int, int], keys: tuple[i
     return VisibleBlock(slice(*queries), slice(keys[1]), False)
 
 
-def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: bool = False) -> tuple[Tensor, Tensor]:
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, *, lengths_vary: bool = False, plain: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return attention over these keys alone, in the dtype of q, and the logsumexp of the scores, in fp32 (fp64 for fp64).
 
-    Scores are scaled by 1/√head_dim; `causal` needs as many keys as queries.
+    Scores are scaled by 1/√head_dim; `causal` needs as many keys as queries. `lengths_vary` says that few calls have equal lengths.
     """
     heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    backend = "plain" if plain else _backend(*heads, causal)
+    backend = "plain" if plain else _backend(*heads, causal, lengths_vary)
     if backend == "plain":
         return _plain_attention(q, k, v, causal)
     if backend == "fixed order":
@@ -78,15 +87,25 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: b
 
 
 def partial_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, *, plain: bool = False
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    causal: bool,
+    *,
+    lengths_vary: bool = False,
+    plain: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parts of the gradients of q, k and v that these keys contribute.
 
-    `grad` is the gradient of the combined result `out`, whose logsumexp is `logsumexp`. With `plain` the results have the dtype of the
+    `grad` is the gradient of the combined result `out`, whose logsumexp is `logsumexp`; `lengths_vary` is that of the forward. With
+    `plain` the results have the dtype of the
     logsumexp, otherwise that of q.
     """
     heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    backend = "plain" if plain else _backend(*heads, causal)
+    backend = "plain" if plain else _backend(*heads, causal, lengths_vary)
     if backend == "plain":
         return _plain_gradients(grad, q, k, v, out, logsumexp, causal)
     inputs = grad.transpose(1, 2), *heads, out.transpose(1, 2)
@@ -116,8 +135,13 @@ class AttentionAccumulator:
 
     def add(self, queries: slice, out: Tensor, logsumexp: Tensor) -> None:
         """Add the partial result of some queries over other keys."""
-        combine = _compiled_combine() if out.is_cuda else _combine
-        combine(self.out[:, queries], self.logsumexp[..., queries], out, logsumexp)
+        parts = self.out[:, queries], self.logsumexp[..., queries], out, logsumexp
+        if out.is_cuda:
+            from meshwright.kernels.partial_triton import combine
+
+            combine(*parts)
+        else:
+            _combine(*parts)
 
 
 def _combine(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
@@ -128,13 +152,7 @@ def _combine(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Ten
     logsumexp.copy_(combined)
 
 
-@cache
-def _compiled_combine() -> Callable[..., None]:
-    """`_combine`, compiled for its first shape, then once for any: samples that ranks divide have changing lengths."""
-    return torch.compile(_combine)
-
-
-def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
+def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths_vary: bool) -> str:
     """Name of the backend that supports q, k and v `(batch, heads, seq, head_dim)`."""
     if not q.is_cuda:
         return "cpu" if q.shape[-1] == v.shape[-1] else "plain"
@@ -142,10 +160,12 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     if in_fixed_order and fixed_order_attention.supports(q, v):
         return "fixed order"
     params = SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
-    if not in_fixed_order and can_use_cudnn_attention(params):
-        return "cudnn"
-    if can_use_flash_attention(params):
+    cudnn = not in_fixed_order and can_use_cudnn_attention(params)
+    plans_cost_more = lengths_vary and k.shape[2] < CUDNN_TOKENS
+    if can_use_flash_attention(params) and (plans_cost_more or not cudnn):
         return "flash"
+    if cudnn:
+        return "cudnn"
     _warn_once(str(q.dtype), q.shape[-1])
     return "plain"
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), with the frequency scalings of Llama 3.1 and of YaRN, and linear scaling.
+"""Rotary position embedding (Su et al. 2021), with the frequency scalings of Llama 3.1, YaRN and LongRoPE, and linear scaling.
 
 The tables are computed once per forward and passed to every layer. They are not buffers, so a model on the meta device
 has none to fill.
@@ -12,51 +12,84 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.norm import accumulate_dtype
+from meshwright.spec.blocks.positions import LongRopeScaling
 from meshwright.spec.model import RopeScaling, YarnScaling
 
-RotaryTables = tuple[Tensor, Tensor]
-Scaling = RopeScaling | YarnScaling | None
+RotaryTables = tuple[Tensor, ...]
+"""Cosines and sines, and the factors of queries by position where queries grow."""
+Scaling = RopeScaling | YarnScaling | LongRopeScaling | None
 
 
-def rotary_tables(positions: Tensor, head_dim: int, theta: float, scaling: Scaling, dtype: torch.dtype) -> RotaryTables:
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: Scaling, dtype: torch.dtype, *, length: int = 0
+) -> RotaryTables:
     """Cosines and sines, each `(batch or 1, seq, 1, head_dim / 2)`, for positions `(batch, seq)` or `(seq,)`.
 
     Computed and returned in fp32, or fp64 when the model's `dtype` is fp64. In fp32 the operations are
     those of transformers, so that the tables are bit-identical also at late positions, where a different rounding of a
-    frequency changes the angle.
+    frequency changes the angle. `length`, of the longest sequence, decides between the two lists of LongRoPE.
     """
     wide = accumulate_dtype(dtype)
-    frequencies = _frequencies(head_dim, theta, scaling, wide, positions.device)
+    frequencies = _frequencies(head_dim, theta, scaling, wide, positions.device, length)
     angles = positions.to(wide)[..., None] * frequencies
     angles = angles.reshape(-1, positions.shape[-1], 1, head_dim // 2)
-    if isinstance(scaling, YarnScaling) and scaling.rotary_scale != 1:
+    if isinstance(scaling, YarnScaling | LongRopeScaling) and scaling.rotary_scale != 1:
         return angles.cos() * scaling.rotary_scale, angles.sin() * scaling.rotary_scale
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
-    """Return x `(batch, seq, heads, head_dim)` with each pair of dimensions (i, i + head_dim / 2) rotated, in the dtype of x.
+def query_factors(positions: Tensor, growth: float, length: int, dtype: torch.dtype) -> Tensor:
+    """Factors of queries `(batch or 1, seq, 1, 1)`, 1 + growth · log(1 + ⌊position / length⌋), for `positions` as in `rotary_tables`."""
+    wide = positions.to(accumulate_dtype(dtype)).reshape(-1, positions.shape[-1], 1, 1)
+    return (1 + growth * torch.log(1 + torch.floor(wide / length))).to(dtype)
 
-    The products are computed in the dtype of the tables.
+
+def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
+    """Return x `(batch, seq, heads, head_dim)` with each pair of dimensions (i, i + width / 2) rotated, in the dtype of x.
+
+    `width`, twice the columns of the tables, is the rotated part at the start of a head. The products are computed in the dtype of the
+    tables.
     """
-    first, second = x.to(tables[0].dtype).chunk(2, dim=-1)
-    return _rotated(first, second, tables).to(x.dtype)
+    rotated, rest = _parts(x, tables)
+    first, second = rotated.chunk(2, dim=-1)
+    return _joined(_rotated(first, second, tables).to(x.dtype), rest)
 
 
 def rotate_neighbours(x: Tensor, tables: RotaryTables) -> Tensor:
-    """As `rotate`, of the pairs (2i, 2i + 1) that DeepSeek's weights produce; the result has pairs (i, i + head_dim / 2)."""
-    first, second = x.to(tables[0].dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    return _rotated(first, second, tables).to(x.dtype)
+    """As `rotate`, of the pairs (2i, 2i + 1) that DeepSeek's weights produce; the result has pairs (i, i + width / 2)."""
+    rotated, rest = _parts(x, tables)
+    first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+    return _joined(_rotated(first, second, tables).to(x.dtype), rest)
+
+
+ROTATIONS = {"halves": rotate, "neighbours": rotate_neighbours}
+"""The function that rotates pairs of a kind (`spec.blocks.positions.Pairs`)."""
+
+
+def _parts(x: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor | None]:
+    """The rotated part of heads, in the dtype of the tables, and the rest of them, if there is one."""
+    width = 2 * tables[0].shape[-1]
+    if width == x.shape[-1]:
+        return x.to(tables[0].dtype), None
+    return x[..., :width].to(tables[0].dtype), x[..., width:]
+
+
+def _joined(rotated: Tensor, rest: Tensor | None) -> Tensor:
+    return rotated if rest is None else torch.cat((rotated, rest), dim=-1)
 
 
 def _rotated(first: Tensor, second: Tensor, tables: RotaryTables) -> Tensor:
-    cos, sin = tables
+    cos, sin = tables[:2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _frequencies(head_dim: int, theta: float, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _frequencies(
+    head_dim: int, theta: float, scaling: Scaling, dtype: torch.dtype, device: torch.device, length: int
+) -> Tensor:
     """Radians per token of each pair of dimensions, `(head_dim / 2,)`."""
     exponents = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
+    if isinstance(scaling, LongRopeScaling):
+        return 1.0 / (torch.tensor(scaling.divisors(length), dtype=dtype, device=device) * theta**exponents)
     frequencies = 1.0 / (theta**exponents)
     if isinstance(scaling, YarnScaling):
         return _yarn(frequencies, scaling, head_dim, theta)
@@ -78,14 +111,16 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
-    """YaRN's scaling (Peng et al. 2023, §3.2) with the bounds of the interpolated range rounded to whole dimensions."""
+    """YaRN's scaling (Peng et al. 2023, §3.2); with `truncate` the interpolated range ends at whole dimensions."""
 
     def dimension(turns: float) -> float:
         """The pair of dimensions that turns so often over the original context."""
         return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension(scaling.beta_slow)), head_dim - 1)
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     scaled = ((pairs - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * scaled + frequencies * (1 - scaled)

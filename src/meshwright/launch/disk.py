@@ -12,7 +12,7 @@ from meshwright.observe.number_text import size
 from meshwright.policies.checkpoint_times import planned_checkpoints
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.job import AUTO_FIRST_SECONDS, AUTO_SECONDS
-from meshwright.spec.model import ModelSpec, parameter_count
+from meshwright.spec.model import ModelSpec, trained_parameter_count
 from meshwright.spec.run import RunSpec
 
 BYTES_PER_PARAMETER = 12
@@ -21,7 +21,7 @@ BYTES_PER_PARAMETER = 12
 
 def checkpoint_bytes(model: ModelSpec) -> int:
     """Bytes of the tensors in one checkpoint of a run; a tied head is stored once."""
-    return parameter_count(model) * BYTES_PER_PARAMETER
+    return trained_parameter_count(model) * BYTES_PER_PARAMETER
 
 
 def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) -> None:

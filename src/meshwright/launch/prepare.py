@@ -28,7 +28,7 @@ from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.disk import check_disk
 from meshwright.launch.folder import check_state, continues, is_finished, take_over
 from meshwright.launch.machine import host_memory_bytes
-from meshwright.launch.text_files import write_text_files
+from meshwright.launch.text_files import keep_towers_of, write_text_files
 from meshwright.observe.sinks import check_sinks
 from meshwright.planner.batch_ramp import ramp_misfit
 from meshwright.planner.candidate import (
@@ -327,7 +327,7 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
     A plan written by a person may use the share of device memory that a search leaves free."""
     memory = run.cluster.memory_bytes() or device_memory(run)
     if any(overfull_ranks(run, plan, memory)):
-        return f"{shortfall(run, plan, memory)}; lower batch.micro_batch, shard over more ranks, or set recompute or offload in layers"
+        return f"{shortfall(run, plan, memory)}; lower plan.micro_batch, shard over more ranks, or set plan.recompute or plan.offload"
     if host_excess := host_excess_bytes(run, plan):
         source = "" if run.cluster.host_memory_gib else ", a default"
         return (
@@ -493,6 +493,8 @@ def prepare_run(
     write_durable(folder / "plan.yaml", plan_yaml(plan))
     source = open_run_data(run)
     text = write_text_files(run, source, folder)
+    if not resumes:
+        keep_towers_of(run.model.init, folder)
     for sentence in () if text is None else text.sentences():
         note(sentence)
     assignment = Assignment(

@@ -6,12 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.checkpoint.inventory import newest_checkpoint
-from meshwright.data.chat_template import TEMPLATE, TOOL_TEMPLATE, copy_chat_files
+from meshwright.data.chat_template import PROCESSOR_TEMPLATE, TEMPLATE, TOOL_TEMPLATE, copy_chat_files
 from meshwright.data.source import DataSource
 from meshwright.data.text_format import TOKENIZER, TextFormat, read_text_format, tokenizer_file
 from meshwright.durable.writes import write_durable
+from meshwright.families.folder import folder_nesting
+from meshwright.families.text_part import TOWERS
 from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 from meshwright.spec.run import RunSpec
+
+TEMPLATES = (TEMPLATE, TOOL_TEMPLATE, PROCESSOR_TEMPLATE)
 
 
 def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextFormat | None:
@@ -30,7 +34,7 @@ def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextForm
         copy_chat_files(corpus.parent, folder)
     if initial is not None and (file := tokenizer_file(initial)) is not None:
         text = _continued(text, read_text_format(initial), corpus.parent, initial)
-        copy_chat_files(file.parent, folder, leave_out=(TEMPLATE, TOOL_TEMPLATE) if source.has_chats else ())
+        copy_chat_files(file.parent, folder, leave_out=TEMPLATES if source.has_chats else ())
     copy_chat_files(corpus.parent, folder)
     text.write(folder)
     return text
@@ -42,6 +46,26 @@ def initial_folder(init: str) -> Path | None:
     if not folder:
         return None
     return newest_checkpoint(Path(folder), contents=False) if source == "checkpoint" else Path(folder)
+
+
+def keep_towers_of(init: str, folder: Path) -> None:
+    """Keep in a run's folder what the folder of its initial weights has beside a text model, so that exports have it again.
+
+    Raises OutOfResources if the disk is too full.
+    """
+    source, _, initial = init.partition(":")
+    if (folder / TOWERS).exists() or not initial:
+        return
+    if source == "hf" and folder_nesting(Path(initial)) is not None:
+        from meshwright.checkpoint.hf import import_hf  # needs torch
+        from meshwright.checkpoint.towers import keep_towers
+
+        _, weights = import_hf(Path(initial))
+        keep_towers(Path(initial), weights.others, weights.other, folder)
+    elif source == "checkpoint" and (found := initial_folder(init)) is not None:
+        from meshwright.checkpoint.towers import copy_towers
+
+        copy_towers(found, folder)
 
 
 def _continued(text: TextFormat, initial: TextFormat, corpus: Path, weights: Path) -> TextFormat:

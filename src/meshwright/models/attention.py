@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.attention import AttentionMask, attention
+from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.linear import Linear
-from meshwright.kernels.rope import RotaryTables, rotate
+from meshwright.kernels.rope import ROTATIONS, RotaryTables
 from meshwright.models.norm import Norm
 from meshwright.spec.blocks.attention import AttentionSpec
 
+if TYPE_CHECKING:
+    from meshwright.models.hooks import BlockHooks
+
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads.
+    """Causal self-attention with grouped key/value heads."""
 
-    Context parallelism replaces `attend` by attention over sequences that are divided over ranks (`parallel.context`).
-    """
-
-    attend: Callable[..., Tensor]
-
-    def __init__(self, spec: AttentionSpec, hidden: int, plain: bool) -> None:
+    def __init__(self, spec: AttentionSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
         super().__init__()
+        self.hooks = hooks
         self.heads, self.kv_heads, self.head_dim, self.plain = spec.heads, spec.kv_heads, spec.head_dim, plain
         width = spec.heads * spec.head_dim
         self.qkv = Linear(hidden, width + 2 * spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
         if spec.qk_norm is not None:
-            self.q_norm = Norm(spec.qk_norm, spec.head_dim, plain)
-            self.k_norm = Norm(spec.qk_norm, spec.head_dim, plain)
-        self.qk_norm = spec.qk_norm is not None
+            self.q_norm = Norm(spec.qk_norm, width if spec.whole_norm else spec.head_dim, plain)
+            self.k_norm = Norm(spec.qk_norm, spec.kv_heads * spec.head_dim if spec.whole_norm else spec.head_dim, plain)
+        self.qk_norm, self.whole_norm = spec.qk_norm is not None, spec.whole_norm
+        self.rotate = ROTATIONS["halves" if spec.rotary is None else spec.rotary.pairs]
         self.query_factor = spec.query_factor
         self.out = Linear(width, hidden, bias=spec.out_bias)
-        self.attend = attention
+        self.sinks = nn.Parameter(torch.zeros(spec.heads)) if spec.sinks else None
 
     def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         return self.out(self.attend_heads(self.qkv(x), rope, mask))
@@ -41,10 +42,15 @@ class Attention(nn.Module):
         """Attention output `(batch, seq, heads · head_dim)` of the projected queries, keys and values `qkv`."""
         heads = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        if self.qk_norm:
+        if self.qk_norm and self.whole_norm:
+            q, k = (norm(x.flatten(-2)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        elif self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_factor != 1:
             q = q * self.query_factor
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        return self.attend(q, k, v, mask, plain=self.plain).flatten(-2)
+            q, k = self.rotate(q, rope), self.rotate(k, rope)
+            if len(rope) > 2:
+                q = q * rope[2]
+        options = {"plain": self.plain} if self.sinks is None else {"sinks": self.sinks, "plain": self.plain}
+        return self.hooks.attend(q, k, v, mask, **options).flatten(-2)

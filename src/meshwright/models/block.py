@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask
-from meshwright.kernels.rope import RotaryTables, rotary_tables
+from meshwright.kernels.rope import RotaryTables, query_factors, rotary_tables
 from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.models.attention import Attention
+from meshwright.models.hooks import BlockHooks
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import feed_forward_of
 from meshwright.models.moe import CountedTokens, MixtureOfExperts, RoutedOutput
@@ -19,46 +19,47 @@ from meshwright.models.norm import Norm
 from meshwright.spec.blocks.block import BlockSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
 from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.positions import RotarySpec
 
 
 class AttentionKind(NamedTuple):
-    """What decides the mask and the rotary tables of a block: how it rotates, and how many tokens a token attends to."""
+    """What decides the mask and the rotary tables of a block: how it rotates, how many tokens a token attends to, the cap of scores."""
 
     rotary: RotarySpec | None
     window: int | None
+    cap: float | None = None
 
 
 class Block(nn.Module):
     """Norm and attention, then norm and feed-forward network, each with a residual; a parallel block has one norm for both.
 
-    Where the description has norms of outputs, an output is normed before it is added; a parallel block has none.
+    Where the description has norms of outputs, an output is normed before it is added, and so it may have a factor; a parallel block has
+    neither. Without norms of inputs a body reads the residual stream itself.
 
-    A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. Tensor parallelism replaces
-    `add_branches`, so that both branches of a parallel block share their collectives (`parallel.tensor`).
+    A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. `parallel` and `serve` replace
+    functions of `hooks`.
     """
-
-    add_branches: Callable[[Block, Tensor, RotaryTables | None, AttentionMask | None], Tensor]
 
     def __init__(self, spec: BlockSpec, plain: bool) -> None:
         super().__init__()
-        self.attention_kind = attention_kind(spec)
+        self.hooks, self.attention_kind = BlockHooks(), attention_kind(spec)
         self.parallel, self.routed = len(spec.sublayers) == 1, spec.mixture is not None
         mixer, feed_forward = spec.mixer, spec.feed_forward
-        self.attention_norm = Norm(spec.sublayers[0].norm, spec.hidden, plain)
+        self.residual_factor = spec.sublayers[0].factor
+        self.attention_norm = _norm(spec.sublayers[0].norm, spec.hidden, plain)
         if isinstance(mixer, LatentAttentionSpec):
-            self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, plain)
+            self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, plain, self.hooks)
         else:
-            self.attention = Attention(mixer, spec.hidden, plain)
-        self.attention_output_norm = _output_norm(spec, 0, plain)
+            self.attention = Attention(mixer, spec.hidden, plain, self.hooks)
+        self.attention_output_norm = _norm(spec.sublayers[0].norm_out, spec.hidden, plain)
         if not self.parallel:
-            self.mlp_norm = Norm(spec.sublayers[1].norm, spec.hidden, plain)
+            self.mlp_norm = _norm(spec.sublayers[1].norm, spec.hidden, plain)
         if isinstance(feed_forward, MixtureSpec):
-            self.moe = MixtureOfExperts(feed_forward, spec.hidden, plain)
+            self.moe = MixtureOfExperts(feed_forward, spec.hidden, plain, self.hooks)
         else:
             self.mlp = feed_forward_of(feed_forward, spec.hidden, plain)
-        self.mlp_output_norm = _output_norm(spec, -1, plain)
-        self.add_branches = sum_of_branches
+        self.mlp_output_norm = _norm(spec.sublayers[-1].norm_out, spec.hidden, plain)
 
     def forward(
         self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
@@ -67,46 +68,58 @@ class Block(nn.Module):
 
         `rope`, `mask` and `counted` (the tokens that routers count) are those of `models.decoder.SharedInputs`.
         """
+        return self.hooks.run(self, x, rope, mask, counted)
+
+    def compute(
+        self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
+    ) -> Tensor | RoutedOutput:
+        """As `forward`, on one device and without recompute."""
         if self.parallel and not self.routed:
-            return x + self.add_branches(self, self.attention_norm(x), rope, mask)
+            return x + self.hooks.add_branches(self, _normed(x, self.attention_norm), rope, mask)
         x, normed = self.add_attention(x, rope, mask)
         if not self.routed:
-            return x + self.normed_output(self.mlp(normed))
+            return x + self.added_output(self.mlp(normed))
         routed = cast("RoutedOutput", self.moe(normed, counted))
         # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
-        return RoutedOutput(x + self.normed_output(routed.x), routed.balance, routed.load, routed.squares)
+        return RoutedOutput(x + self.added_output(routed.x), routed.balance, routed.load, routed.squares)
 
     def add_attention(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> tuple[Tensor, Tensor]:
         """x with the attention's output added, and the input of the feed-forward network."""
-        normed = self.attention_norm(x)
+        normed = _normed(x, self.attention_norm)
         x = x + self.attended(normed, rope, mask)
-        return x, normed if self.parallel else self.mlp_norm(x)
+        return x, normed if self.parallel else _normed(x, self.mlp_norm)
 
     def attended(self, normed: Tensor | RoundedMatrix, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         """The attention's output as it is added to the residual stream."""
-        y = self.attention(normed, rope, mask)
-        return y if self.attention_output_norm is None else self.attention_output_norm(y)
+        return self._added(self.attention(normed, rope, mask), self.attention_output_norm)
 
-    def normed_output(self, y: Tensor) -> Tensor:
+    def added_output(self, y: Tensor) -> Tensor:
         """An output of the feed-forward network, or of the experts, as it is added to the residual stream."""
-        return y if self.mlp_output_norm is None else self.mlp_output_norm(y)
+        return self._added(y, self.mlp_output_norm)
+
+    def _added(self, y: Tensor, norm: Norm | None) -> Tensor:
+        y = _normed(self.hooks.sum_ranks(y), norm)
+        return y if self.residual_factor == 1 else y * self.residual_factor
 
 
-def _output_norm(spec: BlockSpec, sublayer: int, plain: bool) -> Norm | None:
-    norm = spec.sublayers[sublayer].norm_out
-    return None if norm is None else Norm(norm, spec.hidden, plain)
+def _norm(norm: NormSpec | None, width: int, plain: bool) -> Norm | None:
+    return None if norm is None else Norm(norm, width, plain)
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def attention_kind(block: BlockSpec) -> AttentionKind:
     """What decides the mask and the rotary tables of a block."""
-    return AttentionKind(block.mixer.rotary, block.mixer.window)
+    return AttentionKind(block.mixer.rotary, block.mixer.window, block.mixer.score_cap)
 
 
-def tables_of(rotary: RotarySpec | None, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
-    """The rotary tables of `positions` for activations of `dtype`; None without rotation."""
-    return None if rotary is None else rotary_tables(positions, rotary.width, rotary.base, rotary.scaling, dtype)
-
-
-def sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-    """Sum of the attention and feed-forward outputs of a parallel block, without the residual."""
-    return block.attention(normed, rope, mask) + block.mlp(normed)
+def tables_of(rotary: RotarySpec | None, positions: Tensor, dtype: torch.dtype, length: int) -> RotaryTables | None:
+    """The rotary tables of `positions` in sequences of `length` tokens, for activations of `dtype`; None without rotation."""
+    if rotary is None:
+        return None
+    tables = rotary_tables(positions, rotary.width, rotary.base, rotary.scaling, dtype, length=length)
+    if not rotary.growth_length:
+        return tables
+    return *tables, query_factors(positions, rotary.query_growth, rotary.growth_length, dtype)

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask, make_mask
-from meshwright.kernels.loss import LossSums, linear_cross_entropy
+from meshwright.kernels.loss import LossSums, capped, linear_cross_entropy
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.rope import RotaryTables
+from meshwright.models.adapter import add_adapters
 from meshwright.models.block import AttentionKind, Block, attention_kind, tables_of
 from meshwright.models.moe import CountedTokens, RoutedOutput
 from meshwright.models.norm import Norm
@@ -86,11 +87,17 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Block(spec.block(layer), plain) for layer in range(spec.layers)})
         self.norm = Norm(spec.residual_norm, spec.hidden, plain)
         self.head = Head(
-            None if spec.tied else _weight(spec.vocab_size, spec.hidden), loss_chunk, plain=plain, z_loss=z_loss
+            None if spec.tied else _weight(spec.vocab_size, spec.hidden),
+            loss_chunk,
+            cap=spec.logit_cap,
+            factor=spec.logit_factor,
+            plain=plain,
+            z_loss=z_loss,
         )
         self.predictions = nn.ModuleList(
             PredictionModule(spec, plain, Block(spec.block(spec.layers), plain)) for _ in range(spec.prediction_depth)
         )
+        add_adapters(self, spec)
 
     def forward(
         self,
@@ -164,11 +171,11 @@ class Decoder(nn.Module):
         """
         kinds, dense = self.attention_kinds, self.plain or dtype == torch.float64
         masks = {
-            window: make_mask(documents, window, seq, positions.device, queries=queries, plain=dense)
-            for window in {kind.window for kind in kinds}
+            (window, cap): make_mask(documents, window, seq, positions.device, queries=queries, cap=cap, plain=dense)
+            for window, cap in {(kind.window, kind.cap) for kind in kinds}
         }
-        ropes = {rotary: tables_of(rotary, positions, dtype) for rotary in {kind.rotary for kind in kinds}}
-        return {kind: (ropes[kind.rotary], masks[kind.window]) for kind in kinds}
+        ropes = {rotary: tables_of(rotary, positions, dtype, seq) for rotary in {kind.rotary for kind in kinds}}
+        return {kind: (ropes[kind.rotary], masks[kind.window, kind.cap]) for kind in kinds}
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The first block's input `(batch, seq, hidden)`."""
@@ -192,7 +199,7 @@ class Decoder(nn.Module):
         further_loss, routed = torch.zeros_like(sums.loss), []
         for depth, module in enumerate(self.predictions):
             assert isinstance(module, PredictionModule)
-            # `block.forward` as `parallel` wraps it; the embedding of a token has no position, its hidden state has.
+            # As in `parallel.stages`, no module hooks run. The embedding of a token has no position, its hidden state has.
             y = module.block.forward(
                 module.join(hidden, self.scaled_embedding(further.inputs[..., depth])),
                 *shared.of(module.block.attention_kind),
@@ -231,14 +238,24 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Output projection and, with targets, the loss: one module, so that hooks on it cover both.
 
-    `weight` is None for a tied head.
+    `weight` is None for a tied head; `factor` multiplies its input, and so the logits; `cap` is that of the logits
+    (`ModelSpec.logit_cap`).
     """
 
     def __init__(
-        self, weight: nn.Parameter | None, loss_chunk: int, *, plain: bool = False, z_loss: float = 0.0
+        self,
+        weight: nn.Parameter | None,
+        loss_chunk: int,
+        *,
+        factor: float = 1.0,
+        cap: float | None = None,
+        plain: bool = False,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight, self.loss_chunk, self.plain, self.z_loss = weight, loss_chunk, plain, z_loss
+        self.factor = factor
+        self.cap = cap
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor | LossSums:
         """Logits of hidden `(batch, seq, hidden)`, or with targets the sums of the losses.
@@ -247,10 +264,15 @@ class Head(nn.Module):
         """
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head needs the embedding's weight"
+        hidden = self.scaled(hidden)
         if targets is None:
-            return F.linear(hidden, weight)
-        rows, losses = hidden.flatten(0, 1), {"z_loss": self.z_loss, "plain": self.plain}
+            return capped(F.linear(hidden, weight), self.cap)
+        rows, losses = hidden.flatten(0, 1), {"cap": self.cap, "z_loss": self.z_loss, "plain": self.plain}
         return linear_cross_entropy(rows, weight, targets.flatten(), self.loss_chunk, **losses)
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """The input times `factor`."""
+        return hidden if self.factor == 1 else hidden * self.factor
 
 
 @lru_cache(maxsize=64)

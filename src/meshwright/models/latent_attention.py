@@ -9,34 +9,28 @@ the sum of latents is multiplied by the head's value matrix. A cache then has on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.attention import AttentionMask, attention
+from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.rope import RotaryTables, rotate_neighbours
 from meshwright.models.norm import Norm
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
 from meshwright.spec.blocks.positions import YarnScaling
 
+if TYPE_CHECKING:
+    from meshwright.models.hooks import BlockHooks
+
 
 class LatentAttention(nn.Module):
-    """Causal self-attention with latents for queries (unless `spec.q_rank` is 0) and for keys and values.
+    """Causal self-attention with latents for queries (unless `spec.q_rank` is 0) and for keys and values."""
 
-    Context parallelism replaces `attend`, as in `Attention`. Tensor parallelism replaces `gather_tokens`, since its ranks compute the
-    shared part of the keys for their own tokens only (`parallel.tensor`). The inference engine replaces `attend_latents`.
-    """
-
-    attend: Callable[..., Tensor]
-    attend_latents: Callable[
-        [LatentAttention, Tensor, Tensor, Tensor, RotaryTables | None, AttentionMask | None], Tensor
-    ]
-    gather_tokens: Callable[[Tensor], Tensor]
-
-    def __init__(self, spec: LatentAttentionSpec, hidden: int, plain: bool) -> None:
+    def __init__(self, spec: LatentAttentionSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
         super().__init__()
+        self.hooks = hooks
         self.heads, self.kv_heads, self.head_dim, self.plain = spec.heads, spec.heads, spec.head_dim, plain
         self.rotated, self.value_head_dim = spec.rotary.width, spec.value_head_dim
         self.q_rank, self.kv_rank = spec.q_rank, spec.kv_rank
@@ -52,12 +46,11 @@ class LatentAttention(nn.Module):
         self.out = Linear(spec.heads * spec.value_head_dim, hidden, bias=False)
         scaling = spec.rotary.scaling
         self.score_scale = scaling.score_scale if isinstance(scaling, YarnScaling) else 1.0
-        self.attend, self.attend_latents, self.gather_tokens = attention, expand_and_attend, lambda tokens: tokens
 
     def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         """The attention output for x `(batch, seq, hidden)`."""
         q, latent, shared_key = self._project(x)
-        return self.out(self.attend_latents(self, q, self.kv_norm(latent), shared_key, rope, mask))
+        return self.out(self.hooks.attend_latents(self, q, self.kv_norm(latent), shared_key, rope, mask))
 
     def split_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of each head's query that are not rotated, and that are, of q `(…, heads · head_dim)`."""
@@ -95,9 +88,9 @@ class LatentAttention(nn.Module):
         """Queries `(batch, seq, heads · head_dim)`, the latent of keys and values, and the keys' shared part, not rotated yet."""
         if not self.q_rank:
             latent, shared_key = self.kv_down(x).split((self.kv_rank, self.rotated), dim=-1)
-            return self.q(x), latent, self.gather_tokens(shared_key)
+            return self.q(x), latent, self.hooks.gather_tokens(shared_key)
         q_latent, latent, shared_key = self.down(x).split((self.q_rank, self.kv_rank, self.rotated), dim=-1)
-        return self.q(self.q_norm(q_latent)), latent, self.gather_tokens(shared_key)
+        return self.q(self.q_norm(q_latent)), latent, self.hooks.gather_tokens(shared_key)
 
 
 def expand_and_attend(
@@ -117,4 +110,4 @@ def expand_and_attend(
     q_plain, q_rotary = attention.split_queries(q)
     rotated_key = rotate_neighbours(shared_key[:, :, None], rope)[:, :, 0]
     q, k, v = attention.expand(q_plain, rotate_neighbours(q_rotary, rope), latent, rotated_key)
-    return attention.attend(q, k, v, mask, plain=attention.plain).flatten(-2)
+    return attention.hooks.attend(q, k, v, mask, plain=attention.plain).flatten(-2)

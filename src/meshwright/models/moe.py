@@ -6,18 +6,19 @@ does not wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import router
+from meshwright.kernels.adapter import ExpertAdapter
 from meshwright.kernels.expert_decode import Choices, Routing, expert_outputs, most_tokens, route, runs_kernels
 from meshwright.kernels.grouped import (
     ExpertOrder,
+    group_rows,
     grouped_linear,
     order_by_expert,
     order_of,
@@ -29,9 +30,12 @@ from meshwright.kernels.grouped_fp8 import grouped_linear_fp8
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.router import Choice, choose, has_kernel
-from meshwright.kernels.swiglu import gated_activation
+from meshwright.kernels.swiglu import clamped_activation, gated_activation
 from meshwright.models.mlp import feed_forward_of
 from meshwright.spec.blocks.mixture import MixtureSpec
+
+if TYPE_CHECKING:
+    from meshwright.models.hooks import BlockHooks
 
 
 @dataclass(frozen=True)
@@ -87,30 +91,24 @@ class RoutedTokens(NamedTuple):
 class MixtureOfExperts(nn.Module):
     """Router, routed experts and, if there is one, a shared expert for all tokens.
 
-    `whole_sequence_loads` converts the loads of this rank's tokens, `(batch, experts)`, to those of whole sequences. It changes nothing
-    unless each rank has a part of every sequence (`parallel.experts`); `whole_sample_loads` does so with the loads of counted samples, of
-    which ranks may have parts (`parallel.hybrid`). `z_loss` says whether `RoutedOutput.squares` is computed, for the
+    `z_loss` says whether `RoutedOutput.squares` is computed, for the
     router z-loss of ST-MoE (Zoph et al. 2022, equation 5). `replayed` `(batch · seq, experts)`, if any, has the scores by which each
     token's experts are chosen instead of the router's (`parallel.replayed_routing`). With `invariant` the bits of a token's output
     do not depend on the other tokens, in inference on CUDA.
     """
 
-    whole_sequence_loads: Callable[[Tensor], Tensor]
-    whole_sample_loads: Callable[[Tensor, CountedTokens], Tensor]
-
-    def __init__(self, spec: MixtureSpec, hidden: int, plain: bool) -> None:
+    def __init__(self, spec: MixtureSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
         super().__init__()
-        self.plain, router = plain, spec.router
+        self.hooks, self.plain, router = hooks, plain, spec.router
         self.count, self.per_token, self.normalised = spec.experts, spec.per_token, router.normalised
         self.groups, self.groups_per_token, self.scale = router.groups, router.groups_per_token, router.scale
         self.choice_bias: nn.Parameter | None = None
         if router.score == "sigmoid":
             self.choice_bias = nn.Parameter(torch.zeros(spec.experts), requires_grad=False)
-        self.router = Linear(hidden, spec.experts, bias=False)
+        self.router = Linear(hidden, spec.experts, bias=router.bias)
         self.experts = Experts(spec, hidden, plain)
         self.shared = None if spec.shared is None else feed_forward_of(spec.shared, hidden, plain)
-        self.whole_sequence_loads = lambda loads: loads
-        self.whole_sample_loads = lambda loads, counted: loads
+        self.shared_gate = Linear(hidden, 1, bias=False) if spec.shared_gate else None
         self.z_loss = False
         self.replayed: Tensor | None = None
         self.invariant = False
@@ -129,8 +127,7 @@ class MixtureOfExperts(nn.Module):
     def _output(self, x: Tensor) -> Tensor:
         """The output for x `(batch, seq, hidden)`, without gradients, losses and loads."""
         if (copies := self.copy_outputs(x)) is not None:
-            y = copies.sum(1).view_as(x)
-            return y if self.shared is None else y + self.shared(x)
+            return self.with_shared(copies.sum(1).view_as(x), x)
         weights, chosen = self._pick(self.router(x))
         order = order_of(chosen.flatten(0, 1), self.count)
         sorted_rows = to_groups(x.flatten(0, 1), order)
@@ -177,16 +174,26 @@ class MixtureOfExperts(nn.Module):
         if self.z_loss:
             token_squares = logits.to(choice.weights.dtype).logsumexp(-1).square()
             squares = (token_squares if counted is None else token_squares * counted.mask).sum()
-        loads = self.whole_sequence_loads(loads)
+        loads = self.hooks.whole_sequence_loads(loads)
         if counted is not None:  # each token gets the loads of its sample
-            loads = self.whole_sample_loads(loads, counted)[counted.sample.flatten().clamp_min(0)]
+            loads = self.hooks.whole_sample_loads(loads, counted)[counted.sample.flatten().clamp_min(0)]
         balance = _balance(choice.probability_sums, loads, self.per_token, by_token=counted is not None)
         return RoutedTokens(sorted_rows, order, weights, balance, load, squares)
 
     def combine(self, sorted_rows: Tensor, order: ExpertOrder, x: Tensor) -> Tensor:
         """The output for x `(batch, seq, hidden)`: the sum of a token's weighted expert outputs and its shared expert's."""
-        y = sum_copies(sorted_rows, order).view_as(x)
-        return y if self.shared is None else y + self.shared(x)
+        return self.with_shared(sum_copies(sorted_rows, order).view_as(x), x)
+
+    def with_shared(self, y: Tensor, x: Tensor) -> Tensor:
+        """The output `y` of the routed experts for x, with the shared expert's added."""
+        shared = self.shared_output(x)
+        return y if shared is None else y + shared
+
+    def shared_output(self, x: Tensor) -> Tensor | None:
+        """The shared expert's output for x, times its gate if it has one; None without a shared expert."""
+        if self.shared is None or self.shared_gate is None:
+            return None if self.shared is None else self.shared(x)
+        return torch.sigmoid(self.shared_gate(x)) * self.shared(x)
 
     def choose_experts(self, logits: Tensor, counted: CountedTokens | None = None) -> Choice:
         """The experts of each token, by a kernel where there is one.
@@ -254,13 +261,14 @@ class Experts(nn.Module):
 
     gate_up: nn.Parameter
     up: nn.Parameter
+    down: nn.Parameter
     fp8: bool = False
     """Whether rows and their gradients are multiplied in fp8, with one scale per row (`kernels.grouped_fp8`)."""
 
     @property
     def takes_few_rows(self) -> bool:
         """Whether `of_choices` has kernels for these experts."""
-        return self.activation == "swiglu" and not self.fp8
+        return self.activation == "swiglu" and not self.fp8 and not self.biased
 
     def of_choices(self, x: Tensor, choices: Choices) -> Tensor:
         """The weighted outputs `(tokens, copies, hidden)` of the chosen experts for x `(tokens, hidden)`, without gradients."""
@@ -269,26 +277,46 @@ class Experts(nn.Module):
     def __init__(self, spec: MixtureSpec, hidden: int, plain: bool) -> None:
         super().__init__()
         expert = spec.expert
-        self.activation, self.gated, self.plain = expert.activation, expert.gated, plain
-        input_weight = nn.Parameter(torch.empty(spec.experts, expert.first_width, hidden))
-        self.register_parameter(expert.first, input_weight)
-        self.down = nn.Parameter(torch.empty(spec.experts, hidden, expert.width))
+        self.activation, self.gated, self.plain, self.biased = expert.activation, expert.gated, plain, expert.bias
+        self.adapter: ExpertAdapter | None = None
+        for name, outputs, inputs in ((expert.first, expert.first_width, hidden), ("down", hidden, expert.width)):
+            self.register_parameter(name, nn.Parameter(torch.empty(spec.experts, outputs, inputs)))
+            if expert.bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(spec.experts, outputs)))
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
         """The expert outputs of rows `(rows, hidden)` sorted by expert, each times its element of `weights` `(rows,)` if given.
 
         The weights multiply the activation: then the backward needs no expert's output (SonicMoE, Guo et al. 2025).
         """
-        input_weight = self.gate_up if self.gated else self.up
+        name = "gate_up" if self.gated else "up"
         linear = grouped_linear_fp8 if self.fp8 else grouped_linear
-        projected = linear(sorted_rows, input_weight, order.offsets, plain=self.plain)
-        if self.gated:
+        projected = linear(sorted_rows, getattr(self, name), order.offsets, plain=self.plain)
+        projected = self._adapted(name, sorted_rows, projected, order)
+        projected = self._add_bias(projected, name, order)
+        if self.activation == "clamped_swiglu":
+            activation = clamped_activation(projected, weights)
+        elif self.gated:
             activation = gated_activation(projected, weights, gelu=self.activation == "geglu", plain=self.plain)
         else:
             activation = F.gelu(projected, approximate="tanh")
             if weights is not None:
                 activation = (activation * weights[:, None]).to(projected.dtype)
-        return linear(activation, self.down, order.offsets, plain=self.plain)
+        outputs = linear(activation, self.down, order.offsets, plain=self.plain)
+        outputs = self._adapted("down", activation, outputs, order)
+        return self._add_bias(outputs, "down", order, weights)
+
+    def _adapted(self, name: str, rows: Tensor, y: Tensor, order: ExpertOrder) -> Tensor:
+        """The output y of a layer with what its adapters add."""
+        return y if self.adapter is None else self.adapter(name, rows, y, order.offsets, plain=self.plain)
+
+    def _add_bias(self, rows: Tensor, name: str, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
+        """Rows `(rows, out)` of a layer plus the biases of their experts, each times its element of `weights` `(rows,)` if given."""
+        biases = getattr(self, f"{name}_bias") if self.biased else None
+        if biases is None:  # or another tensor rank has them
+            return rows
+        bias = group_rows(biases, order.offsets, len(rows))
+        return rows + (bias if weights is None else (bias * weights[:, None]).to(rows.dtype))
 
 
 def _loads(chosen: Tensor, experts: int) -> Tensor:

@@ -10,13 +10,16 @@ from typing import Any
 
 import yaml
 
-from meshwright.config.plan_file import drop_removed_keys
+from meshwright.config.plan_file import EARLIER_FILE, EARLIER_KEYS
 from meshwright.observe.goodput import Goodput, run_goodput
 from meshwright.observe.metrics import scan_metrics
 from meshwright.observe.prediction_account import Account, read_account
-from meshwright.spec.fields import from_plain
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.fields import from_checked_plain, from_plain
+from meshwright.spec.layout import with_node_crossings
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_keys import PlanKeys, plan_of
 from meshwright.spec.run import ModelSection
 
 Record = Mapping[str, Any]
@@ -83,7 +86,7 @@ def read_run(folder: Path) -> RunFolder:
         goodput=_goodput(folder, notes),
         config=config if isinstance(config, dict) else {},
         config_text=_text(folder / "config.yaml", []) or "",
-        plan=read_plan(folder / "plan.yaml", notes),
+        plan=read_plan(folder / "plan.yaml", notes, config),
         environment=_json(folder / "environment.json", notes, dict) or {},
         summary=_json(folder / "summary.json", notes, dict) or {},
         samples=tuple(sample for sample in samples if isinstance(sample, dict)),
@@ -177,21 +180,24 @@ def _yaml(path: Path, notes: list[str]) -> Any:
         return None
 
 
-def read_plan(path: Path, notes: list[str]) -> Plan | None:
-    """The plan in a file; None with a line in `notes` if there is none, or it cannot be read."""
+def read_plan(path: Path, notes: list[str], config: Any = None) -> Plan | None:
+    """The plan in a file; None with a line in `notes` if there is none, or it cannot be read.
+
+    With the `config` of its run, if that is valid, axes that cross nodes say so.
+    """
     data = _yaml(path, notes)
     if data is None:
         return None
     try:
-        drop_removed_keys(data)
-        plan = from_plain(Plan, data)
-        sizes = [*(axis.size for axis in plan.mesh), *vars(plan.batch).values()]
-        if not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise TypeError("sizes of mesh and batch are whole numbers above 0")
+        plan = plan_of(from_checked_plain(PlanKeys, data))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        notes.append(f"{path.name}: not a plan: {error}")
+        earlier = isinstance(data, dict) and data.keys() >= {*EARLIER_KEYS}
+        notes.append(f"{path.name}: {EARLIER_FILE}" if earlier else f"{path.name}: not a plan: {error}")
         return None
-    return plan
+    try:
+        return with_node_crossings(plan, from_checked_plain(ClusterSpec, config["cluster"]).ranks_per_node)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return plan
 
 
 def _checkpoints(folder: Path) -> tuple[tuple[str, bool], ...]:

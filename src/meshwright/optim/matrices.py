@@ -42,7 +42,7 @@ def matrices_of(parameter: ParameterSpec) -> tuple[Box, ...]:
     """The matrices of a parameter, as boxes of it; a vector is one box."""
     leading, rows = (parameter.shape[:1], parameter.shape[1]) if parameter.expert else ((), parameter.shape[0])
     if parameter.expert:
-        fused = parameter.name.endswith("gate_up")
+        fused = "gate_up" in parameter.name
         sizes: Sequence[int] = (rows // 2, rows // 2) if fused else (rows,)
     else:
         sizes = [size for _, size in parameter.blocks] or (rows,)

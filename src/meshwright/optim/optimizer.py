@@ -63,9 +63,10 @@ class Optimizer:
         offload_staging: int = 0,
     ) -> None:
         self._parameters = dict(model.named_parameters())
-        self._weights = dict(weights)
-        self._parts = {name: pieces.local for name, pieces in weights.items()}
         specs = {parameter.name: parameter for parameter in parameters(spec)}
+        frozen = {name for name, parameter in specs.items() if parameter.frozen}
+        self._weights = {name: pieces for name, pieces in weights.items() if name not in frozen}
+        self._parts = {name: pieces.local for name, pieces in self._weights.items()}
         self._specs = {name: specs.get(name) or _undecayed(name, part) for name, part in self._parts.items()}
         self._decays = {
             name: weight_decay_of(parameter, train.weight_decay, train.decay_groups)

@@ -2,7 +2,8 @@
 
 The order: remove other stages, divide over tensor ranks, over context or hybrid ranks, distribute experts, use fp8 products, tile,
 recompute, compile, split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules,
-sets attributes of them or wraps `forward` of a block, and parameter names stay the same.
+sets attributes of them or functions of
+`models.hooks.BlockHooks`, and parameter names stay the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.kernels.linear import split_backward
+from meshwright.kernels.fp8_products import E4M3
+from meshwright.kernels.linear import with_taps
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initial_values
@@ -26,7 +28,7 @@ from meshwright.parallel.context import divide_sequences
 from meshwright.parallel.copy_engine import use_copy_engines
 from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import count_expert_loads_over_whole_sequences, distribute_experts
-from meshwright.parallel.fp8_weights import WeightScales, use_fp8_products
+from meshwright.parallel.fp8_weights import StoredFp8, WeightScales, store_frozen_in_fp8, use_fp8_products
 from meshwright.parallel.fsdp import DTYPES, CommunicationStreams
 from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.hybrid import divide_samples
@@ -42,11 +44,10 @@ from meshwright.parallel.stages import RankModel, Unit, make_units, remove_other
 from meshwright.parallel.tensor import TensorCopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedGradientSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
-from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
 from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, local_boxes, rank_parameters, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
-from meshwright.spec.plan import Moments, Plan, Recompute
+from meshwright.spec.plan import SPLITS_BACKWARD, Moments, Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
 from meshwright.workload.dtypes import products_accumulate_gradients
 
@@ -69,7 +70,8 @@ class Engine:
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
     plan has no separate master weights. `present_experts` has by layer the experts that are present beside their owners; empty if the plan
-    copies none. `moments` and `offload_fraction` are the plan's; `offload_staging` is in bytes.
+    copies none. `stored_fp8` are frozen weights that `weights` does not have, as they are stored in fp8. `moments` and `offload_fraction`
+    are the plan's; `offload_staging` is in bytes.
     """
 
     model: Decoder
@@ -84,6 +86,7 @@ class Engine:
     moments: Moments = "fp32"
     offload_fraction: float = 1.0
     offload_staging: int = 0
+    stored_fp8: Sequence[StoredFp8] = ()
 
     @property
     def holds_loss(self) -> bool:
@@ -128,22 +131,23 @@ def build_engine(
         model.to(torch.float64)
     remove_other_modules(model, rank_parameters(spec, table, pipeline_rank))
     division = mesh.division
-    shrink_to_local_parts(model, division)
+    shrink_to_local_parts(model, division, DTYPES[plan.precision.compute])
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
     context = divide_sequences(model, plan, mesh) or divide_samples(model, mesh)
     presents = distribute_experts(model, mesh, plan.experts)
     count_expert_loads_over_whole_sequences(model, mesh)
     use_fp8_products(model, plan, mesh.device)
+    stored_fp8 = store_frozen_in_fp8(model, mesh.shards)
     parts = wrap_blocks(model, plan)
     for layer, block in blocks_with_layer(model):
         # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
         # each micro-batch's gradient separately.
-        if entry_of(plan.schedule.name).splits_backward or products_accumulate_gradients(plan, layer, spec.layers):
-            split_backward(block)
+        if plan.schedule.name in SPLITS_BACKWARD or products_accumulate_gradients(plan, layer, spec.layers):
+            block.hooks.run = with_taps(block.hooks.run, [block])
     units = make_units(model, table[pipeline_rank], plan, mesh, parts)
     model.to_empty(device=mesh.device)
     on_phase_end("model")
-    initialise_shards(model, seed, division)
+    initialise_shards(model, seed, division, stored_fp8)
     on_phase_end("weights")
     tied = _tied_sum(model, table, mesh)
     # A box is the rectangular region of a parameter that a rank has; a fused weight may have several.
@@ -188,11 +192,12 @@ def build_engine(
         training,
         partial(training_schedule, plan, spec.layers),
         partial(evaluation_schedule, plan, spec.layers),
-        local_weights(model, division),
+        {name: parts for name, parts in local_weights(model, division).items() if parts.local.dtype != E4M3},
         _duplicate_rows(boxes_by_parameter, tied),
         _host_offloaded(model, plan, sharded),
         presents,
         *(plan.precision.moments, plan.offload_fraction, round(plan.offload_staging * 1e9)),
+        stored_fp8=stored_fp8,
     )
 
 
@@ -200,7 +205,7 @@ def _routing(
     model: Decoder, mesh: Mesh, balance_loss: float, balance_bias: float, z_loss: float
 ) -> RoutingStatistics | None:
     """Enable or disable the z-loss of the model's routers, and return their statistics; None for a dense model."""
-    if not model.spec.experts:
+    if not model.spec.routed_layers:
         return None
     mixtures = {number: block.moe for number, block in numbered_blocks(model) if block.routed}
     for mixture in mixtures.values():
@@ -269,8 +274,8 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
     """The gradient sum over the first and last stage, if both use the embedding and are on different ranks; collective."""
     first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
     last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.spec.layers for stage in stages))
-    if not model.spec.embedding_at_both_ends or first == last:
-        return None
+    if not model.spec.embedding_at_both_ends or first == last or model.spec.adapter is not None:
+        return None  # a frozen embedding has no gradient
     group = mesh.pair(first, last)
     if group is None:
         return None
@@ -278,7 +283,7 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
 
 
 def wrap_blocks(model: Decoder, plan: Plan) -> dict[int, BlockParts]:
-    """Set the tiles of every block, wrap its `forward` for its recompute mode, then compile it if the plan compiles.
+    """Set the tiles of every block, wrap its `hooks.run` for its recompute mode, then compile it if the plan compiles.
 
     Returns by layer the parts of blocks with experts, wrapped in the same way, if two micro-batches run through them together.
 
@@ -296,9 +301,9 @@ def wrap_blocks(model: Decoder, plan: Plan) -> dict[int, BlockParts]:
             block.mlp.tile = plan.tile(layer, model.spec.layers)
         mode = plan.strategy(layer, model.spec.layers).recompute
         if compiled is not None:
-            block.forward = partial(compiled, type(block).forward, mode, block)
+            block.hooks.run = partial(compiled, block.hooks.run, mode)
         else:
-            block.forward = with_recompute(block.forward, mode, block.routed)
+            block.hooks.run = with_recompute(block.hooks.run, mode, block.routed)
         if plan.paired and block.routed and layer not in parts:
             parts[layer] = _parts(block, mode, compiled, products_accumulate_gradients(plan, layer, model.spec.layers))
     return parts
@@ -340,13 +345,27 @@ def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
 
 
 @torch.no_grad()
-def initialise_shards(model: Decoder, seed: int, division: Division = UNDIVIDED) -> None:
-    """Fill this rank's part of every parameter; the values do not depend on how the model is sharded."""
+def initialise_shards(
+    model: Decoder, seed: int, division: Division = UNDIVIDED, stored_fp8: Sequence[StoredFp8] = ()
+) -> None:
+    """Fill this rank's part of every parameter; the values do not depend on how the model is sharded.
+
+    Weights of `stored_fp8` are rounded.
+    """
     parts_by_parameter = local_weights(model, division)
+    in_fp8 = {stored.name: stored for stored in stored_fp8}
     for parameter in parameters(model.spec):
-        if parameter.name in parts_by_parameter:
+        if stored := in_fp8.get(parameter.name):
+            stored.fill(partial(_initial_rows, seed, parameter, stored.linear.weight.device))
+        elif parameter.name in parts_by_parameter:
             for box, elements in parts_by_parameter[parameter.name].pieces():
                 _fill(elements, parameter, seed, box)
+
+
+def _initial_rows(seed: int, parameter: ParameterSpec, device: torch.device, start: int, stop: int) -> torch.Tensor:
+    """Rows [start, stop) of the initial values of a matrix."""
+    width = parameter.shape[1]
+    return initial_values(seed, parameter, start * width, (stop - start) * width, device).view(-1, width)
 
 
 def _fill(local: torch.Tensor, parameter: ParameterSpec, seed: int, box: Box) -> None:

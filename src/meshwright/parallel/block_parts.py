@@ -75,7 +75,7 @@ def parts_of(
     assert isinstance(experts.exchange, AllToAll), "other exchanges are refused for paired micro-batches"
     route, combine = wrap(_route), wrap(_combine)
     if taps:
-        shared = [] if block.moe.shared is None else [block.moe.shared]
+        shared = [module for module in (block.moe.shared, block.moe.shared_gate) if module is not None]
         route, combine = with_taps(route, [block.attention, block.moe.router]), with_taps(combine, shared)
     # The number of received rows changes from step to step: a compiled function would be compiled again.
     compute = recompute(partial(compute_received, experts.compute))
@@ -112,7 +112,7 @@ def _combine(
     sent_order: ExpertOrder | None,
 ) -> Tensor:
     rows = _experts_of(block).weighted(returned, sent_order, weights)
-    return x + block.normed_output(block.moe.combine(rows, order, normed))
+    return x + block.added_output(block.moe.combine(rows, order, normed))
 
 
 def _experts_of(block: Block) -> DistributedExperts:

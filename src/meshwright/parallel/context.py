@@ -52,7 +52,7 @@ def divide_sequences(model: Decoder, plan: Plan, mesh: Mesh) -> SplitSequences |
     for layer, block in blocks_with_layer(model):
         # Recompute of the block gathers keys and values again anyway. Without compilation attention itself would run twice.
         saves_activations = plan.strategy(layer, model.spec.layers).recompute == "none"
-        block.attention.attend = SplitAttention(*axes, "selective" if saves_activations and plan.compile else "none")
+        block.hooks.attend = SplitAttention(*axes, "selective" if saves_activations and plan.compile else "none")
     return SplitSequences(model, mesh, group, ring, ulysses)
 
 
@@ -133,7 +133,14 @@ class SplitAttention:
     """Recompute mode of attention: `selective` gathers keys and values again in backward instead of saving the gathered ones."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, *, plain: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask | None = None,
+        *,
+        sinks: Tensor | None = None,
+        plain: bool = False,
     ) -> Tensor:
         """Attention of this rank's tokens: q `(batch, seq / ranks, heads, head_dim)`, k and v with `kv_heads`; shaped like q.
 
@@ -141,26 +148,30 @@ class SplitAttention:
         width of keys, since keys and values travel as one tensor.
         """
         if (width := v.shape[-1]) < k.shape[-1]:
-            return self(q, k, F.pad(v, (0, k.shape[-1] - width)), mask, plain=plain)[..., :width]
+            return self(q, k, F.pad(v, (0, k.shape[-1] - width)), mask, sinks=sinks, plain=plain)[..., :width]
         if self.ulysses is None:
-            return self._over_ring(q, k, v, mask, plain)
+            return self._over_ring(q, k, v, mask, sinks, plain)
         group, ranks = self.ulysses.group, self.ulysses.part.count
         widths = [q.shape[2] // ranks, *[-(-k.shape[2] // ranks)] * 2]
         # With fewer key/value heads than ranks, neighbouring ranks get the same head. One all-to-all sends q, k and v.
         k, v = (heads.repeat_interleave(max(1, ranks // k.shape[2]), dim=2) for heads in (k, v))
         joined = torch.cat([heads.unflatten(2, (ranks, -1)) for heads in (q, k, v)], dim=3).flatten(2, 3)
         q, k, v = scatter_heads(joined, group, ranks).split(widths, dim=2)
-        return gather_heads(self._over_ring(q, k, v, mask, plain), group, ranks)
+        if sinks is not None:  # of the heads that this rank has now
+            sinks = sinks.chunk(ranks)[self.ulysses.part.index]
+        return gather_heads(self._over_ring(q, k, v, mask, sinks, plain), group, ranks)
 
-    def _over_ring(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, plain: bool) -> Tensor:
+    def _over_ring(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, sinks: Tensor | None, plain: bool
+    ) -> Tensor:
         if self.ring is None:
-            return attention(q, k, v, mask, plain=plain)
+            return attention(q, k, v, mask, sinks=sinks, plain=plain)
         group, part = self.ring.group, self.ring.part
         if mask is None:
-            return ring_attention(q, k, v, group, part.index, part.count, plain=plain)
+            return ring_attention(q, k, v, group, part.index, part.count, sinks=sinks, plain=plain)
 
-        def over_all_keys(q: Tensor, joined: Tensor) -> Tensor:
+        def over_all_keys(q: Tensor, joined: Tensor, sinks: Tensor | None) -> Tensor:
             k, v = gather_sequence(joined, group, part.count).chunk(2, dim=2)
-            return attention(q, k, v, mask, plain=plain)
+            return attention(q, k, v, mask, sinks=sinks, plain=plain)
 
-        return with_recompute(over_all_keys, self.regather)(q, torch.cat((k, v), dim=2))
+        return with_recompute(over_all_keys, self.regather)(q, torch.cat((k, v), dim=2), sinks)

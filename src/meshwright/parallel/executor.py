@@ -145,7 +145,7 @@ class _Step:
         self.paired = PairedBlocks(self.exchange)
         # (input, edge of the output, loss of the router) of each forward. The edge and not the output: the output's memory belongs to the
         # next unit, which may free it.
-        self.kept: dict[Visit, tuple[Tensor | None, GradientEdge, Tensor | None]] = {}
+        self.kept: dict[Visit, tuple[Tensor | None, GradientEdge | None, Tensor | None]] = {}
         self.deferred: dict[Visit, WeightQueue] = {}
         visits = {} if executor.host is None else dict(enumerate(map(self.visits, self.rank_actions)))
         self.visits_at = {index: visits_here for index, visits_here in visits.items() if visits_here}
@@ -334,7 +334,8 @@ class _Step:
             router_loss = self.router_loss(unit, y) if trains and isinstance(y, RoutedOutput) else None
             y = y.x if isinstance(y, RoutedOutput) else y
         if trains:
-            self.kept[visit] = leaf, get_gradient_edge(y), router_loss
+            # The output of a frozen embedding has no gradient.
+            self.kept[visit] = leaf, get_gradient_edge(y) if y.requires_grad else None, router_loss
             self.offload.end_forward(visit)
         self.exchange.pass_on("activation", visit, y.detach())
 
@@ -400,7 +401,9 @@ class _Step:
             self.action_span(action),
             nullcontext() if queue is None else sharded.gradient_sink.defer_to(queue),
         ):
-            if router_loss is None:
+            if y is None:
+                pass
+            elif router_loss is None:
                 torch.autograd.backward(y, y_gradient)
             else:
                 torch.autograd.backward((y, get_gradient_edge(router_loss)), (y_gradient, torch.ones_like(router_loss)))

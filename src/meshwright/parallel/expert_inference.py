@@ -59,8 +59,7 @@ def mixture_in_stages(mixture: MixtureOfExperts, x: Tensor) -> Stages:
     order = order_by_expert(choice.chosen.flatten(0, 1), load)
     outputs = yield from _exchange(mixture.experts, to_groups(x.flatten(0, 1), order), load)
     scale = sorted_weights(choice.weights.flatten(0, 1), order)
-    y = sum_copies((outputs * scale[:, None]).to(outputs.dtype), order).view_as(x)
-    return y if mixture.shared is None else y + mixture.shared(x)
+    return mixture.with_shared(sum_copies((outputs * scale[:, None]).to(outputs.dtype), order).view_as(x), x)
 
 
 def exchange_nothing(model: Decoder) -> Generator[None]:
@@ -104,7 +103,8 @@ class SharedExperts(Experts):
 
     def __init__(self, whole: Experts, group: str, ranks: int, dispatch: Dispatch | None) -> None:
         nn.Module.__init__(self)
-        self.activation, self.gated, self.plain = whole.activation, whole.gated, whole.plain
+        # All that whole experts record, so that a new field needs no line here.
+        vars(self).update({name: value for name, value in vars(whole).items() if not name.startswith("_")})
         self.group, self.ranks, self.dispatch = group, ranks, dispatch
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)

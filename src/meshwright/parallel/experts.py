@@ -42,7 +42,7 @@ def distribute_experts(model: Decoder, mesh: Mesh, plan: ExpertPlan | None = Non
     With a `plan` that copies experts, returns by layer which of them are present on which ranks. No effect if each rank has all experts.
     Raises BadInput if the ranks cannot divide the experts evenly, or if there are too many of them for copies.
     """
-    if not model.spec.experts or (group := mesh.experts) is None:
+    if not model.spec.routed_layers or (group := mesh.experts) is None:
         return {}
     if model.spec.experts % group.size():
         raise BadInput(
@@ -71,9 +71,9 @@ def count_expert_loads_over_whole_sequences(model: Decoder, mesh: Mesh) -> None:
     A load is the number of tokens that chose an expert. With whole loads the balance losses of a sequence's parts add up to that of the
     sequence.
     """
-    if model.spec.experts and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
+    if model.spec.routed_layers and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
         for mixture in _mixtures(model):
-            mixture.whole_sequence_loads = partial(sum_loads, group=group.group_name)
+            mixture.hooks.whole_sequence_loads = partial(sum_loads, group=group.group_name)
 
 
 def _mixtures(model: Decoder) -> list[MixtureOfExperts]:
@@ -88,8 +88,10 @@ class DistributedExperts(Experts):
 
     def __init__(self, whole: Experts, exchange: TokenExchange) -> None:
         nn.Module.__init__(self)
-        self.activation, self.gated, self.plain, self.exchange = whole.activation, whole.gated, whole.plain, exchange
-        for name, weight in whole.named_parameters():
+        self.activation, self.gated, self.biased = whole.activation, whole.gated, whole.biased
+        self.plain, self.exchange = whole.plain, exchange
+        self.adapter = whole.adapter
+        for name, weight in whole.named_parameters(recurse=False):
             self.register_parameter(name, weight)
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:

@@ -8,14 +8,16 @@ scale. (torchao calls this method, which it introduced for FSDP2, precomputed sc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.kernels.assembler import VARIABLE
-from meshwright.kernels.fp8_products import E4M3, Scaling, inverse, scale_of
+from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, Scaling, inverse, round_with_scale, scale_of
 from meshwright.kernels.gated import find_miscompiled_kernel
 from meshwright.kernels.grouped_fp8 import GROUPED_MAJOR
 from meshwright.kernels.linear import Linear
@@ -24,11 +26,13 @@ from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.parallel.blocks import blocks_with_layer
 from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.spec.errors import BadInput
-from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_rules import untrained
 
 CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with fp8 products: Ada; Hopper has 9.0."""
+READ_ELEMENTS = 1 << 26
+"""Elements of a frozen weight that are in memory at once while it is rounded."""
 SCALE_STRIDE = 4
 """fp32 elements from one scale to the next: compiled code copies inputs that are not aligned to 16 bytes."""
 
@@ -43,9 +47,9 @@ def use_fp8_products(model: Decoder, plan: Plan, device: torch.device) -> None:
     """
     formats = {layer: plan.linear(layer, model.spec.layers) for layer, _ in blocks_with_layer(model)}
     if any(number_format != "compute" for number_format in formats.values()):
-        if conflict := fp8_conflict(plan):
-            raise BadInput(f"plan.linear: fp8 does not go with {conflict} in this release; leave it out")
-        _check_device(device, mixture=model.spec.experts > 0)
+        if refused := untrained(plan, "linear"):
+            raise BadInput(f"plan.linear: this release cannot train {', '.join(refused)}; leave it out")
+        _check_device(device, mixture=model.spec.routed_layers > 0)
     for layer, block in blocks_with_layer(model):
         if formats[layer] == "compute":
             continue
@@ -56,6 +60,43 @@ def use_fp8_products(model: Decoder, plan: Plan, device: torch.device) -> None:
                 module.scaling = scaling
             elif isinstance(module, Experts):
                 module.fp8 = True
+
+
+def store_frozen_in_fp8(model: Decoder, mesh: DeviceMesh) -> list[StoredFp8]:
+    """Give frozen weights of linear layers that multiply in fp8 with one scale the memory of their rounded values; returns these.
+
+    Each step would round them to the same values. They are on one rank each: `mesh` has the ranks that shard weights, and several gather
+    them in the dtype of compute. The model is on the meta device.
+    """
+    if mesh.size() > 1:
+        return []
+    stored = []
+    for name, linear in model.named_modules():
+        if isinstance(linear, Linear) and linear.scaling == "tensorwise" and not linear.weight.requires_grad:
+            linear.weight = nn.Parameter(torch.empty_like(linear.weight, dtype=E4M3), requires_grad=False)
+            stored.append(StoredFp8(f"{name}.weight", linear))
+    return stored
+
+
+@dataclass(frozen=True)
+class StoredFp8:
+    """A frozen weight that is stored in fp8, with one scale."""
+
+    name: str
+    """Of its parameter."""
+    linear: Linear
+
+    @torch.no_grad()
+    def fill(self, read: Callable[[int, int], torch.Tensor]) -> None:
+        """Round rows [start, stop) that `read` returns, with the scale of the largest of all; each row is read twice."""
+        values = self.linear.weight.detach()
+        step = max(1, READ_ELEMENTS // values.shape[1])
+        ranges = [(start, min(start + step, len(values))) for start in range(0, len(values), step)]
+        largest = torch.stack([read(*rows).abs().amax().float() for rows in ranges]).amax().to(values.device)
+        scale = scale_of(largest, E4M3)
+        for start, stop in ranges:
+            values[start:stop] = round_with_scale(read(start, stop).to(values.device), scale, E4M3)
+        self.linear.fp8_weight = Fp8Matrix(values, scale)
 
 
 def _check_device(device: torch.device, *, mixture: bool) -> None:

@@ -13,7 +13,7 @@ the plain sum.) Method: Zhao et al. 2023 (FSDP), Rajbhandari et al. 2020 (ZeRO).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_factor
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.pack import pack
-from meshwright.models.moe import Experts
+from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.spec.layout import expert_shard_dimension
 from meshwright.spec.plan import Precision
 
@@ -42,7 +42,8 @@ Span = AbstractContextManager[None]
 class ParameterGroup:
     """The parameters of some modules, sharded over the ranks of a mesh; without those of inner modules that have a group.
 
-    Gradients of shards are summed in `sum_dtype`, by default in that of the master weights.
+    Gradients of shards are summed in `sum_dtype`, by default in that of the master weights. Weights in `whole` have no group (see
+    `unsharded_weights`).
     """
 
     kept = False
@@ -54,6 +55,7 @@ class ParameterGroup:
         mesh: DeviceMesh,
         precision: Precision,
         sum_dtype: torch.dtype | None = None,
+        whole: Collection[nn.Parameter] = (),
     ) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[precision.compute] if precision.compute == "bf16" else None,
@@ -65,15 +67,13 @@ class ParameterGroup:
         def shard_dimension(weight: nn.Parameter) -> Shard:
             return Shard(expert_shard_dimension(weight.shape, mesh.size()) if weight in experts else 0)
 
-        # Weights that gradients do not train stay whole, in the stored dtype (`spec.model.ParameterSpec.trained`).
-        untrained = {weight for module in modules for weight in module.parameters() if not weight.requires_grad}
         fully_shard(
             list(modules),
             mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=True,
             shard_placement_fn=shard_dimension,
-            ignored_params=untrained,
+            ignored_params=set(whole),
         )
         for module in modules:
             module._forward_pre_hooks.clear()
@@ -218,6 +218,17 @@ class ParameterGroup:
     def use_copy_gather(self, copy_gather: Any) -> None:
         """Use `copy_gather` instead of FSDP2's `AllGather`; its `release_buffer` is called when a buffer is no longer read."""
         self._group._all_gather_comm = self._copy_gather = copy_gather
+
+
+def unsharded_weights(modules: Sequence[nn.Module], ranks: int) -> Iterator[nn.Parameter]:
+    """The weights that stay whole on every rank, in the dtype in which they are stored.
+
+    These are the biases of routers, which the run itself updates (`ParameterSpec.trained`), and on one rank frozen weights: a group would
+    copy them at each gather.
+    """
+    biases = {mixture.choice_bias for mixture in _submodules(modules, MixtureOfExperts)}
+    weights = (weight for module in modules for weight in module.parameters())
+    return (weight for weight in weights if not weight.requires_grad and (ranks == 1 or weight in biases))
 
 
 class UnsharedParameterGroup(ParameterGroup):

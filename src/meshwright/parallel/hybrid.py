@@ -8,7 +8,6 @@ have the same shapes and the same operations, so that a compiled block serves al
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -56,12 +55,17 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
     group = mesh.group("hybrid")
     if group is None:
         return None
-    if error := hybrid_error(dict(mesh.layout.axes), partial(getattr, model.spec)):
+    spec = model.spec
+    if error := hybrid_error(
+        dict(mesh.layout.axes),
+        windowed=spec.windowed,
+        by_length=spec.longrope is not None,
+        altered_scores=spec.sinks or spec.score_cap is not None,
+    ):
         raise BadInput(f"plan.hybrid: expected {error}")
     for _, block in blocks_with_layer(model):
-        block.attention.attend = SlotAttention(group.group_name)
-        if block.routed:
-            block.moe.whole_sample_loads = SampleLoads(group.group_name)
+        block.hooks.attend = SlotAttention(group.group_name)
+        block.hooks.whole_sample_loads = SampleLoads(group.group_name)
     return DividedSamples(model, mesh.axis_size("hybrid"))
 
 
@@ -91,7 +95,7 @@ class DividedSamples:
         by_kind = {}
         for kind, (rope, mask) in shared.by_kind.items():
             assert mask is not None, "documents make a mask"
-            by_kind[kind] = rope, SlotMask(mask.dense, mask.blocks, span, divided)
+            by_kind[kind] = rope, SlotMask(mask.dense, mask.blocks, span=span, divided=divided)
         return shared._replace(by_kind=by_kind)
 
     def counted_tokens(self, counted: CountedTokens, shared: SharedInputs) -> CountedTokens:
@@ -123,12 +127,20 @@ class SlotAttention:
     group: str
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, *, plain: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask | None = None,
+        *,
+        sinks: Tensor | None = None,
+        plain: bool = False,
     ) -> Tensor:
         """Attention of q `(1, capacity, heads, head_dim)` over k and v with `kv_heads`; shaped like q, with the width of v.
 
         Narrower values are padded for the part's ring, since keys and values travel as one tensor.
         """
+        assert sinks is None, "refused by `hybrid_error`"
         whole = attention(q, k, v, mask, plain=plain)
         if not isinstance(mask, SlotMask):
             return whole

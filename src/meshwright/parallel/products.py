@@ -42,11 +42,12 @@ class GroupedLinear(Linear):
     The layer references `peers`, which the group's operators look up by name.
     """
 
-    def __init__(self, linear: nn.Linear, group: str, ranks: int, peers: Peers | None = None) -> None:
+    def __init__(self, linear: Linear, group: str, ranks: int, peers: Peers | None = None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = linear.weight.shape
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(linear, name))
+        self.adapter = linear.adapter
         self.group, self.tokens_per_input_token, self.peers = group, ranks, peers
 
 
@@ -70,19 +71,31 @@ class ScatteredLinear(GroupedLinear):
 
 
 def gather_and_multiply(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence[Tensor]:
-    """Return the output `(batch, seq, out)` of each layer for x `(batch, seq / ranks, in)`, with one all-gather."""
+    """Return the output `(batch, seq, out)` of each layer for x `(batch, seq / ranks, in)`, with one all-gather.
+
+    Adapters reduce this rank's own tokens and all-gather the result, of their rank's width: so the gradient of A, which every rank has
+    whole, is that of its own tokens.
+    """
     group, ranks = linears[0].group, linears[0].tokens_per_input_token
     if not torch.is_grad_enabled():
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return all_gather_matmul(x, weights, biases, group, ranks)
-    parts = ((linear.weight, linear.bias, *(linear.taps or (None, None))) for linear in linears)
-    return _AllGatherMatmul.apply(x, group, ranks, *chain.from_iterable(parts))
+        outputs = all_gather_matmul(x, weights, biases, group, ranks)
+    else:
+        parts = ((linear.weight, linear.bias, *(linear.taps or (None, None))) for linear in linears)
+        outputs = _AllGatherMatmul.apply(x, group, ranks, *chain.from_iterable(parts))
+    return [
+        y
+        if linear.adapter is None
+        else linear.adapter.add_to(y, gather_tokens(linear.adapter.reduced(x), group, ranks))
+        for linear, y in zip(linears, outputs, strict=True)
+    ]
 
 
 def multiply_and_scatter(linears: Sequence[GroupedLinear], xs: Sequence[Tensor]) -> Tensor:
     """Return the sum `(batch, seq / ranks, out)` of the layers' outputs, with one reduce-scatter.
 
-    The input of layer i is xs[i] `(batch, seq, in)`.
+    The input of layer i is xs[i] `(batch, seq, in)`. Adapters reduce all tokens' part of the features and reduce-scatter the result, of
+    their rank's width: so the gradient of B, which every rank has whole, is that of its own tokens.
     """
     group, ranks = linears[0].group, linears[0].tokens_per_input_token
     if torch.is_grad_enabled():
@@ -90,7 +103,9 @@ def multiply_and_scatter(linears: Sequence[GroupedLinear], xs: Sequence[Tensor])
         y = _MatmulReduceScatter.apply(group, ranks, *chain.from_iterable(parts))
     else:
         y = matmul_reduce_scatter(list(xs), [linear.weight for linear in linears], group, ranks)
-    for linear in linears:
+    for linear, x in zip(linears, xs, strict=True):
+        if linear.adapter is not None:
+            y = linear.adapter.add_to(y, scatter_tokens(linear.adapter.reduced(x), group, ranks))
         y = y if linear.bias is None else y + linear.bias
     return y
 
@@ -98,6 +113,23 @@ def multiply_and_scatter(linears: Sequence[GroupedLinear], xs: Sequence[Tensor])
 def gather_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
     """All-gather x `(batch, seq / ranks, …)` along the sequence; backward sums the gradients over ranks."""
     return _GatherTokens.apply(x, group, ranks)
+
+
+def scatter_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
+    """Reduce-scatter x `(batch, seq, …)` along the sequence; backward gathers the gradients of all ranks' tokens."""
+    return _ScatterTokens.apply(x, group, ranks)
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return reduce_scatter_tokens(x, group, ranks)
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gather_tokens(grad, ctx.group, ctx.ranks), None, None
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -131,9 +163,11 @@ class _AllGatherMatmul(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         bias_grads = [grad.flatten(0, -2).sum(0) if ctx.biased else None for grad in grads]
-        if ctx.tapped:
+        frozen = not any(ctx.needs_input_grad[3::4])
+        if ctx.tapped or frozen:
             x_grad, tokens = all_gather_matmul_input_backward(x, weights, list(grads), ctx.group, ctx.ranks)
-            parts = [(None, bias, grad, tokens) for bias, grad in zip(bias_grads, grads, strict=True)]
+            taps = [(grad, tokens) if ctx.tapped else (None, None) for grad in grads]
+            parts = [(None, bias, *tap) for bias, tap in zip(bias_grads, taps, strict=True)]
         else:
             x_grad, weight_grads = all_gather_matmul_backward(x, weights, list(grads), ctx.group, ctx.ranks)
             parts = [(weight, bias, None, None) for weight, bias in zip(weight_grads, bias_grads, strict=True)]
@@ -158,6 +192,8 @@ class _MatmulReduceScatter(torch.autograd.Function):
         x_grads, whole_grad = matmul_reduce_scatter_input_backward(grad, list(weights), ctx.group, ctx.ranks)
         if ctx.tapped:
             parts = [(x_grad, None, whole_grad, x) for x_grad, x in zip(x_grads, xs, strict=True)]
+        elif not any(ctx.needs_input_grad[3::4]):
+            parts = [(x_grad, None, None, None) for x_grad in x_grads]
         else:
             parts = [
                 (x_grad, weight_gradient(whole_grad, x), None, None) for x_grad, x in zip(x_grads, xs, strict=True)

@@ -92,6 +92,7 @@ _ATTENTION = {
     torch.ops.meshwright.fixed_order_attention.default,
     torch.ops.higher_order.flex_attention,
     torch.ops.meshwright.ring_forward.default,
+    torch.ops.meshwright.sink_attention.default,
     torch.ops.meshwright.span_forward.default,
 }
 _SELECTED = {

@@ -18,31 +18,49 @@ from torch import Tensor
 
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.partial import AttentionAccumulator, partial_attention, partial_gradients, visible_block
+from meshwright.kernels.sinks import join_sinks, sink_gradient
 from meshwright.parallel.products import group_by_name
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, *, plain: bool) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, *, sinks: Tensor | None = None, plain: bool
+) -> Tensor:
     """Causal attention of this rank's queries over the keys of all ranks in `group`, shaped like q. Collective.
 
-    `plain` computes scores explicitly instead of calling an attention kernel.
+    `sinks` `(heads,)` join the result. `plain` computes scores explicitly instead of calling an attention kernel.
     """
     if not torch.is_grad_enabled():
-        return ring_forward(q, k, v, group, rank, ranks, plain)[0]
-    return _Ring.apply(q, k, v, group, rank, ranks, plain)
+        out, logsumexp = ring_forward(q, k, v, group, rank, ranks, plain)
+        return out if sinks is None else join_sinks(out, logsumexp, sinks)[0]
+    return _Ring.apply(q, k, v, sinks, group, rank, ranks, plain)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        group: str,
+        rank: int,
+        ranks: int,
+        plain: bool,
+    ) -> Tensor:
         out, logsumexp = ring_forward(q, k, v, group, rank, ranks, plain)
-        ctx.save_for_backward(q, k, v, out, logsumexp)
+        if sinks is not None:
+            out, logsumexp = join_sinks(out, logsumexp, sinks)
+        ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
         ctx.ring = group, rank, ranks, plain
         return out
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ring_backward(grad, *ctx.saved_tensors, *ctx.ring), None, None, None, None
+        *saved, sinks = ctx.saved_tensors
+        of_sinks = None if sinks is None else sink_gradient(grad, saved[3], saved[4], sinks)
+        return *ring_backward(grad, *saved, *ctx.ring), of_sinks, None, None, None, None
 
 
 @torch.library.custom_op("meshwright::ring_forward", mutates_args=())

@@ -23,7 +23,7 @@ from meshwright.parallel.span_part import SpanPart
 def heads_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool) -> tuple[Tensor, Tensor]:
     """Attention of the part's tokens over the whole sample, and the log-sum-exps `(1, heads, n)` of their scores. Collective."""
     q, k, v = tokens_to_heads((q, k, v), own, group)
-    out, logsumexp = partial_attention(q, k, v, True, plain=plain)
+    out, logsumexp = partial_attention(q, k, v, True, lengths_vary=True, plain=plain)
     (out,) = heads_to_tokens((out,), own, group)
     (logsumexp,) = heads_to_tokens((logsumexp.mT,), own, group)
     return out, logsumexp.mT
@@ -44,7 +44,7 @@ def heads_backward(
     """Gradients of q, k and v, where `out` and `logsumexp` are those of `heads_forward`. Collective."""
     grad, q, k, v, out = tokens_to_heads((grad, q, k, v, out), own, group)
     (logsumexp,) = tokens_to_heads((logsumexp.mT,), own, group)
-    gradients = partial_gradients(grad, q, k, v, out, logsumexp.mT.contiguous(), True, plain=plain)
+    gradients = partial_gradients(grad, q, k, v, out, logsumexp.mT.contiguous(), True, lengths_vary=True, plain=plain)
     return heads_to_tokens(gradients, own, group)
 
 

@@ -32,7 +32,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, 
         queries, keys, causal = turn.visible
         if not turn.is_empty:
             k, v = keys_values[:, :, keys]
-            partial = partial_attention(q[:, queries], k, v, causal, plain=plain)
+            partial = partial_attention(q[:, queries], k, v, causal, lengths_vary=True, plain=plain)
             if combined is None:  # in the first turn, in which all queries attend to keys
                 combined = AttentionAccumulator(*partial)
             else:
@@ -69,7 +69,15 @@ def ring_backward(
         if not turn.is_empty:
             k, v = keys_values[:, :, keys]
             partial = partial_gradients(
-                grad[:, queries], q[:, queries], k, v, out[:, queries], logsumexp[..., queries], causal, plain=plain
+                grad[:, queries],
+                q[:, queries],
+                k,
+                v,
+                out[:, queries],
+                logsumexp[..., queries],
+                causal,
+                lengths_vary=True,
+                plain=plain,
             )
         # The sums of these keys and values so far; each rank begins those of its own keys and values.
         sums = (

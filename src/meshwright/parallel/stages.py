@@ -6,7 +6,7 @@ one block, or the final norm with the head, the loss and the modules that predic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -26,7 +26,7 @@ from meshwright.parallel.blocks import predictions_of
 from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.copied_weights import CopiedParameterGroup
 from meshwright.parallel.experts import DistributedExperts
-from meshwright.parallel.fsdp import ParameterGroup, UnsharedParameterGroup
+from meshwright.parallel.fsdp import ParameterGroup, UnsharedParameterGroup, unsharded_weights
 from meshwright.parallel.hybrid import DividedSamples
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.predictions import PredictionLoss
@@ -159,15 +159,17 @@ def remove_other_modules(model: Decoder, parameter_names: Iterable[str]) -> None
         model.predictions = nn.ModuleList()
 
 
-def shrink_to_local_parts(model: Decoder, division: Division) -> None:
+def shrink_to_local_parts(model: Decoder, division: Division, compute: torch.dtype) -> None:
     """Replace every parameter of a model on the meta device by one with the shape of the rank's part; names do not change.
 
-    `division` tells which part of the weights the tensor and expert ranks have.
+    `division` tells which part of the weights the tensor and expert ranks have. Frozen weights get the dtype `compute`: as no update is
+    added to them, they need no wider one.
     """
     specs = {parameter.name: parameter for parameter in parameters(model.spec)}
     for name, whole in list(model.named_parameters()):
         module, _, attribute = name.rpartition(".")
-        local = whole.new_empty(local_shape(specs[name], division))
+        narrow = specs[name].frozen and not specs[name].precise
+        local = whole.new_empty(local_shape(specs[name], division), dtype=compute if narrow else None)
         setattr(model.get_submodule(module), attribute, nn.Parameter(local, requires_grad=whole.requires_grad))
 
 
@@ -180,7 +182,7 @@ def make_units(
     of the job.
     """
     # `expert_shards` is collective over all ranks, also over those whose layers have no experts.
-    expert_shards = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
+    expert_shards = mesh.expert_shards if model.spec.routed_layers and mesh.experts is not None else None
     copy_group = (
         mesh.expert_copies if expert_shards is not None and plan.experts and plan.experts.policy != "none" else None
     )
@@ -245,11 +247,15 @@ def _shard(
     """
     experts = [part for module in modules for part in module.modules() if isinstance(part, DistributedExperts)]
     groups: list[ParameterGroup | CopiedParameterGroup] = []
+    whole: set[nn.Parameter] = set()
     if experts and expert_shards is not None:
         # The experts first: FSDP2 then excludes them from the group of the whole unit.
-        owned = _parameter_group(experts, plan, expert_shards, sum_dtype)
-        groups.append(owned if copy_group is None else _with_copies(owned, copy_group, plan))
-    groups.append(_parameter_group(modules, plan, shards, sum_dtype))
+        whole = {*unsharded_weights(experts, expert_shards.size())}
+        if owned := _parameter_group(experts, plan, expert_shards, sum_dtype, whole):
+            groups.append(owned if copy_group is None else _with_copies(owned, copy_group, plan))
+    whole |= {*unsharded_weights(modules, shards.size())}
+    if group := _parameter_group(modules, plan, shards, sum_dtype, whole):
+        groups.append(group)
     return ShardedUnit(groups, uses=uses, final=gradients_final_in_backward(spec, plan))
 
 
@@ -264,10 +270,17 @@ def _with_copies(owned: ParameterGroup, group: dist.ProcessGroup, plan: Plan) ->
 
 
 def _parameter_group(
-    modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, sum_dtype: torch.dtype | None
-) -> ParameterGroup:
+    modules: Sequence[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh,
+    sum_dtype: torch.dtype | None,
+    whole: Collection[nn.Parameter],
+) -> ParameterGroup | None:
+    """The group of the parameters that are not `whole` on each rank; None without any."""
+    if all(weight in whole for module in modules for weight in module.parameters()):
+        return None
     group_class = ParameterGroup if mesh.size() > 1 else UnsharedParameterGroup
-    return group_class(modules, mesh, plan.precision, sum_dtype)
+    return group_class(modules, mesh, plan.precision, sum_dtype, whole)
 
 
 def _runs_embedding(model: Decoder) -> bool:
@@ -280,7 +293,7 @@ def _embedding_forward(model: Decoder) -> UnitForward:
 
 
 def _block_forward(block: Block) -> UnitForward:
-    # Not `block(...)`, so that no module hooks run; `parallel.apply` wraps `forward` for recompute and compilation.
+    # Not `block(...)`, so that no module hooks run.
     def run(x: Tensor | None, batch: LocalBatch, shared: SharedInputs) -> Tensor | RoutedOutput:
         assert x is not None
         return block.forward(x, *shared.of(block.attention_kind), shared.counted)

@@ -43,7 +43,8 @@ from meshwright.parallel.products import (
 )
 from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbedding, VocabularyHead
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Box, TensorSplit, check_tensor, even_rows, tensor_splits
+from meshwright.spec.layout import Box, Division, TensorSplit, check_tensor, even_rows, local_boxes, tensor_splits
+from meshwright.spec.model import parameters
 from meshwright.spec.plan import Engine
 
 LAYER_CLASSES = {"rows": GatheredLinear, "columns": ScatteredLinear}
@@ -65,6 +66,7 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kerne
     peers = open_peers(mesh, "tensor", "plan.tensor_engine = copy") if engine == "copy" else None
     for _, block in numbered_blocks(model):
         _divide_block(block, tensor_splits(spec), name, part.count, peers)
+    _divide_adapters(model, Division(tensor=part))
     vocabulary = [even_rows(spec.vocab_size, part.count, index) for index in range(part.count)]
     if model.embed is not None:
         model.embed = VocabularyEmbedding(model.embed.weight, vocabulary[part.index].start, name, part.count)
@@ -82,13 +84,22 @@ def _divide_block(block: Block, splits: Mapping[str, TensorSplit], group: str, r
             layer = LAYER_CLASSES[splits[name]](linear, group, ranks, peers)
             setattr(block.get_submodule(module), attribute, layer)
     _divide_heads(block.attention, ranks)
-    if isinstance(block.attention, LatentAttention):
-        block.attention.gather_tokens = partial(gather_tokens, group=group, ranks=ranks)
-    block.add_branches = _sum_of_branches
+    block.hooks.gather_tokens = partial(gather_tokens, group=group, ranks=ranks)
+    block.hooks.add_branches = _sum_of_branches
+
+
+def _divide_adapters(model: Decoder, division: Division) -> None:
+    """Tell the adapters of fused layers how many outputs of each part this rank has."""
+    specs = {parameter.name: parameter for parameter in parameters(model.spec)}
+    for name, linear in model.named_modules():
+        if isinstance(linear, Linear) and linear.adapter is not None and len(linear.adapter.rows) > 1:
+            boxes = local_boxes(specs[f"{name}.weight"], division)
+            sizes = (box.sizes[0] for box in boxes)
+            linear.adapter.rows = dict(zip(linear.adapter.rows, sizes, strict=True))
 
 
 def _sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-    """`models.decoder.sum_of_branches` of this rank's tokens, with one all-gather and one reduce-scatter for both branches."""
+    """`models.hooks.sum_of_branches` of this rank's tokens, with one all-gather and one reduce-scatter for both branches."""
     attention, mlp = block.attention, block.mlp
     assert isinstance(attention, Attention), "parallel blocks have no latent attention"
     first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up

@@ -7,18 +7,15 @@ A rank computes its heads and its part of the width of each feed-forward network
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels.attention import AttentionMask
-from meshwright.kernels.rope import RotaryTables
-from meshwright.models.block import Block, sum_of_branches
+from meshwright.kernels.loss import capped
+from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, Embedding, Head
-from meshwright.models.moe import RoutedOutput
 from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape, split_error
@@ -36,18 +33,14 @@ def divide_for_inference(model: Decoder, part: Part, group: dist.ProcessGroup) -
         raise BadInput(f"tensor ranks: expected {expected}, got {part.count}")
     _shrink_parameters(model, part)
     model.spec = rank_dimensions(spec, part.count)
-    add_ranks = partial(_add_ranks, group)
+    sum_ranks = partial(_sum_ranks, group)
     for block in model.layers.values():
         assert isinstance(block, Block)
         block.attention.heads, block.attention.kv_heads = model.spec.heads, model.spec.kv_heads
-        if block.parallel and not block.routed:
-            block.add_branches = partial(_added_branches, group)
-            continue
-        for half in (block.attention, block.moe if block.routed else block.mlp):
-            half.register_forward_hook(add_ranks)
+        block.hooks.sum_ranks = sum_ranks
     vocabulary = [even_rows(spec.vocab_size, part.count, index) for index in range(part.count)]
     model.embed = DividedEmbedding(model.embed.weight, vocabulary[part.index].start, group)
-    model.head = DividedHead(model.head.weight, [len(rows) for rows in vocabulary], group)
+    model.head = DividedHead(model.head, [len(rows) for rows in vocabulary], group)
 
 
 class DividedEmbedding(Embedding):
@@ -67,17 +60,17 @@ class DividedEmbedding(Embedding):
 
 
 class DividedHead(Head):
-    """This rank's rows of the head. `sizes` are the numbers of rows of each rank; `weight` is None for a tied head."""
+    """This rank's rows of the head `whole`. `sizes` are the numbers of rows of each rank."""
 
-    def __init__(self, weight: nn.Parameter | None, sizes: list[int], group: dist.ProcessGroup) -> None:
-        super().__init__(weight, loss_chunk=0)
+    def __init__(self, whole: Head, sizes: list[int], group: dist.ProcessGroup) -> None:
+        super().__init__(whole.weight, loss_chunk=0, factor=whole.factor, cap=whole.cap)
         self.sizes, self.group = sizes, group
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         """Logits `(1, tokens, vocab)` of hidden `(1, tokens, hidden)`, gathered from all ranks."""
         weight = self.weight if tied is None else tied
         assert targets is None and weight is not None, "a model that is divided for inference computes no loss"
-        logits = F.linear(hidden, weight)
+        logits = capped(F.linear(self.scaled(hidden), weight), self.cap)
         logits = F.pad(logits, (0, max(self.sizes) - logits.shape[-1]))
         gathered = logits.new_empty((len(self.sizes) * logits.shape[0], *logits.shape[1:]))
         ALL_GATHER(gathered, logits, group=self.group)
@@ -95,18 +88,7 @@ def _shrink_parameters(model: Decoder, part: Part) -> None:
         model.get_submodule(path).register_parameter(attribute, local)
 
 
-def _add_ranks(
-    group: dist.ProcessGroup, module: nn.Module, inputs: tuple[Any, ...], output: Tensor | RoutedOutput
-) -> None:
-    """A forward hook that adds the outputs of all ranks, in place."""
-    del module, inputs
-    dist.all_reduce(output.x if isinstance(output, RoutedOutput) else output, group=group)
-
-
-def _added_branches(
-    group: dist.ProcessGroup, block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None
-) -> Tensor:
-    """`models.decoder.sum_of_branches` of all ranks."""
-    total = sum_of_branches(block, normed, rope, mask)
-    dist.all_reduce(total, group=group)
-    return total
+def _sum_ranks(group: dist.ProcessGroup, output: Tensor) -> Tensor:
+    """The sum of the outputs of all ranks, in place of this rank's."""
+    dist.all_reduce(output, group=group)
+    return output

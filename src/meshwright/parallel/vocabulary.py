@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.kernels.loss import LossSums, compile_once
+from meshwright.kernels.loss import LossSums, cap_in_place, capped, compile_once
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_product, matmul, scale
 from meshwright.models.decoder import Embedding, Head
@@ -58,13 +58,14 @@ class VocabularyHead(Head):
     """
 
     def __init__(self, whole: Head, sizes: tuple[int, ...], rank: int, group: str) -> None:
-        super().__init__(whole.weight, whole.loss_chunk, z_loss=whole.z_loss)
+        super().__init__(whole.weight, whole.loss_chunk, factor=whole.factor, cap=whole.cap, z_loss=whole.z_loss)
         self.sizes, self.rank, self.group = sizes, rank, group
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor | LossSums:
         """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`; with targets, the sums of this rank's tokens."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head receives the embedding's weight as `tied`"
+        hidden = self.scaled(hidden)
         if targets is None:
             return self._logits(hidden, weight)
         # (ranks, batch · seq / ranks): the order of the gathered tokens of a chunk.
@@ -77,6 +78,7 @@ class VocabularyHead(Head):
             self.sizes,
             self.rank,
             self.group,
+            self.cap,
             self.z_loss,
             torch.is_grad_enabled(),
         )
@@ -84,7 +86,8 @@ class VocabularyHead(Head):
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         ranks, longest = len(self.sizes), max(self.sizes)
-        logits = F.pad(F.linear(all_gather_tokens(hidden, self.group, ranks), weight), (0, longest - weight.shape[0]))
+        logits = capped(F.linear(all_gather_tokens(hidden, self.group, ranks), weight), self.cap)
+        logits = F.pad(logits, (0, longest - weight.shape[0]))
         parts = [torch.empty_like(logits) for _ in range(ranks)]
         dist.all_gather(parts, logits, group=group_by_name(self.group))
         return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1)
@@ -118,6 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sizes: tuple[int, ...],
         rank: int,
         group: str,
+        cap: float | None,
         z_loss: float,
         trains: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -131,6 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             tokens = all_gather_tokens(hidden[None, local_tokens], group, ranks)[0]
             target = targets[:, local_tokens]
             logits = tokens @ weight.t()
+            derivative = cap_in_place(logits, cap)
             own_total, own_target_logit = _run(_log_sum_and_target, logits, target.flatten() - first)
             total, target_logit = _combine_over_ranks(own_total, own_target_logit, group, ranks)
             losses = torch.where(target >= 0, (total - target_logit).view_as(target), 0.0)
@@ -140,12 +145,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if z_loss:
                 squares += torch.where(target >= 0, total.square().view_as(target), 0.0)[rank].sum()
             slope = _run(_gradient, logits, target.flatten(), total, first, z_loss)
+            if derivative is not None:
+                slope *= derivative
             hidden_grad[local_tokens] = reduce_scatter_tokens((slope @ weight)[None], group, ranks)[0]
             if weight_grad is not None:
                 add_product(weight_grad, slope.t(), tokens)
             elif ctx.needs_input_grad[1]:
                 weight_grad = matmul(slope.t(), tokens, wide)
-            del logits, slope  # otherwise the logits of two chunks would exist during the next product
+            del logits, slope, derivative  # otherwise the logits of two chunks would exist during the next product
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.mark_non_differentiable(squares)
         return loss, squares
@@ -157,7 +164,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         loss_grad, dtype = grad_outputs[0], hidden_grad.dtype
         scaled_weight = None if weight_grad is None else scale(weight_grad, loss_grad, dtype)
-        return scale(hidden_grad, loss_grad, dtype), scaled_weight, *[None] * 7
+        return scale(hidden_grad, loss_grad, dtype), scaled_weight, *[None] * 8
 
 
 def _combine_over_ranks(total: Tensor, target_logit: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:

@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
-from meshwright.schedules.registry import entry_of
 from meshwright.simulator.step_simulation import host_bytes, memory_of
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.fp8_limits import fp8_conflict
+from meshwright.spec.fields import to_plain
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import parameter_count
+from meshwright.spec.model import trained_parameter_count
 from meshwright.spec.nodes import memory_limits
-from meshwright.spec.paired import plan_conflict
 from meshwright.spec.plan import (
-    PARTIAL_RECOMPUTES,
     RECOMPUTES_PRODUCTS,
     SHARD_AXES,
     Accumulation,
@@ -29,10 +27,11 @@ from meshwright.spec.plan import (
     MeshAxis,
     Offload,
     Plan,
-    PlanPins,
     Precision,
     SlotOffload,
 )
+from meshwright.spec.plan_keys import PlanKeys
+from meshwright.spec.plan_rules import untrained
 from meshwright.spec.run import RunSpec
 from meshwright.workload.dtypes import state_bytes
 from meshwright.workload.groups import shard_size
@@ -149,24 +148,9 @@ def offload_penalty(run: RunSpec, plan: Plan) -> float:
 
 def untrainable(plan: Plan) -> str | None:
     """Return why this release cannot train the plan, although it plans and simulates it; None where it can."""
-    conflict = fp8_conflict(plan)
-    parts = [f"products in fp8 with {conflict}"] if conflict else []
-    parts += (
-        ["computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"]
-        if plan.precision.compute == "fp16"
-        else []
-    )
-    if (paired := plan_conflict(plan)) is not None:
-        parts.append(f"schedule paired, as {paired}")
-    parts += [f"feed-forward networks in tiles with {feature}" for feature in _tile_conflicts(plan)]
-    slots_offload = plan.samples is not None and plan.samples.offload is not None
-    offloading = [replace(layer, offload="activations") for layer in plan.layers] if slots_offload else plan.layers
-    parts += dict.fromkeys(part for layer in offloading for part in _untrainable_offloads(plan, layer))
-    if plan.experts is not None and plan.experts.owners != "even" and any(map(_offloads_optimizer, plan.layers)):
-        parts.append(f"experts.owners: {plan.experts.owners} with the optimizer's state in host memory")
-    if not parts:
-        return _copy_refusal(plan)
-    return f"this release cannot train {', '.join(parts)}; it can only plan and simulate that"
+    if parts := untrained(plan):
+        return f"this release cannot train {', '.join(parts)}; it can only plan and simulate that"
+    return _copy_refusal(plan)
 
 
 def idle_fields(plan: Plan) -> Iterator[str]:
@@ -197,33 +181,6 @@ def idle_fields(plan: Plan) -> Iterator[str]:
         yield f"plan.offload_staging = {plan.offload_staging:g} has no effect: no layer has offload optimizer or both"
     if plan.mlp_tile and not any(layer.recompute in RECOMPUTES_PRODUCTS for layer in plan.layers):
         yield f"plan.mlp_tile = {plan.mlp_tile} has no effect: no layer has recompute all_but_attention or full"
-
-
-def _tile_conflicts(plan: Plan) -> Iterator[str]:
-    """Features of the plan that tiles cannot be combined with."""
-    if not plan.mlp_tile or not any(layer.recompute in RECOMPUTES_PRODUCTS for layer in plan.layers):
-        return
-    if plan.axis_size("tensor") > 1:
-        yield "tensor ranks"
-    if entry_of(plan.schedule.name).splits_backward:
-        yield f"{plan.schedule.name}, which defers weight gradients"
-    if any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers):
-        yield "products in fp8"
-
-
-def _untrainable_offloads(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
-    """Offload of a layer that this release cannot train. Offload of the optimizer combines with everything."""
-    if layer.activations_offloaded:
-        if entry_of(plan.schedule.name).splits_backward:
-            # The inputs of matrix products stay on the device until the deferred weight gradients are computed.
-            yield f"offload {layer.offload} under {plan.schedule.name}, which defers weight gradients"
-        if layer.recompute in PARTIAL_RECOMPUTES and not plan.compile:
-            # Only the compiler exposes the tensors that it keeps; eager selective checkpointing holds them itself.
-            yield f"offload {layer.offload} with recompute {layer.recompute} where blocks are not compiled"
-
-
-def _offloads_optimizer(layer: LayerStrategy) -> bool:
-    return layer.optimizer_offloaded
 
 
 def _copy_refusal(plan: Plan) -> str | None:
@@ -372,7 +329,10 @@ def offload_fraction_of(run: RunSpec) -> float:
     pinned = pins_of(run).offload_fraction
     if pinned is not None:
         return pinned
-    usable, state = run.cluster.nodes * host_budget(run), parameter_count(run.model) * state_bytes(precision_of(run))
+    usable, state = (
+        run.cluster.nodes * host_budget(run),
+        trained_parameter_count(run.model) * state_bytes(precision_of(run)),
+    )
     return max(1, int(SHARES * min(1.0, usable / state))) / SHARES
 
 
@@ -427,6 +387,11 @@ def in_longer_slots(run: RunSpec, plan: Plan, offload: SlotOffload) -> tuple[Run
     return replace(run, train=train), replace(plan, layers=layers, samples=None)
 
 
-def pins_of(run: RunSpec) -> PlanPins:
+def fixed_keys(run: RunSpec) -> dict[str, Any]:
+    """The keys of the plan that the run fixes, as plain data."""
+    return {key: value for key, value in to_plain(pins_of(run)).items() if value is not None}
+
+
+def pins_of(run: RunSpec) -> PlanKeys:
     """The pinned fields of the run's plan; all None where it has no pins."""
-    return run.plan if isinstance(run.plan, PlanPins) else PlanPins()
+    return run.plan if isinstance(run.plan, PlanKeys) else PlanKeys()

@@ -22,7 +22,7 @@ from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS, STATE_BYTES, St
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.job import ASYNC_BYTES
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import parameter_count
+from meshwright.spec.model import trained_parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.plan_bytes import optimizer_on_host
@@ -104,7 +104,7 @@ def checkpoint_cost(
     spec, cluster = run.checkpoint, as_nodes(run.cluster)
     if not spec.every:
         return None
-    whole = parameter_count(run.model) * STATE_BYTES
+    whole = trained_parameter_count(run.model) * STATE_BYTES
     rank_bytes = whole / plan.ranks
     step = step_seconds or (plan.predicted.step_seconds if plan.predicted is not None else None)
     interval = step * spec.every if step is not None and spec.every != "auto" else None
@@ -156,7 +156,7 @@ def snapshot_bytes(run: RunSpec, plan: Plan) -> int:
     """
     if not run.cluster.is_cpu or not run.checkpoint.every:
         return 0
-    rank_bytes, in_memory = parameter_count(run.model) * STATE_BYTES / plan.ranks, _InMemory.of(run, plan)
+    rank_bytes, in_memory = trained_parameter_count(run.model) * STATE_BYTES / plan.ranks, _InMemory.of(run, plan)
     snapshots = (in_memory.parts + in_memory.received) * rank_bytes
     reserved = snapshots * as_nodes(run.cluster).gpus_per_node
     return 0 if _reason_to_wait(run, plan, rank_bytes, reserved, in_memory) else int(snapshots)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from meshwright.config.divisors import divisors
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation
+from meshwright.spec.divisors import divisors
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.inference_layout import split_error
 from meshwright.spec.model import ModelSpec

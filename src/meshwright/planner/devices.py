@@ -25,7 +25,7 @@ from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import node_type_runs
-from meshwright.spec.plan import PlanPins
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 MIN_SPEEDUP = 1.02
@@ -156,7 +156,7 @@ def _single_device_seconds(run: RunSpec) -> float:
     Divided by the speed of a part, this is a lower bound on the step time of the part.
     """
     pins, speeds = pins_of(run), node_type_speeds(run.model, run.train, run.cluster)
-    formats = PlanPins(compute=pins.compute, linear=pins.linear, gather=pins.gather)
+    formats = PlanKeys(compute=pins.compute, linear=pins.linear, gather=pins.gather)
     single = replace(run.cluster, nodes=1, gpus_per_node=1, groups=(), emulate_nodes=1)
     slowest_speed = speeds.get(node_type_runs(single)[0][0], 1.0)
     return seconds_bound(replace(run, cluster=single, plan=formats), trainable=False) * slowest_speed

@@ -28,7 +28,7 @@ from meshwright.policies.effective_time import (
     spares_needed,
 )
 from meshwright.spec.errors import BadInput, nearest
-from meshwright.spec.model import parameter_count
+from meshwright.spec.model import trained_parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
@@ -127,7 +127,7 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
     if cost is None or step is None:
         return None
     cluster = as_nodes(run.cluster)
-    rank_bytes = parameter_count(run.model) * STATE_BYTES / plan.ranks
+    rank_bytes = trained_parameter_count(run.model) * STATE_BYTES / plan.ranks
     copy_rate = HOST_COPY_RATE
     if not cluster.is_cpu:
         copy_rate = number(host_rate(machine_of(cluster, format_of_products(plan.precision, cluster))))

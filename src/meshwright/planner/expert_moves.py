@@ -64,8 +64,9 @@ def owners_text(plan: Plan) -> str:
 
 
 def _spread_by_loads(run: RunSpec, plan: Plan) -> bool:
-    """Whether several ranks share the experts of a layer, and recorded loads say which."""
-    return _group(plan) > 1 and run.train.expert_load not in (None, EQUAL_LOADS)
+    """Whether several ranks share the trained experts of a layer, and recorded loads say which."""
+    recorded = run.train.expert_load not in (None, EQUAL_LOADS)
+    return recorded and run.model.adapter is None and _group(plan) > 1
 
 
 def _group(plan: Plan) -> int:

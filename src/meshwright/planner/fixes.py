@@ -15,7 +15,8 @@ from meshwright.planner.devices import Choice, choose_devices
 from meshwright.planner.search import search
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.plan import Moments, Plan, PlanPins
+from meshwright.spec.plan import Moments, Plan
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 MAX_FIXES = 3
@@ -186,7 +187,7 @@ def _narrower_sums(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         yield "plan.accumulation=bf16, which rounds", replace(run, plan=replace(pins, accumulation="bf16"))
 
 
-def _only_others(pins: PlanPins) -> PlanPins:
+def _only_others(pins: PlanKeys) -> PlanKeys:
     return replace(pins, **dict.fromkeys(MEMORY_PINS))
 
 

@@ -14,16 +14,16 @@ import numpy as np
 from meshwright.costs.plan_costs import Pricing
 from meshwright.planner.candidate import Candidate, Option, fits, nearest_values
 from meshwright.planner.closed_form import SpaceCosts
+from meshwright.planner.conflicts import conflicts
 from meshwright.planner.finalists import SAME_TIME_TOLERANCE, PlanEstimator, Ranking, plan_at
-from meshwright.planner.moves import MOVE_SLOWDOWN, VARIANTS, moved_to_fit
+from meshwright.planner.moves import VARIANTS, moved_to_fit
 from meshwright.planner.reprice import reprice
 from meshwright.planner.space import SCHEDULES, Points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
 from meshwright.planner.sweep import SweepResult, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
-from meshwright.spec.paired import paired_conflict
-from meshwright.spec.plan import CONTEXT_AXES, AxisName, Plan
+from meshwright.spec.plan import CONTEXT_AXES, AxisName, Plan, ScheduleName
 from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import context_size, experts_over
 
@@ -56,8 +56,11 @@ SIBLING_RATIO = 0.97
 
 With 1, 2 of 500 random runs missed a plan that was 2 to 4% faster.
 """
-VALUE_EFFORT, ALL_VALUES_EFFORT = 4.0, 20.0
-"""Limits on the effort to find the fastest plan with another value of one option: for each such value, and for all together."""
+VALUE_EFFORT, ALL_VALUES_EFFORT = 4.0, 10.0
+"""Limits on the effort to find the fastest plan with another value of one option: for each such value, and for all together.
+
+A layout that alone takes more effort than the first is not tried.
+"""
 StrategiesOf = Callable[[int], Iterator[Strategy]]
 """Strategies of a point, by its index."""
 MAX_SMALLEST = 3
@@ -154,7 +157,7 @@ class LayoutSearch:
         Those that are estimated to be about as fast as `best` are simulated by units. `requested` has the user's pins.
         """
         found: list[Candidate] = []
-        limit = MOVE_SLOWDOWN * self.estimator.by_stages(best.plan).seconds
+        limit = (1 + SAME_TIME_TOLERANCE) * self.estimator.by_stages(best.plan).seconds
         for option in LAYOUT_OPTIONS:
             named = [other.plan for other in nearest_values(best, [*candidates, *found], option.value)]
             for value in map(option.value, named) if option.free(requested) else ():
@@ -173,6 +176,8 @@ class Finalists:
         run, self._family_counts = search.run, Counter[object]()
         self._families = [_families(swept.points, index, strategy) for index, strategy in enumerate(swept.strategies)]
         self._fastest, self.values_effort = inf, 0.0
+        played = np.minimum(swept.points.accumulate, STAGES[1] * swept.points.column("pipeline"))
+        self._effort = 1 + swept.points.column("pipeline") * played * swept.points.virtual / ACTIONS_PER_EFFORT
         sibling_ratio = SIBLING_RATIO if run.cluster.nodes > 1 else 1.0
         self._ranking = Ranking(swept.seconds.tolist(), self._families, UNTRIED_RATIO, sibling_ratio)
         self._strategies_at = self._strategies_of(swept.points, swept.strategies.__getitem__)
@@ -187,6 +192,7 @@ class Finalists:
         """Estimates of the most promising layouts; of untried ones in the mask `among` that are expected to be the fastest there."""
         min_plans, max_effort, tolerance = MIN_ESTIMATES, MAX_EFFORT, SAME_TIME_TOLERANCE
         if among is not None:
+            among = among & (self._effort <= VALUE_EFFORT)
             min_plans, max_effort, tolerance = 0, VALUE_EFFORT, -SAME_TIME_TOLERANCE
         new: list[Candidate] = []
 
@@ -205,10 +211,8 @@ class Finalists:
         for index in self._ranking.order(seconds, min_plans, among, tolerance):
             yield from new
             new.clear()
-            pipeline, accumulate = self.points.column("pipeline")[index], self.points.accumulate[index]
-            actions = pipeline * min(accumulate, STAGES[1] * pipeline) * self.points.virtual[index]
-            effort += 1 + actions / ACTIONS_PER_EFFORT
-            self.values_effort += 0.0 if among is None else 1 + actions / ACTIONS_PER_EFFORT
+            effort += self._effort[index]
+            self.values_effort += 0.0 if among is None else self._effort[index]
             if effort >= max_effort:
                 break
 
@@ -243,12 +247,22 @@ class Finalists:
         run, limit = self.search.run, self.search.memory_limit
         tighter_at = [self._best_strategy(points, part * limit) for part in TIGHTER_MARGINS]
 
+        @cache
+        def conflicting(schedule: ScheduleName, strategy: Strategy) -> bool:
+            ends = strategy.high_memory, strategy.low_memory
+            return any(
+                conflicts(
+                    run, trainable=points.trainable, schedule=schedule, recompute=end.recompute, offload=end.offload
+                )
+                for end in ends
+            )
+
         def of_point(index: int) -> Iterator[Strategy]:
             first, tried = best_at(index), set[Strategy]()
             lower_memory = lower_memory_strategies(run, first) if first else []
-            paired = points.schedule[index] == SCHEDULES.index("paired")
+            schedule = SCHEDULES[points.schedule[index]]
             for strategy in chain([first], (tighter(index) for tighter in tighter_at), lower_memory):
-                if strategy is not None and strategy not in tried and not (paired and _refuses_pairs(strategy)):
+                if strategy is not None and strategy not in tried and not conflicting(schedule, strategy):
                     tried.add(strategy)
                     yield strategy
 
@@ -260,13 +274,6 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
     mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
     sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1, int(points.micro[index])
     return (schedule, strategy.low_memory, strategy.gradients, *sizes), (schedule, *sizes[:1])
-
-
-def _refuses_pairs(strategy: Strategy) -> bool:
-    """Whether two micro-batches cannot run together through layers with this strategy."""
-    ends = strategy.high_memory, strategy.low_memory
-    recompute, offload = [end.recompute for end in ends], [end.offload for end in ends]
-    return paired_conflict(pipeline=1, exchange=None, recompute=recompute, offload=offload) is not None
 
 
 def _largest_memory_ratio(run: RunSpec) -> float:

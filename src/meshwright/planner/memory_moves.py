@@ -11,8 +11,7 @@ from math import ceil
 from meshwright.planner.candidate import SHARES, Candidate, fits, linear_dtypes, overfull_ranks, pins_of
 from meshwright.planner.explain import shortfall
 from meshwright.planner.reprice import reprice
-from meshwright.schedules.registry import entry_of
-from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Plan, Recompute
+from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, SPLITS_BACKWARD, LayerStrategy, Plan, Recompute
 from meshwright.spec.run import RunSpec
 from meshwright.workload.dtypes import GB, staging_bytes
 from meshwright.workload.plan_bytes import optimizer_on_host
@@ -97,9 +96,10 @@ def with_tiles(run: RunSpec) -> RunSpec | None:
     pins, model = pins_of(run), run.model
     dense = any(not model.routed(layer) for layer in range(model.layers))
     allowed = (
-        (pins.tensor or 1) == 1
+        model.adapter is None
+        and (pins.tensor or 1) == 1
         and (pins.recompute is None or pins.recompute in RECOMPUTES_PRODUCTS)
-        and not (pins.schedule and entry_of(pins.schedule).splits_backward)
+        and pins.schedule not in SPLITS_BACKWARD
         and set(linear_dtypes(run)) == {"compute"}
     )
     if not (dense and allowed and run.train.seq_len >= 2 * TILE):

@@ -13,7 +13,6 @@ from math import ceil
 
 import numpy as np
 
-from meshwright.config.divisors import divisors
 from meshwright.costs.machine_rates import is_guessed
 from meshwright.costs.plan_costs import pricing
 from meshwright.planner.candidate import OFFLOAD_PENALTY_UNMEASURED, fits, memory_budget, pins_of
@@ -22,6 +21,7 @@ from meshwright.planner.sample_plans import layout_times, plan_of
 from meshwright.planner.slot_offloads import SEVERAL, offload_layouts
 from meshwright.simulator.sample_layouts import LayoutTimes, PlayedSteps, SampleLayout, play_batches
 from meshwright.simulator.step_simulation import memory_of
+from meshwright.spec.divisors import divisors
 from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy
 from meshwright.spec.run import RunSpec
 from meshwright.workload.expected_lengths import LengthHistogram

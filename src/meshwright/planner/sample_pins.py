@@ -21,7 +21,7 @@ def with_hybrid_ranks(run: RunSpec, memory_bytes: int | None) -> tuple[RunSpec, 
     """`run` with pinned hybrid ranks, and why; `run` and no reason where whole samples take less time or lengths are unknown."""
     pins = pins_of(run)
     decided = any(getattr(pins, key) is not None for key in _DECIDED) or run.cluster.ranks == 1
-    if run.train.global_batch_tokens is None or decided or run.model.sliding_window is not None:
+    if run.train.global_batch_tokens is None or decided or run.model.windowed:
         return run, ""
     histogram = expected_histogram(run)
     if histogram is None:

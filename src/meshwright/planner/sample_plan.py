@@ -14,7 +14,8 @@ from meshwright.planner.slot_offloads import with_slot_offload
 from meshwright.simulator.sample_times import time_with_constants
 from meshwright.spec.hybrid import exchanged_heads, least_capacity
 from meshwright.spec.job import planned_sequences
-from meshwright.spec.plan import Plan, PlanPins, Precision, SamplePlan
+from meshwright.spec.plan import Plan, Precision, SamplePlan
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 TILE = 128
@@ -33,7 +34,7 @@ def searched_run(run: RunSpec) -> RunSpec:
     return replace(run, train=replace(run.train, global_batch=sequences), plan=pins)
 
 
-def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanPins) -> RunSpec:
+def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanKeys) -> RunSpec:
     """The run with slots of the hybrid ranks as sequences of shard ranks, which have the same weights and products."""
     ranks, tensor, schedule = pins.hybrid or 1, pins.tensor or 1, pins.schedule or "1f1b"
     capacity = pins.capacity or _capacity(ranks, tensor, run.train.seq_len)

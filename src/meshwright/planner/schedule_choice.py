@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.planner.candidate import pins_of
+from meshwright.planner.weighted_stages import balanced_by_weight
 from meshwright.simulator.slow_nodes import node_type_speeds, rank_speeds
 from meshwright.spec.layout import Layout, balanced_stages, stage_table
-from meshwright.spec.model import flops_per_token
+from meshwright.spec.model import block_flops_per_token, flops_per_token
 from meshwright.spec.plan import MeshAxis, ScheduleName, SchedulePlan
 from meshwright.spec.run import RunSpec
+from meshwright.workload.rank_layers import StageTable
 
 
 def with_stages(
@@ -33,12 +35,24 @@ def with_stages(
         ):  # one layer per stage on the slowest rank; faster ranks get more in proportion
             per_rank = max(1, int(layers * min(speeds) / sum(speeds)))
         table = balanced_stages(name, pipeline, layers, head_in_layers(run), per_rank, speeds)
+        if pipeline > 1 and len(run.model.block_kinds) > 1:
+            table = _balanced_by_flops(run, table, speeds)
     if len(table) == len(table[0]) == 1:
         return SchedulePlan(name=name)
     return SchedulePlan(
         name=name,
         stages=tuple(tuple(f"{stage.start}-{stage.stop - 1}" for stage in rank_stages) for rank_stages in table),
     )
+
+
+def _balanced_by_flops(run: RunSpec, table: StageTable, speeds: tuple[float, ...]) -> StageTable:
+    """The stages of `table`, or others if by the FLOPs of unlike layers their slowest rank takes less time."""
+    model, seq = run.model, run.train.seq_len
+    of_kinds = [block_flops_per_token(block, seq, causal=True) for block in model.block_kinds]
+    flops = [of_kinds[model.kind(layer)] for layer in range(model.layers)]
+    mean = sum(flops) / len(flops)
+    head = _flops_of_head_and_block(run)[0] / mean
+    return balanced_by_weight(table, tuple(layer / mean for layer in flops), head, speeds or (1.0,) * len(table))
 
 
 def _speeds(run: RunSpec, mesh: tuple[MeshAxis, ...]) -> tuple[float, ...]:
@@ -51,9 +65,15 @@ def _speeds(run: RunSpec, mesh: tuple[MeshAxis, ...]) -> tuple[float, ...]:
 
 def head_in_layers(run: RunSpec) -> float:
     """FLOPs of the output head, in units of one block's FLOPs."""
+    head, block = _flops_of_head_and_block(run)
+    return head / block
+
+
+def _flops_of_head_and_block(run: RunSpec) -> tuple[float, float]:
+    """FLOPs of a token in the head with prediction modules, and in a block as the model's own keys describe it."""
     model, seq = run.model, run.train.seq_len
     alike: dict[str, Any] = {"blocks": {}, "pattern": (), "first": (), "sequence": ()}
     one_layer, two_layers = (
         flops_per_token(replace(model, layers=layers, **alike), seq, causal=True) for layers in (1, 2)
     )
-    return (2 * one_layer - two_layers) / (two_layers - one_layer)
+    return 2 * one_layer - two_layers, two_layers - one_layer

@@ -18,15 +18,14 @@ import numpy as np
 from meshwright.costs.machine_rates import fast_domain
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.candidate import (
-    linear_dtypes,
-    mlp_tile_of,
     pins_of,
     why_kernel_gathers,
     why_kernel_token_exchange,
 )
+from meshwright.planner.conflicts import conflicts
 from meshwright.planner.placement import heterogeneity_factors, orders
-from meshwright.schedules.registry import entry_of, refusal
-from meshwright.spec.fp8_limits import fp8_format_conflict
+from meshwright.schedules.registry import refusal
+from meshwright.spec.divisors import divisors
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_split_error, stage_table
 from meshwright.spec.optimizers import AdamWSpec
 from meshwright.spec.plan import (
@@ -142,7 +141,7 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
     meshes = tuple(_meshes(run, trainable))
     if trainable and GATHERS.pin(pins_of(run)) == "copy":
         meshes = tuple(mesh for mesh in meshes if not _shards_cross_nodes(run, mesh)) or meshes
-    batch_options = _batch_options(run)
+    batch_options = _batch_options(run, trainable)
     by_mesh = [batch_options(mesh.size("pipeline"), mesh.data) for mesh in meshes]
     batch_columns = np.concatenate([np.zeros((0, len(BATCH_COLUMNS)), np.int64), *by_mesh]).T
     mesh = np.repeat(np.arange(len(meshes)), [len(options) for options in by_mesh])
@@ -217,11 +216,6 @@ def _shards_cross_nodes(run: RunSpec, mesh: Mesh) -> bool:
     return any(mesh.crosses(axis, run.cluster.ranks_per_node) for axis in SHARD_AXES)
 
 
-def divisors(number: int) -> list[int]:
-    lower_half = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    return sorted({*lower_half, *(number // divisor for divisor in lower_half)})
-
-
 def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
     pins, ranks, batch = pins_of(run), run.cluster.ranks, run.train.global_batch
     for tensor, ulysses, ring in _model_axes(run, trainable):
@@ -243,10 +237,17 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
                     "context_ulysses": ulysses,
                     "tensor": tensor,
                 }
-                for expert, order in product(
-                    _expert_sizes(run, shard * ring * ulysses, tensor), orders(run.cluster, sizes)
-                ):
+                for expert, order in product(_expert_sizes(run, shard * ring * ulysses, tensor), _orders(run, sizes)):
                     yield Mesh(tuple(sizes[axis] for axis in AXES), expert, order)
+
+
+def _orders(run: RunSpec, sizes: Mapping[str, int]) -> list[tuple[AxisName, ...]]:
+    """Orders of all axes that are tried: the pinned one, where it has every axis with more than one rank, else `placement.orders`."""
+    pinned = pins_of(run).order
+    if pinned is None:
+        return orders(run.cluster, sizes)
+    others = tuple(axis for axis in AXES if axis not in pinned)
+    return [] if any(sizes[axis] > 1 for axis in others) else [(*(axis for axis in pinned if axis in AXES), *others)]
 
 
 def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
@@ -255,10 +256,12 @@ def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]
     if run.train.global_batch * domain < run.cluster.ranks * FEW_SEQUENCES:
         domain = max(domain, WIDE_DOMAIN)
     tensor_sizes = [
-        divisor for divisor in divisors(run.cluster.ranks) if divisor <= domain and _divides_heads(run, divisor)
+        divisor
+        for divisor in divisors(run.cluster.ranks)
+        if divisor <= domain
+        and _divides_heads(run, divisor)
+        and not conflicts(run, trainable=trainable, tensor=divisor)
     ]
-    if trainable and (fp8_format_conflict(linear_dtypes(run), domain) or mlp_tile_of(run)):
-        tensor_sizes = [1]
     for tensor in _pinned_or(pins.tensor, tensor_sizes):
         if run.cluster.ranks % tensor or check_tensor(model, tensor, run.train.seq_len):
             continue
@@ -307,10 +310,14 @@ def _pinned_or(pinned: int | None, otherwise: Iterable[int]) -> list[int]:
     return list(otherwise) if pinned is None else [pinned]
 
 
-def _batch_options(run: RunSpec) -> Callable[[int, int], np.ndarray]:
+def _batch_options(run: RunSpec, trainable: bool) -> Callable[[int, int], np.ndarray]:
     """A function of pipeline stages and data ranks: rows of (micro-batch, accumulate, schedule index, virtual stages) to try."""
     pins, batch, layers = pins_of(run), run.train.global_batch, run.model.layers
-    pairs = run.model.experts > 0 and pins.expert_exchange in (None, "all_to_all")
+    allowed = tuple(
+        name
+        for name in SCHEDULES
+        if name not in REFUSED_SCHEDULES and not conflicts(run, trainable=trainable, schedule=name)
+    )
 
     def fits_ramp(pipeline: int, data: int, option: tuple[int, int, int, int]) -> bool:
         """Whether the micro-batches divide the ramp's batches too; a batch that the data ranks do not divide is refused later."""
@@ -324,9 +331,7 @@ def _batch_options(run: RunSpec) -> Callable[[int, int], np.ndarray]:
     @cache
     def options(pipeline: int, data: int) -> np.ndarray:
         sizes = pipeline, batch // data, layers
-        combinations = _step_options(
-            *sizes, pins.micro_batch, pins.schedule, pins.stages, whole=bool(pins.mlp_tile), pairs=pairs
-        )
+        combinations = _step_options(*sizes, pins.micro_batch, pins.schedule, pins.stages, allowed)
         if run.train.batch_ramp:
             combinations = [option for option in combinations if fits_ramp(pipeline, data, option)] or combinations
         return np.array(combinations, dtype=np.int64).reshape(-1, len(BATCH_COLUMNS))
@@ -356,21 +361,12 @@ def _step_options(
     micro: int | None,
     schedule: ScheduleName | None,
     stages: Stages | None,
-    *,
-    whole: bool = False,
-    pairs: bool = False,
+    allowed: tuple[ScheduleName, ...],
 ) -> list[tuple[int, int, int, int]]:
-    """See `_batch_options`.
-
-    With `whole` no schedules that split the backward, without `pairs` none of two micro-batches together.
-    """
-    allowed = (
-        name
-        for name in SCHEDULES
-        if not (whole and entry_of(name).splits_backward) and (pairs or not entry_of(name).pairs)
-    )
-    candidates = (schedule,) if schedule else (name for name in allowed if name not in REFUSED_SCHEDULES)
-    names = [name for name in candidates if _pinned_stages_fit(name, pipeline, layers, stages)]
+    """See `_batch_options`."""
+    names = [
+        name for name in ((schedule,) if schedule else allowed) if _pinned_stages_fit(name, pipeline, layers, stages)
+    ]
     options = []
     for size in _micro_batches(sequences, micro):
         micro_batches = sequences // size

@@ -18,9 +18,9 @@ from meshwright.spec.plan import (
     Gradients,
     LayerStrategy,
     Offload,
-    PlanPins,
     Recompute,
 )
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 
@@ -115,7 +115,7 @@ def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
     return tuple(mode for mode in modes if mode in RECOMPUTES_PRODUCTS) if mlp_tile_of(run) else modes
 
 
-def _reshard_modes(pins: PlanPins) -> list[bool]:
+def _reshard_modes(pins: PlanKeys) -> list[bool]:
     return [False, True] if pins.reshard is None else [pins.reshard]
 
 

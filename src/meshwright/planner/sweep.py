@@ -19,7 +19,7 @@ from meshwright.costs.layer_costs import LayerCosts
 from meshwright.costs.offload_costs import host_memory_bytes
 from meshwright.costs.plan_costs import Pricing
 from meshwright.costs.step import owned_params
-from meshwright.planner.candidate import compiles, host_budget, pins_of
+from meshwright.planner.candidate import host_budget, pins_of
 from meshwright.planner.closed_form import (
     SpaceCosts,
     closed_form_seconds,
@@ -28,6 +28,7 @@ from meshwright.planner.closed_form import (
     peak_rank_bytes,
     select,
 )
+from meshwright.planner.conflicts import conflicts
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.strategies import (
     OFFLOAD_PAIRS,
@@ -36,12 +37,7 @@ from meshwright.planner.strategies import (
     lowest_memory_end,
     strategy_set_of,
 )
-from meshwright.schedules.registry import entry_of
-from meshwright.spec.paired import paired_conflict
-from meshwright.spec.plan import (
-    PARTIAL_RECOMPUTES,
-    LayerStrategy,
-)
+from meshwright.spec.plan import LayerStrategy
 from meshwright.spec.run import RunSpec
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
@@ -53,8 +49,6 @@ Results of earlier batches exclude later points, so the first are small; a call 
 """
 BOUND_SAFETY = 0.97
 """Factor on a lower bound, as communication may overlap with compute that a strategy adds, such as recompute."""
-SPLITS_BACKWARD = np.array([entry_of(name).splits_backward for name in SCHEDULES])
-"""By index of a schedule, whether it defers weight gradients."""
 
 
 @dataclass(frozen=True)
@@ -149,19 +143,10 @@ def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy
     ends = [replace(lowest_memory, offload=offload) for offload in reversed(points.offloads)]
     strategies = [Strategy(end, end, gradients) for end in ends]
     strategy = strategies[0]
-    if points.trainable:
-        trainable_by_strategy = [
-            _trainable_points(run, points, strategy_option.layer(strategy_option.high_memory))
-            for strategy_option in strategies
-        ]
-        first_trainable = next(
-            (position for position, trainable in enumerate(trainable_by_strategy) if trainable.any()), None
-        )
-        if first_trainable is not None:
-            strategy, points = (
-                strategies[first_trainable],
-                points.take(np.flatnonzero(trainable_by_strategy[first_trainable])),
-            )
+    compatible = _compatible(run, points, [strategy.layer(strategy.high_memory) for strategy in strategies])
+    if compatible.any():
+        first = int(compatible.any(axis=1).argmax())
+        strategy, points = strategies[first], points.take(np.flatnonzero(compatible[first]))
     return points.take(np.argsort(least_bytes(run, points), kind="stable")[:count]), strategy
 
 
@@ -257,50 +242,44 @@ def _best_strategies(
 
 
 def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) -> np.ndarray:
-    """(layer settings, points): whether the setting differs from the other settings there and, if `points.trainable`, can be
-    trained."""
+    """(layer settings, points): whether the setting differs from the other settings there, and breaks no rule with its schedule."""
     pins = pins_of(run)
     sharded = points.column("shard") * points.column("context") > 1
     accumulates = (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first"))
     everywhere = np.ones(len(points), bool)
+    conflicting = conflicts(
+        run,
+        trainable=points.trainable,
+        schedule=np.array(SCHEDULES)[:, None],
+        expert=points.column("expert"),
+        tensor=points.column("tensor"),
+    )
+    by_schedule = np.broadcast_to(conflicting, (len(SCHEDULES), len(points)))
+    compatible = _compatible(run, points, options) & ~by_schedule[points.schedule, np.arange(len(points))]
     allowed = {}
     """By setting, whether a point allows it. With whole gradients elsewhere every rank reduces once a step anyway."""
     allowed["reshard"] = sharded if pins.reshard is None else everywhere
     allowed["whole"] = sharded & accumulates if pins.gradients is None else everywhere
-    trainable = {
-        option: _trainable_points(run, points, option) if points.trainable else everywhere for option in options
-    }
-    exchanges = points.column("expert") * points.column("tensor") > 1
-    unpaired = points.schedule != SCHEDULES.index("paired")
     return np.array(
         [
-            trainable[option]
-            & (unpaired | (exchanges & _runs_in_pairs(option)))
+            compatible[index]
             & (allowed["reshard"] if option.reshard else everywhere)
             & (allowed["whole"] if option.gradients == "whole" else everywhere)
-            for option in options
+            for index, option in enumerate(options)
         ]
     )
 
 
-def _runs_in_pairs(option: LayerStrategy) -> bool:
-    """Whether two micro-batches run together through layers with this setting."""
-    layer = {"recompute": [option.recompute], "offload": [option.offload]}
-    return paired_conflict(pipeline=1, exchange=None, **layer) is None
-
-
-def _trainable_points(run: RunSpec, points: Points, option: LayerStrategy) -> np.ndarray:
-    """For each point, whether candidate.untrainable accepts layers with this setting.
-
-    If the user pins two settings that cannot be trained together, the search obeys; the plan is then marked as untrainable.
-    """
-    pins, trainable = pins_of(run), np.ones(len(points), bool)
-    offloading = [layer for layer in pins.layers or (option,) if layer.activations_offloaded]
-    if offloading and not (pins.schedule and (pins.offload or pins.layers)):
-        trainable &= ~SPLITS_BACKWARD[points.schedule]
-    if offloading and not (pins.recompute and pins.offload) and not pins.layers and not compiles(run):
-        trainable &= option.recompute not in PARTIAL_RECOMPUTES
-    return trainable
+def _compatible(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) -> np.ndarray:
+    """(layer settings, points): whether the setting breaks no rule with the point's schedule."""
+    conflicting = conflicts(
+        run,
+        trainable=points.trainable,
+        schedule=np.array(SCHEDULES),
+        recompute=np.array([[option.recompute] for option in options]),
+        offload=np.array([[option.offload] for option in options]),
+    )
+    return ~np.broadcast_to(conflicting, (len(options), len(SCHEDULES)))[:, points.schedule]
 
 
 @dataclass(frozen=True)

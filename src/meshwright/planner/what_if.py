@@ -24,7 +24,7 @@ from meshwright.planner.sweep import strategies_in
 from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.fp8_limits import fp8_conflict, supports_fp8
+from meshwright.spec.fp8_limits import supports_fp8
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
 from meshwright.spec.plan_name import mesh_name
@@ -126,8 +126,7 @@ def _fp8_products(run: RunSpec, plan: Plan) -> Change | None:
     if not known or precision.compute != "bf16" or precision.linear != "compute" or not follow:
         return None
     low = replace(plan, precision=replace(precision, linear="fp8_tensorwise", gather="fp8"))
-    refused = fp8_conflict(low)
-    if refused or not supports_fp8(run.model, run.train.seq_len, context_size(plan)):
+    if untrainable(low) or not supports_fp8(run.model, run.train.seq_len, context_size(plan)):
         return None
     note = "linear layers round to fp8: compare the loss with that of a bf16 run"
     return _changed("plan.linear=fp8_tensorwise", run, run, plan, low, note=note)

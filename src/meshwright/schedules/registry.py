@@ -25,7 +25,6 @@ class Entry:
     in_flight: Callable[[int, int, int, int], int]
     stages_per_rank: range
     micro_batches_per_rank: int = 0
-    splits_backward: bool = False
     pairs: bool = False
 
 
@@ -55,20 +54,17 @@ SCHEDULES: dict[str, Entry] = {
         order=lambda ranks, micro_batches, _: zb_h1(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: min(micro_batches, ranks),
         stages_per_rank=ONE_STAGE,
-        splits_backward=True,
     ),
     "zbv": Entry(
         order=lambda ranks, micro_batches, _: zbv(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: 2 * min(micro_batches, ranks),
         stages_per_rank=TWO_STAGES,
-        splits_backward=True,
     ),
     "dualpipe_v": Entry(
         order=lambda ranks, micro_batches, _: dualpipe_v(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: 2 * ranks + 1,
         stages_per_rank=TWO_STAGES,
         micro_batches_per_rank=2,
-        splits_backward=True,
     ),
     "breadth_first": Entry(
         order=breadth_first,

@@ -16,6 +16,7 @@ from meshwright.kernels.add_norm import add_copies_rms_norm, add_rms_norm
 from meshwright.kernels.row_quantize import RoundedMatrix, quantize_add_copies_rms_norm, quantize_add_rms_norm
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
+from meshwright.models.hooks import unchanged
 from meshwright.models.norm import Norm
 from meshwright.serve.formats import input_format
 from meshwright.spec.engine import WeightFormat
@@ -61,21 +62,18 @@ def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
         return x, mixture_output(block, normed)
     x, normed = add_and_norm(x, delta, block.attention_norm, input_format(block.attention))
     if block.parallel:
-        return x, block.add_branches(block, cast("Tensor", normed), None, None)
+        return x, block.hooks.add_branches(block, cast("Tensor", normed), None, None)
     x, normed = add_and_norm(x, block.attended(normed, None, None), block.mlp_norm, input_format(block.mlp))
-    return x, block.normed_output(block.mlp(normed))
+    return x, block.added_output(block.mlp(normed))
 
 
 def mixture_output(block: Block, normed: Tensor) -> Delta:
-    """The output of a block's mixture; tensor ranks add theirs by a hook of its forward."""
+    """The output of a block's mixture: as summands where nothing sums, norms or scales it before it is added."""
     mixture = block.moe
-    if (
-        block.mlp_output_norm is None
-        and not mixture._forward_hooks
-        and (copies := mixture.copy_outputs(normed)) is not None
-    ):
-        return CopyOutputs(copies, None if mixture.shared is None else mixture.shared(normed))
-    return block.normed_output(mixture(normed, losses=False))
+    alone = block.hooks.sum_ranks is unchanged and block.mlp_output_norm is None and block.residual_factor == 1
+    if alone and (copies := mixture.copy_outputs(normed)) is not None:
+        return CopyOutputs(copies, mixture.shared_output(normed))
+    return block.added_output(mixture(normed, losses=False))
 
 
 def mixture_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Tensor]:
@@ -90,9 +88,12 @@ def mixture_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
 
 
 def add_and_norm(
-    x: Tensor, delta: Delta | None, norm: Norm, rounded: WeightFormat | None = None
+    x: Tensor, delta: Delta | None, norm: Norm | None, rounded: WeightFormat | None = None
 ) -> tuple[Tensor, Tensor | RoundedMatrix]:
-    """Return `x + delta`, or x without a delta, and its norm, which may be `rounded` to a format."""
+    """Return `x + delta`, or x without a delta, and its norm, which may be `rounded` to a format; without a norm the sum itself."""
+    if norm is None:
+        x = x if delta is None else x + (delta.sum() if isinstance(delta, CopyOutputs) else delta)
+        return x, x
     if delta is None:
         return x, norm(x)
     if isinstance(delta, CopyOutputs):

@@ -20,7 +20,7 @@ from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.latent_attention import latent_attention, rotate_and_write_latents
 from meshwright.kernels.norm import HeadNorms
 from meshwright.kernels.paged_attention import is_fp8, paged_attention, prompt_attention, rotate_and_write
-from meshwright.kernels.rope import RotaryTables
+from meshwright.kernels.rope import RotaryTables, rotate_neighbours
 from meshwright.models.attention import Attention
 from meshwright.models.block import Block, tables_of
 from meshwright.models.decoder import Decoder
@@ -29,11 +29,15 @@ from meshwright.models.prediction import PredictionModule
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.host_attention import HostDecodes, prepare_decodes, signed_tables
 from meshwright.serve.kv_cache import KVCache
+from meshwright.spec.blocks.attention import AttentionSpec
+from meshwright.workload.cache_size import LayerGroup
 
 INVARIANT_QUERIES = 512
 """Tokens whose attention an invariant step computes at a time: the parts of their contexts take memory."""
 
 
+Rotation = Callable[[Tensor, RotaryTables], Tensor]
+"""Rotates heads `(tokens, heads, head_dim)` by tables `(tokens, 1, ·)`."""
 AttentionCall = Callable[[Tensor, Tensor], Tensor]
 """`attend(queries, out)` writes a layer's attention of the current step into `out` and returns it.
 
@@ -116,7 +120,10 @@ def _split_into_tokens(step: StepInputs) -> LoneTokens:
 class CachedAttention:
     """`attend` of one layer: writes keys and values into the cache and attends to all tokens of each request.
 
-    `norms` are those of queries and keys, and `query_factor` multiplies the queries, if the layer has left them to this object.
+    `norms` are those of queries and keys, and `query_factor` multiplies the queries, if the layer has left them to this object. `rotation`
+    is one that is computed before the write into the cache, with its tables `(context, ·)`; `neighbours` is for the one that is not, as in
+    `rotate_and_write`; `query_growth` `(context, 1)` has the factors of queries
+    by position; `cap` is that of the scores.
     """
 
     def __init__(
@@ -127,18 +134,43 @@ class CachedAttention:
         window: int | None,
         norms: HeadNorms | None = None,
         query_factor: float = 1.0,
+        rotation: tuple[Rotation, RotaryTables] | None = None,
+        neighbours: bool = False,
+        query_growth: Tensor | None = None,
+        cap: float | None = None,
     ) -> None:
+        self._cap = cap
         self._step, self._cache, self._group, self._window = step, cache_layer, group, window
         self._norms, self._query_factor = norms, query_factor
+        self._rotation, self._neighbours, self._query_growth = rotation, neighbours, query_growth
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *, plain: bool) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask | None,
+        *,
+        sinks: Tensor | None = None,
+        plain: bool,
+    ) -> Tensor:
         """Attention output of q `(1, tokens, heads, head_dim)`, shaped like q; k and v are `(1, tokens, kv_heads, head_dim)`."""
         q, k, v = q[0], k[0], v[0]
+        positions = self._step.inputs.positions
+        if self._rotation is not None:
+            rotate, whole_tables = self._rotation
+            tables = tuple(table[positions][:, None] for table in whole_tables)
+            q, k = rotate(q, tables), rotate(k, tables)
+        if self._query_growth is not None:
+            q = q * self._query_growth[positions][:, None]
         if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
-            return decodes.attend(q, k, v, self._cache)[None]
+            return decodes.attend(q, k, v, self._cache, sinks, self._cap)[None]
         step = self._step.inputs
         # With an fp8 cache and in invariant steps all keys are read from the cache, so results do not depend on where chunks begin.
-        keys = torch.empty_like(k) if step.prompts and self._step.scales is None and not self._step.invariant else None
+        # So are those of scores with sinks or a cap on CUDA: of its kernels for prompts, those of the cache have them with a window too.
+        from_cache = self._step.scales is not None or self._step.invariant
+        from_cache = from_cache or (k.is_cuda and (sinks is not None or self._cap is not None))
+        keys = torch.empty_like(k) if step.prompts and not from_cache else None
         slots = step.slots[self._group]
         rope, scales = self._step.ropes[self._group], self._step.scales
         q = rotate_and_write(
@@ -152,33 +184,40 @@ class CachedAttention:
             scales=scales,
             rotated_keys=keys,
             norms=self._norms,
+            neighbours=self._neighbours,
             plain=plain,
         )
         if self._query_factor != 1:
             q = q * self._query_factor
         if self._step.at_attention is not None:
-            return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, plain))[None]
+            return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, sinks, plain))[None]
         if self._step.invariant and q.is_cuda:
-            return self._attend_alone(q, plain)[None]
+            return self._attend_alone(q, sinks, plain)[None]
         if keys is None:
-            return self._attend_all(plain, q)[None]
+            return self._attend_all(sinks, plain, q)[None]
         count = step.context_lengths.shape[0] - len(step.prompts)
         cut, out = q.shape[0] - sum(step.prompts), torch.empty_like(q)
         if cut:
             tables = step.block_tables[self._group][:count]
             sequences = tables, step.context_lengths[:count], step.query_starts[: count + 1]
-            self._attend_to_cache(q[:cut], sequences, plain, out[:cut])
-        prompt_attention(q[cut:], keys[cut:], v[cut:], step.prompts, out[cut:], window=self._window, plain=plain)
+            self._attend_to_cache(q[:cut], sequences, sinks, plain, out[:cut])
+        options = {"window": self._window, "sinks": sinks, "cap": self._cap, "plain": plain}
+        prompt_attention(q[cut:], keys[cut:], v[cut:], step.prompts, out[cut:], **options)
         return out[None]
 
-    def _attend_all(self, plain: bool, q: Tensor, out: Tensor | None = None) -> Tensor:
+    def _attend_all(self, sinks: Tensor | None, plain: bool, q: Tensor, out: Tensor | None = None) -> Tensor:
         """All sequences of the step attend to the cache."""
         step = self._step.inputs
         sequences = step.block_tables[self._group], step.context_lengths, step.query_starts
-        return self._attend_to_cache(q, sequences, plain, out)
+        return self._attend_to_cache(q, sequences, sinks, plain, out)
 
     def _attend_to_cache(
-        self, q: Tensor, sequences: tuple[Tensor, Tensor, Tensor], plain: bool, out: Tensor | None = None
+        self,
+        q: Tensor,
+        sequences: tuple[Tensor, Tensor, Tensor],
+        sinks: Tensor | None,
+        plain: bool,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attention of sequences with these block tables, context lengths and starts of queries."""
         step = self._step.inputs
@@ -190,11 +229,13 @@ class CachedAttention:
             decode_queries=step.decode_queries,
             window=self._window,
             scales=self._step.scales,
+            sinks=sinks,
+            cap=self._cap,
             plain=plain,
             out=out,
         )
 
-    def _attend_alone(self, q: Tensor, plain: bool) -> Tensor:
+    def _attend_alone(self, q: Tensor, sinks: Tensor | None, plain: bool) -> Tensor:
         """Attention of each token by the kernel for decodes, in the order of addition that it has for this token alone."""
         lone = self._step.lone_tokens()
         tables, parts = lone.block_tables[self._group], []
@@ -203,7 +244,7 @@ class CachedAttention:
             count = len(q[part])
             step = (self._cache, tables[part], lone.context_lengths[part], lone.starts[: count + 1])
             options = {"decodes": count, "window": self._window, "scales": self._step.scales, "plain": plain}
-            parts.append(paged_attention(q[part], *step, **options, invariant=True))
+            parts.append(paged_attention(q[part], *step, **options, sinks=sinks, cap=self._cap, invariant=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -312,27 +353,50 @@ def use_cached_attention(
     """
     weight = model.embed.weight
     positions = torch.arange(context, device=weight.device)
-    tables = [tables_of(group.mixer.rotary, positions, weight.dtype) for group in cache.groups]
-    ropes = [None if rope is None else (rope[0][0, :, 0], rope[1][0, :, 0]) for rope in tables]
-    step = CurrentStep(ropes, cache, invariant=invariant)
+    tables = [tables_of(group.mixer.rotary, positions, weight.dtype, context) for group in cache.groups]
+    ropes = [None if rope is None else tuple(table[0, :, 0] for table in rope) for rope in tables]
+    written = [_written(*pair, on_cuda=weight.is_cuda) for pair in zip(cache.groups, ropes, strict=True)]
+    step = CurrentStep(written, cache, invariant=invariant)
     modules = cast("Iterable[PredictionModule]", model.predictions[:predictions])
     blocks = [*model.layers.values(), *(module.block for module in modules)]
     for number, block in enumerate(blocks):
         group, cache_layer = cache.layer(number)
-        attention = cast("Block", block).attention
+        attention, hooks = cast("Block", block).attention, cast("Block", block).hooks
         if isinstance(attention, LatentAttention):
-            attention.attend_latents = CachedLatents(step, cache_layer, group)
+            hooks.attend_latents = CachedLatents(step, cache_layer, group)
         else:
             assert isinstance(attention, Attention)
-            norms, query_factor = None, 1.0
-            if attention.qk_norm and cache_layer.is_cuda:  # one kernel norms, rotates and writes
+            norms, query_factor, rope = None, 1.0, ropes[group]
+            growth = rope[2] if rope is not None and len(rope) > 2 else None
+            rotation = None if rope is None or step.ropes[group] is not None else (attention.rotate, rope[:2])
+            fused = cache_layer.is_cuda and not attention.whole_norm and growth is None
+            if attention.qk_norm and fused:  # one kernel norms, rotates and writes
                 norms = _head_norms(attention)
                 attention.qk_norm = False
                 query_factor, attention.query_factor = attention.query_factor, 1.0  # it follows the norm
-            attention.attend = CachedAttention(
-                step, cache_layer, group, cache.groups[group].window, norms, query_factor
+            hooks.attend = CachedAttention(
+                step,
+                cache_layer,
+                group,
+                cache.groups[group].window,
+                norms,
+                query_factor,
+                rotation,
+                attention.rotate is rotate_neighbours,
+                growth,
+                cache.groups[group].mixer.score_cap,
             )
     return step
+
+
+def _written(group: LayerGroup, rope: RotaryTables | None, *, on_cuda: bool) -> RotaryTables | None:
+    """Cosines and sines with which a group's keys are rotated as they are written; None where the layers rotate them before.
+
+    On a CPU the kernels of decodes rotate whole heads by halves only.
+    """
+    mixer = group.mixer
+    rotates_before = isinstance(mixer, AttentionSpec) and not (mixer.rotates_whole_heads or on_cuda)
+    return None if rope is None or rotates_before else rope[:2]
 
 
 def _head_norms(attention: Attention) -> HeadNorms:

@@ -62,7 +62,7 @@ def has_graphs(model: Decoder, options: EngineOptions) -> bool:
 
 def _host_reads_experts(model: Decoder) -> bool:
     """Whether each step waits for the host to read the experts' numbers of rows, which a CUDA graph cannot do."""
-    return bool(model.spec.experts) and not sizes_stay_on_device(model.embed.weight)
+    return model.spec.routed_layers > 0 and not sizes_stay_on_device(model.embed.weight)
 
 
 def context_of(model: Decoder, options: EngineOptions) -> int:

@@ -16,19 +16,19 @@ from meshwright.kernels.fixed_product import fixed_linear
 from meshwright.kernels.fp8_products import ALIGNED
 from meshwright.kernels.grouped_fp8 import GROUPED_MAJOR
 from meshwright.kernels.linear import Linear
+from meshwright.kernels.loss import capped
 from meshwright.kernels.router import MOST_EXPERTS
 from meshwright.models.attention import Attention
 from meshwright.models.block import Block
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Decoder, Head
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
-from meshwright.models.moe import Experts
+from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.parallel.expert_inference import SharedExperts
 from meshwright.serve.quantized_layers import QuantizedExperts, QuantizedGatedMLP, QuantizedLinear, QuantizedWeight
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import tensor_splits
-from meshwright.spec.model import ModelSpec
 
 CAPABILITIES: dict[WeightFormat, tuple[int, int]] = {"fp8": (8, 9), "int8": (8, 0)}
 """The first GPUs that multiply a format here: Ada and Hopper fp8, Ampere int8."""
@@ -50,18 +50,17 @@ class InvariantLinear(nn.Module):
         return fixed_linear(x, self.weight, self.bias)
 
 
-class InvariantHead(nn.Module):
-    """The head with the product of `InvariantLinear`."""
+class InvariantHead(Head):
+    """The head `whole` with the product of `InvariantLinear`."""
 
-    def __init__(self, weight: nn.Parameter | None) -> None:
-        super().__init__()
-        self.weight = weight
+    def __init__(self, whole: Head) -> None:
+        super().__init__(whole.weight, loss_chunk=0, factor=whole.factor, cap=whole.cap)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         """Logits of hidden `(batch, seq, hidden)`, as of `models.decoder.Head` without targets."""
         weight = self.weight if tied is None else tied
         assert targets is None and weight is not None
-        return fixed_linear(hidden, weight)
+        return capped(fixed_linear(self.scaled(hidden), weight), self.cap)
 
 
 def use_formats(
@@ -88,14 +87,12 @@ def use_formats(
         if isinstance(mlp := getattr(block, "mlp", None), GatedMLP) and weights is not None:
             assert isinstance(mlp.gate_up, QuantizedLinear) and isinstance(mlp.down, QuantizedLinear)
             block.add_module("mlp", QuantizedGatedMLP(mlp.gate_up, mlp.down, gelu=mlp.gelu, plain=mlp.plain))
-            for hook in mlp._forward_hooks.values():  # the sum over tensor ranks
-                block.mlp.register_forward_hook(hook)
         if weights is not None and block.routed and _rounds_experts(block.moe.experts, weights):
             block.moe.add_module("experts", QuantizedExperts(block.moe.experts, weights, ranks))
         if invariant and block.routed:
             block.moe.invariant = True
     if invariant:
-        model.add_module("head", InvariantHead(model.head.weight))
+        model.add_module("head", InvariantHead(model.head))
     if weights is not None and model.embed.weight.is_cuda:
         torch.cuda.empty_cache()  # the rounded weights' memory, for the key/value cache
 
@@ -159,17 +156,19 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
         )
     if weights == "int8" and any(isinstance(module, SharedExperts) for module in model.modules()):
         raise BadInput("weights: int8 is not for expert ranks; use fp8, or tensor ranks", key="weights")
+    if weights is not None and (model.spec.expert_bias or model.spec.mlp == "clamped_swiglu"):
+        raise BadInput(f"weights: {weights} is not for experts with biases or clamped SwiGLU; use bf16", key="weights")
     if not weight.is_cuda:
         return
     if invariant and weight.dtype == torch.float64:
         raise BadInput("invariant results need a model in bf16, fp16 or fp32 on a GPU, got fp64", key="invariant")
-    if invariant and model.spec.kv_rank:
+    if invariant and any(isinstance(module, LatentAttention) for module in model.modules()):
         raise BadInput(
             "invariant results with latent attention need a CPU: on a GPU no kernel has a fixed order for it",
             key="invariant",
         )
-    if invariant and any(isinstance(block, Block) and block.routed for block in model.layers.values()):
-        _check_invariant_experts(model.spec, weight.dtype)
+    if invariant:
+        _check_invariant_experts(model, weight.dtype)
     if weights is None:
         return
     if torch.cuda.get_device_capability(weight.device) < CAPABILITIES[weights]:
@@ -179,11 +178,12 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool) -> Non
         _check_fp8_sizes(model)
 
 
-def _check_invariant_experts(spec: ModelSpec, dtype: torch.dtype) -> None:
+def _check_invariant_experts(model: Decoder, dtype: torch.dtype) -> None:
     """Other grouped products have an order of addition that depends on the batch."""
-    if spec.mlp != "swiglu" or not has_kernels(dtype, spec.experts, spec.experts_per_token):
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    if not all(moe.experts.takes_few_rows and has_kernels(dtype, moe.count, moe.per_token) for moe in mixtures):
         raise BadInput(
-            "invariant results of a mixture of experts on a GPU: expected SwiGLU in bf16 or fp16 with at most "
+            "invariant results of a mixture of experts on a GPU: expected SwiGLU without biases in bf16 or fp16 with at most "
             f"{MOST_EXPERTS} experts and {MOST_COPIES} of them for a token; use a CPU",
             key="invariant",
         )

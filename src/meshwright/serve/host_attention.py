@@ -6,13 +6,16 @@ small model these small operations would take longer than the products.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.loss import capped
 from meshwright.kernels.rope import RotaryTables
+from meshwright.kernels.sinks import softmax_with_sinks
 from meshwright.serve.batch_inputs import StepInputs
 
 
@@ -32,10 +35,18 @@ class HostDecodes(NamedTuple):
     mask: Tensor | None
     """`(sequences, 1, 1, tokens)`: which tokens each request reads; None for a single request."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache_layer: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_layer: Tensor,
+        sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:
         """Attention output of q `(sequences, heads, head_dim)`, shaped like q.
 
-        k and v `(sequences, kv_heads, head_dim)` are written into `cache_layer` first.
+        k and v `(sequences, kv_heads, head_dim)` are written into `cache_layer` first. `sinks` and `cap` as in `kernels.attention`.
         """
         sequences, heads, width = q.shape
         if self.rope is not None:
@@ -49,7 +60,13 @@ class HostDecodes(NamedTuple):
         keys, values = stored.reshape(2, sequences, kv_heads, -1, width)[..., self.first : self.length, :]
         # The query heads that share keys and values are rows of one product.
         q = q.reshape(sequences, kv_heads, heads // kv_heads, width)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).view(sequences, heads, width)
+        if sinks is None and cap is None:
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).view(sequences, heads, width)
+        scores = capped(q @ keys.mT / math.sqrt(width), cap)
+        if self.mask is not None:
+            scores = scores.masked_fill(~self.mask, float("-inf"))
+        sinks = None if sinks is None else sinks.view(kv_heads, -1)
+        return (softmax_with_sinks(scores, sinks) @ values).view(sequences, heads, width)
 
     def attend_latents(self, q: Tensor, cache_layer: Tensor, scale: float) -> Tensor:
         """Sums of cached rows `(sequences, heads, width)` of q, shaped alike; the tokens are in the cache already.

@@ -95,7 +95,7 @@ def _stream(model: Decoder, inputs: StepInputs) -> Stream:
         if block.routed:
             x, normed = mixture_input(block, x, delta)
             output = yield from mixture_in_stages(block.moe, normed)
-            delta = block.normed_output(output)
+            delta = block.added_output(output)
         else:
             x, branch = block_forward(block, x, delta)
             assert not isinstance(branch, CopyOutputs), "a block without experts has one output"

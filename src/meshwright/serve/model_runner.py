@@ -21,6 +21,8 @@ from torch import Tensor
 from meshwright.kernels.expert_decode import most_tokens
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
+from meshwright.models.latent_attention import LatentAttention
+from meshwright.models.moe import MixtureOfExperts
 from meshwright.models.prediction import PredictionModule
 from meshwright.policies.drafting import most_drafting
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
@@ -71,7 +73,7 @@ class ModelRunner:
 
     def expand_latents(self) -> None:
         """Let decodes expand keys and values from cached latents. Raises BadInput for a model without latents."""
-        if not self._model.spec.kv_rank:
+        if not any(isinstance(module, LatentAttention) for module in self._model.modules()):
             raise BadInput("absorb: only latent attention has a form that does not absorb", key="absorb")
         self._step.absorbs = False
 
@@ -143,10 +145,10 @@ class ModelRunner:
     @property
     def few_tokens(self) -> tuple[int, ...]:
         """Numbers of tokens for which mixtures have kernels of their own on a GPU: up to each, other than the one before."""
-        spec, weight = self._model.spec, self._model.embed.weight
-        if not weight.is_cuda or not spec.experts:
+        mixtures = [module for module in self._model.modules() if isinstance(module, MixtureOfExperts)]
+        if not self._model.embed.weight.is_cuda or not mixtures:
             return ()
-        most = most_tokens(spec.experts, spec.experts_per_token)
+        most = most_tokens(mixtures[0].count, mixtures[0].per_token)
         return (*(size for size in map((2).__pow__, range(most.bit_length())) if size < most), most)
 
     @torch.inference_mode()

@@ -310,7 +310,9 @@ def load_engine(setup: EngineSetup, weights: Chosen | None = None) -> Engine:
     options, folder = _options(setup), setup.draft_model
     draft = None if folder in (None, MTP) else load_model(Path(folder), *device_and_dtype())
     source = Path(setup.folder) if weights is None else weights.path
-    model = load_model(source, *device_and_dtype(), predictions=options.predictions, contents=weights is None)
+    adapter = None if setup.adapter is None else Path(setup.adapter)
+    placed = device_and_dtype()
+    model = load_model(source, *placed, predictions=options.predictions, contents=weights is None, adapter=adapter)
     check_context(model.spec, options)
     return Engine(model, _tokenizer(setup), options, draft_model=draft)
 

@@ -46,6 +46,8 @@ class EngineSetup:
     tokenizer: str | None
     options: dict[str, Any]
     """Fields of `EngineSettings`, and `absorb`."""
+    adapter: str | None = None
+    """Folder of adapters that are merged into the weights."""
     speculate: int = 0
     draft_model: str | None = None
     """Folder of the draft model, or `spec.serve.MTP`."""

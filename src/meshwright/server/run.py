@@ -78,6 +78,7 @@ def run_server(
         folder=str(served.absolute()),
         tokenizer=None if (file := tokenizer_file(served)) is None else str(file),
         options={**spec.engine, "absorb": absorb},
+        adapter=None if spec.adapter is None else str(Path(spec.adapter).absolute()),
         speculate=spec.speculate,
         draft_model=spec.draft_model,
         cluster=cluster,

@@ -9,11 +9,8 @@ from meshwright.policies.expert_costs import ExpertCosts
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, feed_forward_of
 from meshwright.spec.plan import RECOMPUTES_PRODUCTS, Plan
-
-PRODUCTS = {"swiglu": 3, "geglu": 3}
-"""Matrices of an expert, by the kind of its network; 2 for all others."""
 
 
 def placement_costs(
@@ -33,7 +30,7 @@ def placement_costs(
     rate = number(product_rate(machine, k).flops)
     inside = number(link_rate(machine, k))
     across = number(port_rate(machine, k)) * ranks_per_node
-    weights = PRODUCTS.get(model.mlp, 2) * model.hidden * model.expert_hidden
+    weights = (2 + feed_forward_of(model, model.expert_hidden).gated) * model.hidden * model.expert_hidden
     tokens = plan.batch.micro_batch * train.seq_len // plan.axis_size("tensor")
     for axis in ("context_ring", "context_ulysses"):
         tokens //= plan.axis_size(axis)

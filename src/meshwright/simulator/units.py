@@ -46,7 +46,7 @@ from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, shape_of
 from meshwright.workload.step_shape import step_shape
-from meshwright.workload.unit_parameters import UnitParameters, block_unit, end_units
+from meshwright.workload.unit_parameters import UnitParameters, block_unit, end_units, trained_share
 
 Unit = int | Literal["embed", "head"]
 """The index of a block, or one end of the model."""
@@ -143,7 +143,7 @@ class UnitCosts:
     def replicate(self, unit: Unit) -> float:
         """Seconds to reduce the unit's gradient shards over replicas."""
         width = bytes_of(self.plan.precision.reduce_replicas or self.plan.precision.stored)
-        seconds = self._all_reduce_seconds(self.parameters(unit).shard * width)
+        seconds = self._all_reduce_seconds(self.trained(unit) * width)
         return self._beside_backward(unit, self._replica_group, seconds)
 
     def tied_gradient(self) -> float:
@@ -210,7 +210,7 @@ class UnitCosts:
         count = float(parameters.count)
         if not isinstance(unit, str) and products_accumulate_gradients(self.plan, unit, self.model.layers):
             count = parameters.experts + parameters.dense * number(self.cost_inputs.constants.product_sums)
-        return self._memory_seconds(count * width)
+        return self._memory_seconds(self._trained_share(unit) * count * width)
 
     @property
     def _summed_bytes(self) -> int:
@@ -228,11 +228,18 @@ class UnitCosts:
         copied = self.model.embedding_at_both_ends and self._tied_copies
         return ends.final + ends.table if copied else ends.final
 
+    def trained(self, unit: Unit) -> float:
+        """Parameters of the unit that the first shard rank updates."""
+        return self.parameters(unit).shard * self._trained_share(unit)
+
+    def _trained_share(self, unit: Unit) -> float:
+        return trained_share(self.model, self.model.kind(unit) if isinstance(unit, int) else None)
+
     def optimizer(self, units: Sequence[Unit]) -> float:
         """Seconds of a rank's optimizer step for `units`, including the copies of state in host memory."""
         machine, k = self.cost_inputs.machine, self.cost_inputs.constants
         on_device, on_host = (
-            sum(self.parameters(unit).shard for unit in units if self._strategy(unit).optimizer_offloaded is offloaded)
+            sum(self.trained(unit) for unit in units if self._strategy(unit).optimizer_offloaded is offloaded)
             for offloaded in (False, True)
         )
         blocks = sum(isinstance(unit, int) for unit in units)
@@ -256,7 +263,7 @@ class UnitCosts:
         passes = self.plan.batch.accumulate if self.plan.layered else 1
         copies, launches, forwards, compute = [], [], [], 0.0
         for unit in units:
-            streamed = self.parameters(unit).shard * self._strategy(unit).optimizer_offloaded
+            streamed = self.trained(unit) * self._strategy(unit).optimizer_offloaded
             kept = min(on_device, streamed)
             on_device -= kept
             copies.append((streamed - kept) * seconds_per_parameter)
@@ -290,7 +297,7 @@ class UnitCosts:
         """Exposed seconds of copies of the unit's gradient sums beside one of its backwards of `backward` seconds."""
         if self.plan.accumulation != "host" or not self.plan.sums_shards(self._strategy(unit)):
             return 0.0
-        size = self.parameters(unit).shard * bytes_of(self.plan.precision.stored)
+        size = self.trained(unit) * bytes_of(self.plan.precision.stored)
         copied = size / rate_both_ways(self.cost_inputs.machine)
         return number(exposed_sum_copies(copied, backward, self.plan.batch.accumulate))
 
@@ -425,6 +432,7 @@ class UnitCosts:
         return sum(
             number(product.layers * speed.seconds(product.k, product.m, product.n, product.count))
             for product in layer_products(shape, step_shape(shape, cost_inputs.layout), width)
+            if not np.any(shape.frozen)  # the backward of adapters is not split
         )
 
 

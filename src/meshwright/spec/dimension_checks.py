@@ -7,7 +7,7 @@ from typing import get_args
 
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import describe_type, hints_of, within
-from meshwright.spec.model import MOST_PARAMETERS, ModelSpec, described_bodies, parameter_count, unusable_keys
+from meshwright.spec.model import MOST_PARAMETERS, SCALINGS, ModelSpec, described_bodies, parameter_count, unusable_keys
 
 MOST_EXPERTS = 10**6
 """Routed experts of all layers. Each is a few tensors of a folder, whose names are listed."""
@@ -33,7 +33,8 @@ def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
 
 def _bound_mistakes(spec: ModelSpec) -> Iterator[str]:
     """Yield the numbers outside their bounds, and a number of experts that no machine can list."""
-    for prefix, section in (("", spec), ("rope_scaling.", spec.rope_scaling), ("yarn.", spec.yarn)):
+    sections = {"": spec, **{f"{key}.": getattr(spec, key) for key in (*SCALINGS, "adapter")}}
+    for prefix, section in sections.items():
         for name, annotation in hints_of(type(section)).items() if section is not None else ():
             value, bounds = getattr(section, name), get_args(annotation)[1:]
             if not all(within(bound, value) for bound in bounds):

@@ -19,7 +19,7 @@ _BATCH_OF_RANK = (
 )
 _PRECISION = "weights and optimizer are fp32; plan.compute pins forward and backward, bf16 where GPUs have it"
 _FP8 = "plan.linear=fp8_rowwise or fp8_tensorwise"
-_NO_ADAPTERS = "there are no adapters and no quantised training: all weights are trained"
+_NOT_QUANTISED = "weights are trained in bf16 or fp32: quantised weights are not trained, nor adapters beside them"
 _NO_DOWNLOAD = "nothing is downloaded; download the folder first and name it"
 _MODEL = "model=PRESET for the dimensions; model.init=hf:DIR starts from the weights in a folder"
 _CORPUS = "`meshwright data prepare INPUT --out DIR` makes a corpus, which is data.mix=DIR"
@@ -94,7 +94,7 @@ TRAINING = {
     "dataloader_num_workers": Meaning(None, _WORKERS),
     "push_to_hub": Meaning(None, "nothing is sent; `meshwright checkpoint to-hf` writes a folder to upload"),
     "attn_implementation": Meaning(None, _ATTENTION),
-    "peft_config": Meaning(None, _NO_ADAPTERS),
+    "peft_config": Meaning("model.adapter"),
     # axolotl
     "base_model": Meaning("model", _MODEL),
     "datasets": Meaning("data.mix", _CORPUS),
@@ -118,11 +118,12 @@ TRAINING = {
     "saves_per_epoch": Meaning("checkpoint.every", "steps, or auto"),
     "evals_per_epoch": Meaning("train.validate_every", "steps between validations"),
     "flash_attention": Meaning(None, _ATTENTION),
-    "adapter": Meaning(None, _NO_ADAPTERS),
-    "lora_r": Meaning(None, _NO_ADAPTERS),
-    "lora_alpha": Meaning(None, _NO_ADAPTERS),
-    "load_in_8bit": Meaning(None, _NO_ADAPTERS),
-    "load_in_4bit": Meaning(None, _NO_ADAPTERS),
+    "lora_r": Meaning("model.adapter.rank"),
+    "lora_alpha": Meaning("model.adapter.alpha"),
+    "target_modules": Meaning("model.adapter.targets"),
+    "lora_dropout": Meaning(None, "adapters are trained without dropout"),
+    "load_in_8bit": Meaning(None, _NOT_QUANTISED),
+    "load_in_4bit": Meaning(None, _NOT_QUANTISED),
     "tensor_parallel_size": Meaning("plan.tensor"),
     "context_parallel_size": Meaning("plan.context_ring", "or plan.context_ulysses"),
     "dp_shard_size": Meaning("plan.shard"),
@@ -224,8 +225,8 @@ SERVING = {
     "enforce_eager": Meaning(None, "leave it out: it is a setting of CUDA graphs, which the engine captures by itself"),
     "swap_space": Meaning(None, "a request that does not fit waits or is computed again; none is moved to host memory"),
     "cpu_offload_gb": Meaning("tensor", "weights stay on the devices; tensor divides them over several"),
-    "enable_lora": Meaning(None, _NO_ADAPTERS),
-    "lora_modules": Meaning(None, _NO_ADAPTERS),
+    "enable_lora": Meaning("adapter"),
+    "lora_modules": Meaning("adapter"),
     "download_dir": Meaning(None, _NO_DOWNLOAD),
     "revision": Meaning(None, _NO_DOWNLOAD),
     "ssl_keyfile": Meaning(None, _TLS),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import Linear, Plan
 
 FP8_MULTIPLE = 16
 """Every dimension of an fp8 product is a multiple of this."""
@@ -23,17 +22,6 @@ FP8_WIDTH_KEYS = (
     "value_head_dim",
 )
 """Keys of a model that give the dimensions of its products."""
-
-
-def fp8_conflict(plan: Plan) -> str | None:
-    """The features of the plan that fp8 products cannot be combined with, in words; None without a conflict."""
-    formats = (layer.linear or plan.precision.linear for layer in plan.layers)
-    return fp8_format_conflict(formats, plan.axis_size("tensor"))
-
-
-def fp8_format_conflict(formats: Iterable[Linear], tensor: int) -> str | None:
-    """`fp8_conflict` from the layers' formats and the number of tensor ranks."""
-    return "tensor ranks" if tensor > 1 and any(name != "compute" for name in formats) else None
 
 
 def supports_fp8(model: ModelSpec, seq_len: int, context: int = 1) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 from meshwright.spec.plan import CONTEXT_AXES, AxisName, Plan
 
@@ -22,16 +22,21 @@ slots for the numbers left out.
 """
 
 
-def hybrid_error(sizes: Mapping[str, int], model: Callable[[str], Any]) -> str | None:
+def hybrid_error(sizes: Mapping[str, int], *, windowed: bool, by_length: bool, altered_scores: bool) -> str | None:
     """Return the first unmet requirement of hybrid ranks, in words; None if all are met.
 
-    `sizes` are those of the other axes, `model` returns a field of the model.
+    `sizes` are those of the other axes, `windowed` tells whether layers of the model attend to a window, `by_length` whether their
+    rotation depends on the length of a sequence (LongRoPE), `altered_scores` whether attention has sinks or caps.
     """
     other = next((axis for axis in REFUSED_BESIDE if sizes.get(axis, 1) > 1), None)
     if other is not None:
         return f"no {other} ranks beside it: hybrid ranks take the place of shard and context ranks"
-    if model("sliding_window") is not None:
-        return "model.sliding_window = none beside it: a divided sample attends to all its tokens"
+    if windowed:
+        return "model.sliding_window = none in all layers beside it: a divided sample attends to all its tokens"
+    if by_length:
+        return "model.longrope = none beside it: its divisors follow from the length, and slots have other lengths than samples"
+    if altered_scores:
+        return "model.sinks = false and model.score_cap = none beside it: the parts of a divided sample have neither"
     return None
 
 

@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshwright.spec.layout import WHOLE, Division, Part, even_rows, local_boxes, tensor_split_error, tensor_splits
+from meshwright.spec.layout import (
+    WHOLE,
+    Division,
+    Part,
+    even_rows,
+    local_boxes,
+    norm_split_error,
+    tensor_split_error,
+    tensor_splits,
+)
 from meshwright.spec.model import ModelSpec, ParameterSpec
 
 
@@ -29,7 +38,7 @@ def rank_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part, experts: 
     """
     if parameter.expert and experts.count > 1:
         owned = even_rows(spec.experts, experts.count, experts.index)
-        return (Piece((owned.start, 0, 0), (len(owned), *parameter.shape[1:])),)
+        return (Piece((owned.start, *(0 for _ in parameter.shape[1:])), (len(owned), *parameter.shape[1:])),)
     if parameter.expert:
         return tuple(_expert_pieces(spec, parameter, part))
     if part.index and parameter.name.endswith(".bias") and tensor_splits(spec).get(parameter.module) == "columns":
@@ -54,8 +63,10 @@ def rank_shape(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> tuple[i
 
 def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
     """The dimensions of the blocks of one rank. The number of experts, vocabulary and hidden width are the whole model's."""
+    widths = {name: kind.ffn_hidden and kind.ffn_hidden // ranks for name, kind in spec.blocks.items()}
     return replace(
         spec,
+        blocks={name: replace(kind, ffn_hidden=widths[name]) for name, kind in spec.blocks.items()},
         heads=spec.heads // ranks,
         kv_heads=max(1, spec.kv_heads // ranks),
         ffn_hidden=spec.ffn_hidden // ranks,
@@ -66,7 +77,9 @@ def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
 
 def split_error(spec: ModelSpec, ranks: int) -> str | None:
     """The numbers of tensor ranks that can divide the model for inference, in words, if `ranks` cannot; None if they can."""
-    if error := tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, None):
+    if error := tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, None):
+        return error
+    if error := norm_split_error(ranks, spec.qk_norm_whole):
         return error
     for name in ("expert_hidden", "shared_expert_hidden"):
         if (width := getattr(spec, name)) % ranks:
@@ -82,11 +95,18 @@ def experts_error(spec: ModelSpec, ranks: int) -> str | None:
 
 
 def _expert_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> Iterator[Piece]:
-    """Input weights `(experts, matrices · width, hidden)` are divided in dimension 1, `down` `(experts, hidden, width)` in 2."""
-    width, (experts, first, second) = spec.expert_hidden, parameter.shape
+    """Input weights `(experts, matrices · width, hidden)` are divided in dimension 1, `down` `(experts, hidden, width)` in 2.
+
+    Biases `(experts, …)` follow their layer; those of `down` are added after a sum over the ranks, so the first one has them.
+    """
+    width, (experts, first, *second) = spec.expert_hidden, parameter.shape
     columns = even_rows(width, part.count, part.index)
     if parameter.name.endswith(".down"):
         yield Piece((0, 0, columns.start), (experts, first, len(columns)))
         return
+    if parameter.name.endswith(".down_bias"):
+        if part.index == 0:
+            yield Piece((0, 0), parameter.shape)
+        return
     for matrix in range(first // width):
-        yield Piece((0, matrix * width + columns.start, 0), (experts, len(columns), second))
+        yield Piece((0, matrix * width + columns.start, *(0 for _ in second)), (experts, len(columns), *second))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -410,25 +410,39 @@ def even_rows(row_count: int, parts: int, index: int) -> range:
 def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str | None:
     """The tensor ranks that can divide the model, in words, if `ranks` cannot; None if they can.
     `seq_len` is checked if it is given."""
-    error = tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, seq_len)
+    error = tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, seq_len)
+    error = error or norm_split_error(ranks, spec.qk_norm_whole)
+    error = error or adapter_split_error(ranks, spec.adapter.kind if spec.adapter else "")
     return error or expert_split_error(ranks, spec.experts, spec.shared_expert_hidden)
 
 
 def tensor_split_error(
-    ranks: int, heads: int, kv_heads: int, ffn_hidden: int, vocab_size: int, seq_len: int | None
+    ranks: int, heads: int, kv_heads: int, widths: Mapping[str, int], vocab_size: int, seq_len: int | None
 ) -> str | None:
-    """`check_tensor` from single dimensions of a model; a vocabulary of 0 is not checked."""
+    """`check_tensor` from single dimensions of a model, `widths` as `ModelSpec.dense_widths`; a vocabulary of 0 is not checked."""
     if heads % ranks:
         return f"a divisor of model.heads = {heads}, as every rank has whole heads"
     if kv_heads % ranks and ranks % kv_heads:
         return f"a divisor or a multiple of model.kv_heads = {kv_heads}"
-    if ffn_hidden % ranks:
-        return f"a divisor of model.ffn_hidden = {ffn_hidden}"
+    for key, width in widths.items():
+        if width % ranks:
+            return f"a divisor of model.{key} = {width}"
     if 0 < vocab_size < ranks:
         return f"at most model.vocab_size = {vocab_size}"
     if seq_len is not None and seq_len % ranks:
         return f"a divisor of train.seq_len = {seq_len}, as between products each rank has a part of the sequence"
     return None
+
+
+def norm_split_error(ranks: int, qk_norm_whole: bool) -> str | None:
+    """`check_tensor` of norms of queries and keys: one over all heads would need sums over the ranks."""
+    return "1, as model.qk_norm_whole norms all heads together" if qk_norm_whole and ranks > 1 else None
+
+
+def adapter_split_error(ranks: int, kind: str) -> str | None:
+    """`check_tensor` of adapters of a kind."""
+    row_lengths = "the row lengths of model.adapter.kind = dora are sums over the inputs of all tensor ranks"
+    return f"1, as {row_lengths}" if kind == "dora" and ranks > 1 else None
 
 
 def expert_split_error(ranks: int, experts: int, shared_hidden: int) -> str | None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import cycle, groupby, islice
 from typing import Annotated, Any, Literal
 
 from meshwright.spec.block_pattern import expanded, pattern_mistakes
+from meshwright.spec.blocks.adapter import AdapterSpec, target_names
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.block import BlockSpec, SublayerSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
@@ -21,21 +22,33 @@ from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
 from meshwright.spec.blocks.mixture import MixtureSpec, RouterSpec
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import Body
-from meshwright.spec.blocks.positions import RopeScaling, RotarySpec, YarnScaling
-from meshwright.spec.blocks.table import ParameterSpec, TensorSplit, Value
+from meshwright.spec.blocks.positions import LongRopeScaling, Pairs, RopeScaling, RotarySpec, YarnScaling
+from meshwright.spec.blocks.table import ParameterSpec, TensorSplit, Value, as_frozen
+from meshwright.spec.errors import nearest
 from meshwright.spec.fields import Bound, Name, NotNegative, Positive
 
 LATENT_NORM_EPS = 1e-6
 """DeepSeek's norms of latents do not use the model's epsilon."""
 BESIDE_LATENTS: dict[str, Any] = {
     "positions": "rope",
+    "rope_width": 0,
+    "rope_pairs": "halves",
+    "longrope": None,
+    "query_growth": 0.0,
     "qk_norm": False,
     "bias": False,
     "qkv_bias": False,
+    "out_bias": False,
     "parallel_block": False,
     "score_scale": None,
+    "score_cap": None,
+    "sinks": False,
 }
 """Values of keys that latent attention needs, beside as many key/value heads as heads."""
+SCALINGS = ("rope_scaling", "yarn", "longrope")
+"""Keys of scalings of the rotary frequencies, of which a model, or a kind of layer, has one at most."""
+EXPERT_RANKS = 8
+"""Adapters of experts have a multiple of this rank: grouped matrix products read rows of 16 bytes."""
 MOST_PARAMETERS = 10**15
 """Weights of a model: more exceed the arithmetic of the cost model."""
 
@@ -89,31 +102,55 @@ class ModelSpec:
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies: Llama 3.1's, or linear."""
     yarn: YarnScaling | None = None
-    """YaRN scaling of the rotary frequencies (DeepSeek)."""
+    """YaRN scaling of the rotary frequencies (DeepSeek, OLMo 3, Ministral 3)."""
+    longrope: LongRopeScaling | None = None
+    """LongRoPE scaling of the rotary frequencies (Phi-3, Phi-4-mini)."""
+    rope_width: NotNegative = 0
+    """Rotated elements at the start of each query and key head; 0 rotates whole heads."""
+    rope_pairs: Pairs = "halves"
+    """Elements that are rotated together: i and i + width / 2, or the neighbours 2i and 2i + 1 (GLM-4, Ernie 4.5)."""
+    query_growth: Annotated[float, Bound(at_least=0)] = 0.0
+    """Growth of queries with their position p: factor 1 + this · log(1 + ⌊p / yarn.original_max_seq_len⌋) (Ministral 3)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation before attention, before the feed-forward network and before the head."""
     norm_eps: Annotated[float, Bound(more_than=0)] = 1e-5
     """Added to the variance before the square root."""
     norm_plus_one: bool = False
     """RMS norms multiply by 1 + weight, and weights start from zero (Gemma)."""
+    input_norms: bool = True
+    """Norms of the inputs of attention and feed-forward network; false needs `output_norms` (OLMo 2)."""
     output_norms: bool = False
     """Norms of the outputs of attention and feed-forward network too, before they are added (Gemma)."""
-    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
-    """Gated SiLU, gated GELU, or GELU without a gate; GELU is its tanh approximation."""
+    residual_factor: Annotated[float, Bound(more_than=0)] = 1.0
+    """Factor of the outputs of attention and feed-forward network, before they are added (Granite)."""
+    mlp: Literal["swiglu", "geglu", "clamped_swiglu", "gelu"] = "swiglu"
+    """Gated SiLU, gated GELU, gpt-oss's clamped gated SiLU, or GELU without a gate; GELU is its tanh approximation."""
     bias: bool = False
     """Biases in every projection (not in the head)."""
     qkv_bias: bool = False
     """Biases of queries, keys and values; `bias` has them too (Qwen2)."""
+    out_bias: bool = False
+    """A bias of attention's output projection; `bias` has it too (gpt-oss)."""
     qk_norm: bool = False
     """RMSNorm of each query and key head before RoPE (Qwen3)."""
+    qk_norm_whole: bool = False
+    """`qk_norm` is over all heads of a token together (OLMo 2)."""
     embedding_scale: Annotated[float, Bound(more_than=0)] = 1.0
     """Factor of token embeddings, rounded to their dtype (Gemma: √hidden)."""
+    logit_factor: Annotated[float, Bound(more_than=0)] = 1.0
+    """Factor of the head's input, and so of the logits (Granite)."""
     tied: bool = False
     """The head is the transposed token embedding."""
     parallel_block: bool = False
     """Attention and feed-forward network read one norm and are added together (MegaScale §3.1)."""
     score_scale: Annotated[float, Bound(more_than=0)] | None = None
     """Factor of attention scores before the softmax; none is 1 / √head_dim."""
+    score_cap: Annotated[float, Bound(more_than=0)] | None = None
+    """Attention scores s become cap · tanh(s / cap) before the softmax; none does not cap them (Gemma 2)."""
+    logit_cap: Annotated[float, Bound(more_than=0)] | None = None
+    """Logits z become cap · tanh(z / cap); none does not cap them (Gemma 2)."""
+    sinks: bool = False
+    """Each head has a trained score that takes part in every softmax and has no value (gpt-oss)."""
     sliding_window: Positive | None = None
     """Each token attends to this many tokens, itself included; none is full causal attention."""
     experts: NotNegative = 0
@@ -124,6 +161,10 @@ class ModelSpec:
     """Width inside one routed expert."""
     shared_expert_hidden: NotNegative = 0
     """Width inside the shared expert, which every token passes; 0 is none."""
+    shared_expert_gate: bool = False
+    """The shared expert's output is multiplied by a sigmoid of the token (Qwen2-MoE)."""
+    expert_bias: bool = False
+    """Biases of the router and of the experts' linear layers (gpt-oss)."""
     normalised_routing: bool = True
     """Weight a token's experts by their scores divided by the sum of those picked; false: by the scores."""
     first_dense_layers: NotNegative = 0
@@ -156,6 +197,8 @@ class ModelSpec:
     """Kinds of the first layers, before `pattern`."""
     sequence: tuple[str, ...] = ()
     """Kinds of all layers, in place of `pattern`."""
+    adapter: AdapterSpec | None = None
+    """Low-rank adapters of linear layers. A run with them trains only them; all other weights stay as they are."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -211,6 +254,17 @@ class ModelSpec:
         return NormSpec(kind=self.norm, eps=self.norm_eps, plus_one=self.norm_plus_one)
 
     @property
+    def windowed(self) -> bool:
+        """Whether some layers attend to a window."""
+        return any(block.mixer.window is not None for block in self.block_kinds)
+
+    @cached_property
+    def dense_widths(self) -> dict[str, int]:
+        """Widths inside the feed-forward networks of dense layers by their keys, those of kinds among them."""
+        kinds = {f"blocks.{name}.ffn_hidden": kind.ffn_hidden for name, kind in self.blocks.items()}
+        return {"ffn_hidden": self.ffn_hidden, **{key: width for key, width in kinds.items() if width}}
+
+    @property
     def value_width(self) -> int:
         """Width of the values, and of attention's output, over all query heads."""
         return self.heads * (self.value_head_dim if self.kv_rank else self.head_dim)
@@ -218,7 +272,7 @@ class ModelSpec:
     @property
     def rotary_dim(self) -> int:
         """Width of the rotated part of a head."""
-        return self.rope_head_dim if self.kv_rank else self.head_dim
+        return self.rope_head_dim if self.kv_rank else self.rope_width or self.head_dim
 
 
 @dataclass(frozen=True)
@@ -269,25 +323,27 @@ def block_of(spec: ModelSpec, name: str = "", routed: bool = True) -> BlockSpec:
     mixer = latent_attention_of(spec) if spec.kv_rank else attention_of(spec)
     has_experts = routed and spec.experts > 0 and kind.routed is not False
     feed_forward = mixture_of(spec) if has_experts else feed_forward_of(spec, spec.ffn_hidden)
-    norm_out = norm if spec.output_norms else None
+    norm_in, norm_out = norm if spec.input_norms else None, norm if spec.output_norms else None
     bodies = ((mixer, feed_forward),) if spec.parallel_block else ((mixer,), (feed_forward,))
     return BlockSpec(
         hidden=spec.hidden,
-        sublayers=tuple(SublayerSpec(norm=norm, bodies=added, norm_out=norm_out) for added in bodies),
+        sublayers=tuple(
+            SublayerSpec(norm=norm_in, bodies=added, norm_out=norm_out, factor=spec.residual_factor) for added in bodies
+        ),
         std=spec.init_std,
         residual_std=spec.init_std / math.sqrt(2 * spec.layers),
+        adapter=spec.adapter,
     )
 
 
 def _with_keys(spec: ModelSpec, kind: KindSpec) -> ModelSpec:
     """The model with the keys that a kind sets."""
     keys = {key.name: getattr(kind, key.name) for key in fields(kind) if key.name != "routed"}
-    given = {name: value for name, value in keys.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in keys.items() if value is not None}
     if "sliding_window" in given:
         given["sliding_window"] = given["sliding_window"] or None
-    for scaling, other in (("rope_scaling", "yarn"), ("yarn", "rope_scaling")):
-        if scaling in given:
-            given.setdefault(other, None)  # a kind's scaling replaces the model's, of either form
+    if any(scaling in given for scaling in SCALINGS):
+        given = {**dict.fromkeys(SCALINGS), **given}  # a kind's scaling replaces the model's, of any form
     return replace(spec, **given) if given else spec
 
 
@@ -304,8 +360,20 @@ def layer_mistakes(spec: ModelSpec) -> Iterator[tuple[str, str, str]]:
         yield "pattern", "dense layers behind experts", "dense layers before those with experts"
     if spec.norm_plus_one and spec.norm != "rmsnorm":
         yield "norm_plus_one", "true", f"false with norm: {spec.norm}"
-    if spec.output_norms and spec.parallel_block:
-        yield "output_norms", "true", "false with parallel_block"
+    for key, usual in (("output_norms", False), ("input_norms", True), ("residual_factor", 1.0)):
+        if spec.parallel_block and getattr(spec, key) != usual:
+            yield key, str(getattr(spec, key)).lower(), f"{str(usual).lower()} with parallel_block"
+    if not spec.input_norms and not spec.output_norms:
+        yield "input_norms", "false", "true without output_norms"
+    if spec.qk_norm_whole and not spec.qk_norm:
+        yield "qk_norm_whole", "true", "false without qk_norm"
+    if len(scalings := [key for key in SCALINGS if getattr(spec, key) is not None]) > 1:
+        yield scalings[1], "a section", f"none beside {scalings[0]}: a model has one scaling"
+    if spec.mlp == "clamped_swiglu" and (not all(routed) or spec.shared_expert_hidden):
+        yield "mlp", "clamped_swiglu", "swiglu, unless every layer has experts, and none a shared one"
+    for key, needed in (("expert_bias", "experts"), ("shared_expert_gate", "shared_expert_hidden")):
+        if getattr(spec, key) and not getattr(spec, needed):
+            yield key, "true", f"false, as model.{needed} is 0"
     for name, kind in spec.blocks.items():
         if kind.routed and not spec.experts:
             yield f"blocks.{name}.routed", "true", "false or none, as model.experts is 0"
@@ -322,6 +390,7 @@ def unusable_keys(spec: ModelSpec) -> Iterator[str]:
         yield f"{key} is {found}: expected {expected}" + (f"; nearest: {near}" if near else "")
     for key, found, expected in layer_mistakes(spec):
         yield f"{key} is {found}: expected {expected}"
+    yield from _adapter_mistakes(spec)
     if not spec.experts:
         yield from mixture_of(spec).router.mistakes(spec.experts, spec.experts_per_token)
     if not spec.kv_rank:
@@ -334,9 +403,38 @@ def unusable_keys(spec: ModelSpec) -> Iterator[str]:
             yield f"{name} is {getattr(spec, name)}: expected {value} with kv_rank (latent attention)"
 
 
+def _adapter_mistakes(spec: ModelSpec) -> Iterator[str]:
+    """What is wrong with the targets of adapters."""
+    if spec.adapter is None:
+        return
+    known = adapter_targets(spec)
+    for target in spec.adapter.targets:
+        if target not in known:
+            near = nearest(target, known)
+            yield f"adapter.targets has {target}: expected {', '.join(known)}" + (f"; nearest: {near}" if near else "")
+    if both := [name for name in spec.adapter.targets if name.rpartition(".")[0] in spec.adapter.targets]:
+        yield f"adapter.targets has {both[0]} and the whole layer {both[0].rpartition('.')[0]}: expected one of them"
+    if spec.adapter.experts:
+        if not spec.experts:
+            yield "adapter.experts is true: expected false, as model.experts is 0"
+        if spec.adapter.kind == "dora":
+            yield "adapter.kind is dora: expected lora or rslora with adapter.experts"
+        if spec.adapter.rank % EXPERT_RANKS:
+            near = spec.adapter.rank + -spec.adapter.rank % EXPERT_RANKS
+            yield f"adapter.rank is {spec.adapter.rank}: expected a multiple of {EXPERT_RANKS} with adapter.experts; nearest: {near}"
+    if spec.prediction_depth:
+        yield f"prediction_depth is {spec.prediction_depth}: expected 0 with adapters"
+
+
 def attention_of(spec: ModelSpec) -> AttentionSpec:
     """Attention with keys and values by head, as the flat keys describe it."""
-    rotary = RotarySpec(width=spec.head_dim, base=spec.rope_theta, scaling=spec.yarn or spec.rope_scaling)
+    rotary = RotarySpec(
+        width=spec.rotary_dim,
+        base=spec.rope_theta,
+        scaling=spec.yarn or spec.rope_scaling or spec.longrope,
+        pairs=spec.rope_pairs,
+        query_growth=spec.query_growth,
+    )
     return AttentionSpec(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
@@ -344,9 +442,12 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
         rotary=rotary if spec.positions == "rope" else None,
         window=spec.sliding_window,
         qk_norm=NormSpec(eps=spec.norm_eps, plus_one=spec.norm_plus_one) if spec.qk_norm else None,
+        whole_norm=spec.qk_norm_whole,
         score_scale=spec.score_scale,
+        score_cap=spec.score_cap,
+        sinks=spec.sinks,
         qkv_bias=spec.bias or spec.qkv_bias,
-        out_bias=spec.bias,
+        out_bias=spec.bias or spec.out_bias,
     )
 
 
@@ -355,7 +456,12 @@ def latent_attention_of(spec: ModelSpec) -> LatentAttentionSpec:
     return LatentAttentionSpec(
         heads=spec.heads,
         head_dim=spec.head_dim,
-        rotary=RotarySpec(width=spec.rope_head_dim, base=spec.rope_theta, scaling=spec.yarn or spec.rope_scaling),
+        rotary=RotarySpec(
+            width=spec.rope_head_dim,
+            base=spec.rope_theta,
+            scaling=spec.yarn or spec.rope_scaling,
+            pairs="neighbours",
+        ),
         value_head_dim=spec.value_head_dim,
         kv_rank=spec.kv_rank,
         latent_norm=NormSpec(eps=LATENT_NORM_EPS),
@@ -377,13 +483,15 @@ def mixture_of(spec: ModelSpec) -> MixtureSpec:
         groups=spec.expert_groups,
         groups_per_token=spec.groups_per_token,
         scale=spec.routing_scale,
+        bias=spec.expert_bias,
     )
     return MixtureSpec(
         experts=spec.experts,
         per_token=spec.experts_per_token,
-        expert=feed_forward_of(spec, spec.expert_hidden, bias=False),
+        expert=feed_forward_of(spec, spec.expert_hidden, bias=spec.expert_bias),
         router=router,
         shared=feed_forward_of(spec, spec.shared_expert_hidden) if spec.shared_expert_hidden else None,
+        shared_gate=spec.shared_expert_gate,
     )
 
 
@@ -400,6 +508,8 @@ def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
         weights.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std, "rows"))
     for depth in range(spec.prediction_depth):
         weights.extend(prediction_parameters(spec, depth))
+    if spec.adapter is not None:
+        weights = [weight if weight.adapter else as_frozen(weight) for weight in weights]
     return tuple(weights)
 
 
@@ -445,6 +555,22 @@ def active_parameter_count(spec: ModelSpec) -> int:
     return sum(_active(spec, parameter) for parameter in parameters(spec))
 
 
+def trained_parameter_count(spec: ModelSpec) -> int:
+    """Weights that a run trains: all, or those of its adapters."""
+    return sum(parameter.count for parameter in parameters(spec) if not parameter.frozen)
+
+
+def without_adapter(spec: ModelSpec) -> ModelSpec:
+    """The model without its adapters: the same base."""
+    return spec if spec.adapter is None else replace(spec, adapter=None)
+
+
+def adapter_targets(spec: ModelSpec) -> tuple[str, ...]:
+    """Our names of the linear layers that can have an adapter, and of their fused parts."""
+    tables = (block.table() for block in without_adapter(spec).block_kinds)
+    return tuple(dict.fromkeys(name for table in tables for name in target_names(table.operations)))
+
+
 def prediction_parameter_count(spec: ModelSpec) -> int:
     """Weights of the prediction modules, without the embedding and the head that they share with the model."""
     return sum(parameter.count for parameter in parameters(spec) if parameter.predicts)
@@ -456,21 +582,26 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
 
     6 per weight of every matrix product (the head counts also when tied, embedding look-ups do not; of routed experts
     those used for a token) plus attention scores and values: 6·layers·(heads·head_dim + value width)·length. `causal=False` counts the
-    full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. Norms, RoPE and
+    full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. A frozen weight counts 4: its gradient is not
+    computed. Norms, RoPE and
     activations are not counted. A prediction module counts as a layer, its projection and another use of the head.
     """
-    span_of = partial(mean_span, seq_len=seq_len, causal=causal)
     predicting = (BlockRun(spec.block(spec.layers), spec.layers, spec.prediction_depth),)
     runs = (*sequence(spec), *(predicting if spec.prediction_depth else ()))
-    matmul = sum(run.count * run.block.table().multiplications for run in runs)
-    matmul += spec.prediction_depth * 2 * spec.hidden * spec.hidden
+    blocks = sum(run.count * block_flops_per_token(run.block, seq_len, causal=causal) for run in runs)
+    matmul = spec.prediction_depth * 2 * spec.hidden * spec.hidden
     matmul += (1 + spec.prediction_depth) * spec.vocab_size * spec.hidden
+    return blocks + (6.0 if spec.adapter is None else 4.0) * matmul
+
+
+def block_flops_per_token(block: BlockSpec, seq_len: int, *, causal: bool) -> float:
+    """`flops_per_token` of one block."""
+    table = block.table()
     attention = sum(
-        run.count * op.heads * (op.key_dim + op.value_dim) * span_of(op.window)
-        for run in runs
-        for op in run.block.table().attends
+        op.heads * (op.key_dim + op.value_dim) * mean_span(op.window, seq_len, causal) for op in table.attends
     )
-    return 6.0 * matmul + 6.0 * attention
+    weights = (4.0 if table.frozen else 6.0) * table.multiplications
+    return weights + 6.0 * (table.adapter_multiplications + attention)
 
 
 def _active(spec: ModelSpec, parameter: ParameterSpec) -> int:

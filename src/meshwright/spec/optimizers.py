@@ -103,9 +103,12 @@ def weight_decay_of(parameter: ParameterSpec, decay: float, groups: Sequence[Dec
 
 
 def uses_muon(parameter: ParameterSpec) -> bool:
-    """Whether Muon orthogonalises the updates of a parameter: a weight matrix of a block, experts included, but no router."""
+    """Whether Muon orthogonalises the updates of a parameter: a weight matrix of a block, experts included, but no router.
+
+    Nor a shared expert's gate, which is one row, or the biases of stacked experts.
+    """
     matrix = len(parameter.shape) >= 2 and parameter.inside
-    return matrix and not parameter.name.endswith("router.weight")
+    return matrix and not parameter.name.endswith(("router.weight", "shared_gate.weight", "_bias"))
 
 
 def newton_schulz_flops(shape: Sequence[int], iterations: int) -> float:

@@ -27,6 +27,8 @@ REFUSED_SCHEDULES: dict[ScheduleName, str] = {
     "dualpipe_v": "a schedule other than dualpipe_v, whose forward and backward pairs run one after the other and do not overlap; use zbv"
 }
 """Schedules that no run or plan file may ask for and no search tries, each with what is expected instead."""
+SPLITS_BACKWARD: frozenset[ScheduleName] = frozenset({"zb_h1", "zbv", "dualpipe_v"})
+"""Schedules that compute gradients of inputs first, and of weights later."""
 Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Moments = Literal["fp32", "bf16", "int8"]
@@ -82,10 +84,7 @@ class SchedulePlan:
     """The order in which a rank runs its stages and micro-batches."""
 
     name: ScheduleName = "1f1b"
-    """The schedule (docs/design/schedules.md).
-    On one pipeline rank, 1f1b runs one micro-batch after another, breadth_first runs all of them through a layer before
-    the next layer (layered accumulation), paired runs two of them through a layer together, so that one's exchange of
-    tokens with expert ranks overlaps the other's compute, and the others have no advantage over 1f1b."""
+    """The schedule."""
     stages: tuple[tuple[str, ...], ...] = ()
     """By pipeline rank, the layer ranges of its virtual stages in the order of visits; left out, stages are even."""
 
@@ -108,7 +107,7 @@ class LayerStrategy:
     """Tensors offloaded to host memory.
     activations: from a block's forward until its backward. optimizer: the optimizer and its state. both: all of these."""
     linear: Linear | None = None
-    """Number format of these layers' matrix products; `compute` keeps them out of fp8, none takes `precision.linear`."""
+    """Number format of these layers' matrix products; `compute` keeps them out of fp8, none takes the plan's."""
 
     @property
     def activations_offloaded(self) -> bool:
@@ -128,8 +127,7 @@ class Precision:
     compute: Compute = "bf16"
     """Weights and activations of forward and backward; fp16, without loss scaling, can be planned but not trained."""
     linear: Linear = "compute"
-    """Matrix products of the blocks' linear layers: the format of `compute`, or fp8 with one scale per tensor or row.
-    See docs/design/fp8.md. Embedding, norms, attention and head are never in fp8."""
+    """Matrix products of the blocks' linear layers: the format of `compute`, or fp8."""
     gather: Literal["compute", "fp8"] = "compute"
     """Weights during their all-gather: the format of `compute`, or fp8 for weights that are multiplied in fp8_tensorwise."""
     reduce: Literal["bf16", "fp32", "fp64"] = "fp32"
@@ -137,8 +135,7 @@ class Precision:
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
     """Gradients during their sum over replicas, which crosses nodes; none uses the stored format."""
     moments: Moments = "fp32"
-    """AdamW's moments in host memory (`offload: optimizer`). fp32 is exact.
-    bf16 and int8 (blocks of 256 with a common exponent, 3 bits of mantissa) round stochastically after each update."""
+    """AdamW's moments in host memory (`offload: optimizer`)."""
 
     @property
     def products(self) -> Literal["bf16", "fp16", "fp32", "fp64", "fp8"]:
@@ -168,26 +165,19 @@ class ExpertPlan:
     expert_shard: Positive = 1
     """Ranks that each expert's parameters are split over; `expert` × `expert_shard` = shard × context."""
     policy: ExpertPolicy = "none"
-    """Experts of other ranks that are present on a rank in a step (docs/design/expert.md). none: no others; tokens
-    are sent to the owners. hecate, fastermoe, flexmoe: copies of loaded experts, decided from recent loads. fixed: the
-    same copies in every step."""
+    """Experts of other ranks that are present on a rank in a step."""
     slots: NotNegative = 0
     """Experts of other ranks that are present on a rank, per layer, at most; 0 with policy none."""
     keep: bool = False
-    """Keep the experts of a layer gathered for the step; false frees them after each use and gathers them again for the
-    backward. Only with copies."""
+    """Keep the experts of a layer gathered for the step. Only with copies."""
     window: Positive = 5
     """Steps whose loads a decision is made from."""
     owners: ExpertOwners = "even"
-    """Assignment of experts to owner ranks, which hold their master weights and optimizer state.
-    even: consecutive experts. heterogeneous: those that balance recent loads, the same number on each rank and layer;
-    experts move between ranks where that pays (docs/design/expert.md)."""
+    """Assignment of experts to owner ranks, which hold their master weights and optimizer state."""
     owners_every: Positive = 100
     """Steps after which heterogeneous owners may move."""
     exchange: ExpertExchange = "all_to_all"
-    """Transport of tokens between expert ranks.
-    all_to_all: messages of NCCL or Gloo, after the host has read the counts. peer: kernels that write into the other
-    ranks' memory, without the host; for GPUs inside a node. peer_fp8: the same, rounded to e4m3 on the way out."""
+    """Transport of tokens between expert ranks."""
     receive_bound: ReceiveBound | None = None
     """Rows that a rank has room to receive with `exchange: peer`, as a multiple of those that it sends.
     More are an error; none: room for all rows of all ranks."""
@@ -274,7 +264,9 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole answer: mesh, batch, layer strategies and precision, with the prediction and its reasons."""
+    """The whole answer: mesh, batch, layer strategies and precision, with the prediction and its reasons.
+
+    `plan_keys.PlanKeys` has the same values as keys of a file, and says what each word means."""
 
     mesh: tuple[MeshAxis, ...]
     """Axes, outermost first; the product of their sizes is the number of ranks."""
@@ -291,22 +283,15 @@ class Plan:
     precision: Precision = Precision()
     """Number formats."""
     gather_engine: Engine = "kernel"
-    """Engine of the all-gathers of weights over shard and context ranks.
-    kernel: the communication library, on some of a device's multiprocessors. copy: the devices' copy engines, which
-    leaves all multiprocessors to compute; for shard and context ranks inside a node."""
+    """Engine of the all-gathers of weights over shard and context ranks."""
     tensor_engine: Engine = "kernel"
-    """Engine that moves tokens along the tensor axis.
-    kernel: the communication library, before and after each product. copy: the devices' copy engines, overlapped with
-    the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
+    """Engine that moves tokens along the tensor axis."""
     offload_fraction: OffloadShare = 1.0
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device in the same format."""
     offload_staging: Gigabytes = 0.0
     """Gigabytes of device memory into which optimizer state is fetched ahead of its update; 0 is the least, six chunks."""
     accumulation: Accumulation = "device"
-    """Sums of a rank's gradient shards between micro-batches, of layers with gradients `shard`.
-    device: on the device, in the stored format. bf16: on the device, rounded to bf16 after each micro-batch. host: in host
-    memory in the stored format, on the device from a unit's backward until its reduction and after the last one; the same
-    bits as device."""
+    """Sums of a rank's gradient shards between micro-batches, of layers with gradients `shard`."""
     mlp_tile: NotNegative = 0
     """Tokens of a tile of the feed-forward networks of layers with recompute all_but_attention or full; 0: all tokens.
     A tile's activations are computed again in the backward and freed before the next tile's."""
@@ -388,94 +373,6 @@ class Plan:
     def linear(self, layer: int, layers: int) -> Linear:
         """Number format of the matrix products of block `layer` in a model of `layers` blocks."""
         return self.strategy(layer, layers).linear or self.precision.linear
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanPins:
-    """Plan fields that the user fixes; the planner chooses the others."""
-
-    replicate: Positive | None = None
-    """Whole copies of the model."""
-    shard: Positive | None = None
-    """Ranks each copy is sharded over."""
-    hybrid: Positive | None = None
-    """Ranks that samples are spread over, a long one over as many as it needs; in place of shard and context ranks."""
-    capacity: Positive | None = None
-    """With `hybrid`, tokens of a rank's micro-batch; left out, as few as let all ranks hold the longest sample."""
-    offload_capacity: Positive | None = None
-    """With `capacity`, tokens of a slot for long samples whose activations are partly offloaded; left out, none."""
-    hybrid_attention: Literal["ring", "ulysses"] | None = None
-    """With `hybrid`, attention of divided samples: ring, or `ulysses` where ranks divide the kv heads; left out, the faster."""
-    pipeline: Positive | None = None
-    """Pipeline ranks the layers are split over."""
-    context_ring: Positive | None = None
-    """Ranks a sequence is split over; keys and values are passed round the ring."""
-    context_ulysses: Positive | None = None
-    """Ranks a sequence is split over; an all-to-all exchanges sequence for heads in attention."""
-    tensor: Positive | None = None
-    """Ranks every matrix is split over."""
-    expert: Positive | None = None
-    """Ranks that a layer's experts are spread over."""
-    expert_policy: ExpertPolicy | None = None
-    """Experts of other ranks that are present on a rank."""
-    expert_slots: NotNegative | None = None
-    """Experts of other ranks that are present on a rank, per layer, at most."""
-    expert_keep: bool | None = None
-    """Keep present experts gathered for the step."""
-    expert_window: Positive | None = None
-    """Steps whose loads decide which experts are present."""
-    expert_owners: ExpertOwners | None = None
-    """Assignment of experts to owner ranks."""
-    expert_owners_every: Positive | None = None
-    """Steps after which heterogeneous owners may move."""
-    expert_exchange: ExpertExchange | None = None
-    """Transport of tokens between expert ranks."""
-    expert_receive_bound: ReceiveBound | None = None
-    """Rows that a rank has room to receive, as a multiple of those that it sends; left out, all rows of all ranks."""
-    schedule: ScheduleName | None = None
-    """Order of stages and micro-batches."""
-    stages: tuple[tuple[str, ...], ...] | None = None
-    """By pipeline rank, the layer ranges of its virtual stages."""
-    micro_batch: Positive | None = None
-    """Sequences one rank runs at a time."""
-    reshard: bool | None = None
-    """Free gathered parameters after each use."""
-    gradients: Gradients | None = None
-    """How gradients are kept between micro-batches, for all layers."""
-    recompute: Recompute | None = None
-    """Activations computed again in backward, for all layers."""
-    offload: Offload | None = None
-    """Tensors offloaded to host memory, for all layers."""
-    layers: tuple[LayerStrategy, ...] | None = None
-    """Strategies by layer range, in place of `reshard`, `gradients`, `recompute` and `offload`."""
-    compute: Compute | None = None
-    """Number format of forward and backward; left out, bf16 where GPUs have it, else fp32. fp16 can only be planned."""
-    linear: Linear | None = None
-    """Number format of the linear layers' matrix products."""
-    gather: Literal["compute", "fp8"] | None = None
-    """Number format of weights while they are gathered; left out, fp8 where `linear` here is fp8_tensorwise."""
-    reduce: Literal["bf16", "fp32", "fp64"] | None = None
-    """Number format of the gradient sum."""
-    reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
-    """Number format of the gradient sum over replicas."""
-    moments: Moments | None = None
-    """Number format of AdamW's moments in host memory; left out, fp32."""
-    offload_fraction: OffloadShare | None = None
-    """Share of the offloaded optimizer state in host memory, the rest on the device; left out, the least that fits."""
-    offload_staging: Gigabytes | None = None
-    """Gigabytes of device memory for optimizer state that is fetched ahead of its update; left out, what helps and fits."""
-    accumulation: Accumulation | None = None
-    """Sums of gradient shards between micro-batches: on the device, there in bf16, or in host memory.
-    Left out, on the device, or in host memory where that is faster or nothing fits otherwise."""
-    gather_engine: Engine | None = None
-    """Engine of the all-gathers of weights over shard and context ranks."""
-    tensor_engine: Engine | None = None
-    """Engine that moves tokens along the tensor axis."""
-    mlp_tile: NotNegative | None = None
-    """Tokens of a tile of the feed-forward networks, with recompute all_but_attention or full; 0: no tiles.
-    Left out, tiles are used where nothing fits without."""
-    compile: bool | None = None
-    """`torch.compile` for each block."""
 
 
 @lru_cache(maxsize=256)  # the planner calls it layer by layer

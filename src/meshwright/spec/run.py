@@ -11,7 +11,8 @@ from meshwright.spec.errors import Damaged
 from meshwright.spec.fields import Bound, from_plain, from_sealed_json
 from meshwright.spec.job import CheckpointSpec, DataSpec, ObserveSpec, SupervisionSpec, TrainSpec
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import Plan, PlanPins
+from meshwright.spec.plan import Plan
+from meshwright.spec.plan_keys import PlanKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class RunSpec:
     """Batch, optimizer and training schedule."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     """The devices; `auto`, also when it is left out, uses the devices of this machine."""
-    plan: PlanPins | str = "auto"
+    plan: PlanKeys | str = "auto"
     """The parallel layout: `auto`, a plan file, or pins."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     """Times of checkpoints, and the number that is kept."""

@@ -64,6 +64,8 @@ class HttpSettings:
 class ServeSpec(EngineSettings, HttpSettings):
     """How a model is served. Raises BadInput for settings that exclude each other."""
 
+    adapter: str | None = None
+    """Adapters that are merged into the weights when these are loaded: a folder in peft's files, or a run with adapters."""
     speculate: NotNegative = 0
     """Draft tokens of a request that a step verifies (speculative decoding); 0: none, but 4 with a `draft_model`, or 1 with `mtp`."""
     draft_model: str | None = None
@@ -89,6 +91,10 @@ class ServeSpec(EngineSettings, HttpSettings):
 
     def _conflicts(self) -> Iterator[BadInput]:
         """The mistakes between settings."""
+        if self.adapter is not None and (self.tensor > 1 or self.follow or self.admin_port is not None):
+            yield BadInput(
+                "adapter: for one device whose weights stay; leave out tensor, follow and admin_port", key="adapter"
+            )
         names = ("invariant", "speculate", "draft_model")
         given = [name for name in names if getattr(self, name)]
         if self.tensor > 1 and given:

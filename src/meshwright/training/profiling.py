@@ -60,7 +60,8 @@ def _work(job: ProfileJob) -> Work | None:
     if job.run is None:
         return None
     folder = Path(job.run)
-    run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
+    run = load_resolved(folder / "config.yaml")
+    plan = load_plan(folder / "plan.yaml", run.cluster)
     return step_work(run.model, run.train, plan)
 
 

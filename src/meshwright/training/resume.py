@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.checkpoint.adapters import BASE, check_base
 from meshwright.checkpoint.inventory import take_inventory
 from meshwright.checkpoint.memory_tier import MemoryTier, find_snapshot
 from meshwright.checkpoint.mirror import describe_copies
@@ -90,6 +91,8 @@ def _from_memory(session: Session, at_most: int | None) -> tuple[dict[str, Any],
 
 
 def _continue_from(session: Session, state: dict[str, Any]) -> None:
+    if session.base is not None:
+        check_base(state.get(BASE), session.base, str(session.folder), f"model.init {session.run.model.init}")
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
     session.numerics.restore(state)
     session.next_sample = first_sample(state, session.run.train.batches, session.numerics.skip_samples)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from meshwright.checkpoint.initial import Initial, initial_weights
+from meshwright.checkpoint.adapters import base_digest, placed_parts
+from meshwright.checkpoint.initial import Initial, base_weights, initial_weights
+from meshwright.parallel.apply import Engine
+from meshwright.spec.blocks.table import ADAPTER
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Box
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
 from meshwright.state.parts import StateParts
 
 log = logging.getLogger("meshwright")
@@ -42,6 +46,27 @@ def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) 
         for name, parts in weights.items():
             for box, elements in parts.pieces():
                 _fill(elements, box, specs[name], initial)
+
+
+def load_base(engine: Engine, spec: ModelSpec, init: str, seed: int) -> str:
+    """Load the frozen weights of a run with adapters and return their digest; DoRA's magnitudes start as the lengths of their rows."""
+    weights = engine.weights
+    load_initial({name: parts for name, parts in weights.items() if not _is_adapter(name)}, spec, init)
+    with base_weights(spec, init, seed) as base:
+        specs = {parameter.name: parameter for parameter in parameters(without_adapter(spec))}
+        for stored in engine.stored_fp8 if init != "scratch" else ():
+            stored.fill(partial(base.read_rows, specs[stored.name]))
+        for placed in placed_parts(spec):
+            parts = weights.get(placed.parameter("magnitude"))
+            for box, elements in () if parts is None else parts.pieces():
+                first = placed.first_row + box.offsets[0]
+                rows = base.read_rows(specs[placed.weight], first, first + box.sizes[0])
+                elements.copy_(rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1))
+        return base_digest(spec, base.read_rows)
+
+
+def _is_adapter(name: str) -> bool:
+    return f".{ADAPTER}." in name
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.adapters import BASE
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.config.recorded_loads import read_loads
 from meshwright.data.loader import DataSource, StepReader, Windows, has_validation, open_data
@@ -48,7 +49,7 @@ from meshwright.training.expert_decisions import ExpertDecisions
 from meshwright.training.expert_moves import ExpertMoves
 from meshwright.training.numerics import NumericalPolicy
 from meshwright.training.resume import Tier, resume
-from meshwright.training.run_state import load_initial, run_state
+from meshwright.training.run_state import load_base, load_initial, run_state
 
 KEPT_RANGES = 64
 """Latest steps whose samples a session knows; a step's figures are read one step late."""
@@ -89,6 +90,8 @@ class Session:
     next_sample: int = 0
     samples_of: dict[int, SampleRange] = field(default_factory=dict)
     steps_before: int | None = None
+    base: str | None = None
+    """Digest of the frozen weights of a run with adapters."""
     progress: ProgressSender = field(default_factory=lambda: ProgressSender(ProgressPage.create(), Channel(None)))
 
     def send_progress(self, progress: ProgressSender) -> None:
@@ -145,6 +148,7 @@ class Session:
         """The plain values of a checkpoint of `step`, after which `tokens` were consumed."""
         others = self.numerics.state(step) | ({} if self.decisions is None else self.decisions.state(step))
         # A background save describes its step when later steps have been launched.
+        others |= {} if self.base is None else {BASE: self.base}
         next_sample = self.samples_of[step][1] if step in self.samples_of else self.next_sample
         return run_state(step, self.run.train, tokens, next_sample, self.data.record(), others)
 
@@ -166,7 +170,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     losses = {
         "loss_chunk": run.train.loss_chunk,
         "balance_loss": run.train.balance_loss,
-        "balance_bias": run.train.balance_bias,
+        "balance_bias": 0.0 if run.model.adapter else run.train.balance_bias,
         "prediction_loss": run.train.prediction_loss,
         "z_loss": run.train.z_loss,
         "router_z_loss": run.train.router_z_loss,
@@ -214,9 +218,12 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     if session.replay is not None and session.decisions is not None and session.decisions.owners is not None:
         session.replay.positions = session.decisions.owners.positions
     session.numerics = NumericalPolicy(run.train, assignment.skip_samples, mesh.axis_size("replicate"))
+    if run.model.adapter is not None:  # checkpoints do not have the frozen weights
+        session.base = load_base(engine, run.model, run.model.init, run.seed)
     session.resumed_from = resume(session, assignment.resume_at_most)
     if session.resumed_from is None:
-        load_initial(engine.weights, run.model, run.model.init)
+        if session.base is None:
+            load_initial(engine.weights, run.model, run.model.init)
         optimizer.start_average()
     optimizer.release_master_weights()
     clock.end("load")

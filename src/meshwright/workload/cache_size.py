@@ -125,5 +125,5 @@ def activation_bytes(spec: ModelSpec, itemsize: int, samples: int, step_tokens: 
     """Estimated bytes of one step beside weights and cache: the widest layer and three fp32 copies of the logits."""
     width = 4 * spec.hidden + 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     width += 2 * spec.heads * spec.kv_rank  # absorbed queries, and the sums of latents
-    width += 3 * max(spec.ffn_hidden, spec.experts_per_token * (spec.expert_hidden + spec.hidden))
+    width += 3 * max(*spec.dense_widths.values(), spec.experts_per_token * (spec.expert_hidden + spec.hidden))
     return 2 * step_tokens * width * itemsize + 3 * samples * spec.vocab_size * 4

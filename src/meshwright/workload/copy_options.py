@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-from meshwright.spec.plan import SHARD_AXES, AxisName, Engine, Plan, PlanPins
+from meshwright.spec.plan import SHARD_AXES, AxisName, Engine, Plan
+from meshwright.spec.plan_keys import PlanKeys
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class CopyOption:
         """Ranks between which it transfers."""
         return prod(plan.axis_size(axis) for axis in self.axes)
 
-    def pin(self, pins: PlanPins) -> Engine | None:
+    def pin(self, pins: PlanKeys) -> Engine | None:
         return getattr(pins, self.key)
 
 

@@ -39,12 +39,12 @@ SWIGLU, GELU = 8.0, 5.0
 """Elements that the activation reads and writes, per element of the feed-forward width."""
 EMBEDDING_AND_NORM = 12.0
 """Elements that embedding and final norm read and write, per element of the residual stream."""
-QUANTISE = {"linear": 4.0, "expert": 3.0, "router": 0.0}
+QUANTISE = {"linear": 4.0, "expert": 3.0, "router": 0.0, "adapter": 0.0, "expert_adapter": 0.0}
 """Bytes per element quantised to fp8, by role of the product.
 
 A second read, as the scale needs the maximum first, and a write in both layouts. Rows of experts have scales of their own and one layout.
 """
-FP8_PRODUCTS = {"linear": 3, "expert": 2, "router": 0}
+FP8_PRODUCTS = {"linear": 3, "expert": 2, "router": 0, "adapter": 0, "expert_adapter": 0}
 """How many of a layer's three products are in fp8: not the weight gradient of experts."""
 CAST, SUM = 6.0, 6.0
 """Bytes per parameter to cast a master weight to the compute dtype, and a gradient to the dtype of the reduction."""

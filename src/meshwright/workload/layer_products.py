@@ -35,6 +35,8 @@ def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Prod
         inputs, outputs, layers = linear.inputs, linear.outputs, linear.layers
         if linear.role == "expert":
             yield Product("expert", step.expert_rows, inputs, outputs, layers, step.experts)
+        elif linear.role == "expert_adapter":
+            yield Product("adapter", step.expert_rows * step.experts, inputs, outputs, layers)
         elif linear.split == "rows":
             yield Product(linear.role, tokens, inputs, outputs / width, layers)
         elif linear.split == "columns":

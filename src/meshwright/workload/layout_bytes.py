@@ -29,7 +29,7 @@ from meshwright.workload.tensor_bytes import (
     peak_bytes,
     sums_beside_activations,
 )
-from meshwright.workload.unit_parameters import EndParameters, block_unit, end_units
+from meshwright.workload.unit_parameters import EndParameters, block_unit, end_units, trained_share
 
 
 def layout_memory(model: ModelSpec, layout: Layouts, formats: Formats) -> dict[str, Array]:
@@ -82,17 +82,24 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
     pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
     reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
     whole = reduces_once & (shards > 1)
-    shard_sums = sums_beside_activations(formats, owned, block, loss_parameters, shards)
-    sums = np.where(whole, (layers * block + rank_ends) * formats.reduce, shard_sums)
+    trained, trained_ends = sizes.trained, trained_share(model, None)
+    owned_ends = rank_ends / shards
+    owned_trained = (owned - owned_ends) * trained + owned_ends * trained_ends
+    shard_sums = sums_beside_activations(
+        formats, owned_trained, block * trained, loss_parameters * trained_ends, shards
+    )
+    sums = np.where(whole, (layers * block * trained + rank_ends * trained_ends) * formats.reduce, shard_sums)
     sums = np.where((pending_micro_batches > 0) | (micro_batches <= 1), 0.0, sums)
     paired = np.asarray(layout.paired) > 0
-    pair_sums = np.where(paired & ~whole, block * formats.reduce, 0.0)
+    pair_sums = np.where(paired & ~whole, block * trained * formats.reduce, 0.0)
     sums = np.where(paired & (micro_batches <= 2), pair_sums, sums + pair_sums)
     return RankTensors(
         owned=owned,
         block=block,
         ends=rank_ends,
         head=loss_parameters,
+        trained=trained,
+        trained_ends=trained_ends,
         shards=shards,
         gathers=np.where((shards == 1) & (layout.data <= 1) & (formats.compute >= formats.stored), 0.0, 1.0),
         kept=np.where(layout.gather_once > 0, layers, 0.0),
@@ -153,6 +160,8 @@ class _ModelParameters:
     block: float
     experts: float
     """Parameters of a block's routed experts."""
+    trained: float
+    """Share of the blocks' parameters that is trained."""
     ends: EndParameters
 
 
@@ -160,7 +169,8 @@ class _ModelParameters:
 def _model_parameters(model: ModelSpec) -> _ModelParameters:
     blocks = [block_unit(model, kind=model.kind(layer)) for layer in range(model.layers)]
     counts, experts = (sum(block.count for block in blocks), sum(block.experts for block in blocks))
-    return _ModelParameters(counts / model.layers, experts / model.layers, end_units(model))
+    trained = sum(block.count * trained_share(model, model.kind(layer)) for layer, block in enumerate(blocks)) / counts
+    return _ModelParameters(counts / model.layers, experts / model.layers, trained, end_units(model))
 
 
 def _sends(layout: Layouts, last: bool) -> Array:

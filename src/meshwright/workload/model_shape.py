@@ -13,17 +13,18 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
+from meshwright.spec.blocks.attention import MASK_BLOCK
 from meshwright.spec.blocks.block import BlockSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.memory import Elements, activations, saved
 from meshwright.spec.blocks.mixture import MixtureSpec
 from meshwright.spec.blocks.table import AttendOp, ExpertsOp, LinearOp, Table, TensorSplit
 from meshwright.spec.blocks.transfers import Transfers, transfers
-from meshwright.spec.model import BlockRun, ModelSpec, mean_span, sequence
+from meshwright.spec.model import BlockRun, ModelSpec, parameter_count, sequence, trained_parameter_count
 from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.workload.arrays import Array
 
-Role = Literal["linear", "router", "expert"]
+Role = Literal["linear", "router", "expert", "adapter", "expert_adapter"]
 T = TypeVar("T")
 
 
@@ -32,7 +33,8 @@ class LinearColumns:
     """Equal linear layers of a model's blocks; `experts` linear layers of one block are a single grouped one."""
 
     role: Role
-    """`linear` layers have the plan's linear format, the others the compute dtype."""
+    """`linear` layers have the plan's linear format, the others the compute dtype. An `adapter` is the A or the B of a layer's adapters,
+    an `expert_adapter` that of all experts' adapters."""
     split: TensorSplit
     """What tensor ranks divide: outputs (`rows`), inputs (`columns`), or the tokens of a layer that is whole."""
     inputs: Array
@@ -61,11 +63,13 @@ class Shape:
     """Keys and values together, as they are saved and exchanged."""
     attention_layers: Array
     full_attention: Array
-    """Computed attention scores relative to full causal attention, mean over layers with attention. Short windows of published
-    models count as 0.
+    """Attention scores of the layers without a window, relative to full causal attention in all layers with attention. In published
+    models long windows count as layers without one, short windows as 0.
     """
-    windowed: Array
-    """Share of the layers with attention whose window is shorter than the sequence."""
+    windowed_scores: Array
+    """Attention scores that layers with a window compute, likewise: more than the window has (`computed_span`)."""
+    added_norms: Array
+    """Norms of the residual stream's width that a block has beyond one before each of two bodies, mean over layers."""
     ffn: Array
     """Width of dense feed-forward layers."""
     dense_layers: Array
@@ -106,6 +110,10 @@ class Shape:
     """Width of keys and values of one head; 0 if unknown."""
     padding: Array = 0.0
     """Width by which context ranks pad values to that of keys."""
+    frozen: Array = 0.0
+    """1 when all weights but those of adapters are frozen: they have no gradients."""
+    trained: Array = 1.0
+    """Share of the model's parameters that are trained."""
     predictions: Array = 0.0
     """Modules after the layers that predict further tokens."""
     module_params: Array = 0.0
@@ -166,6 +174,8 @@ def shape_of(model: ModelSpec, seq_len: int, *, kind: int | None = None) -> Shap
         shape_of_runs(tuple((run.block, run.count) for run in runs), layers=model.layers, seq_len=seq_len),
         vocab=model.vocab_size,
         tied=float(model.tied),
+        frozen=float(model.adapter is not None),
+        trained=trained_parameter_count(model) / parameter_count(model),
         predictions=model.prediction_depth,
         module_params=2 * model.hidden**2 + module_dense,
         module_expert_params=module_experts,
@@ -189,6 +199,7 @@ def shape_of_runs(runs: tuple[tuple[BlockSpec, float], ...], *, layers: float, s
         vocab=0,
         tied=0.0,
         linears=_linears(runs),
+        added_norms=sum(count / layers * _added_norms(block) for block, count in runs),
         **_attention_columns(attends, seq_len),
         **_feed_forward_columns(dense, mixture.value, runs[0][0].hidden),
         moe_layers=mixture.layers,
@@ -220,10 +231,19 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
     only = _only(((op.heads, op.kv_heads, op.key_dim, op.value_dim), count) for op, count in attends)
     layers = only.layers
     if only.value is None:
-        names = ("heads", "query_width", "value_width", "kv_width", "full_attention", "windowed", "attention_layers")
+        names = (
+            "heads",
+            "query_width",
+            "value_width",
+            "kv_width",
+            "full_attention",
+            "windowed_scores",
+            "attention_layers",
+        )
         return dict.fromkeys(names, 0.0)
     heads, kv_heads, key_dim, value_dim = only.value
-    spans = sum(count * mean_span(op.window, seq_len, causal=True) for op, count in attends)
+    windows = [(op.window, count) for op, count in attends if op.window is not None and op.window < seq_len]
+    computed = sum(count * computed_span(window, seq_len) for window, count in windows)
     return {
         "attention_layers": layers,
         "heads": heads,
@@ -232,9 +252,20 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
         "kv_width": kv_heads * (key_dim + value_dim),
         "kv_head_width": 2 * key_dim,
         "padding": kv_heads * (key_dim - value_dim),
-        "full_attention": 2 * spans / layers / seq_len,
-        "windowed": sum(count for op, count in attends if (op.window or seq_len) < seq_len) / layers,
+        "full_attention": 1 - sum(count for _, count in windows) / layers,
+        "windowed_scores": 2 * computed / layers / seq_len,
     }
+
+
+def computed_span(window: int, seq_len: int) -> float:
+    """Mean number of keys for which attention with a window computes a query's score: whole blocks of the mask.
+
+    Example: of 4,096 tokens with a window of 1,024 a block of 128 queries has up to 9 blocks of keys, at the start fewer: 1,008 keys on
+    average, of which the window has 896.
+    """
+    blocks = -(-seq_len // MASK_BLOCK)
+    most = min(blocks, (window + MASK_BLOCK - 2) // MASK_BLOCK + 1)
+    return (blocks - (most - 1) / 2) * most / blocks * MASK_BLOCK
 
 
 def _feed_forward_columns(
@@ -268,6 +299,10 @@ def _transfer_columns(moved: Sequence[tuple[Transfers, float]], hidden: float) -
     }
 
 
+def _added_norms(block: BlockSpec) -> int:
+    return max(0, sum(1 + (sublayer.norm_out is not None) for sublayer in block.sublayers) - 2)
+
+
 def _linears(runs: Sequence[tuple[BlockSpec, float]]) -> tuple[LinearColumns, ...]:
     """The distinct linear layers of blocks, with the layers that have them."""
     layers: dict[tuple[Role, TensorSplit, float, float], float] = {}
@@ -280,7 +315,24 @@ def _linears(runs: Sequence[tuple[BlockSpec, float]]) -> tuple[LinearColumns, ..
             else:
                 continue
             layers[key] = layers.get(key, 0) + count
+            for adapter in _adapters(op):
+                layers[adapter] = layers.get(adapter, 0) + count
     return tuple(LinearColumns(*key, layers=count) for key, count in layers.items() if count)
+
+
+def _adapters(op: LinearOp | ExpertsOp) -> tuple[tuple[Role, TensorSplit, float, float], ...]:
+    """The A and the B of a linear layer's adapters as linear layers: all parts together (`kernels.adapter`).
+
+    Tensor ranks apply what they do not divide to their own tokens (`parallel.products`).
+    """
+    if not op.adapters:
+        return ()
+    ranks = sum(part.rank for part in op.adapters)
+    if isinstance(op, ExpertsOp):
+        return ("expert_adapter", "whole", op.inputs, ranks), ("expert_adapter", "whole", ranks, op.outputs)
+    a: TensorSplit = "columns" if op.split == "columns" else "whole"
+    b: TensorSplit = "rows" if op.split == "rows" else "whole"
+    return ("adapter", a, op.inputs, ranks), ("adapter", b, ranks, op.outputs)
 
 
 def _saved_elements(block: BlockSpec) -> np.ndarray:

@@ -73,6 +73,7 @@ def formats(
     return Formats(
         compute=compute_bytes,
         reduce=bytes_of(precision.reduce),
+        frozen=1 if precision.linear == "fp8_tensorwise" else compute_bytes,
         stored=bytes_of(precision.stored),
         resident=bytes_of(precision.resident),
         travelling=bytes_of(replica_dtype)
@@ -196,7 +197,7 @@ def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     offloaded = sum(
         parameter.count
         for parameter in parameters(model)
-        if plan.strategy_of(parameter.name, model.layers).optimizer_offloaded
+        if plan.strategy_of(parameter.name, model.layers).optimizer_offloaded and not parameter.frozen
     ) * plan.axis_size("replicate")
     return offloaded * plan.offload_fraction * state_bytes(plan.precision) / nodes
 
@@ -208,7 +209,7 @@ def gradient_sums_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     summed = sum(
         parameter.count
         for parameter in parameters(model)
-        if plan.sums_shards(plan.strategy_of(parameter.name, model.layers))
+        if plan.sums_shards(plan.strategy_of(parameter.name, model.layers)) and not parameter.frozen
     )
     return summed * plan.axis_size("replicate") * summed_bytes(plan.precision, "host") / nodes
 
@@ -238,7 +239,7 @@ def _rank_tensors(
         for layer, strategy in zip(part.layers, strategies, strict=True)
         if strategy.activations_offloaded
     ]
-    temporary_elements = max(per_token(layer)[1] for layer in part.layers)
+    temporary = _temporary_bytes(model, plan, part, strategies, activation_bytes, per_token, number_formats)
     moving = moving_elements(model) if plan.paired else 0.0
     received = received_elements(model, plan.axis_size("tensor"), context_size(plan))
     is_unsharded = (
@@ -256,7 +257,7 @@ def _rank_tensors(
     pending_micro_batches = accumulate if plan.layered else 0
     device_layers = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
     modules = model.prediction_depth * (part.head > 0)
-    saved, temporary = per_token(model.layers - 1)
+    saved, last_temporary = per_token(model.layers - 1)
     block, kept = max(part.blocks), sum(not strategy.reshard for strategy in strategies)
     if copies_experts(plan):
         block, kept = _with_copies(model, plan, block, kept, len(part.layers))
@@ -266,6 +267,8 @@ def _rank_tensors(
         "block": block,
         "ends": part.ends,
         "head": part.head,
+        "trained": sum(part.trained) / len(part.trained),
+        "trained_ends": part.trained_ends,
         "shards": shard_size(plan),
         "gathers": not is_unsharded,
         "kept": kept,
@@ -277,7 +280,7 @@ def _rank_tensors(
         "offloaded_share": host_parameters / (sum(part.blocks) + part.ends),
         "layers": len(part.layers),
         "activations": stored_activations + sum(sorted(offloaded)[-device_layers:]),
-        "working": activation_bytes * (temporary_elements + float(received) + moving) + scores,
+        "working": temporary + activation_bytes * (float(received) + moving) + scores,
         "tokens": tokens,
         "width": plan.axis_size("tensor"),
         "hidden": model.hidden,
@@ -287,9 +290,43 @@ def _rank_tensors(
         "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
         "predictions": modules,
         "prediction_activations": activation_bytes
-        * prediction_elements(model, modules, saved, temporary + float(received)),
+        * prediction_elements(model, modules, saved, last_temporary + float(received)),
         "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
     }
+
+
+def _temporary_bytes(
+    model: ModelSpec,
+    plan: Plan,
+    part: StagePart,
+    strategies: Sequence[LayerStrategy],
+    activation_bytes: float,
+    per_token: Callable[[int], tuple[float, float]],
+    number_formats: Formats,
+) -> float:
+    """Bytes of temporary tensors in the backward of the block that needs the most, beside the activations of all blocks.
+
+    The blocks behind it have freed what they saved: a block that is computed again needs less room if the last blocks are not. They have
+    left their gradients, in the room of their weights in the compute dtype where these were kept. With several micro-batches the sums of
+    gradients exist before. Nothing is taken as freed in layered order, nor with several stages on a rank, between whose backwards a
+    forward may fill the room again.
+    """
+    in_turn = part.stages == 1 and not plan.layered
+    compute = float(number_formats.compute)
+    if plan.batch.accumulate > 1:
+        gradient = 0.0
+    elif gradients_final_in_backward(model, plan):
+        gradient = compute
+    else:
+        gradient = float(max(number_formats.reduce, number_formats.stored)) / shard_size(plan)
+    largest, freed = 0.0, 0.0
+    for layer, strategy, block in reversed(list(zip(part.layers, strategies, part.blocks, strict=True))):
+        saved, temporary = per_token(layer)
+        largest = max(largest, activation_bytes * temporary - max(freed, 0.0))
+        if in_turn and not strategy.activations_offloaded:
+            kept = 0.0 if strategy.reshard else compute
+            freed += activation_bytes * saved - block * max(0.0, gradient - kept)
+    return largest
 
 
 def _with_copies(model: ModelSpec, plan: Plan, block: float, kept: float, layers: int) -> tuple[float, float]:
@@ -316,18 +353,19 @@ def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], numb
     if plan.layered or plan.batch.accumulate == 1:
         return 0
     # The gradients of two micro-batches together are added before the reduction.
-    pair = float(number_formats.reduce) * max(part.blocks) if plan.paired else 0.0
+    pair = float(number_formats.reduce) * max(part.blocks) * max(part.trained) if plan.paired else 0.0
     if plan.paired and plan.batch.accumulate == 2:
         return pair
     shards, reduced_once = shard_size(plan), [strategy.gradients == "whole" for strategy in strategies]
-    ends = part.ends / shards
-    summed = sum(count for once, count in zip(reduced_once, part.shards, strict=True) if not once)
+    ends, blocks = part.ends * part.trained_ends / shards, list(zip(reduced_once, part.trained, strict=True))
+    summed = sum(count * share for (once, share), count in zip(blocks, part.shards, strict=True) if not once)
     summed += 0 if reduced_once[-1] else ends
     # On one rank a unit's own sum is as large as its shard's.
     width = number_formats.reduce if shards > 1 else number_formats.stored
-    whole = sum(count for once, count in zip(reduced_once, part.blocks, strict=True) if once)
-    whole += part.ends if reduced_once[-1] else 0
-    sums = sums_beside_activations(number_formats, summed, max(part.blocks), part.head, shards)
+    whole = sum(count * share for (once, share), count in zip(blocks, part.blocks, strict=True) if once)
+    whole += part.ends * part.trained_ends if reduced_once[-1] else 0
+    largest, head = max(part.blocks) * max(part.trained), part.head * part.trained_ends
+    sums = sums_beside_activations(number_formats, summed, largest, head, shards)
     return float(sums) + float(width) * whole + pair * (not any(reduced_once))
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from meshwright.spec.model import ModelSpec
 from meshwright.workload.rank_layers import StageTable
-from meshwright.workload.unit_parameters import block_unit, end_units
+from meshwright.workload.unit_parameters import block_unit, end_units, trained_share
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,8 @@ class StagePart:
     """Layers, parameters and messages of one pipeline rank."""
 
     layers: tuple[int, ...]
+    stages: int
+    """Stages of this rank that these layers form."""
     blocks: tuple[int, ...]
     """Parameters of each block on this rank, its experts among them, before sharding."""
     shards: tuple[float, ...]
@@ -28,6 +30,10 @@ class StagePart:
     """Parameters of the unit that a forward gathers last."""
     sharded: float
     """Parameters of the rank's shard."""
+    trained: tuple[float, ...]
+    """Share of each block's parameters that is trained."""
+    trained_ends: float
+    """Share of the parameters of the ends that is trained."""
     sends: int
     """Messages of one micro-batch to other ranks, activations and gradients."""
 
@@ -44,12 +50,15 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
     blocks = tuple(unit.count for unit in units)
     return StagePart(
         layers=layers,
+        stages=len(table[rank]),
         blocks=blocks,
         shards=tuple(unit.shard for unit in units),
         ends=embed.count + head.count,
         head=head.count,
         last=head.count if has_last_block and not (model.embedding_at_both_ends and has_first_block) else max(blocks),
         sharded=sum(unit.shard for unit in (*units, embed, head)),
+        trained=tuple(trained_share(model, model.kind(layer)) for layer in layers),
+        trained_ends=trained_share(model, None),
         sends=_sends(table, rank),
     )
 

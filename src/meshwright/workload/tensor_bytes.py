@@ -35,6 +35,8 @@ class Formats:
 
     compute: Array = 2
     reduce: Array = 4
+    frozen: Array = 2
+    """Bytes of a block's weight that is frozen, where one rank has it whole."""
     stored: Array = 4
     resident: Array = 2
     """Bytes of a weight on the device whose optimizer is in host memory."""
@@ -99,6 +101,10 @@ class RankTensors:
     """Parameters of the embedding and the head on this rank."""
     head: Array
     """Parameters of the unit with head and loss; 0 on other ranks."""
+    trained: Array = 1.0
+    """Share of a block's parameters that is trained; the others are frozen, in the compute dtype and without gradients."""
+    trained_ends: Array = 1.0
+    """Share of the parameters of embedding and head that is trained."""
     shards: Array
     """Ranks over which units are gathered."""
     gathers: Array
@@ -182,14 +188,17 @@ def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     stream = rank.tokens * rank.hidden * formats.compute
     on_device = 1 - rank.offloaded_share
     chunk_elements = np.minimum(staged_elements(formats.record), rank.owned * rank.offloaded_share)
-    records = rank.owned * rank.offloaded_share * formats.record
+    trained = _trained(rank)
+    chunk_elements = np.minimum(chunk_elements, trained * rank.offloaded_share)
+    records = trained * rank.offloaded_share * formats.record
     staged = np.minimum(formats.staging, records * formats.offload_fraction)
     staged = np.maximum(staged, STAGING_BUFFERS * formats.record * chunk_elements)
     kept = records * (1 - np.asarray(formats.offload_fraction))
     return {
-        "weights": rank.owned * (formats.stored * on_device + formats.resident * rank.offloaded_share),
+        "weights": trained * (formats.stored * on_device + formats.resident * rank.offloaded_share)
+        + _frozen_bytes(rank, formats),
         "optimizer": _states(rank, formats) * on_device * formats.stored + staged + kept,
-        "ema": rank.owned * formats.stored * formats.average,
+        "ema": trained * formats.stored * formats.average,
         # The buffer of a sent message is freed when the next message is sent.
         "transfers": np.where(rank.messages < 0, 0.0, (RECEIVES_AHEAD + rank.messages) * stream),
         # The allocator does not own mapped memory, so torch's memory statistics do not count it.
@@ -202,14 +211,29 @@ def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
 def _states(rank: RankTensors, formats: Formats) -> Array:
     """Elements of all state tensors of the rank's shard."""
     ends = np.minimum(rank.owned, rank.ends / rank.shards)
-    return formats.block_states * (rank.owned - ends) + formats.end_states * ends
+    blocks = formats.block_states * (rank.owned - ends) * rank.trained
+    return blocks + formats.end_states * ends * rank.trained_ends
+
+
+def _frozen_bytes(rank: RankTensors, formats: Formats) -> Array:
+    """Bytes of the rank's frozen weights: those of blocks may be stored in fp8, unless several ranks shard them."""
+    ends = np.minimum(rank.owned, rank.ends / rank.shards)
+    in_blocks = (rank.owned - ends) * (1 - rank.trained) * np.where(rank.shards > 1, formats.compute, formats.frozen)
+    return in_blocks + ends * (1 - rank.trained_ends) * formats.compute
+
+
+def _trained(rank: RankTensors) -> Array:
+    """Parameters of the rank's shard that are trained."""
+    ends = np.minimum(rank.owned, rank.ends / rank.shards)
+    return (rank.owned - ends) * rank.trained + ends * rank.trained_ends
 
 
 def _gathered_weights(rank: RankTensors, formats: Formats) -> Array:
     """Bytes of gathered weights and of the last gather's buffer."""
     blocks = np.maximum(rank.kept, np.minimum(UNITS_IN_FLIGHT, rank.layers)) * rank.block
-    blocks = blocks * formats.gathered
-    ends = np.where(rank.ends_kept > 0, rank.ends, rank.head)
+    # One rank computes with frozen weights where they are.
+    blocks = blocks * formats.gathered * np.where(rank.shards > 1, 1.0, rank.trained)
+    ends = np.where(rank.ends_kept > 0, rank.ends, rank.head) * np.where(rank.shards > 1, 1.0, rank.trained_ends)
     return rank.gathers * (blocks + ends) * formats.compute + _buffers(rank, formats, rank.last)
 
 
@@ -227,6 +251,7 @@ def _head_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: A
     table_parameters = rank.vocab * rank.hidden / rank.width
     # A chunk's product is added to the weight gradient inside the matrix product. Each use of the head keeps its weight gradient until
     # the backward of the loss, which scales one into the compute dtype when the logits are freed. Measured on an H200 for 3B and 8B.
+    table_parameters = table_parameters * rank.trained_ends
     scaled = table_parameters * formats.compute
     gradients = (1 + np.asarray(rank.predictions)) * table_parameters
     table_gradients = gradients * np.maximum(LOSS_BYTES, formats.compute) + np.where(
@@ -252,9 +277,10 @@ def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array, g
     embedding = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.ends)
     # Buffers of the communication stream are freed to that stream's pool, which compute cannot allocate from.
     buffers = np.where((rank.shards > 1) | (rank.gradients_final <= 0), formats.reduce, 0.0)
-    without_head = np.maximum(embedding, rank.block) * (buffers + gradient)
-    reduced = rank.reduces * np.maximum(rank.head * (buffers + has_gradient * gradient), without_head)
-    computed = rank.block * (formats.compute + np.where(rank.pending > 0, formats.reduce, 0.0))
+    head, block = rank.head * rank.trained_ends, rank.block * rank.trained
+    without_head = np.maximum(embedding * rank.trained_ends, block) * (buffers + gradient)
+    reduced = rank.reduces * np.maximum(head * (buffers + has_gradient * gradient), without_head)
+    computed = block * (formats.compute + np.where(rank.pending > 0, formats.reduce, 0.0))
     return {
         "gradients": rank.sums,
         "gathered": gathered + rank.gathers * (reduced + computed),
@@ -265,11 +291,12 @@ def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array, g
 
 def _backward_end_moment(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     """Bytes at the end of backward: all gradients and no activations."""
-    unit = np.maximum(np.maximum(rank.head, rank.ends - rank.head), rank.block)
+    end = np.maximum(rank.head, rank.ends - rank.head)
+    unit = np.maximum(end * rank.trained_ends, rank.block * rank.trained)
     unsharded = np.where(rank.gradients_final > 0, 0.0, UNITS_IN_FLIGHT * formats.reduce)
     buffers = np.where(rank.shards > 1, UNITS_IN_FLIGHT * formats.reduce, unsharded)
     return {
-        "gradients": rank.owned * (_gradient_bytes(rank, formats) + formats.travelling),
+        "gradients": _trained(rank) * (_gradient_bytes(rank, formats) + formats.travelling),
         "gathered": rank.gathers * unit * (formats.compute + buffers) + _buffers(rank, formats, 0.0 * rank.last),
         "activations": formats.workspace + 0.0 * rank.activations,
         "logits": 0.0 * rank.activations,
@@ -285,7 +312,7 @@ def _update_moment(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     gradient = _gradient_bytes(rank, formats)
     cast = np.where(gradient < formats.stored, formats.widens * formats.stored, 0.0)
     return {
-        "gradients": rank.owned * (gradient + cast),
+        "gradients": _trained(rank) * (gradient + cast),
         "gathered": whole * MUON_BUFFERS * formats.compute + 0.0 * rank.owned,
         "activations": formats.workspace + 0.0 * rank.activations,
         "logits": 0.0 * rank.activations,

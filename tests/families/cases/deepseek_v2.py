@@ -7,6 +7,19 @@ from typing import Any
 
 from tests.families.drawn import small
 
+WRONG = {
+    "weights normalised the other way": lambda spec: {"normalised_routing": not spec.normalised_routing},
+    "no YaRN": lambda spec: {"yarn": None} if spec.yarn else {},
+    "weights not scaled": lambda spec: {"routing_scale": 1.0} if spec.routing_scale != 1 else {},
+    "all groups of experts": lambda spec: (
+        {"expert_groups": 1, "groups_per_token": 1}
+        if spec.groups_per_token
+        < min(spec.expert_groups, spec.experts_per_token)  # else the best are in the best groups
+        else {}
+    ),
+    "no shared expert": lambda spec: {"shared_expert_hidden": 0},
+}
+
 
 def config(draw: random.Random) -> dict[str, Any]:
     keys, heads = small(draw), draw.choice((2, 4))

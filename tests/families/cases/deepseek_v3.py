@@ -7,6 +7,17 @@ from typing import Any
 
 from tests.families.drawn import small
 
+WRONG = {
+    "weights normalised the other way": lambda spec: {"normalised_routing": not spec.normalised_routing},
+    "no YaRN": lambda spec: {"yarn": None} if spec.yarn else {},
+    "weights not scaled": lambda spec: {"routing_scale": 1.0} if spec.routing_scale != 1 else {},
+    "all groups of experts": lambda spec: (
+        {"expert_groups": 1, "groups_per_token": 1} if spec.groups_per_token < spec.expert_groups else {}
+    ),
+    "no shared expert": lambda spec: {"shared_expert_hidden": 0},
+    "softmax scores": lambda spec: {"router": "softmax"},
+}
+
 
 def config(draw: random.Random) -> dict[str, Any]:
     keys, heads = small(draw), draw.choice((2, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from tests.families.drawn import small
@@ -63,6 +64,20 @@ RELEASED = {
 """That of 27B is the `text_config` of a folder that also reads images; class defaults are missing there."""
 CHANGED = {"sliding_window_pattern", "_sliding_window_pattern"}
 """An export lists the layers in `layer_types`."""
+WRONG = {
+    "norms without + 1": lambda spec: {"norm_plus_one": False},
+    "embeddings not scaled": lambda spec: {"embedding_scale": 1.0},
+    "no norms of outputs": lambda spec: {"output_norms": False},
+    "gates with SiLU": lambda spec: {"mlp": "swiglu"},
+    "one rotary base": lambda spec: (
+        {"blocks": {**spec.blocks, "global": replace(spec.blocks["global"], rope_theta=spec.rope_theta)}}
+        if spec.blocks and spec.blocks["global"].rope_theta != spec.rope_theta
+        else {}
+    ),
+    "a window of one token more": lambda spec: (
+        {"sliding_window": spec.sliding_window + 1} if spec.sliding_window else {}
+    ),
+}
 
 
 def config(draw: random.Random) -> dict[str, Any]:

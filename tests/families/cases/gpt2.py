@@ -6,6 +6,10 @@ import random
 from typing import Any
 
 PARAMETERS = {"gpt2-124m": 124_439_808}
+WRONG = {
+    "no biases": lambda spec: {"bias": False},
+    "norms without the mean": lambda spec: {"norm": "rmsnorm"},
+}
 
 
 def config(draw: random.Random) -> dict[str, Any]:

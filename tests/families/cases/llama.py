@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.families.drawn import llama3, small
+from tests.families.drawn import llama3, small, yarn
 
 PARAMETERS = {
     "llama3-1b": 1_235_814_400,
@@ -14,11 +14,17 @@ PARAMETERS = {
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
 }
+WRONG = {
+    "neighbours rotated": lambda spec: {"rope_pairs": "neighbours"},
+    "no biases": lambda spec: {"bias": False} if spec.bias else {},
+    "no scaling": lambda spec: {"rope_scaling": None, "yarn": None} if spec.rope_scaling or spec.yarn else {},
+}
 
 
 def config(draw: random.Random) -> dict[str, Any]:
     keys, bias = small(draw), draw.random() < 0.5
-    rope = {"rope_parameters": llama3(draw)} if draw.random() < 0.5 else {}
+    scaled = draw.choice((None, llama3, yarn))
+    rope = {"rope_parameters": scaled(draw)} if scaled else {}
     return {**keys, **rope, "attention_bias": bias, "mlp_bias": bias, "head_dim": draw.choice((6, 12))}
 
 

@@ -9,6 +9,13 @@ from tests.families.drawn import small
 
 IN_MEMORY = (".mlp.", ".block_sparse_moe.")
 PARAMETERS = {"mixtral-8x7b": 46_702_792_704}
+WRONG = {
+    "weights normalised the other way": lambda spec: {"normalised_routing": not spec.normalised_routing},
+    "a window of one token more": lambda spec: (
+        {"sliding_window": spec.sliding_window + 1} if spec.sliding_window else {}
+    ),
+    "neighbours rotated": lambda spec: {"rope_pairs": "neighbours"},
+}
 
 
 def config(draw: random.Random) -> dict[str, Any]:

@@ -18,6 +18,13 @@ PARAMETERS = {
 }
 CHANGED = {"max_window_layers"}
 """Without a window this key has no effect."""
+WRONG = {
+    "no biases": lambda spec: {"qkv_bias": False},
+    "a window of one token more": lambda spec: (
+        {"sliding_window": spec.sliding_window + 1} if spec.sliding_window else {}
+    ),
+    "neighbours rotated": lambda spec: {"rope_pairs": "neighbours"},
+}
 
 
 def config(draw: random.Random) -> dict[str, Any]:

@@ -10,6 +10,13 @@ from tests.families.drawn import small, windowed
 PARAMETERS = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360}
 CHANGED = {"max_window_layers"}
 """Without a window this key has no effect."""
+WRONG = {
+    "no norms of queries and keys": lambda spec: {"qk_norm": False},
+    "a window of one token more": lambda spec: (
+        {"sliding_window": spec.sliding_window + 1} if spec.sliding_window else {}
+    ),
+    "neighbours rotated": lambda spec: {"rope_pairs": "neighbours"},
+}
 
 
 def config(draw: random.Random) -> dict[str, Any]:

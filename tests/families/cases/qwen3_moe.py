@@ -10,6 +10,13 @@ from tests.families.drawn import small, windowed
 PARAMETERS = {"qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560}
 CHANGED = {"max_window_layers"}
 """The class has no such key."""
+WRONG = {
+    "weights normalised the other way": lambda spec: {"normalised_routing": not spec.normalised_routing},
+    "no norms of queries and keys": lambda spec: {"qk_norm": False},
+    "a window of one token more": lambda spec: (
+        {"sliding_window": spec.sliding_window + 1} if spec.sliding_window else {}
+    ),
+}
 
 
 def config(draw: random.Random) -> dict[str, Any]:

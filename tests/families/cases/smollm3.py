@@ -10,6 +10,14 @@ from tests.families.drawn import small
 PARAMETERS = {"smollm3-3b": 3_075_098_624}
 CHANGED = {"no_rope_layer_interval", "sliding_window", "use_sliding_window"}
 """With `no_rope_layers` the interval has no effect, and a window has none where no layer has it."""
+WRONG = {
+    "all layers rotated": lambda spec: (
+        {"blocks": {}, "pattern": (), "positions": "rope"}
+        if {kind.mixer.rotary is None for kind in spec.block_kinds} == {True, False}
+        else {}
+    ),
+    "neighbours rotated": lambda spec: {"rope_pairs": "neighbours"},
+}
 
 
 def config(draw: random.Random) -> dict[str, Any]:

@@ -10,7 +10,10 @@ from typing import ClassVar
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import Place
 from meshwright.spec.blocks.positions import RotarySpec
-from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Part, Value
+from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Part, Value, VectorOp
+
+MASK_BLOCK = 128
+"""Queries, and keys, per block of a mask of flex attention: a block is computed whole or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,14 @@ class AttentionSpec:
     """Each token attends to this many tokens, itself included; None is full causal attention."""
     qk_norm: NormSpec | None = None
     """Norm of each query and key head, before rotation."""
+    whole_norm: bool = False
+    """`qk_norm` is over all heads of a token together."""
     score_scale: float | None = None
     """Factor of the products of queries and keys before the softmax; None is 1 / √head_dim."""
+    score_cap: float | None = None
+    """Scores s become cap · tanh(s / cap) before the softmax; None does not cap them."""
+    sinks: bool = False
+    """Each head has a score of its own that takes part in every softmax and has no value (gpt-oss)."""
     qkv_bias: bool = False
     out_bias: bool = False
 
@@ -40,11 +49,19 @@ class AttentionSpec:
         """Factor of queries that makes attention, which divides by √head_dim, multiply by `score_scale`."""
         return 1.0 if self.score_scale is None else self.score_scale * math.sqrt(self.head_dim)
 
+    @property
+    def rotates_whole_heads(self) -> bool:
+        """Whether heads are rotated whole and by halves, or not at all, as the kernels of decodes on a CPU do it."""
+        rotary = self.rotary
+        return rotary is None or (rotary.width == self.head_dim and rotary.pairs == "halves")
+
     def operations(self, place: Place) -> Iterator[Op]:
         """Fused projection, norms of heads, rotation, attention, output projection."""
         name = place.name
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         joined = Value(name("joined"), queries + 2 * keys)
+        if self.sinks:
+            yield VectorOp(name=name("sinks"), reads=(), size=self.heads, heads=self.heads)
         yield LinearOp(
             name=name("qkv"),
             reads=(place.reads,),
@@ -65,7 +82,8 @@ class AttentionSpec:
         for part, width in (("q", queries), ("k", keys)):
             if self.qk_norm is not None:
                 normed = Value(name(f"normed_{part}"), width)
-                yield self.qk_norm.operation(name(f"{part}_norm"), attended[part], normed, self.head_dim)
+                normed_width = width if self.whole_norm else self.head_dim
+                yield self.qk_norm.operation(name(f"{part}_norm"), attended[part], normed, normed_width)
                 attended[part] = normed.name
         for part, width in (("q", queries), ("k", keys)):
             if self.rotary is not None:
@@ -106,9 +124,12 @@ class AttentionSpec:
             near = min(divisors, key=lambda n: (abs(n - self.kv_heads), n))
             yield f"kv_heads is {self.kv_heads}: expected a divisor of heads ({self.heads}); nearest: {near}"
         if self.rotary is not None:
-            if self.head_dim % 2:
+            whole = self.rotary.width == self.head_dim
+            if self.rotary.width % 2:
                 yield (
-                    f"head_dim is {self.head_dim}: rotary embedding rotates pairs, expected an even number; "
-                    f"nearest: {self.head_dim + 1}"
+                    f"{'head_dim' if whole else 'rope_width'} is {self.rotary.width}: rotary embedding rotates pairs, "
+                    f"expected an even number; nearest: {self.rotary.width + 1}"
                 )
+            if self.rotary.width > self.head_dim:
+                yield f"rope_width is {self.rotary.width}: expected at most head_dim ({self.head_dim})"
             yield from self.rotary.mistakes()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.spec.blocks.adapter import AdapterSpec
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
@@ -22,10 +23,13 @@ class SublayerSpec:
     Two bodies read one norm and are added: a parallel block (MegaScale §3.1).
     """
 
-    norm: NormSpec
+    norm: NormSpec | None
+    """None where the bodies read the residual stream itself."""
     bodies: tuple[Body, ...]
     norm_out: NormSpec | None = None
     """Norm of the body's output before it is added; a sublayer with two bodies has none."""
+    factor: float = 1.0
+    """Factor of what is added to the residual stream."""
 
     @property
     def shares_transfers(self) -> bool:
@@ -44,6 +48,8 @@ class BlockSpec:
     """Standard deviation of initial weights."""
     residual_std: float
     """That of projections back into the residual stream."""
+    adapter: AdapterSpec | None = None
+    """Adapters of its linear layers, beside which all its other weights are frozen."""
 
     @property
     def bodies(self) -> tuple[Body, ...]:
@@ -72,20 +78,25 @@ class BlockSpec:
 @lru_cache(maxsize=256)
 def _table(block: BlockSpec, spread: bool) -> Table:
     source = Value("x0", block.hidden)
-    return Table(source, tuple(_operations(block, source.name, spread)))
+    operations = _operations(block, source.name, spread)
+    if block.adapter is not None:
+        operations = block.adapter.applied(operations)
+    return Table(source, tuple(operations), frozen=block.adapter is not None)
 
 
 def _operations(block: BlockSpec, stream: str, spread: bool) -> Iterator[Op]:
     for number, sublayer in enumerate(block.sublayers, 1):
-        norm_name = sublayer.bodies[0].NORM
-        normed = Value(norm_name, block.hidden)
-        yield sublayer.norm.operation(norm_name, stream, normed, block.hidden)
+        source = stream
+        if sublayer.norm is not None:
+            normed = Value(sublayer.bodies[0].NORM, block.hidden)
+            yield sublayer.norm.operation(normed.name, stream, normed, block.hidden)
+            source = normed.name
         outputs = []
         for body in sublayer.bodies:
             place = Place(
                 hidden=block.hidden,
                 prefix=body.MODULE,
-                reads=normed.name,
+                reads=source,
                 std=block.std,
                 residual_std=block.residual_std,
                 spread=spread,

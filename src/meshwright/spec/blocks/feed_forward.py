@@ -9,12 +9,15 @@ from typing import ClassVar, Literal
 from meshwright.spec.blocks.part import Place
 from meshwright.spec.blocks.table import ActivateOp, LinearOp, Op, Part, Value
 
-Activation = Literal["swiglu", "geglu", "gelu"]
+Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardSpec:
-    """down(silu(gate) · up), down(gelu(gate) · up) or down(gelu(up)), with the tanh approximation of GELU."""
+    """down(silu(gate) · up), down(gelu(gate) · up) or down(gelu(up)), with the tanh approximation of GELU.
+
+    `clamped_swiglu` is that of `kernels.swiglu.clamped_activation`.
+    """
 
     MODULE: ClassVar[str] = "mlp"
     NORM: ClassVar[str] = "mlp_norm"

@@ -36,6 +36,8 @@ class LatentAttentionSpec:
     """Width of the latent of queries; 0 computes them from the residual stream."""
     window: int | None = None
     """As in `AttentionSpec`."""
+    score_cap: ClassVar[None] = None
+    """Its scores are not capped."""
 
     def operations(self, place: Place) -> Iterator[Op]:
         """Projections to latents, their norms, projections by head, rotation, attention, output projection."""

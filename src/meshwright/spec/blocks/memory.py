@@ -1,15 +1,16 @@
 """Elements that a block's forward saves for its backward, from its table.
 
-Without recompute these are the values that backwards read, each counted once however many operations read it. With recompute they are
+Without recompute these are the values that backwards read, each counted once however many operations read it, without sums that the
+compiler computes again inside the kernel that reads them. With recompute they are
 the block's input and those results of selected operations from which everything else that a backward reads can be computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, fields
 
-from meshwright.spec.blocks.table import ActivateOp, AttendOp, ExchangeOp, LinearOp, Op, Table, Value
+from meshwright.spec.blocks.table import ActivateOp, AttendOp, ExchangeOp, LinearOp, NormOp, Op, Table, Value
 from meshwright.spec.plan import Recompute
 
 
@@ -48,6 +49,8 @@ def _read_by_backwards(table: Table, *, narrow: bool) -> Elements:
         for name in op.kept:
             value = table.memory_of(name)
             (rounded if op.rounds else whole)[value.name] = value
+    for name in [name for name in whole if _is_summed_again(table, name, {*whole, *rounded})]:
+        del whole[name]
     # A linear layer keeps a rounded copy of its own; without rounding it keeps the tensor that others keep too.
     copies = [value for name, value in rounded.items() if narrow or name not in whole]
     return sum(
@@ -56,6 +59,26 @@ def _read_by_backwards(table: Table, *, narrow: bool) -> Elements:
             *(Elements.of(value, rounded=True) for value in copies),
         ),
         Elements(),
+    )
+
+
+def _is_summed_again(table: Table, name: str, saved_names: Container[str]) -> bool:
+    """Whether a norm's backward computes its input again: a sum of saved values, and of norms of saved values.
+
+    In a block with norms of outputs that is the residual stream between its sublayers: a sum of its input and of the norm of the
+    attention's output, whose backward reads that output anyway. Values that linear layers or attention read have to exist.
+    """
+    readers = [op for op in table.operations if name in op.kept]
+
+    def is_available(summand: str) -> bool:
+        op = table.writer.get(summand)
+        return table.memory_of(summand).name in saved_names or (isinstance(op, NormOp) and is_available(op.reads[0]))
+
+    op = table.writer.get(name)
+    return (
+        type(op) is Op
+        and all(isinstance(reader, NormOp) for reader in readers)
+        and all(is_available(summand) for summand in op.reads)
     )
 
 

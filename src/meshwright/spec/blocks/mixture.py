@@ -12,8 +12,10 @@ from meshwright.spec.blocks.table import (
     ActivateOp,
     ExchangeOp,
     ExpertsOp,
+    GateOp,
     LinearOp,
     Op,
+    Part,
     RouteOp,
     Rows,
     Value,
@@ -37,6 +39,8 @@ class RouterSpec:
     groups_per_token: int = 1
     scale: float = 1.0
     """Factor of the weights."""
+    bias: bool = False
+    """A bias of the router's linear layer."""
 
     def mistakes(self, experts: int, per_token: int) -> Iterator[str]:
         """What is wrong with the groups of so many experts, naming keys of `model`."""
@@ -55,7 +59,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureSpec:
-    """A router, routed experts without biases and, if there is one, a shared expert for all tokens."""
+    """A router, routed experts and, if there is one, a shared expert for all tokens."""
 
     MODULE: ClassVar[str] = "moe"
     NORM: ClassVar[str] = "mlp_norm"
@@ -66,6 +70,8 @@ class MixtureSpec:
     expert: FeedForwardSpec
     router: RouterSpec
     shared: FeedForwardSpec | None = None
+    shared_gate: bool = False
+    """The shared expert's output is multiplied by a sigmoid of a linear layer of width 1 (Qwen2-MoE)."""
     width: int | None = None
     """Width that experts read and write; None is that of the residual stream."""
 
@@ -83,6 +89,7 @@ class MixtureSpec:
             outputs=self.experts,
             std=place.std,
             split="whole",
+            bias=self.router.bias,
             router=True,
         )
         yield RouteOp(name=name("route"), reads=(scores.name,))
@@ -93,6 +100,20 @@ class MixtureSpec:
             shared = replace(place, prefix=name("shared"))
             yield from self.shared.operations(shared, tiled=False)
             summed = (*summed, shared.output.name)
+            if self.shared_gate:
+                gate, gated = Value(name("shared_gate_output"), 1), Value(name("gated_shared"), place.hidden)
+                yield LinearOp(
+                    name=name("shared_gate"),
+                    reads=(place.reads,),
+                    writes=(gate,),
+                    inputs=place.hidden,
+                    outputs=1,
+                    std=place.std,
+                    split="whole",
+                    router=True,
+                )
+                yield GateOp(name=name("gate_shared"), reads=(shared.output.name, gate.name), writes=(gated,))
+                summed = (name("routed_output"), gated.name)
         yield Op(name=name("sum"), reads=summed, writes=(place.output,))
 
     def _routed(self, place: Place) -> Generator[Op, None, str]:
@@ -119,6 +140,8 @@ class MixtureSpec:
             inputs=width,
             outputs=expert.first_width,
             std=place.std,
+            bias=expert.bias,
+            parts=(Part("gate", expert.width), Part("up", expert.width)) if expert.gated else (),
             **sizes,
         )
         yield ActivateOp(name=name("experts.activate"), reads=(projected.name,), writes=(activated,))
@@ -129,6 +152,7 @@ class MixtureSpec:
             inputs=expert.width,
             outputs=width,
             std=place.residual_std,
+            bias=expert.bias,
             **sizes,
         )
         if not place.spread:  # the weights multiply the activation

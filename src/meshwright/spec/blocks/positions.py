@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 from meshwright.spec.fields import Bound, Positive
 
+Pairs = Literal["halves", "neighbours"]
+"""Which elements of a rotated part are rotated together: i and i + width / 2, or 2i and 2i + 1."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -43,11 +46,15 @@ class YarnScaling:
     """Growth with log(factor) of the rotated part of queries and keys, over that of `mscale_all_dim`."""
     mscale_all_dim: Annotated[float, Bound(at_least=0)] = 1.0
     """Growth with log(factor) of whole queries and keys; 0 is none."""
+    attention_factor: Annotated[float, Bound(at_least=0)] = 0.0
+    """Factor of the rotated part of queries and keys; 0 takes that of `mscale` and `mscale_all_dim`."""
+    truncate: bool = True
+    """The ends of the interpolated frequencies are rounded to whole dimensions; false for gpt-oss."""
 
     @property
     def rotary_scale(self) -> float:
         """Factor of the rotary tables."""
-        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self.attention_factor or self._growth(self.mscale) / self._growth(self.mscale_all_dim)
 
     @property
     def score_scale(self) -> float:
@@ -59,17 +66,63 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE scaling (Ding et al. 2024): every frequency has a divisor of its own, in one list for short and one for long sequences.
+
+    A run uses one of them for all tokens: keys that are rotated with one list do not fit queries rotated with the other.
+    """
+
+    short_factor: tuple[float, ...]
+    """Divisors of the frequencies where sequences are at most `original_max_seq_len` tokens long."""
+    long_factor: tuple[float, ...]
+    """Divisors of the frequencies where sequences are longer."""
+    factor: Annotated[float, Bound(at_least=1)] = 32.0
+    """How much longer than the original context the scaled one is."""
+    original_max_seq_len: Positive = 4096
+    """Context length before scaling, in tokens."""
+    attention_factor: Annotated[float, Bound(at_least=0)] = 0.0
+    """Factor of the rotated part of queries and keys; 0 takes √(1 + log(factor) / log(original_max_seq_len))."""
+
+    @property
+    def rotary_scale(self) -> float:
+        """Factor of the rotary tables."""
+        return self.attention_factor or math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_seq_len))
+
+    def divisors(self, length: int) -> tuple[float, ...]:
+        """The divisors of the frequencies in a run whose longest sequence has `length` tokens."""
+        return self.long_factor if length > self.original_max_seq_len else self.short_factor
+
+
+@dataclass(frozen=True, kw_only=True)
 class RotarySpec:
-    """Rotary embedding of `width` elements of each query and key head."""
+    """Rotary embedding of the first `width` elements of each query and key head."""
 
     width: int
     base: float
     """Base of the rotary frequencies."""
-    scaling: RopeScaling | YarnScaling | None = None
+    scaling: RopeScaling | YarnScaling | LongRopeScaling | None = None
+    pairs: Pairs = "halves"
+    query_growth: float = 0.0
+    """Queries at position p are multiplied by 1 + query_growth · log(1 + ⌊p / original_max_seq_len⌋), with YaRN's original context."""
+
+    @property
+    def growth_length(self) -> int:
+        """The positions after which queries first grow; 0 if they do not."""
+        return self.scaling.original_max_seq_len if self.query_growth and isinstance(self.scaling, YarnScaling) else 0
 
     def mistakes(self) -> Iterator[str]:
         """What is wrong with the scaling, naming keys of `model`."""
         scaling = self.scaling
+        if self.query_growth and not isinstance(scaling, YarnScaling):
+            yield f"query_growth is {self.query_growth:g}: expected 0 without yarn, whose original_max_seq_len it needs"
+        if isinstance(scaling, LongRopeScaling):
+            for name in ("short_factor", "long_factor"):
+                factors = getattr(scaling, name)
+                if len(factors) != self.width // 2 or min(factors) <= 0:
+                    yield (
+                        f"longrope.{name} has {len(factors)} numbers: expected {self.width // 2} positive ones, one for "
+                        "each rotated pair"
+                    )
         if not isinstance(scaling, RopeScaling):
             return
         if scaling.kind == "linear" and scaling != RopeScaling(kind="linear", factor=scaling.factor):

@@ -15,14 +15,17 @@ Example: the feed-forward network of a gated block of width 4 with an inner widt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 Fill = Literal["normal", "ones", "zeros"]
 TensorSplit = Literal["rows", "columns", "whole"]
 """How tensor ranks divide a weight (Shoeybi et al. 2019): output features, input features, or not at all."""
+ADAPTER = "adapter"
+"""Name of the module that holds a linear layer's adapters, inside the layer's."""
 Rows = Literal["tokens", "sent", "received"]
 """Rows of a value: a token's own; a token's copies for its experts; the copies that the rank's experts get from all ranks."""
 
@@ -36,8 +39,10 @@ class ParameterSpec:
     a layer are one tensor with the experts along dimension 0, as a grouped matrix product reads them:
     `moe.experts.gate_up` (experts, 2·expert_hidden, hidden), with the gate's rows first, and `moe.experts.down`
     (experts, hidden, expert_hidden). A weight that is not `trained` gets no gradient: the run itself updates it, and every
-    rank of its layer has it whole, in the stored dtype. `split` says how tensor ranks divide it; `heads` counts, for each of
-    `blocks`, the heads that a rank cannot divide further (0: any number of ranks can divide the block).
+    rank of its layer has it whole, in the stored dtype. A `frozen` weight is not trained either, and no step changes it:
+    it is in the dtype of compute, sharded as trained weights are, and checkpoints do not have it (`spec.blocks.adapter`).
+    `split` says how tensor ranks divide it; `heads` counts, for each of `blocks`, the heads that a rank cannot divide
+    further (0: any number of ranks can divide the block).
     """
 
     name: str
@@ -49,6 +54,7 @@ class ParameterSpec:
     trained: bool = True
     split: TensorSplit = "whole"
     heads: tuple[int, ...] = ()
+    frozen: bool = False
 
     @property
     def count(self) -> int:
@@ -58,6 +64,16 @@ class ParameterSpec:
     def before_blocks(self) -> bool:
         """Whether it is applied before the first block."""
         return self.name.startswith(("embed.", "positions."))
+
+    @property
+    def precise(self) -> bool:
+        """Whether it is kept in fp32 whatever the dtype of compute: the biases by which a router chooses experts."""
+        return self.name.endswith(".choice_bias")
+
+    @property
+    def adapter(self) -> bool:
+        """Whether it belongs to a low-rank adapter."""
+        return f".{ADAPTER}." in self.name
 
     @property
     def expert(self) -> bool:
@@ -108,6 +124,24 @@ class Part:
     name: str
     size: int
     heads: int = 0
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """A low-rank adapter of a linear layer, or of one of its fused parts: A `(rank, inputs)` and B `(outputs, rank)`.
+
+    `blocks` are the fused parts that it covers together.
+    """
+
+    part: str
+    """The fused part; empty for an adapter of the whole layer."""
+    outputs: int
+    rank: int
+    blocks: tuple[tuple[str, int], ...] = ()
+
+    def parameter(self, name: str) -> str:
+        """The name of its parameter `a`, `b` or `magnitude` inside the module of adapters."""
+        return f"{self.part}_{name}" if self.part else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,14 +212,20 @@ class LinearOp(Op):
     parts: tuple[Part, ...] = ()
     bias: bool = False
     router: bool = False
+    adapters: tuple[AdapterPart, ...] = ()
+    frozen: bool = False
+    """Whether its weight has no gradient; then its backward reads the input for adapters only."""
+    magnitudes: bool = False
+    """Whether each adapter trains the lengths of its rows of the weights too (DoRA)."""
 
     @property
     def kept(self) -> tuple[str, ...]:
-        return self.reads
+        return self.reads if self.adapters or not self.frozen else ()
 
     @property
     def rounds(self) -> bool:
-        return True
+        """A frozen weight needs no rounded input for its gradient; adapters keep the input as it is."""
+        return not self.frozen
 
     @property
     def selected(self) -> bool:
@@ -207,6 +247,24 @@ class LinearOp(Op):
             yield ParameterSpec(
                 f"{self.name}.bias", bias, "zeros", 0.0, fused, decay=False, split=bias_split, heads=heads
             )
+        yield from self._adapter_weights()
+
+    def _adapter_weights(self) -> Iterator[ParameterSpec]:
+        """A starts with the variance of peft's uniform draw, 1 / (3 · inputs), and B from zero: the first step has the base's output."""
+        heads = {part.name: part.heads for part in self.parts}
+        of_outputs: TensorSplit = "rows" if self.split == "rows" else "whole"
+        of_inputs: TensorSplit = "columns" if self.split == "columns" else "whole"
+        for adapter in self.adapters:
+            a, b, magnitude = (f"{self.name}.{ADAPTER}.{adapter.parameter(name)}" for name in ("a", "b", "magnitude"))
+            rows = tuple(heads.get(part, 0) for part, _ in adapter.blocks or ((adapter.part, adapter.outputs),))
+            std, outputs = 1 / math.sqrt(3 * self.inputs), adapter.outputs
+            yield ParameterSpec(a, (adapter.rank, self.inputs), "normal", std, split=of_inputs)
+            yield ParameterSpec(b, (outputs, adapter.rank), "zeros", 0.0, adapter.blocks, split=of_outputs, heads=rows)
+            if self.magnitudes:
+                lengths = ParameterSpec(
+                    magnitude, (outputs,), "ones", 0.0, adapter.blocks, split=of_outputs, heads=rows
+                )
+                yield replace(lengths, decay=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +279,11 @@ class ExpertsOp(Op):
     inputs: int
     outputs: int
     std: float
+    bias: bool = False
+    """Whether each expert has a bias; those of a layer are one parameter `(experts, outputs)`, `NAME_bias`."""
+    parts: tuple[Part, ...] = ()
+    adapters: tuple[AdapterPart, ...] = ()
+    """Adapters of each expert: A `(experts, rank, inputs)` and B `(experts, outputs, rank)`."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -236,6 +299,16 @@ class ExpertsOp(Op):
 
     def weights(self) -> Iterator[ParameterSpec]:
         yield ParameterSpec(self.name, (self.experts, self.outputs, self.inputs), "normal", self.std)
+        if self.bias:
+            yield ParameterSpec(f"{self.name}_bias", (self.experts, self.outputs), "zeros", 0.0, decay=False)
+
+    def adapter_weights(self) -> Iterator[ParameterSpec]:
+        """Those of its adapters: of the module of all adapters of the experts, which is registered behind their weights."""
+        module, _, layer = self.name.rpartition(".")
+        for adapter in self.adapters:
+            a, b = (f"{module}.{ADAPTER}.{layer}_{adapter.parameter(name)}" for name in ("a", "b"))
+            yield ParameterSpec(a, (self.experts, adapter.rank, self.inputs), "normal", 1 / math.sqrt(3 * self.inputs))
+            yield ParameterSpec(b, (self.experts, adapter.outputs, adapter.rank), "zeros", 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +355,15 @@ class WeighOp(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GateOp(Op):
+    """Multiplies a value by the sigmoid of another one of width 1."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.reads
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouteOp(Op):
     """Chooses each token's experts from a router's output."""
 
@@ -311,9 +393,14 @@ class VectorOp(Op):
     size: int
     fill: Fill = "zeros"
     trained: bool = True
+    heads: int = 0
+    """Heads that have an element each, which tensor ranks divide; 0 for a vector that every rank has whole."""
 
     def weights(self) -> Iterator[ParameterSpec]:
-        yield ParameterSpec(self.name, (self.size,), self.fill, 0.0, decay=False, trained=self.trained)
+        split, heads = ("rows", (self.heads,)) if self.heads else ("whole", ())
+        yield ParameterSpec(
+            self.name, (self.size,), self.fill, 0.0, decay=False, trained=self.trained, split=split, heads=heads
+        )
 
 
 @dataclass(frozen=True)
@@ -325,6 +412,8 @@ class Table:
 
     source: Value
     operations: tuple[Op, ...]
+    frozen: bool = False
+    """Whether all weights but those of adapters are frozen."""
 
     @cached_property
     def values(self) -> dict[str, Value]:
@@ -340,7 +429,8 @@ class Table:
     @cached_property
     def weights(self) -> tuple[ParameterSpec, ...]:
         """Every parameter in registration order, named inside the block."""
-        return tuple(weight for op in self.operations for weight in op.weights())
+        weights = chain.from_iterable(_weights(self.operations))
+        return tuple(as_frozen(weight) if self.frozen and not weight.adapter else weight for weight in weights)
 
     def memory_of(self, name: str) -> Value:
         """The value whose memory holds the value `name`."""
@@ -353,5 +443,29 @@ class Table:
         return sum(op.multiplications for op in self.operations)
 
     @cached_property
+    def adapter_multiplications(self) -> int:
+        """Multiplications of one token with adapters."""
+        adapted = [op for op in self.operations if isinstance(op, LinearOp | ExpertsOp)]
+        copies = {op.name: op.per_token if isinstance(op, ExpertsOp) else 1 for op in adapted}
+        return sum(copies[op.name] * part.rank * (op.inputs + part.outputs) for op in adapted for part in op.adapters)
+
+    @cached_property
     def attends(self) -> tuple[AttendOp, ...]:
         return tuple(op for op in self.operations if isinstance(op, AttendOp))
+
+
+def _weights(operations: Iterable[Op]) -> Iterator[Iterator[ParameterSpec]]:
+    """The weights of each operation; those of adapters of experts follow the last linear layer of these."""
+    experts: list[ExpertsOp] = []
+    for op in operations:
+        if experts and not isinstance(op, ExpertsOp | ActivateOp):
+            yield from (each.adapter_weights() for each in experts)
+            experts = []
+        yield op.weights()
+        experts += [op] if isinstance(op, ExpertsOp) else []
+    yield from (each.adapter_weights() for each in experts)
+
+
+def as_frozen(weight: ParameterSpec) -> ParameterSpec:
+    """The weight of a model of which only adapters are trained."""
+    return replace(weight, trained=False, frozen=True)

@@ -1,0 +1,43 @@
+"""Keys of adapters (`model.adapter`): names of targets become ours, and the path of the base becomes absolute."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from meshwright.config.schema import validate
+from meshwright.config.yaml_positions import Document, KeyPath
+from meshwright.families.adapters import resolved_targets
+from meshwright.spec.blocks.adapter import AdapterSpec
+from meshwright.spec.errors import BadInput
+from meshwright.spec.fields import from_plain
+from meshwright.spec.model import ModelSpec
+
+TARGETS: KeyPath = ("model", "adapter", "targets")
+
+
+def complete_adapter(document: Document) -> None:
+    """Replace the targets of adapters by our names of the model's linear layers; rejects one that matches none.
+
+    Checkpoints name the base by `model.init`, so its path becomes absolute.
+    """
+    adapter, model = document.get(("model", "adapter")), document.get(("model",))
+    if not isinstance(adapter, dict):
+        return
+    source, _, folder = str(model.get("init")).partition(":")
+    if folder:
+        model["init"] = f"{source}:{os.path.abspath(os.path.expanduser(folder))}"
+    names = {field.name for field in dataclasses.fields(ModelSpec)} - {"adapter"}
+    values, mistakes = validate(ModelSpec, {key: value for key, value in model.items() if key in names})
+    targets = adapter.get("targets", list(AdapterSpec().targets))
+    if mistakes or not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        return  # these are reported elsewhere
+    path = TARGETS if "targets" in adapter else TARGETS[:-1]
+    try:
+        resolved = resolved_targets(from_plain(ModelSpec, values), targets)
+    except BadInput as error:
+        what, _, expected = str(error).partition(": expected ")
+        expected, _, near = expected.partition("; nearest: ")
+        document.reject(path, expected, what, near or None)
+    else:
+        document.put(TARGETS, list(resolved), document.value_position(path))

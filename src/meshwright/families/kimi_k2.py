@@ -1,0 +1,35 @@
+"""Kimi K2 (Moonshot AI 2025, arXiv 2507.20534): DeepSeek-V3 with more experts in one group and fewer heads.
+
+Its folders differ from DeepSeek-V3's in `model_type` alone. The preset is as released.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.families.deepseek_v2 import RELEASED
+from meshwright.families.deepseek_v3 import DEEPSEEK_V3
+from meshwright.families.format import Preset, sizes
+
+FAMILY = replace(DEEPSEEK_V3, model_type="kimi_k2")
+PRESETS = {
+    "kimi-k2": Preset(
+        model={
+            **RELEASED,
+            **sizes(61, 7168, 64, 18432),
+            "kv_heads": 64,
+            "vocab_size": 163840,
+            "max_seq_len": 131072,
+            "rope_theta": 50000.0,
+            "experts": 384,
+            "experts_per_token": 8,
+            "expert_hidden": 2048,
+            "shared_expert_hidden": 2048,
+            "routing_scale": 2.827,
+            "yarn": {"factor": 32.0, "beta_fast": 1.0},
+        },
+        learning_rate=2e-4,
+        seq_len=4096,
+        train={"balance_loss": 1e-4},
+    )
+}

@@ -1,0 +1,82 @@
+"""A Triton kernel that combines two partial results of attention, for `kernels.partial`; imported only with a CUDA device.
+
+Samples that ranks divide have another length each time, and their parts are slices with other strides. A compiled function is compiled
+again for each kind of slice, and torch gives up after eight; this kernel takes lengths and strides as numbers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+"""Elements per program, of whole heads of one query."""
+
+
+def combine(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
+    """Overwrite `out` `(batch, queries, heads, head_dim)` and `logsumexp` `(batch, heads, queries)` with the combined result.
+
+    `other` and `other_logsumexp` have the same shapes; any may be a slice. `out`, `logsumexp` and `other_logsumexp` are fp32 or fp64.
+    """
+    batch, queries, heads, head_dim = out.shape
+    if not out.numel():
+        return
+    width = triton.next_power_of_2(head_dim)
+    block = min(max(BLOCK // width, 1), triton.next_power_of_2(heads))
+    strides = (*out.stride(), *other.stride(), *logsumexp.stride(), *other_logsumexp.stride())
+    grid = (batch * queries, triton.cdiv(heads, block))
+    _combine[grid](out, other, logsumexp, other_logsumexp, queries, heads, head_dim, *strides, block, width)
+
+
+_NUMBERS = [
+    "queries",
+    *(f"{tensor}_{dim}" for tensor in ("out", "other") for dim in ("batch", "query", "head", "element")),
+    *(f"{sums}_{dim}" for sums in ("sum", "other_sum") for dim in ("batch", "head", "query")),
+]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _combine(
+    out,
+    other,
+    logsumexp,
+    other_logsumexp,
+    queries,
+    heads,
+    head_dim,
+    out_batch,
+    out_query,
+    out_head,
+    out_element,
+    other_batch,
+    other_query,
+    other_head,
+    other_element,
+    sum_batch,
+    sum_head,
+    sum_query,
+    other_sum_batch,
+    other_sum_head,
+    other_sum_query,
+    block: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    batch = (tl.program_id(0) // queries).to(tl.int64)
+    query = (tl.program_id(0) % queries).to(tl.int64)
+    head = tl.program_id(1) * block + tl.arange(0, block)
+    element = tl.arange(0, width)
+    is_head = head < heads
+    is_element = is_head[:, None] & (element < head_dim)[None, :]
+    sums = logsumexp + batch * sum_batch + query * sum_query + head * sum_head
+    other_sums = other_logsumexp + batch * other_sum_batch + query * other_sum_query + head * other_sum_head
+    own, others = tl.load(sums, is_head, other=0.0), tl.load(other_sums, is_head, other=0.0)
+    largest = tl.maximum(own, others)
+    combined = largest + tl.log(tl.exp(own - largest) + tl.exp(others - largest))
+    values = out + batch * out_batch + query * out_query + head[:, None] * out_head + element[None, :] * out_element
+    summand = other + batch * other_batch + query * other_query + head[:, None] * other_head
+    added = tl.load(summand + element[None, :] * other_element, is_element, other=0.0).to(out.dtype.element_ty)
+    kept = tl.load(values, is_element, other=0.0)
+    weight, other_weight = tl.exp(own - combined), tl.exp(others - combined)
+    tl.store(values, kept * weight[:, None] + added * other_weight[:, None], is_element)
+    tl.store(sums, combined, is_head)
