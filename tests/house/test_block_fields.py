@@ -62,7 +62,7 @@ PLACES = {
     "planner/conflicts.py": ("experts", EXPERTS),
     "planner/deployment_space.py": ("experts", EXPERTS),
     "planner/devices.py": ("heads", HEADS),
-    "planner/expert_copies.py": ("expert_groups experts groups_per_token", EXPERTS),
+    "planner/expert_moves.py": ("expert_groups experts groups_per_token", EXPERTS),
     "planner/expert_reasons.py": ("experts", EXPERTS),
     "planner/finalists.py": ("experts", EXPERTS),
     "planner/largest.py": ("experts ffn_hidden heads kv_heads kv_rank", SIZED),

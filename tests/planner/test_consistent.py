@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import pins_of
-from meshwright.planner.finalists import SAME_TIME_TOLERANCE, most_promising_first
+from meshwright.planner.finalists import FEWEST_SLOW, SAME_TIME_TOLERANCE, Ranking
 from meshwright.planner.search import search
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.plan import Plan
@@ -64,7 +65,7 @@ def test_a_kind_that_is_guessed_too_slow_is_tried_in_time() -> None:
     seconds = [1.2, 1.21, 1.22, 1.23, 0.95, 0.97]
 
     def tried(untried_ratio: float) -> Iterator[int]:
-        return most_promising_first(estimates, families, seconds.__getitem__, untried_ratio)
+        return Ranking(estimates, families, untried_ratio).order(seconds.__getitem__)
 
     assert [*tried(0.9)] == [0, 4, 5, 1, 2, 3]
     assert [*tried(1.2)][:2] == [0, 1]  # without hope of it
@@ -73,10 +74,26 @@ def test_a_kind_that_is_guessed_too_slow_is_tried_in_time() -> None:
 def test_a_wider_kind_tells_of_the_others_unless_it_was_slow() -> None:
     estimates = [1.0, 1.05, 1.06, 1.2]
     families = [("deep", "v"), ("flat", "plain"), ("flat", "plain"), ("shallow", "v")]
-    assert [*most_promising_first(estimates, families, [0.8, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 3, 1, 2]
-    assert [*most_promising_first(estimates, families, [1.5, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 1, 2, 3]
+    assert [*Ranking(estimates, families, 1.0).order([0.8, 1.05, 1.06, 0.97].__getitem__)] == [0, 3, 1, 2]
+    assert [*Ranking(estimates, families, 1.0).order([1.5, 1.05, 1.06, 0.97].__getitem__)] == [0, 1, 2, 3]
 
 
 def test_what_does_not_fit_is_left_out() -> None:
     infinite = float("inf")
-    assert [*most_promising_first([1.0, 1.1], [("a", "a"), ("b", "b")], [infinite, 1.1].__getitem__, 0.9)] == [1]
+    assert [*Ranking([1.0, 1.1], [("a", "a"), ("b", "b")], 0.9).order([infinite, 1.1].__getitem__)] == [1]
+
+
+def test_a_wider_kind_that_was_slow_several_times_is_tried_last() -> None:
+    estimates = [1.0 + 0.01 * index for index in range(10)] + [1.4]
+    families = [(f"deep {index}", "v") for index in range(10)] + [("flat", "plain")]
+    seconds = [3.0 * estimate for estimate in estimates[:10]] + [1.4]
+    order = [*Ranking(estimates, families, 1.0).order(seconds.__getitem__, min_plans=1)]
+    assert order == [*range(FEWEST_SLOW), 10], "and what is as slow as the others is not tried"
+
+
+def test_the_plans_of_a_value_are_tried_after_the_best() -> None:
+    ranking = Ranking([1.0, 1.5, 1.6], [("a", "a"), ("b", "b"), ("b", "b")], 1.0)
+    seconds = [1.0, 1.5, 1.2].__getitem__
+    assert [*ranking.order(seconds, min_plans=1)] == [0]
+    assert [*ranking.order(seconds, min_plans=0, among=np.array([False, True, True]))] == [1]
+    assert [*ranking.order(seconds, min_plans=2, among=np.array([False, True, True]))] == [2]

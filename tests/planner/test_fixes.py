@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.planner import search as searching
+from meshwright.planner import layout_search as searching
 from meshwright.planner.candidate import peak_bytes
 from meshwright.planner.fixes import MAX_FIXES, TRIES, fixes, search_or_suggest_fixes
 from meshwright.planner.search import search

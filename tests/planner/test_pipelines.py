@@ -104,7 +104,7 @@ def test_layered_accumulation_of_many_micro_batches_hides_no_more_communication_
 def test_a_stage_lies_inside_a_node_where_it_can() -> None:
     plan = search(run(TWO_TCP, pipeline=2), trainable=True).best.plan
     crosses = {axis.axis: axis.crosses for axis in plan.mesh}
-    assert crosses == {"pipeline": "node", "shard": "device"}
+    assert crosses.pop("pipeline") == "node" and set(crosses.values()) == {"device"}
 
 
 @pytest.mark.slow

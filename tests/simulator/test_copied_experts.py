@@ -9,8 +9,10 @@ import pytest
 
 from meshwright.costs.plan_costs import pricing
 from meshwright.planner.candidate import Candidate, memory_budget
-from meshwright.planner.expert_copies import add_copy_variants, copy_variants, owner_variants
+from meshwright.planner.expert_moves import copies, owners
 from meshwright.planner.expert_reasons import uneven_loads_reason
+from meshwright.planner.finalists import PlanEstimator, simplest
+from meshwright.planner.moves import MOVES, with_moves
 from meshwright.planner.reprice import reprice
 from meshwright.simulator.copied_experts import copy_effects, with_copies
 from meshwright.spec.cluster import ClusterSpec
@@ -36,6 +38,12 @@ def run_with(tmp_path: Path, loads: list[int]) -> RunSpec:
 
 def copied(policy: ExpertPolicy, slots: int, *, keep: bool = False) -> Plan:
     return replace(plan({"shard": 4}), experts=replace(OWN, policy=policy, slots=slots, keep=keep))
+
+
+def improved(run: RunSpec, candidate: Candidate) -> Candidate:
+    """The fastest plan that the moves of experts make of the candidate."""
+    moves = [move for move in MOVES if move.plans.__module__ == copies.__module__]
+    return with_moves(run, [candidate], PlanEstimator(run), simplest, memory_budget(run), moves)[0]
 
 
 def test_all_experts_on_all_ranks_send_no_rows_and_are_even(tmp_path: Path) -> None:
@@ -73,26 +81,26 @@ def test_the_planner_copies_a_loaded_expert_and_says_so(tmp_path: Path) -> None:
     run = run_with(tmp_path, [40, 4, 4, 4, 4, 4, 4, 4])
     alone = Candidate(reprice(run, copied("none", 0)), simulated=True)
     assert {
-        (variant.experts.policy, variant.experts.slots) for variant in copy_variants(run, alone.plan) if variant.experts
+        (variant.experts.policy, variant.experts.slots) for variant in copies(run, alone.plan, None) if variant.experts
     } == {
         *((policy, slots) for policy in ("hecate", "fastermoe", "flexmoe") for slots in (1, 4, 6)),
         ("fixed", 6),
     }
-    best = add_copy_variants(run, [alone], alone, memory_budget(run))[0]
+    best = improved(run, alone)
     assert best.plan.experts is not None and best.plan.experts.policy != "none" and best.seconds < alone.seconds
     assert "with copies the busiest of 4 ranks" in uneven_loads_reason(run, best.plan)
     unknown = replace(run, train=replace(run.train, expert_load=None))
-    assert not list(copy_variants(unknown, alone.plan)) and not list(copy_variants(run, best.plan))
+    assert not list(copies(unknown, alone.plan, None)) and not list(copies(run, best.plan, None))
 
 
 def test_the_planner_moves_owners_where_that_balances_loads(tmp_path: Path) -> None:
     """The first two of four ranks own most of the load; each rank can own one loaded expert. Copies are pinned off."""
     run = replace(run_with(tmp_path, [9, 9, 9, 9, 1, 1, 1, 1]), plan=PlanKeys(expert_policy="none"))
     even = replace(plan({"shard": 4}), experts=OWN)
-    (moved,) = owner_variants(run, even)
+    (moved,) = owners(run, even, None)
     assert copy_effects(run.model, run.train, moved, run.cluster).imbalance == pytest.approx(1.0, abs=1e-2)
     alone = Candidate(reprice(run, even), simulated=True)
-    best = add_copy_variants(run, [alone], alone, memory_budget(run))[0]
+    best = improved(run, alone)
     assert (
         best.plan.experts is not None and best.plan.experts.owners == "heterogeneous" and best.seconds < alone.seconds
     )
@@ -102,4 +110,6 @@ def test_the_planner_moves_owners_where_that_balances_loads(tmp_path: Path) -> N
     offloaded = replace(even, layers=(LayerStrategy(offload="optimizer"),))
     fixed = replace(even, experts=replace(OWN, policy="fixed", slots=6))
     unknown = replace(run, train=replace(run.train, expert_load=None))
-    assert not [*owner_variants(run, offloaded), *owner_variants(run, fixed), *owner_variants(unknown, even)]
+    assert not [
+        plan for run, even in ((run, offloaded), (run, fixed), (unknown, even)) for plan in owners(run, even, None)
+    ]

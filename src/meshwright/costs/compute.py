@@ -94,6 +94,8 @@ class LayerTime:
     host: Array
     head: Array
     embed: Array
+    recomputed: Array
+    """Part of `backward` that computes activations again."""
 
 
 def elements_in_waves(m: Array, n: Array, multiprocessors: Array, count: Array = 1.0) -> Array:
@@ -237,7 +239,7 @@ def layer_times(
     projection = wide_rate.forward_backward(tokens / tensor_ranks, 2 * shape.hidden, shape.hidden)
     outside_block = projection.forward + projection.backward + head + embed
     module = (forward + backward + recomputed) / shape.layers * module_blocks + outside_block
-    return LayerTime(forward, backward + recomputed, host, head + shape.predictions * module, embed)
+    return LayerTime(forward, backward + recomputed, host, head + shape.predictions * module, embed, recomputed)
 
 
 def _adapter_passes(product: Product, memory_rate: Array) -> ForwardBackward:

@@ -87,7 +87,11 @@ def step_cost(
     layers_device = device + layer_seconds.tensor + layer_seconds.context + layer_seconds.expert
     gathers, reductions = _weights_traffic(shape, machine, layout, k, times.backward)
     layers_time = layers_device + layer_seconds.host
-    backward = layers_time * times.backward / np.maximum(device, 1e-12)
+    # Time beside the arithmetic belongs to forward and backward in the ratio of their times without recompute: else recompute would
+    # seem to move it to the backward, where it would hide more than recompute adds.
+    first_backward = times.backward - times.recomputed
+    backward_share = first_backward / np.maximum(times.forward + first_backward, 1e-12)
+    backward = times.backward + (layers_time - device) * backward_share
     overlap_seconds = np.where(layout.gather_once > 0, backward, layers_time) * k.hide
     # Copies between shards and communication buffers: per micro-batch, and once per step.
     copies_each, copies_once = copy_seconds(shape, machine, layout, k)
@@ -136,8 +140,11 @@ def step_cost(
     last = exposed_seconds(reductions.once, free_overlap_share * backward * overlapping, reductions.tax)
     first_and_last = _delay_of_ends(layout, first, last, units) + copies_once / layout.pipeline
     first_and_last = first_and_last + _table_seconds(shape, machine, layout, k)
-    passes = (stage * seconds / np.maximum(device, 1e-12) for seconds in (times.forward, times.backward))
-    data_seconds = first_and_last + _gradient_traffic(shape, machine, layout, k, *passes)
+    # Sums over replicas run beside the last reductions of shards, so they hide behind the exposed part of these too.
+    recomputed = times.recomputed * stage / np.maximum(all_layers_seconds + times.head + times.embed, 1e-12)
+    stage_forward = (stage - recomputed) * (1 - backward_share)
+    stage_backward = stage - stage_forward + last / layout.pipeline / _overlapping_micro_batches(layout)
+    data_seconds = first_and_last + _gradient_traffic(shape, machine, layout, k, stage_forward, stage_backward)
     update = _optimizer_seconds(shape, machine, layout, k, layers_time - backward)
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
     constant = (k.step_ms + k.sync_ms * nodes) * 1e-3

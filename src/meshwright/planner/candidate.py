@@ -5,7 +5,7 @@ A pin is a plan field that the run file or command line fixes; the planner choos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -69,6 +69,10 @@ forward were not measured.
 """
 
 
+MAX_COMPARED = 3
+"""Most other values of an option with which a plan's value is compared."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A plan with its predictions."""
@@ -104,6 +108,28 @@ class Answer:
     """Layouts that were priced in closed form."""
     seconds: float
     """How long the search took."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A choice of a plan that the search makes unless pins decide it."""
+
+    name: str
+    """How sentences name the option."""
+    keys: tuple[str, ...]
+    """Pins that decide the option; the search does so where none is set."""
+
+    def free(self, run: RunSpec) -> bool:
+        """Whether no pin of the run decides the option."""
+        return all(getattr(pins_of(run), key) is None for key in self.keys)
+
+
+def nearest_values(best: Candidate, others: Sequence[Candidate], value: Callable[[Plan], object]) -> list[Candidate]:
+    """Of the plans with another value than `best`, the fastest with each of at most `MAX_COMPARED` values, the fastest first."""
+    fastest: dict[object, Candidate] = {value(best.plan): best}
+    for other in sorted(others, key=lambda other: other.behind(best)):
+        fastest.setdefault(value(other.plan), other)
+    return list(fastest.values())[1 : 1 + MAX_COMPARED]
 
 
 def offloads(plan: Plan) -> bool:

@@ -6,7 +6,7 @@ have, to price what limited memory costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,7 @@ from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTE_MODES, Plan, Predicted
+from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTE_MODES, LayerStrategy, Plan, Predicted, layer_range
 from meshwright.spec.run import RunSpec
 
 MOVES = {
@@ -47,6 +47,8 @@ SIMPLER = "the simpler plan is taken"
 ROOMIER = "the plan that leaves more memory free is taken"
 STEADIER = "the plan that loses less on a slower network is taken"
 SAFER = "the plan with more margin, in memory or for a slower network, is taken"
+MAX_NAMED_RANGES = 2
+"""Most layer ranges that a sentence lists; if there are more, it states the number of layers."""
 MIN_SHARE = 0.01
 """Smallest share of the step time at which `limits` reports a part."""
 
@@ -177,6 +179,22 @@ def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> st
         return f"{rank_name} needs {need / 1e9:.1f} GB of the usable {usable / 1e9:.1f} GB ({largest} GB)"
     excess = f"{(need - usable) / 1e9:.1f} GB more than the usable {usable / 1e9:.1f} GB"
     return f"{rank_name} needs {need / 1e9:.1f} GB, {excess} ({largest} GB)"
+
+
+def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
+    """Text that names the layers of these strategies: up to two ranges, else the number of layers out of `total`."""
+    count = sum(len(layer_range(layer.range, total)) for layer in layers)
+    if count == total:
+        return "all layers"
+    if len(layers) > MAX_NAMED_RANGES:
+        return f"{count} of {total} layers"
+    return f"layer{'s' * (count > 1)} " + " and ".join(layer.range for layer in layers)
+
+
+def micro_batches_text(plan: Plan) -> str:
+    """The size of the plan's micro-batches in words."""
+    count = plan.batch.micro_batch
+    return f"micro-batches of {count} sequence{'s' * (count > 1)}"
 
 
 def parts_of(predicted: Predicted) -> dict[str, float]:

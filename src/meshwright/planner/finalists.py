@@ -6,22 +6,17 @@ strategy with which it fits.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from math import inf
 
 import numpy as np
 
-from meshwright.planner.accumulation_choice import plans_with_sums_on_host
 from meshwright.planner.candidate import (
-    SHARES,
     Candidate,
     accumulation_of,
     compiles,
-    fits,
     mlp_tile_of,
     offload_fraction_of,
     offload_staging_of,
@@ -34,31 +29,28 @@ from meshwright.planner.reprice import reprice
 from meshwright.planner.sample_plan import sample_plan
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
-from meshwright.planner.staging_choice import plans_with_staging, with_more_recompute
 from meshwright.planner.step_estimate import most_played
 from meshwright.planner.strategies import Strategy
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
-from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
+from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, engine_fields
-from meshwright.workload.groups import balances_owners, copies_experts, shard_size
+from meshwright.workload.groups import balances_owners, copies_experts
 
 MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
 """Most and fewest plans that are simulated unit by unit, and the total `_simulation_work` after which no further plan is.
 
 The other plans are only simulated by whole stages, as a large plan takes a second unit by unit.
 """
-MAX_IMPROVED = 3
-"""Fastest simulated plans whose neighbours (see `_neighbours`) are simulated too; only the fastest where plans are large."""
-NEIGHBOUR_SLOWDOWN = 1.05
-"""Factor on a plan's estimated step time up to which its neighbours are simulated."""
 UNTRIED_RATIO = 0.95
 """Assumed ratio of the unit-by-unit time to the stage estimate, for a family (`plan_family`) without a simulated plan.
 
 Of 175 random plans nine in ten had 0.99 to 1.01; of 120 on networks that expose all traffic, 0.96 to 1.04.
 """
+FEWEST_SLOW, SLOW_RATIO = 4, 0.9
+"""Families of a wider family that must be slower than estimated before the others are expected to be, and their factor."""
 ROOMY_SHARE = 0.93
 """Share of the usable memory above which a pipeline with virtual stages counts as crowded.
 
@@ -166,43 +158,69 @@ class PlanEstimator:
         return replace(candidate, plan=reprice(self.run, candidate.plan, timing=timing), simulated=True)
 
 
-def most_promising_first(
-    estimates: Sequence[float],
-    families: Sequence[tuple[object, object]],
-    seconds: Callable[[int], float],
-    default_ratio: float,
-    min_plans: float = inf,
-    sibling_ratio: float = 1.0,
-) -> Iterator[int]:
-    """Indices of `estimates`, the most promising plan first, each after `seconds(index)` has computed its actual step time.
+class Ranking:
+    """Plans by expected step time: their estimates, corrected by the plans of their families whose times are known.
 
-    Plans of infinite seconds are left out. The estimates of a family deviate by a similar factor, so the ratio of actual to estimated time
-    of the family's last plan corrects the estimates of the others. `families` has (family, wider family) of each plan. A family without a
-    computed plan takes `sibling_ratio` times the ratio of its wider family, or `default_ratio` if that has none either. After `min_plans`
-    plans the iterator ends at the first plan whose corrected estimate exceeds the fastest time by more than `SAME_TIME_TOLERANCE`.
+    The estimates of a family deviate by a similar factor, so the ratio of actual to estimated time of the family's last plan corrects the
+    estimates of the others. A family without a known plan takes `sibling_ratio` times the last ratio of its wider family, at most 1, or
+    `default_ratio` if that has none either. If `FEWEST_SLOW` families of the wider one were all slower than estimated, it takes
+    `SLOW_RATIO` times the least of their ratios.
     """
-    estimate = np.array(estimates, dtype=float)
-    family, wider_family = (_number_by_first_appearance([pair[level] for pair in families]) for level in (0, 1))
-    family_ratio, wider_family_ratio = np.full(len(estimate), np.nan), np.full(len(estimate), np.nan)
-    tried = np.zeros(len(estimate), bool)
-    fastest, count = inf, 0
-    while not tried.all():
-        sibling = wider_family_ratio[wider_family]
-        untried_ratio = np.where(np.isnan(sibling), default_ratio, sibling_ratio * sibling)
-        ratio = np.where(np.isnan(family_ratio[family]), untried_ratio, family_ratio[family])
-        expected = np.where(tried, np.inf, estimate * ratio)
-        index = int(expected.argmin())
-        if count >= min_plans and expected[index] >= fastest * (1 + SAME_TIME_TOLERANCE):
-            return
-        tried[index] = True
-        actual = seconds(index)
-        if actual < inf:
-            family_ratio[family[index]] = actual / estimate[index]
-            wider_family_ratio[wider_family[index]] = min(1.0, actual / estimate[index])
-            fastest, count = min(fastest, actual), count + 1
-            yield index
-        elif np.isnan(family_ratio[family[index]]):
-            family_ratio[family[index]] = 1.0
+
+    def __init__(
+        self,
+        estimates: Sequence[float],
+        families: Sequence[tuple[object, object]],
+        default_ratio: float,
+        sibling_ratio: float = 1.0,
+    ) -> None:
+        self.estimate, self.default_ratio, self.sibling_ratio = np.array(estimates, float), default_ratio, sibling_ratio
+        self.family, self.wider = (_number_by_first_appearance([pair[level] for pair in families]) for level in (0, 1))
+        self.family_ratio = np.full(len(estimates), np.nan)
+        self.last_ratio, self.least_ratio = np.full(len(estimates), np.nan), np.full(len(estimates), np.inf)
+        self.known_families = np.zeros(len(estimates), int)
+        self.seconds = np.full(len(estimates), np.nan)
+        """By plan, the actual seconds; infinite where it has none, NaN where it was not tried."""
+
+    def order(
+        self,
+        seconds: Callable[[int], float],
+        min_plans: float = inf,
+        among: np.ndarray | None = None,
+        tolerance: float = SAME_TIME_TOLERANCE,
+    ) -> Iterator[int]:
+        """Indices of untried plans, of those in the mask `among`, the most promising first, each after `seconds(index)` was called.
+
+        Plans of infinite seconds are left out. Ends after `min_plans` plans at the first whose expected time exceeds the fastest of
+        `among` by more than the share `tolerance`.
+        """
+        among = np.ones(len(self.estimate), bool) if among is None else among
+        count = 0
+        while (untried := among & np.isnan(self.seconds)).any():
+            expected = np.where(untried, self._expected(), np.inf)
+            index = int(expected.argmin())
+            fastest = np.nanmin(self.seconds, where=among, initial=np.inf)
+            if count >= min_plans and expected[index] >= fastest * (1 + tolerance):
+                return
+            self.seconds[index] = actual = seconds(index)
+            family, wider = self.family[index], self.wider[index]
+            if actual < inf:
+                ratio = actual / self.estimate[index]
+                self.known_families[wider] += bool(np.isnan(self.family_ratio[family]))
+                self.family_ratio[family] = self.last_ratio[wider] = ratio
+                self.least_ratio[wider] = min(self.least_ratio[wider], ratio)
+                count += 1
+                yield index
+            elif np.isnan(self.family_ratio[family]):
+                self.family_ratio[family] = 1.0
+
+    def _expected(self) -> np.ndarray:
+        slow = (self.known_families >= FEWEST_SLOW) & (self.least_ratio > 1)
+        fast = self.sibling_ratio * np.minimum(1.0, self.last_ratio)
+        siblings = np.where(slow, np.maximum(fast, SLOW_RATIO * self.least_ratio), fast)
+        siblings = np.where(np.isnan(siblings), self.default_ratio, siblings)[self.wider]
+        ratio = self.family_ratio[self.family]
+        return self.estimate * np.where(np.isnan(ratio), siblings, ratio)
 
 
 def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
@@ -224,21 +242,18 @@ def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -
         (plan_family(plan), plan.layers[0].offload, plan.batch.micro_batch)
         for plan in (candidate.plan for candidate in ranked)
     ]
-    order = most_promising_first(
-        [candidate.seconds for candidate in ranked],
-        [(family, family) for family in families],
-        seconds,
-        UNTRIED_RATIO,
-        MIN_SIMULATED,
+    ranking = Ranking(
+        [candidate.seconds for candidate in ranked], [(family, family) for family in families], UNTRIED_RATIO
     )
     leading, work = set[int](), 0
-    for index in order:
+    for index in ranking.order(seconds, MIN_SIMULATED):
         leading.add(index)
         work += _simulation_work(ranked[index].plan, estimator.run.model.layers)
         if len(leading) == MAX_SIMULATED or work > MAX_WORK:
             break
-    others = [candidate for index, candidate in enumerate(ranked) if index not in leading]
-    return sorted(simulated.values(), key=_seconds_of) + others
+    return fastest_first(
+        [*simulated.values(), *(candidate for index, candidate in enumerate(ranked) if index not in leading)]
+    )
 
 
 def plan_family(plan: Plan) -> tuple[object, ...]:
@@ -247,67 +262,9 @@ def plan_family(plan: Plan) -> tuple[object, ...]:
     return (*(plan.axis_size(axis) for axis in axes), plan.schedule.name)
 
 
-def add_better_neighbours(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) -> list[Candidate]:
-    """The candidates and faster neighbours of the leading ones, the fastest first.
-
-    Neighbours differ in what the closed form predicts worst: whether gradients and gathered weights stay whole between micro-batches. Of
-    an offloaded optimizer, as much state as fits stays on the device, or is fetched before its update. Sums of gradients in host memory
-    leave room for activations.
-    """
-    leading = 1 if _simulation_work(candidates[0].plan, run.model.layers) > MAX_WORK else MAX_IMPROVED
-    better, simulated_plans = [], [candidate.plan for candidate in candidates if candidate.simulated]
-    for candidate in candidates[:leading]:
-        plans = [
-            plan
-            for plan in (
-                *_neighbours(run, candidate.plan),
-                *_with_state_on_device(run, candidate.plan, budget),
-                *plans_with_sums_on_host(run, candidate.plan),
-            )
-            if not any(same_layout(plan, other) for other in simulated_plans)
-        ]
-        for plan in plans:
-            simulated_plans.append(plan)
-            if fits(run, plan, budget) and _promising(run, plan, candidate):
-                better.append(replace(candidate, plan=reprice(run, plan), estimated=None))
-    better += [Candidate(reprice(run, plan)) for plan in plans_with_staging(run, candidates, budget)]
-    better = [
-        candidate for candidate in better if candidate.seconds < candidates[0].seconds * (1 + SAME_TIME_TOLERANCE)
-    ]
-    return sorted([*better, *(candidate for candidate in candidates if candidate.simulated)], key=_seconds_of) + [
-        candidate for candidate in candidates if not candidate.simulated
-    ]
-
-
-def kernel_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
-    """The plan with NCCL kernels in place of each copy engine that is not pinned."""
-    pins = pins_of(run)
-    for option in copied_options(plan):
-        if option.pin(pins) is None:
-            yield replace(plan, **engine_fields(set(copied_options(plan)) - {option}))
-
-
-def add_kernel_variants(run: RunSpec, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
-    """The candidates and the kernel variants of the chosen one, the fastest first."""
-    simulated_plans = [candidate.plan for candidate in candidates if candidate.simulated]
-    variants = [
-        plan
-        for plan in kernel_variants(run, chosen.plan)
-        if not any(same_layout(plan, other) for other in simulated_plans)
-    ]
-    added = [replace(chosen, plan=reprice(run, plan), simulated=True, estimated=None) for plan in variants]
-    return (
-        sorted([*candidates, *added], key=lambda candidate: (not candidate.simulated, candidate.seconds))
-        if added
-        else list(candidates)
-    )
-
-
-def _promising(run: RunSpec, plan: Plan, neighbour: Candidate) -> bool:
-    """Whether `plan`, estimated by stages, is not much slower than its neighbour."""
-    if neighbour.estimated is None:
-        return True
-    return Candidate(reprice(run, plan, by_units=False)).seconds < neighbour.estimated * NEIGHBOUR_SLOWDOWN
+def fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates in the order of their seconds, those simulated by units first."""
+    return sorted(candidates, key=lambda candidate: (not candidate.simulated, candidate.seconds))
 
 
 def same_layout(first: Plan, other: Plan) -> bool:
@@ -315,57 +272,15 @@ def same_layout(first: Plan, other: Plan) -> bool:
     return first.without_prediction == other.without_prediction
 
 
+def is_large(run: RunSpec, plan: Plan) -> bool:
+    """Whether a simulation of the plan by units takes long."""
+    return _simulation_work(plan, run.model.layers) > MAX_WORK
+
+
 def _simulation_work(plan: Plan, layers: int) -> int:
     """Work of a unit-by-unit simulation: layers × simulated micro-batches × pipeline ranks."""
     ranks = plan.axis_size("pipeline")
     return ranks * min(plan.batch.accumulate, most_played(ranks)) * layers
-
-
-def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
-    """The plan with `gradients` toggled between whole and shard, and with `reshard` toggled."""
-    pins = pins_of(run)
-    if pins.layers or shard_size(plan) == 1:
-        return
-    if pins.gradients is None and plan.batch.accumulate > 1 and not plan.layered:
-        other: Gradients = "shard" if plan.layers[0].gradients == "whole" else "whole"
-        yield replace(plan, layers=tuple(replace(layer, gradients=other) for layer in plan.layers))
-    if pins.reshard is None and len({layer.reshard for layer in plan.layers}) == 1:
-        yield replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
-
-
-def _with_state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan with the least offloaded optimizer state that fits, in thousandths of all.
-
-    Also with more recomputation or offloaded activations: state that stays on the device is not copied, which may pay for it.
-    """
-    pins = pins_of(run)
-    if budget is None or run.cluster.is_cpu or pins.offload_fraction is not None:
-        return
-    if not any(layer.optimizer_offloaded for layer in plan.layers):
-        return
-    for layers in (*with_more_recompute(run, plan), *_with_all_activations_offloaded(run, plan)):
-        shared = partial(_with_share, plan, layers)
-        share = bisect_left(
-            range(1, SHARES), True, key=lambda share: not any(overfull_ranks(run, shared(share), budget))
-        )
-        if share + 1 < SHARES:
-            yield shared(share + 1)
-
-
-def _with_all_activations_offloaded(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
-    """The layers of a plan that offloads the activations of some, with those of all that offload their optimizer."""
-    pins = pins_of(run)
-    if pins.offload is not None or pins.layers is not None or not any(layer.offload == "both" for layer in plan.layers):
-        return
-    layers = [replace(layer, offload="both") if layer.optimizer_offloaded else layer for layer in plan.layers]
-    alike = {replace(layer, range="all") for layer in layers}
-    if any(layer.offload == "optimizer" for layer in plan.layers):
-        yield tuple(alike) if len(alike) == 1 else tuple(layers)
-
-
-def _with_share(plan: Plan, layers: tuple[LayerStrategy, ...], share: int) -> Plan:
-    """The plan with other layers and `share` thousandths of the offloaded optimizer state in host memory."""
-    return replace(plan, layers=layers, offload_fraction=share / SHARES)
 
 
 def simplest(

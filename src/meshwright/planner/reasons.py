@@ -16,35 +16,30 @@ from meshwright.planner.candidate import (
     host_gib,
     kernel_gathers_reason,
     kernel_token_exchange_reason,
+    nearest_values,
     overfull_ranks,
     peak_bytes,
     pins_of,
     untrainable,
 )
 from meshwright.planner.expert_reasons import uneven_loads_reason
-from meshwright.planner.explain import reason_for, seconds_text, shortfall, why_not_distinguished
-from meshwright.planner.mlp_tiles import tile_reason
+from meshwright.planner.explain import (
+    micro_batches_text,
+    on_layers,
+    reason_for,
+    seconds_text,
+    shortfall,
+    why_not_distinguished,
+)
+from meshwright.planner.layout_search import LAYOUT_OPTIONS
+from meshwright.planner.moves import MOVES, Move
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy, Plan, layer_range
+from meshwright.spec.plan import RECOMPUTE_MODES, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption
-from meshwright.workload.groups import experts_over, shard_size
 
-CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
-    ("pipeline", ("pipeline",), lambda plan: plan.axis_size("pipeline")),
-    ("tensor", ("tensor",), lambda plan: plan.axis_size("tensor")),
-    ("context", ("context_ring", "context_ulysses"), lambda plan: _context(plan)),
-    ("replicate", ("replicate", "shard"), lambda plan: plan.axis_size("replicate")),
-    ("expert ranks", ("expert",), experts_over),
-    ("copies of experts:", ("expert_policy",), lambda plan: _copies(plan)),
-    ("owners of experts:", ("expert_owners",), lambda plan: plan.experts.owners if plan.experts else "even"),
-    ("schedule", ("schedule", "stages"), lambda plan: plan.schedule.name),
-    ("micro-batch", ("micro_batch",), lambda plan: plan.batch.micro_batch),
-    ("gradients", ("gradients", "layers"), lambda plan: plan.layers[-1].gradients),
-)
-"""Choices that are explained: name, the pins that fix it, and its value in a plan."""
 SINGLE_RANK_NAMES = {
     "pipeline": "no pipeline",
     "tensor": "no tensor ranks",
@@ -61,10 +56,6 @@ KERNEL_REASONS: Mapping[CopyOption, Callable[[RunSpec, Plan], str | None]] = {
 """Functions that return why kernels are used in place of copy engines, where step times did not decide it."""
 TRANSFERS = frozenset(option.transfer_name for option in COPY_OPTIONS)
 ENGINES = {"copy": "copy engines", "kernel": "kernels"}
-MAX_COMPARED = 3
-"""Most alternatives to a chosen value that its sentence compares."""
-MAX_NAMED_RANGES = 2
-"""Most layer ranges that a sentence lists; if there are more, it states the number of layers."""
 
 
 def reasons(
@@ -74,30 +65,18 @@ def reasons(
     plan, pins = best.plan, pins_of(run)
     guessed = is_guessed(run.cluster)
     sentences = [_guess_note(run.cluster)] if guessed else []
-    sentences += [
-        _compare_values(best, others, name, value, guessed) for name, keys, value in CHOICES if _unpinned(pins, keys)
-    ]
-    sentences += [
-        *_memory_reasons(plan, run, fits),
-        tile_reason(run, plan, fits),
-        *_transport_reasons(best, others, run),
-    ]
+    free = [option for option in (*LAYOUT_OPTIONS, *MOVES) if option.free(run)]
+    sentences += [_compare_values(best, others, option.name, option.value, guessed) for option in free if option.value]
+    sentences += _layer_reasons(plan, run, fits)
+    sentences += [option.why(run, plan, fits) for option in free if isinstance(option, Move)]
+    sentences += _host_memory(plan, run)
+    sentences += _transport_reasons(best, others, run)
     sentences.append(uneven_loads_reason(run, plan))
     if refused := untrainable(plan):
         sentences.append(refused)
     pinned = [key for key, value in vars(pins).items() if value is not None]
     sentences += ["pinned by the run file: " + ", ".join(pinned)] * bool(pinned)
     return tuple(sentence for sentence in sentences if sentence)
-
-
-def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
-    """Text that names the layers of these strategies: up to two ranges, else the number of layers out of `total`."""
-    count = sum(len(layer_range(layer.range, total)) for layer in layers)
-    if count == total:
-        return "all layers"
-    if len(layers) > MAX_NAMED_RANGES:
-        return f"{count} of {total} layers"
-    return f"layer{'s' * (count > 1)} " + " and ".join(layer.range for layer in layers)
 
 
 def _guess_note(cluster: ClusterSpec) -> str:
@@ -109,12 +88,7 @@ def _compare_values(
     best: Candidate, others: Sequence[Candidate], name: str, value: Callable[[Plan], object], guessed: bool = False
 ) -> str:
     """Compares the chosen value with the fastest plans of other values: how much longer they take, or that this is not known."""
-    best_value = value(best.plan)
-    fastest: dict[object, Candidate] = {}
-    for other in others:
-        if value(other.plan) != best_value:
-            fastest.setdefault(value(other.plan), other)
-    compared = list(fastest.items())[:MAX_COMPARED]
+    compared = [(value(other.plan), other) for other in nearest_values(best, others, value)]
     if not compared:
         return ""
     slower = [
@@ -134,7 +108,7 @@ def _compare_values(
                 _other_value_text(name, other_value)
             )
     texts += [f"{' and '.join(settings)} {why}" for why, settings in undecided.items()]
-    return f"{_value_text(name, best_value)}: the best plan {'; '.join(texts)}"
+    return f"{_value_text(name, value(best.plan))}: the best plan {'; '.join(texts)}"
 
 
 def _transport_reasons(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> Iterator[str]:
@@ -174,52 +148,26 @@ def _difference_text(best: Candidate, other: Candidate, guessed: bool) -> str:
     return f"{behind / best.seconds:.0%}" if guessed else seconds_text(behind)
 
 
-def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[str]:
-    pins, sentences = pins_of(run), []
+def _layer_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> Iterator[str]:
+    """Why some layers recompute activations or offload."""
+    pins, total = pins_of(run), run.model.layers
     low_memory = [layer for layer in plan.layers if layer.recompute != "none"]
     if low_memory and pins.recompute is None and pins.layers is None:
         larger_plan = replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers))
-        reason = (
-            "without it a step is no faster"
-            if fits(larger_plan)
-            else f"without it {_micro_batches(plan)} do not fit into memory"
-        )
+        too_large = f"without it {micro_batches_text(plan)} do not fit into memory"
         by_mode = {mode: [layer for layer in low_memory if layer.recompute == mode] for mode in RECOMPUTE_MODES}
-        modes = [f"{mode} on {on_layers(layers, run.model.layers)}" for mode, layers in by_mode.items() if layers]
-        sentences.append(f"recompute {' and '.join(modes)}: {reason}")
-    resharded = [layer for layer in plan.layers if layer.reshard]
-    if resharded and shard_size(plan) > 1 and pins.reshard is None and pins.layers is None:
-        larger_plan = replace(plan, layers=tuple(replace(layer, reshard=False) for layer in plan.layers))
-        reason = (
-            "keeping them gathered is no faster"
-            if fits(larger_plan)
-            else f"if they stayed gathered, {_micro_batches(plan)} would not fit into memory"
-        )
-        sentences.append(
-            f"weights freed after the forward and gathered again for the backward on {on_layers(resharded, run.model.layers)}: {reason}"
-        )
+        modes = [f"{mode} on {on_layers(layers, total)}" for mode, layers in by_mode.items() if layers]
+        yield f"recompute {' and '.join(modes)}: {'without it a step is no faster' if fits(larger_plan) else too_large}"
     for offload in sorted({layer.offload for layer in plan.layers} - {"none"}) if pins.offload is None else ():
-        layers_text = on_layers([layer for layer in plan.layers if layer.offload == offload], run.model.layers)
-        sentences.append(f"offload {offload} on {layers_text}: without it only a slower plan fits into memory")
-    if plan.offload_fraction < 1 and pins.offload_fraction is None:
-        sentences.append(
-            f"offload_fraction {plan.offload_fraction:g}: {1 - plan.offload_fraction:.0%} of the optimizer's state "
-            "fits on the devices and is not copied"
-        )
-    if plan.offload_staging and pins.offload_staging is None:
-        sentences.append(
-            f"offload_staging {plan.offload_staging:g}: so many gigabytes of the optimizer's state are fetched before the update, "
-            "beside the step; more would not make it faster, or does not fit"
-        )
-    if plan.accumulation == "host" and pins.accumulation is None:
-        on_device = replace(plan, accumulation="device")
-        need = "a step is no faster" if fits(on_device) else shortfall(run, on_device)
-        sentences.append(f"sums of gradients in host memory between micro-batches: on the devices {need}")
+        layers_text = on_layers([layer for layer in plan.layers if layer.offload == offload], total)
+        yield f"offload {offload} on {layers_text}: without it only a slower plan fits into memory"
+
+
+def _host_memory(plan: Plan, run: RunSpec) -> list[str]:
     sizes = host_bytes(run.model, run.train, plan, run.cluster.nodes)
     labelled = zip(("activations take", "the optimizer takes", "sums of gradients take"), sizes, strict=True)
     return [
-        *sentences,
-        *(f"{label} {size / 1e9:.1f} GB of each host's memory{_guess_suffix(run)}" for label, size in labelled if size),
+        f"{label} {size / 1e9:.1f} GB of each host's memory{_guess_suffix(run)}" for label, size in labelled if size
     ]
 
 
@@ -227,26 +175,6 @@ def _guess_suffix(run: RunSpec) -> str:
     """A note that host memory is a guess, if `cluster.host_memory_gib` is not set."""
     known = run.cluster.host_memory_gib is not None or run.cluster.is_cpu
     return "" if known else f"; assumes {host_gib(run):,.0f} GiB per host, because cluster.host_memory_gib is not set"
-
-
-def _micro_batches(plan: Plan) -> str:
-    count = plan.batch.micro_batch
-    return f"micro-batches of {count} sequence{'s' * (count > 1)}"
-
-
-def _copies(plan: Plan) -> str:
-    """Policy and slots of copies of experts."""
-    if plan.experts is None or plan.experts.policy == "none":
-        return "none"
-    return f"{plan.experts.policy}, at most {plan.experts.slots} a rank" + ", kept for the step" * plan.experts.keep
-
-
-def _context(plan: Plan) -> int:
-    return plan.axis_size("context_ring") * plan.axis_size("context_ulysses")
-
-
-def _unpinned(pins: object, keys: tuple[str, ...]) -> bool:
-    return all(getattr(pins, key) is None for key in keys)
 
 
 def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.config.load import load_run
-from meshwright.planner.candidate import Candidate, memory_budget
-from meshwright.planner.reprice import reprice
-from meshwright.planner.staging_choice import plans_with_staging, with_more_recompute
+from meshwright.planner.candidate import memory_budget
+from meshwright.planner.memory_moves import staging, with_more_recompute
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
 
 WORDS = [
@@ -31,9 +30,7 @@ def plan_with(*layers: LayerStrategy) -> Plan:
 def test_no_size_is_chosen_below_the_buffers_that_exist_in_any_case() -> None:
     """All state of a small model is in the least buffers: 6 chunks of 8 Mi parameters."""
     pinned = load_run(None, [*WORDS, "plan.offload=optimizer", "plan.offload_fraction=1"])
-    candidate = Candidate(reprice(pinned, plan_with(LayerStrategy(offload="optimizer"))))
-    assert candidate.simulated
-    assert list(plans_with_staging(pinned, [candidate], memory_budget(pinned))) == []
+    assert list(staging(pinned, plan_with(LayerStrategy(offload="optimizer")), memory_budget(pinned))) == []
 
 
 def test_more_recompute_changes_no_other_setting_and_no_layer_that_keeps_less() -> None:

@@ -1,0 +1,285 @@
+"""First part of the search: the layouts of a run as candidates, by the closed form and then by a simulation of whole stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from itertools import chain
+from math import inf
+
+import numpy as np
+
+from meshwright.costs.plan_costs import Pricing
+from meshwright.planner.candidate import Candidate, Option, fits, nearest_values
+from meshwright.planner.closed_form import SpaceCosts
+from meshwright.planner.conflicts import conflicts
+from meshwright.planner.finalists import SAME_TIME_TOLERANCE, PlanEstimator, Ranking, plan_at
+from meshwright.planner.moves import VARIANTS, moved_to_fit
+from meshwright.planner.reprice import reprice
+from meshwright.planner.space import SCHEDULES, Points, with_kernel_engines
+from meshwright.planner.step_estimate import STAGES
+from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
+from meshwright.planner.sweep import SweepResult, smallest, strategies_in, sweep
+from meshwright.simulator.step_simulation import require_cost_inputs
+from meshwright.spec.plan import CONTEXT_AXES, AxisName, Plan, ScheduleName
+from meshwright.spec.run import RunSpec
+from meshwright.workload.groups import context_size, experts_over
+
+POINTS_PER_FAMILY, MAX_SLOWDOWN = 4, 1.15
+"""Points per family that the sweep returns, and the initial limit on their time relative to the fastest point.
+
+The limit allows for errors of the closed form that differ between families. It grows if simulations are slower than expected.
+"""
+MIN_ESTIMATES, MAX_PER_FAMILY = 24, 8
+"""Fewest plans that are simulated by whole stages (`estimated`), and most of them in one family."""
+MAX_EFFORT, ACTIONS_PER_EFFORT = 240.0, 400.0
+"""Limit on the total effort of stage simulations.
+
+A plan costs 1, and 1 more for every `ACTIONS_PER_EFFORT` schedule actions.
+"""
+MARGINS = (1.05, 0.97, 0.9, 0.8)
+"""Factors on the usable memory in the closed form, whose memory deviates slightly from the exact computation of a plan.
+
+The search tries the next factor if no plan fits with the previous one.
+"""
+TIGHTER_MARGINS = (0.97, 0.9)
+"""Further factors for a point whose best strategy does not fit exactly: with less memory another strategy may be best."""
+UNTRIED_RATIO = 0.95
+"""Assumed ratio of the stage simulation to the closed form for a schedule of which no plan was simulated.
+
+One of 1,500 plans had a lower ratio.
+"""
+SIBLING_RATIO = 0.97
+"""On several nodes, factor on a schedule's ratio of estimate to closed form for its untried meshes and micro-batches.
+
+With 1, 2 of 500 random runs missed a plan that was 2 to 4% faster.
+"""
+VALUE_EFFORT, ALL_VALUES_EFFORT = 4.0, 10.0
+"""Limits on the effort to find the fastest plan with another value of one option: for each such value, and for all together.
+
+A layout that alone takes more effort than the first is not tried.
+"""
+StrategiesOf = Callable[[int], Iterator[Strategy]]
+"""Strategies of a point, by its index."""
+MAX_SMALLEST = 3
+"""Plans with the least memory that the search checks before it reports that nothing fits."""
+
+
+def pricing_of(run: RunSpec, space: Points) -> Pricing:
+    """Machine, shape and constants of the cost model, shared by all points."""
+    plain = plan_at(run, space, int(space.column("port").argmax()), PLAIN, None)
+    return require_cost_inputs(run.model, run.train, plain, run.cluster)
+
+
+@dataclass(frozen=True)
+class LayoutOption(Option):
+    """An option that the sweep decides, with its values by point."""
+
+    value: Callable[[Plan], object]
+    column: Callable[[Points], np.ndarray]
+
+
+def _axis(name: AxisName, *keys: str) -> LayoutOption:
+    return LayoutOption(name, (name, *keys), lambda plan: plan.axis_size(name), lambda points: points.column(name))
+
+
+LAYOUT_OPTIONS = (
+    _axis("pipeline"),
+    _axis("tensor"),
+    LayoutOption("context", CONTEXT_AXES, context_size, lambda points: points.column("context")),
+    _axis("replicate", "shard"),
+    LayoutOption("expert ranks", ("expert",), experts_over, lambda points: points.column("expert")),
+    LayoutOption(
+        "schedule",
+        ("schedule", "stages"),
+        lambda p: p.schedule.name,
+        lambda points: np.array(SCHEDULES)[points.schedule],
+    ),
+    LayoutOption("micro-batch", ("micro_batch",), lambda p: p.batch.micro_batch, lambda points: points.micro),
+)
+"""The options that the sweep decides, in the order in which they are explained."""
+
+
+class LayoutSearch:
+    """Searches the layouts `space` of a run for plans that fit into `budget` bytes of a device."""
+
+    def __init__(self, run: RunSpec, space: Points, budget: int | None, estimator: PlanEstimator) -> None:
+        self.run, self.space, self.budget, self.estimator = run, space, budget, estimator
+        self.pricing = pricing_of(run, space)
+        self.memory_limit = inf if budget is None else budget * _largest_memory_ratio(run)
+        self.considered = 0
+        """Layouts that were priced in closed form."""
+        self._searched = set[tuple[str, object]]()
+
+    def leading(self) -> list[Candidate]:
+        """The most promising layouts as plans that fit, estimated by stages; those of least memory if the closed form finds none."""
+        costs = SpaceCosts(self.run, self.pricing, self.space)
+        for margin in MARGINS:
+            max_slowdown = MAX_SLOWDOWN
+            while True:
+                limit = margin * self.memory_limit
+                swept = sweep(
+                    self.run,
+                    self.pricing,
+                    self.space,
+                    limit,
+                    best=POINTS_PER_FAMILY,
+                    max_slowdown=max_slowdown,
+                    costs=costs,
+                )
+                self.considered += swept.priced
+                self._finalists = Finalists(self, swept, limit)
+                candidates = list(self._finalists.estimates())
+                fastest = min((candidate.seconds for candidate in candidates), default=0.0)
+                needed_slowdown = fastest / UNTRIED_RATIO / swept.seconds[0] if len(swept.seconds) else 0.0
+                if needed_slowdown <= max_slowdown:
+                    break
+                max_slowdown = needed_slowdown
+            if candidates or self.budget is None or not len(swept.points):  # with a smaller factor no other point fits
+                break
+        # The closed form may overestimate memory by more than the margins.
+        plans = [] if candidates else moved_to_fit(self.run, [least.plan for least in self.smallest], self.budget)
+        return candidates or [self.estimator.by_stages(plan) for plan in plans]
+
+    @cached_property
+    def smallest(self) -> list[Candidate]:
+        """The plans that need the least memory."""
+        space = with_kernel_engines(self.run, self.space)
+        chosen, strategy = smallest(self.run, space, MAX_SMALLEST)
+        plans = [plan_at(self.run, chosen, index, strategy, 0) for index in range(len(chosen))]
+        return [Candidate(reprice(self.run, plan), fits=False) for plan in plans]
+
+    def alternatives(self, best: Candidate, candidates: Sequence[Candidate], requested: RunSpec) -> list[Candidate]:
+        """New candidates from a search of each other value that is named beside an option of `best`, as if it were pinned.
+
+        Those that are estimated to be about as fast as `best` are simulated by units. `requested` has the user's pins.
+        """
+        found: list[Candidate] = []
+        limit = (1 + SAME_TIME_TOLERANCE) * self.estimator.by_stages(best.plan).seconds
+        for option in LAYOUT_OPTIONS:
+            named = [other.plan for other in nearest_values(best, [*candidates, *found], option.value)]
+            for value in map(option.value, named) if option.free(requested) else ():
+                if (option.name, value) not in self._searched and self._finalists.values_effort < ALL_VALUES_EFFORT:
+                    self._searched.add((option.name, value))
+                    among = option.column(self._finalists.points) == value
+                    found += self._finalists.estimates(among)
+        return [self.estimator.by_units(other) if other.seconds < limit else other for other in found]
+
+
+class Finalists:
+    """The layouts of a sweep in the order of their promise, as plans that fit, a few of each family."""
+
+    def __init__(self, search: LayoutSearch, swept: SweepResult, memory_limit: float) -> None:
+        self.search, self.points = search, swept.points
+        run, self._family_counts = search.run, Counter[object]()
+        self._families = [_families(swept.points, index, strategy) for index, strategy in enumerate(swept.strategies)]
+        self._fastest, self.values_effort = inf, 0.0
+        played = np.minimum(swept.points.accumulate, STAGES[1] * swept.points.column("pipeline"))
+        self._effort = 1 + swept.points.column("pipeline") * played * swept.points.virtual / ACTIONS_PER_EFFORT
+        sibling_ratio = SIBLING_RATIO if run.cluster.nodes > 1 else 1.0
+        self._ranking = Ranking(swept.seconds.tolist(), self._families, UNTRIED_RATIO, sibling_ratio)
+        self._strategies_at = self._strategies_of(swept.points, swept.strategies.__getitem__)
+        restricted = ((variant, variant.points(run, swept.points)) for variant in VARIANTS)
+        self._variants = [
+            (variant, points, self._strategies_of(points, self._best_strategy(points, memory_limit)))
+            for variant, points in restricted
+            if points is not None
+        ]
+
+    def estimates(self, among: np.ndarray | None = None) -> Iterator[Candidate]:
+        """Estimates of the most promising layouts; of untried ones in the mask `among` that are expected to be the fastest there."""
+        min_plans, max_effort, tolerance = MIN_ESTIMATES, MAX_EFFORT, SAME_TIME_TOLERANCE
+        if among is not None:
+            among = among & (self._effort <= VALUE_EFFORT)
+            min_plans, max_effort, tolerance = 0, VALUE_EFFORT, -SAME_TIME_TOLERANCE
+        new: list[Candidate] = []
+
+        def seconds(index: int) -> float:
+            family = *self.points.meshes[self.points.mesh[index]].inner, self._families[index][0]
+            if self._family_counts[family] == MAX_PER_FAMILY:
+                return inf
+            estimates = self._estimates_of(index)
+            new.extend(estimates)
+            self._family_counts[family] += bool(estimates)
+            fastest = min((candidate.seconds for candidate in estimates), default=inf)
+            self._fastest = min(self._fastest, fastest)
+            return fastest
+
+        effort = 0.0
+        for index in self._ranking.order(seconds, min_plans, among, tolerance):
+            yield from new
+            new.clear()
+            effort += self._effort[index]
+            self.values_effort += 0.0 if among is None else self._effort[index]
+            if effort >= max_effort:
+                break
+
+    def _estimates_of(self, index: int) -> list[Candidate]:
+        """Estimates of the plans of the point at `index`: its first strategy that fits, and variants that may be fast."""
+        estimator = self.search.estimator
+        plan = self._first_to_fit(self.points, index, self._strategies_at(index))
+        estimates = [] if plan is None else [estimator.by_stages(plan)]
+        for variant, points, strategies_at in self._variants:
+            slow = bool(estimates) and estimates[0].seconds > variant.slowdown * min(
+                self._fastest, estimates[0].seconds
+            )
+            if slow or not variant.applies(self.points, points, index, plan):
+                continue
+            other = self._first_to_fit(points, index, strategies_at(index))
+            if other is not None and (plan is None or other.layers != plan.layers):
+                estimates.append(estimator.by_stages(other))
+        return estimates
+
+    def _first_to_fit(self, points: Points, index: int, strategies: Iterator[Strategy]) -> Plan | None:
+        run, budget = self.search.run, self.search.budget
+        plans = (plan_at(run, points, index, strategy, budget) for strategy in strategies)
+        return next((plan for plan in plans if fits(run, plan, budget)), None)
+
+    def _best_strategy(self, points: Points, memory_limit: float) -> Callable[[int], Strategy | None]:
+        """The fastest strategy of each point by the closed form, by its index; computed at the first call."""
+        strategies = cache(partial(strategies_in, self.search.run, self.search.pricing, points, memory_limit))
+        return lambda index: strategies()[index]
+
+    def _strategies_of(self, points: Points, best_at: Callable[[int], Strategy | None]) -> StrategiesOf:
+        """Strategies of each point in the order to try: the best, the best for less memory, then lower-memory ones."""
+        run, limit = self.search.run, self.search.memory_limit
+        tighter_at = [self._best_strategy(points, part * limit) for part in TIGHTER_MARGINS]
+
+        @cache
+        def conflicting(schedule: ScheduleName, strategy: Strategy) -> bool:
+            ends = strategy.high_memory, strategy.low_memory
+            return any(
+                conflicts(
+                    run, trainable=points.trainable, schedule=schedule, recompute=end.recompute, offload=end.offload
+                )
+                for end in ends
+            )
+
+        def of_point(index: int) -> Iterator[Strategy]:
+            first, tried = best_at(index), set[Strategy]()
+            lower_memory = lower_memory_strategies(run, first) if first else []
+            schedule = SCHEDULES[points.schedule[index]]
+            for strategy in chain([first], (tighter(index) for tighter in tighter_at), lower_memory):
+                if strategy is not None and strategy not in tried and not conflicting(schedule, strategy):
+                    tried.add(strategy)
+                    yield strategy
+
+        return of_point
+
+
+def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """(family, wider family) of a point; within each the closed form deviates by a similar factor."""
+    mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
+    sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1, int(points.micro[index])
+    return (schedule, strategy.low_memory, strategy.gradients, *sizes), (schedule, *sizes[:1])
+
+
+def _largest_memory_ratio(run: RunSpec) -> float:
+    """Memory of the largest device divided by that of the smallest: a stage may be placed on the larger devices only."""
+    sizes = [
+        replace(run.cluster, gpu=group.gpu or run.cluster.gpu, groups=()).memory_bytes() for group in run.cluster.groups
+    ]
+    known_sizes = [size for size in (*sizes, replace(run.cluster, groups=()).memory_bytes()) if size]
+    return max(known_sizes) / min(known_sizes) if known_sizes else 1.0

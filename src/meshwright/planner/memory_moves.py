@@ -1,0 +1,176 @@
+"""Options of a plan that move training state to the device, or out of it: offloaded state, staging, gradient sums, tiles."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from math import ceil
+
+from meshwright.planner.candidate import SHARES, Candidate, fits, linear_dtypes, overfull_ranks, pins_of
+from meshwright.planner.explain import shortfall
+from meshwright.planner.reprice import reprice
+from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, SPLITS_BACKWARD, LayerStrategy, Plan, Recompute
+from meshwright.spec.run import RunSpec
+from meshwright.workload.dtypes import GB, staging_bytes
+from meshwright.workload.plan_bytes import optimizer_on_host
+
+STEP_GB = 0.1
+"""Difference of two sizes of staging that are tried, in gigabytes (10⁹ bytes)."""
+LEAST_GAIN = 0.001
+"""Relative difference of step times from which more staging counts as faster."""
+TILE = 8192
+"""Tokens of a tile: enough for full matrix products, and a gigabyte of activations for Llama-3-8B."""
+Fits = Callable[[Plan], bool]
+
+
+def state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
+    """The plan with the least offloaded optimizer state that fits, in thousandths of all.
+
+    Also with more recomputation or offloaded activations: state that stays on the device is not copied, which may pay for it.
+    """
+    if budget is None or run.cluster.is_cpu or not _offloads_optimizer(plan):
+        return
+
+    def with_share(layers: tuple[LayerStrategy, ...], share: int) -> Plan:
+        return replace(plan, layers=layers, offload_fraction=share / SHARES)
+
+    for layers in (*with_more_recompute(run, plan), *_with_all_activations_offloaded(run, plan)):
+        shared = partial(with_share, layers)
+        share = bisect_left(
+            range(1, SHARES), True, key=lambda share: not any(overfull_ranks(run, shared(share), budget))
+        )
+        if share + 1 < SHARES:
+            yield shared(share + 1)
+
+
+def fraction_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
+    share = f"offload_fraction {plan.offload_fraction:g}: {1 - plan.offload_fraction:.0%} of the optimizer's state"
+    return f"{share} fits on the devices and is not copied" if plan.offload_fraction < 1 else ""
+
+
+def staging(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
+    """The plan, also with more recomputation, with the least staging that is about as fast as all that fits.
+
+    Only where a pin keeps state in host memory: else free memory holds state that is never copied, which is better.
+    """
+    if budget is not None and pins_of(run).offload_fraction and not run.cluster.is_cpu and _offloads_optimizer(plan):
+        for layers in with_more_recompute(run, plan):
+            yield from _with_staging(run, replace(plan, layers=layers), budget)
+
+
+def staging_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
+    gigabytes = (
+        f"offload_staging {plan.offload_staging:g}: so many gigabytes of the optimizer's state are fetched before"
+    )
+    more = "beside the step; more would not make it faster, or does not fit"
+    return f"{gigabytes} the update, {more}" if plan.offload_staging else ""
+
+
+def sums_on_host(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
+    """The plan with gradient sums in host memory: as it is if it does not fit, else with less recomputation.
+
+    Only on devices with memory of their own, and for a plan that sums shards.
+    """
+    pins, last = pins_of(run), plan.layers[-1]
+    if run.cluster.is_cpu or plan.accumulation == "host" or not any(map(plan.sums_shards, plan.layers)):
+        return
+    if any(overfull_ranks(run, plan, budget)):
+        yield replace(plan, accumulation="host")
+    elif pins.recompute is None and pins.layers is None:
+        for mode in RECOMPUTE_MODES[: RECOMPUTE_MODES.index(last.recompute)]:
+            yield replace(plan, accumulation="host", layers=(replace(last, range="all", recompute=mode),))
+
+
+def sums_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
+    if plan.accumulation != "host":
+        return ""
+    on_device = replace(plan, accumulation="device")
+    need = "a step is no faster" if fits(on_device) else shortfall(run, on_device)
+    return f"sums of gradients in host memory between micro-batches: on the devices {need}"
+
+
+def with_tiles(run: RunSpec) -> RunSpec | None:
+    """`run` with tiles of feed-forward networks pinned; None where its pins decide otherwise, or sequences have few tiles."""
+    pins, model = pins_of(run), run.model
+    dense = any(not model.routed(layer) for layer in range(model.layers))
+    allowed = (
+        model.adapter is None
+        and (pins.tensor or 1) == 1
+        and (pins.recompute is None or pins.recompute in RECOMPUTES_PRODUCTS)
+        and pins.schedule not in SPLITS_BACKWARD
+        and set(linear_dtypes(run)) == {"compute"}
+    )
+    if not (dense and allowed and run.train.seq_len >= 2 * TILE):
+        return None
+    return replace(run, plan=replace(pins, mlp_tile=TILE))
+
+
+def tile_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
+    if not plan.mlp_tile:
+        return ""
+    whole = replace(plan, mlp_tile=0)
+    need = "a step is no faster" if fits(whole) else shortfall(run, whole)
+    return f"feed-forward networks in tiles of {plan.mlp_tile:,} tokens: without them {need}"
+
+
+def with_more_recompute(run: RunSpec, plan: Plan) -> list[tuple[LayerStrategy, ...]]:
+    """The plan's layers as they are, and with each recompute mode that keeps fewer activations.
+
+    Only as they are where a pin decides.
+    """
+    pins = pins_of(run)
+    if pins.recompute is not None or pins.layers is not None:
+        return [plan.layers]
+    modes: tuple[Recompute, ...] = ("selective",) if plan.paired else ("selective", "full")
+    changed = (tuple(_with_recompute(layer, mode) for layer in plan.layers) for mode in modes)
+    return list(dict.fromkeys((plan.layers, *changed)))
+
+
+def _with_recompute(layer: LayerStrategy, mode: Recompute) -> LayerStrategy:
+    """The layers with `mode` if it keeps fewer activations than their own mode."""
+    keeps_fewer = RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(layer.recompute)
+    return replace(layer, recompute=mode) if keeps_fewer else layer
+
+
+def _with_all_activations_offloaded(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
+    """The layers of a plan that offloads the activations of some, with those of all that offload their optimizer."""
+    pins = pins_of(run)
+    if pins.offload is not None or pins.layers is not None or not any(layer.offload == "both" for layer in plan.layers):
+        return
+    layers = [replace(layer, offload="both") if layer.optimizer_offloaded else layer for layer in plan.layers]
+    alike = {replace(layer, range="all") for layer in layers}
+    if any(layer.offload == "optimizer" for layer in plan.layers):
+        yield tuple(alike) if len(alike) == 1 else tuple(layers)
+
+
+def _offloads_optimizer(plan: Plan) -> bool:
+    return any(layer.optimizer_offloaded for layer in plan.layers)
+
+
+def _with_staging(run: RunSpec, plan: Plan, budget: int) -> Iterator[Plan]:
+    """The plan with the smallest size whose step time is within `LEAST_GAIN` of that at the largest size that fits.
+
+    Yields nothing if that is the size of the buffers that exist in any case, or if no size fits. Both bisections are valid because with
+    more staging a device needs more memory, and a step is never slower.
+    """
+    bytes_per_rank = optimizer_on_host(run.model, plan, 1) / plan.ranks
+    first = ceil(staging_bytes(0.0, plan.precision) / GB / STEP_GB)
+    last = int(bytes_per_rank / GB / STEP_GB) + 1
+    sizes = [0.0, *(round(STEP_GB * count, 1) for count in range(first, last + 1))]
+
+    def staged(size: float) -> Plan:
+        return replace(plan, offload_staging=size)
+
+    def seconds(size: float) -> float:
+        return Candidate(reprice(run, staged(size), by_units=False)).seconds
+
+    fitting = sizes[: bisect_left(sizes, True, key=lambda size: not fits(run, staged(size), budget))]
+    if not fitting:
+        return
+    seconds_at_largest = seconds(fitting[-1])
+    longest = seconds_at_largest * (1 + LEAST_GAIN)
+    smallest = fitting[bisect_left(fitting, True, key=lambda size: seconds(size) <= longest)]
+    if smallest:
+        yield staged(smallest)
