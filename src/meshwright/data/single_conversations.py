@@ -41,6 +41,11 @@ class SingleConversations:
         """Tokens of all of them."""
         return int(self._answers[:, 1].sum())
 
+    @property
+    def longest_question(self) -> int:
+        """Tokens before the last answer, of the conversation that has most."""
+        return int(self._answers[:, 0].max(initial=0))
+
     def read(self, window: int) -> Conversation:
         """The conversation."""
         start, (answer, stop) = int(self._starts[window]), self._answers[window].tolist()

@@ -138,8 +138,14 @@ class Source:
         self.stream = (ContentOrder if by_content else TokenStream)(files, weights)
         self.layout = SingleConversations(self.stream) if conversations else self._layout(packing)
         self.windows = self.layout.count
-        if conversations and self.windows == 0:
-            raise BadInput(f"{directory.path}: has no chats, whose questions rl needs; prepare chats with answers")
+        if isinstance(self.layout, SingleConversations):
+            if self.windows == 0:
+                raise BadInput(f"{directory.path}: has no chats, whose questions rl needs; prepare chats with answers")
+            if (longest := self.layout.longest_question) >= seq_len:
+                raise BadInput(
+                    f"{directory.path}: has a question of {longest} tokens, train.seq_len is {seq_len}; raise it, as it has the answer too",
+                    key="train.seq_len",
+                )
         if self.windows == 0:
             if self.packing is not None:
                 few = f"no chat has a token to train on in its first train.seq_len {seq_len}"

@@ -8,9 +8,10 @@ these numbers: a run that was stopped goes on with the same bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,6 @@ from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, Head
 from meshwright.parallel.fsdp import DTYPES
 from meshwright.parallel.mesh import Mesh
-from meshwright.policies.sample_order import rank_samples
 from meshwright.policies.skipped_samples import SampleRange
 from meshwright.rl.handover import WeightHandover
 from meshwright.rl.objectives import Agreement, PolicyObjective
@@ -34,6 +34,7 @@ from meshwright.rl.reference import Reference
 from meshwright.rl.rewards import RewardProcesses, Verdict
 from meshwright.rl.samples import Answer, batch_of
 from meshwright.serve.engine import Engine
+from meshwright.serve.generation import Update
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan
@@ -76,6 +77,8 @@ class Rollouts:
         self._handover = WeightHandover(run.model, weights, ranks, group, dtype)
         self._reference = Reference(run.model, run.model.init, mesh.device, dtype) if self._rl.kl.weight else None
         self._rewards = RewardProcesses(self._rl.reward)
+        self.on_progress: Callable[[int], None] = lambda action: None
+        """Called with a growing number at each step of the engine, and each second while verdicts are awaited."""
         self._figures: dict[str, float] = {}
         self.empty = False
         """Whether no answer of the step that was read last has a gradient."""
@@ -88,8 +91,10 @@ class Rollouts:
         handed_over = time.perf_counter()
         end = sample + self._prompts
         self._data.begin_step(range(sample, end))
-        mine = rank_samples(sample, self._prompts, self._ranks.rank, self._ranks.size)
-        groups = self._ranks.run_on_all("sample answers", lambda: self._answers(mine))
+        first, last = (
+            sample + self._prompts * rank // self._ranks.size for rank in (self._ranks.rank, self._ranks.rank + 1)
+        )
+        groups = self._ranks.run_on_all("sample answers", lambda: self._answers(range(first, last)))
         sampled = time.perf_counter()
         batch = batch_of([answers for of_rank in groups for answers in of_rank], self._rl, self._run.train.seq_len)
         batches = batch.micro_batches(self._micro_batch, self._mesh.data_rank, self._mesh.data_ranks)
@@ -128,7 +133,8 @@ class Rollouts:
         verdicts: dict[int, Future[Verdict]] = {}
         texts: dict[int, tuple[str, str]] = {}
         numbers = [self._submit(prompt, answers, texts) for prompt in prompts]
-        for update in self._engine.run():
+        actions = count(1)
+        for update in self._updates(actions):
             answer = answers[update.number]
             answer.tokens += update.tokens
             answer.logprobs += (logprob.chosen for logprob in update.logprobs)
@@ -143,9 +149,17 @@ class Rollouts:
             answer.truncated = update.stop_token is None
             question, reference = texts[update.number]
             verdicts[update.number] = self._rewards.submit(question, text, {"reference": reference})
+        while wait(verdicts.values(), timeout=1.0).not_done:  # the processes of the function have a limit of their own
+            self.on_progress(next(actions))
         for number, verdict in verdicts.items():
             answers[number].outcome, answers[number].reward, _ = verdict.result()
         return [[answers[number] for number in group] for group in numbers]
+
+    def _updates(self, actions: Iterator[int]) -> Iterator[Update]:
+        """The updates of all steps of the engine."""
+        while self._engine.unfinished:
+            self.on_progress(next(actions))
+            yield from self._engine.step()
 
     def _submit(self, sample: int, answers: dict[int, Answer], texts: dict[int, tuple[str, str]]) -> list[int]:
         """Ask the engine for the answers to a conversation's question; returns their numbers."""
@@ -154,10 +168,6 @@ class Rollouts:
         reference = conversation.tokens[conversation.answer :].tolist()
         room = self._run.train.seq_len + 1 - len(prompt)
         question, expected = (self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, reference))
-        if room < 1:
-            raise BadInput(
-                f"rl: a question has {len(prompt)} tokens; expected at most train.seq_len = {len(prompt) + room - 1}"
-            )
         numbers = self._engine.submit_samples(
             prompt,
             self._rl.samples,

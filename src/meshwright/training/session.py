@@ -105,6 +105,8 @@ class Session:
         self.progress = progress
         self.recorder.page = progress.page
         self.engine.executor.on_action = progress.page.set_action
+        if self.rollouts is not None:
+            self.rollouts.on_progress = progress.page.set_action
 
     def step_reader(self) -> StepReader:
         """Return the reader of this rank's part of each step."""
