@@ -283,8 +283,7 @@ COUNTED = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", COUNTED, ids=str)
+@pytest.mark.parametrize("case", quick_first(1, COUNTED), ids=str)
 def test_routing_is_counted_once(
     pool: Pool, routed_alone: tuple[torch.Tensor, torch.Tensor, torch.Tensor], case: Case
 ) -> None:

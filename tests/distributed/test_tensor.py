@@ -74,8 +74,7 @@ def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "case"), LARGE, ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(1, LARGE, unpack=True), ids=named)
 def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
