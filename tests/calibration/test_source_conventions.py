@@ -46,6 +46,7 @@ def test_every_convention_holds_for_rows_and_names_what_exists(runs: list[dict[s
         assert set(convention.layout) <= names
 
 
+@pytest.mark.slow
 def test_cells_that_a_source_prints_stay(runs: list[dict[str, str]]) -> None:
     for record in runs:
         cells, changes = with_conventions(record)

@@ -133,6 +133,7 @@ def test_an_interrupted_upload_is_ignored(proxy: FaultProxy, tmp_path: Path) -> 
     assert_resumes(tmp_path / "b" / "run", 1)
 
 
+@pytest.mark.slow
 def test_an_unreachable_store_does_not_delay_training(proxy: FaultProxy, tmp_path: Path) -> None:
     """The uploading process is beside the run: offering and closing return at once, and nothing secret is printed."""
     (path,) = run_with_steps(tmp_path / "a" / "run", 1)

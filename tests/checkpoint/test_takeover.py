@@ -75,6 +75,7 @@ def test_a_commit_names_the_run_and_the_epoch(tmp_path: Path) -> None:
     assert newest_commit(checkpoints(tmp_path)) == (second_manifest.run_id, 2)
 
 
+@pytest.mark.slow
 def test_a_start_woken_at_any_call_of_a_save_commits_nothing_once_another_took_over(tmp_path: Path) -> None:
     """Nothing is lost either: what it committed before the other took over is what the other continues from."""
     save(checkpoints(tmp_path / "count"), 1, owned(tmp_path / "count"))

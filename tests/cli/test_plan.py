@@ -127,6 +127,7 @@ def test_many_layer_ranges_are_a_row_for_each_strategy() -> None:
     assert ("layers", "recompute none, reshard") in facts(load_run(None, [*ONE_RANK, "model.layers=8"]), alike)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path) -> None:
     untrainable_pins = ["plan.offload=both", "plan.pipeline=2", "plan.schedule=zbv"]
     pinned = meshwright("plan", *ONE_RANK, *untrainable_pins, "--out", tmp_path / "host.yaml")
@@ -274,6 +275,7 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     assert len(paths) >= 4 and all(path.startswith("M") for path in paths)
 
 
+@pytest.mark.slow
 def test_scaling_by_doubling(tmp_path: Path) -> None:
     arguments = [*ONE_RANK, "train.steps=100", "--gpus", "1..4", "--objective", "cost", "--price", 2, "--tokens", "1e9"]
     result = meshwright("plan", *arguments, "--html", tmp_path / "scaling.html", "--json").json
@@ -306,6 +308,7 @@ def test_a_prediction_has_two_digits(number: float, text: str) -> None:
     assert two_digits(number) == text
 
 
+@pytest.mark.slow
 def test_a_faster_plan_that_cannot_be_trained_is_a_note() -> None:
     arguments = [*ONE_RANK, "plan.pipeline=2", "plan.offload=activations", "--include-untrainable"]
     result = meshwright("plan", *arguments, "--json").json
@@ -495,6 +498,7 @@ def test_assumed_values_are_reported(tiny: Path) -> None:
     assert meshwright("plan", tiny, "--json").err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_costs_that_are_not_estimated_are_named_beside_the_step_time(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -536,6 +540,7 @@ def test_layouts_of_unequal_samples_are_in_text_json_and_page(tmp_path: Path) ->
     assert "Samples of unequal lengths" in page.read_text() and "samples of unequal lengths" in meshwright(*words).out
 
 
+@pytest.mark.slow
 def test_the_largest_model_in_text_and_json() -> None:
     words = [
         "model=llama3-8b",

@@ -26,6 +26,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_measured_machine_prices_plans(capfd: pytest.CaptureFixture[str]) -> None:
     answer = meshwright(
         "profile", "cluster.gpus_per_node=1", "--seconds", "0.2", "--out", "here.json", env={"CUDA_VISIBLE_DEVICES": ""}

@@ -27,7 +27,6 @@ from meshwright.data.request import ChatRequest
 from meshwright.data.text_format import read_text_format
 from tests.data.chats import CHATML, HEADERS, INSTRUCT, byte_level, plain, sentence_piece, turns, write_chats
 from tests.server.helpers import JSON, call, running_server
-from tests.slow import quick_first
 
 TEXTS = ["red is the first word of this text", "blue is another word and a longer text than the first one", "green"]
 ANSWERS = {"which word is first": "it is red the first", "and which is last": "green is the last one of them"}
@@ -215,7 +214,8 @@ ENTRANCES = [(name, kind) for name, kind in zip(CASES, ("text", "chat"), strict=
 ENTRANCES += [(name, kind) for name in CASES for kind in ("text", "chat") if (name, kind) not in ENTRANCES]
 
 
-@pytest.mark.parametrize(("name", "kind"), quick_first(1, ENTRANCES, unpack=True))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), ENTRANCES)
 def test_a_text_begins_and_ends_alike_everywhere(tmp_path: Path, name: str, kind: str) -> None:
     case = CASES[name]()
     prompt, expected = next(iter(ANSWERS.items())) if kind == "chat" else cut(TEXTS[0], case.tokenizer)

@@ -64,7 +64,8 @@ def host_sums(world: World, spec: ModelSpec, case: Case) -> tuple[set[str], dict
     return {name for name, value in actual.items() if not torch.equal(value, truth[name])}, calls
 
 
-@pytest.mark.parametrize("name", quick_first(1, CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_sums_in_host_memory_have_the_same_bits(pool: Pool, name: str) -> None:
     spec, case = CASES[name]
     for differences, calls in pool.run(host_sums, case.plan.ranks, spec, case):

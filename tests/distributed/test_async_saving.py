@@ -54,6 +54,7 @@ def test_a_checkpoint_written_beside_training_is_that_of_a_save_that_training_wa
     assert sum("beside training (seconds: staging" in text for text in events) == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_waits_for_its_checkpoint(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     uninterrupted = trained(pool, tiny, tmp_path / "whole", *ranks(2))
     first = trained(pool, tiny, tmp_path / "parts", *ranks(2), "checkpoint.every=2", ASYNC, stop_at=5)
@@ -66,6 +67,7 @@ def test_a_run_that_is_asked_to_stop_waits_for_its_checkpoint(pool: Pool, tiny: 
     assert [entry["step"] for entry in checkpoints][-2:] == [5, STEPS] and all(entry["ok"] for entry in checkpoints)
 
 
+@pytest.mark.slow
 def test_saves_that_are_due_while_one_is_in_flight_are_skipped_and_counted(
     pool: Pool, tiny: Path, tmp_path: Path
 ) -> None:

@@ -38,9 +38,9 @@ OUTSIDE = ("context_ulysses", "tensor", "context_ring", "pipeline", "replicate",
 CASES = [
     (LLAMA, Case("1f1b", ulysses=2, micro=4, recompute="all_but_attention")),
     (GPT4, Case("1f1b", pipeline=2, ring=2, micro=2)),
-    (EVEN, Case("zbv", pipeline=2, ulysses=2, expert=2, recompute="all_but_attention")),
 ]
 WIDER = [
+    (EVEN, Case("zbv", pipeline=2, ulysses=2, expert=2, recompute="all_but_attention")),
     (LLAMA, Case("1f1b", ring=2, micro=4)),
     (SHARED, Case("1f1b", ring=2, shard=2, expert=2, micro=2, recompute="selective")),
     (SHARED, Case("1f1b", ring=2, expert=2, micro=4)),
@@ -103,7 +103,7 @@ def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
 
 
 @pytest.mark.parametrize("masked", quick_first(1, [True, False]), ids=["documents", "whole rows"])
-@pytest.mark.parametrize(("spec", "case"), quick_first(3, LARGE, unpack=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(1, LARGE, unpack=True), ids=named)
 def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case, masked: bool) -> None:
     check(pool, spec, case, (masked,))
 

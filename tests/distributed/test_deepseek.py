@@ -208,6 +208,7 @@ def test_random_plans_equal_one_device(pool: Pool, seed: int) -> None:
     compare(pool.run(sharded, plan.ranks, spec, plan, masked), one_device(spec, masked), 1e-9)
 
 
+@pytest.mark.slow
 def test_biases_are_state_of_the_run_under_any_plan(pool: Pool, tmp_path: Path) -> None:
     """The second step continues from the first one's checkpoint, with other ranks."""
     truth, plans = one_device(V3, True), (EXPERTS_OVER_2, TENSOR_2)

@@ -160,6 +160,7 @@ def lopsided(world: Any, spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
         apply.initial_values = initial_values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -282,7 +283,8 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("case", quick_first(1, COUNTED), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COUNTED, ids=str)
 def test_routing_is_counted_once(
     pool: Pool, routed_alone: tuple[torch.Tensor, torch.Tensor, torch.Tensor], case: Case
 ) -> None:
@@ -375,6 +377,7 @@ def test_experts_change_ranks_between_two_starts(
     assert all(torch.equal(reader.read(parameter), final[f"model.{parameter.name}"]) for parameter in parameters(spec))
 
 
+@pytest.mark.slow
 def test_a_run_learns_resumes_under_another_plan_and_leaves_as_a_folder(pool: Pool, tmp_path: Path) -> None:
     tiny, runs = make_tiny(tmp_path / "data"), tmp_path / "runs"
     settings = [*SMALL, "train.z_loss=1e-4", "train.router_z_loss=1e-3"]

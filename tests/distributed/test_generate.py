@@ -104,6 +104,7 @@ def test_each_text_ends_at_its_own_end_token(pool: Pool) -> None:
     assert pool.run(generated_by_plan, 2, LLAMA, case.plan, with_stop) == [[truth]] * 2
 
 
+@pytest.mark.slow
 def test_bf16_is_that_of_one_bf16_device(pool: Pool) -> None:
     plan = Case("zbv", pipeline=2, shard=2).plan
     plan = replace(plan, precision=replace(plan.precision, compute="bf16", reduce="fp32"))

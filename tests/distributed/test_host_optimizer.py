@@ -139,7 +139,8 @@ def state_differences(
     return {name for name, value in actual.items() if not torch.equal(value, truth[name])}, [device_bytes, full_bytes]
 
 
-@pytest.mark.parametrize("name", quick_first(1, BITS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BITS)
 def test_same_bits_as_without(pool: Pool, name: str) -> None:
     spec, tested_plan = BITS[name]
     for rank in pool.run(state_differences, tested_plan.ranks, spec, tested_plan):
@@ -301,9 +302,10 @@ def plain(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> l
     return trained(pool, tiny, tmp_path_factory.mktemp("whole"), *IN_BF16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
-    quick_first(1, [(OFFLOADED, ON_DEVICE), (ON_DEVICE, OFFLOADED), (OFFLOADED, OFFLOADED)]),
+    [(OFFLOADED, ON_DEVICE), (ON_DEVICE, OFFLOADED), (OFFLOADED, OFFLOADED)],
 )
 def test_a_run_goes_on_with_or_without(
     pool: Pool, tiny: Path, tmp_path: Path, plain: list[Seen], order: tuple[str, str]

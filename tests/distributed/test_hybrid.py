@@ -361,7 +361,8 @@ def drawn_case(seed: int) -> tuple[ModelSpec, Case]:
     )
 
 
-@pytest.mark.parametrize("seed", quick_first(1, range(28)))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(28))
 def test_random_batches_on_random_pools(pool: Pool, seed: int) -> None:
     """`make test-all` runs 224 batches."""
     check(pool, *drawn_case(seed), range(100 * seed, 100 * seed + BATCHES))

@@ -57,6 +57,7 @@ def starts(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return {name: list(answers) for name, answers in zip(STARTS, zip(*by_rank, strict=True), strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS)
 def test_only_a_snapshot_that_is_complete_intact_and_not_too_new_is_used(
     starts: dict[str, list[cases.Start]], name: str
@@ -68,13 +69,10 @@ def test_only_a_snapshot_that_is_complete_intact_and_not_too_new_is_used(
 TWO_HOSTS = ("cluster.nodes=2", "cluster.gpus_per_node=1", "plan.shard=2", "checkpoint.partner=host")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "tier"),
-    quick_first(
-        1,
-        [(cases.keep_hosts, "partner memory"), (cases.corrupt_copy, "storage"), (cases.end_server, "storage")],
-        unpack=True,
-    ),
+    [(cases.keep_hosts, "partner memory"), (cases.corrupt_copy, "storage"), (cases.end_server, "storage")],
 )
 def test_after_the_loss_of_a_host_its_ranks_load_the_copy_of_their_partner(
     pool: Pool, tiny: Path, tmp_path: Path, change: cases.HostChange, tier: str
@@ -100,6 +98,7 @@ def test_after_the_loss_of_a_host_its_replica_has_all_state_and_nothing_was_sent
     assert pool.run(cases.after_lost_replica, 4, assignment, lost) == [("partner memory", 8, True)] * 4
 
 
+@pytest.mark.slow
 def test_the_next_start_saves_in_the_same_memory(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
     expected = [("host memory", 4), ("host memory", 6)]

@@ -80,6 +80,7 @@ def test_a_resumed_run_continues_with_the_updates_that_were_applied(pool: Pool, 
     assert [step for step, _ in resumed[0][1]] == [5, 6] and same(uninterrupted, resumed)
 
 
+@pytest.mark.slow
 def test_a_rollback_after_a_transient_failure_gives_the_undisturbed_run(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     overrides = ("train.on_nonfinite=rollback", "checkpoint.every=2", "checkpoint.mode=async")
     answers = run(pool, tiny, tmp_path / "a", *overrides, nan_at=(5,), is_permanent=True)
@@ -96,6 +97,7 @@ def test_a_rollback_after_a_transient_failure_gives_the_undisturbed_run(pool: Po
     assert any(re.search("step 5: .*; back to step [24] from storage", text) for text in answers[0][3])
 
 
+@pytest.mark.slow
 def test_skipped_samples_give_the_run_that_never_read_them(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     """Also after a restart, which finds them in the checkpoint."""
     overrides = ("train.on_nonfinite=rollback_skip", "checkpoint.every=2")
@@ -123,9 +125,10 @@ def undisturbed_replicas(
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "left_out"),
-    quick_first(1, [("rollback", None), ("skip", None), ("rollback_skip", (32, 40))], unpack=True),
+    [("rollback", None), ("skip", None), ("rollback_skip", (32, 40))],
 )
 def test_ranks_go_back_together_if_the_reduced_gradients_of_one_replica_are_not_finite(
     pool: Pool,
@@ -158,6 +161,7 @@ def test_a_spike_in_the_reduced_gradients_of_one_replica_takes_all_ranks_back(
     )
 
 
+@pytest.mark.slow
 def test_a_failure_that_returns_ends_the_run(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     overrides = ("train.on_nonfinite=rollback", "checkpoint.every=2")
     answers = run(pool, tiny, tmp_path, *overrides, nan_at=(3,), times=100)

@@ -188,7 +188,8 @@ def test_every_schedule_has_a_case_of_eight_ranks() -> None:
     assert {case.plan.ranks for case in EIGHT_RANKS} == {8}
 
 
-@pytest.mark.parametrize("case", quick_first(1, EIGHT_RANKS), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EIGHT_RANKS, ids=str)
 def test_eight_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 

@@ -69,12 +69,13 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(2, CASES, unpack=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(1, CASES, unpack=True), ids=named)
 def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(1, LARGE, unpack=True), ids=named)
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "case"), LARGE, ids=named)
 def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
@@ -164,6 +165,7 @@ def test_any_plan_goes_on_with_any_other_bit_for_bit(pool: Pool, tiny: Path, tmp
     assert same_bits(saved, merge_tensors(attempts[-1]))
 
 
+@pytest.mark.slow
 def test_validation_and_initial_weights_are_those_of_one_rank(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     """Learned positions, biases and tied ends too, from a checkpoint's rows."""
     model = "model={family: gpt2, layers: 4, hidden: 16, heads: 4, kv_heads: 4, ffn_hidden: 32, max_seq_len: 16, init_std: 0.1}"

@@ -210,10 +210,11 @@ def test_a_step_that_is_not_a_number_is_not_applied(pool: Pool, tiny: Path, tmp_
     assert last["step"] == 3 and last["loss"] is None and last["nonfinite"]["loss"] == "nan"
 
 
-@pytest.mark.parametrize("ranks_beside", quick_first(1, [4, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_beside", [4, 2])
 @pytest.mark.parametrize(
     ("size", "tokens"),
-    quick_first(1, [(["train.global_batch=128", "train.seq_len=15"], "none"), ([], 256)], unpack=True),
+    [(["train.global_batch=128", "train.seq_len=15"], "none"), ([], 256)],
     ids=["less text than one batch", "two batches"],
 )
 def test_validation_is_the_same_for_any_number_of_ranks(
@@ -300,6 +301,7 @@ def test_validation_leaves_the_model_sharded(pool: Pool, tiny: Path, tmp_path: P
         assert sharded_before and all(sharded_before) and all(sharded_after)
 
 
+@pytest.mark.slow
 def test_validation_does_not_touch_the_training(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     without_validation = trained(pool, tiny, tmp_path / "without", *ranks(2), "train.validate_every=0")[0]
     with_it = trained(pool, tiny, tmp_path / "with", *ranks(2), "train.validate_every=1")[0]
@@ -398,6 +400,7 @@ def test_metrics_have_all_documented_keys(tiny: Path, pool: Pool, tmp_path: Path
         assert line["tokens_per_second"] == pytest.approx(BATCH * 16 / line["step_seconds"])
 
 
+@pytest.mark.slow
 def test_each_rank_writes_a_trace_of_the_steps_asked_for(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     assignment = prepared(tiny, tmp_path, *ranks(2), profile=(2, 4)).assignment
     names = ["rank-00000.json.gz", "rank-00001.json.gz"]

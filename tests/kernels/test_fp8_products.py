@@ -26,7 +26,6 @@ from meshwright.kernels.fp8_products import (
 from meshwright.kernels.linear import Linear, WeightQueue
 from meshwright.spec.plan import Recompute
 from tests.kernels.test_linear import SLOWLY, Layer, gradients, with_sink, wrap
-from tests.slow import quick_first
 
 SCALINGS = get_args(fp8.Scaling)
 DIGITS, SMALLEST_EXPONENT, LARGEST = {E4M3: 3, E5M2: 2}, {E4M3: -6, E5M2: -14}, {E4M3: 448.0, E5M2: 57344.0}
@@ -221,7 +220,8 @@ def step(compiler: str | None, mode: Recompute, scaling: Any, *, split: bool, de
 MODES = [(scaling, mode) for mode in get_args(Recompute) for scaling in SCALINGS]
 
 
-@pytest.mark.parametrize(("scaling", "mode"), quick_first(1, MODES[::-1], unpack=True))
+@pytest.mark.slow
+@pytest.mark.parametrize(("scaling", "mode"), MODES[::-1])
 @pytest.mark.parametrize("compiler", SLOWLY)
 def test_compiled_recomputed_and_split_give_the_same(scaling: Any, compiler: str | None, mode: Recompute) -> None:
     eager = step(None, "none", scaling, split=False, deferred=False)

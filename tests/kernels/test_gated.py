@@ -17,7 +17,6 @@ from meshwright.kernels.swiglu import gated_activation
 from meshwright.spec.plan import Recompute
 from tests.kernels.test_fp8_products import numbers, relative
 from tests.kernels.test_linear import SLOWLY, gradients, with_sink, wrap
-from tests.slow import quick_first
 
 WIDTH, HIDDEN, TOKENS = 32, 48, 32
 ROUNDED = 1e-2
@@ -54,7 +53,8 @@ def step(together: bool, compiler: str | None, mode: Recompute, *, split: bool, 
     return gradients(model, inputs)
 
 
-@pytest.mark.parametrize("mode", quick_first(1, get_args(Recompute)[::-1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", get_args(Recompute)[::-1])
 @pytest.mark.parametrize("compiler", SLOWLY)
 def test_the_fused_network_equals_separate_layers(compiler: str | None, mode: Recompute) -> None:
     apart = step(False, None, "none", split=False, deferred=False)

@@ -53,6 +53,7 @@ def let_test(agents: list[Agent], attempt: int, port: int, seconds: float) -> li
     return [agent.report().test for agent in agents]
 
 
+@pytest.mark.slow
 def test_two_hosts_test_themselves_and_their_exchanges_and_wait_on_until_one_does_not_answer(
     agents: list[Agent],
 ) -> None:

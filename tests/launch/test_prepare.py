@@ -101,6 +101,7 @@ def test_a_plan_is_made_for_the_vocabulary_of_the_data_once_that_is_there(tmp_pa
     assert prepare.with_vocabulary(load_run(corpus, ["model.vocab_size=500"])).model.vocab_size == 500
 
 
+@pytest.mark.slow
 def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_path: Path) -> None:
     """The second start asks for more steps, so that every file of the folder changes."""
     tiny, names = make_tiny(tmp_path / "tiny"), (*CALLS, FILE_OPEN)

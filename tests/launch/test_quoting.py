@@ -157,6 +157,7 @@ def test_kubernetes_passes_each_argument_as_given(runs: str) -> None:
         assert command[2:] == ["/etc/meshwright/run.yaml", "--runs", str(Path(runs)), "--agent"]
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(TEXT_KEYS), HOSTILE)
 @example(("cluster", "gpu"), "H1\nexit 9")

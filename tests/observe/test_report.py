@@ -490,6 +490,7 @@ CUT_OFF = """JSON.stringify([...document.querySelectorAll('main *')].filter(each
 }).map(each => each.outerHTML.slice(0, 120)))"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_pages_are_whole_on_a_telephone(folder, tmp_path):
     write_account(folder)

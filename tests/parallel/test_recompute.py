@@ -144,20 +144,17 @@ FROZEN = adapter_of(replace(MODELS["llama"], ffn_hidden=304), rank=4, targets=("
 """Most frozen layers have no adapter, and keep no input."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "fp8", "mode"),
-    quick_first(
-        2,
-        [
-            (ADAPTED, True, "none"),
-            (FROZEN, False, "none"),
-            (ADAPTED, False, "none"),
-            (FROZEN, True, "none"),
-            (ADAPTED, True, "selective"),
-            (ADAPTED, False, "all_but_attention"),
-        ],
-        unpack=True,
-    ),
+    [
+        (ADAPTED, True, "none"),
+        (FROZEN, False, "none"),
+        (ADAPTED, False, "none"),
+        (FROZEN, True, "none"),
+        (ADAPTED, True, "selective"),
+        (ADAPTED, False, "all_but_attention"),
+    ],
     ids=lambda value: "adapters" if isinstance(value, ModelSpec) else str(value),
 )
 def test_a_compiled_block_with_adapters_saves_the_predicted_bytes(spec: ModelSpec, fp8: bool, mode: Recompute) -> None:

@@ -107,6 +107,7 @@ def test_a_stage_lies_inside_a_node_where_it_can() -> None:
     assert crosses.pop("pipeline") == "node" and set(crosses.values()) == {"device"}
 
 
+@pytest.mark.slow
 def test_a_breadth_first_pipeline_has_a_stage_for_every_layer() -> None:
     """With larger stages the next rank waits until all micro-batches have passed through a stage."""
     question = run(pipeline=4, schedule="breadth_first", recompute="full")
@@ -132,6 +133,7 @@ def test_a_schedule_without_enough_micro_batches_says_how_many_it_needs() -> Non
         search(run(batch=8, pipeline=8, schedule="dualpipe_v"))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_is_planned_and_marked() -> None:
     plan = search(run(pipeline=2, schedule="zbv", offload="both")).best.plan
     assert untrainable(plan) in plan.why and "offload both under zbv" in (untrainable(plan) or "")

@@ -66,6 +66,7 @@ def test_layouts_hold_the_longest_sample() -> None:
     assert [(layout.ring, layout.hybrid) for layout in pinned] == [(2, False)]
 
 
+@pytest.mark.slow
 def test_ranks_by_sample_win_where_static_rings_cross_nodes() -> None:
     run = run_of()
     choice = choose_sample_layout(run, SHORT_AND_LONG)

@@ -59,6 +59,7 @@ def test_grammars_at_a_limit_end_their_own_request_only(server: RunningServer) -
     assert server.api.state == "ready"
 
 
+@pytest.mark.slow
 @needs_llguidance
 def test_a_thousand_values_of_each_key_leave_caches_within_bounds(server: RunningServer) -> None:
     async def each(index: int) -> int:
