@@ -252,7 +252,8 @@ def join_shards(name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch
         )
     if module in ("up", "embed", "head", "q", "kv_up") or parameter_name == "sinks":
         return torch.cat(shards)
-    if module in ("out", "down") and parameter_name == "weight":
+    latent = name.endswith("attention.down.weight")  # the projection to latents is whole on each rank
+    if module in ("out", "down") and parameter_name == "weight" and not latent:
         return torch.cat(shards, dim=1)
     return distinct(shards, 1)[0]
 

@@ -133,13 +133,15 @@ def models_of(family: str) -> tuple[ModelSpec, ...]:
 
 
 @cache
+def facts_of(spec: ModelSpec) -> dict[str, str | None]:
+    """What the rule of each feature expects instead of a model."""
+    return {each.feature: each.refusal for each in (*training_support(spec), *serving_support(spec))}
+
+
 def refusals(family: str, feature: str) -> tuple[str | None, ...]:
     """What the rules of a feature expect instead, by model of the family; None where they refuse nothing."""
     names = PARTS.get(feature, (feature,))
-    found = [
-        {each.feature: each.refusal for each in (*training_support(spec), *serving_support(spec))}
-        for spec in models_of(family)
-    ]
+    found = map(facts_of, models_of(family))
     return tuple(next((facts[name] for name in names if facts.get(name)), None) for facts in found)
 
 
