@@ -74,6 +74,7 @@ PLACES = {
     "planner/slot_offloads.py": ("experts", EXPERTS),
     "planner/space.py": ("experts heads kv_heads", HEADS),
     "serve/cached_attention.py": ("rotary score_cap", "the rotary tables and the cap of a group of layers"),
+    "cli/quantised_folder.py": ("expert_bias", "formats of 8 bits refuse experts with biases"),
     "serve/formats.py": ("expert_bias heads mlp", "formats of 8 bits refuse experts with biases; " + HEADS),
     "serve/head_slices.py": ("kv_heads", HEADS),
     "serve/host_decode.py": ("rotary score_cap", "computes one form of attention, and asks whether the layers have it"),
