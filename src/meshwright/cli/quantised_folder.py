@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from meshwright.costs.serve_work import device_work
 from meshwright.families.folder import folder_quantization
 from meshwright.spec.deployment import DeploymentSpec
 from meshwright.spec.engine import WeightFormat
-
-FORMATS: tuple[WeightFormat, ...] = ("fp8", "int8")
+from meshwright.spec.serving_limits import weights_error
 
 
 def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str | None]:
@@ -25,8 +25,11 @@ def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str |
     formats, quantisation = {scheme.native for scheme in found.schemes}, question.serve.quantisation
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     sizes = [f"{_bytes(question, None)} expanded to bf16"]
-    if not question.model.expert_bias:
-        sizes += [f"{_bytes(question, each)} in {each}" for each in FORMATS]
+    sizes += [
+        f"{_bytes(question, each)} in {each}"
+        for each in get_args(WeightFormat)
+        if not weights_error(question.model, each)
+    ]
     names = " or ".join(dict.fromkeys(scheme.name for scheme in found.schemes))
     told = f"model.init: weights in {names}, {stored / 1e9:.3g} GB in the folder; on a device {', '.join(sizes)}"
     native = formats.pop() if len(formats) == 1 else None

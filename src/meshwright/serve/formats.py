@@ -8,7 +8,7 @@ do with fp8 experts that ranks share or that a GPU other than Hopper has.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -117,7 +117,7 @@ def use_stored_formats(
     their weights are stored so, in the format `weights` if that is given; without it only on a GPU that multiplies the format. `ranks` as
     in `use_formats`.
     """
-    if model.spec.expert_bias or model.spec.mlp == "clamped_swiglu":
+    if all(weights_error(model.spec, each) for each in get_args(WeightFormat)):
         return
     for number, block in _blocks(model):
         for path, parent in _parents(block):
