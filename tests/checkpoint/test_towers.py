@@ -19,7 +19,7 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.towers import read_towers
 from meshwright.cli.checkpoint import app
 from meshwright.data.tokenizer import train_tokenizer
-from meshwright.families.folder import folder_spec
+from meshwright.families.folder import folder_spec, to_whole_config
 from meshwright.server.model_files import read_model_files
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.model import parameters
@@ -244,6 +244,15 @@ def test_a_config_that_cannot_be_used_is_refused(change: Any, message: str, gemm
     edit_config(folder, change)
     with pytest.raises(BadInput, match=message):
         import_hf(folder)
+
+
+def test_an_export_of_a_quantised_folder_does_not_say_that_it_is_quantised(gemma: Path, tmp_path: Path) -> None:
+    folder = copied(gemma, tmp_path / "folder")
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    edit_config(folder, lambda config: config.update(quantization_config=fp8))
+    spec, _ = import_hf(folder)
+    written = to_whole_config(json.loads((folder / "config.json").read_text()), spec)
+    assert "quantization_config" not in written and "quantization_config" not in written["text_config"]
 
 
 def test_tensors_that_do_not_fit_are_refused(gemma: Path, tmp_path: Path) -> None:

@@ -372,13 +372,14 @@ class HFReader:
 
     def _stored(self, name: str) -> Any:
         file = self.files[name]
-        path = self.folder / file
         try:
             if file not in self._open:
-                self._open[file] = _opened(path)
+                self._open[file] = _opened(self.folder / file)
             return self._open[file].get_slice(name)
         except (SafetensorError, OSError) as error:
-            raise Damaged(f"{path}: tensor {name} cannot be read ({error}); copy the file again") from error
+            raise Damaged(
+                f"{self.folder / file}: tensor {name} cannot be read ({error}); copy the file again"
+            ) from error
 
     def _stored_name(self, part: HFTensor) -> str:
         if self.nesting is not None:

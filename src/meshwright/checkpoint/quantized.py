@@ -230,14 +230,13 @@ class MappedWeight(StoredWeight):
 
     @staticmethod
     def parts(scheme: WeightScheme, shape: tuple[int, ...], record: Mapping[str, Any]) -> dict[str, Part]:
-        """As `WeightScheme.parts`, with the sizes of blocks of `record`."""
+        """As `WeightScheme.parts`, with the sizes of blocks of `record`, and without the record itself."""
         count = math.prod(shape)
         scales = -(-count // record["block"])
         found = {
             scheme.values: Part(("U8",), ((-(-count // 2), 1),)),
             ".weight.absmax": Part(("U8" if record["nested_block"] else "F32",), ((scales,),)),
             ".weight.quant_map": Part(("F32",), ((MAP_SIZE,),)),
-            state_end(scheme): Part(("U8",), tuple((size,) for size in range(STATE_BYTES + 1))),
         }
         if record["nested_block"]:
             found[".weight.nested_absmax"] = Part(("F32",), ((-(-scales // record["nested_block"]),),))
@@ -303,7 +302,7 @@ def _weight(
         parts = MappedWeight.parts(scheme, shape, record)
     else:
         parts = scheme.parts(shape)
-    names: dict[str, str] = {}
+    names = {state_end(scheme): base + state_end(scheme)} if record else {}
     for end, part in parts.items():
         name = base + end
         if end in scheme.scales:

@@ -28,6 +28,8 @@ from meshwright.spec.folder_files import JSON_BYTES, read_folder_file
 RECORD, TENSORS = "config.json", "towers.safetensors"
 SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of such a folder about images and sound."""
+QUANTISED = ("F8_E4M3", "F8_E8M0", "I8", "U8", "I32")
+"""dtypes of tensors that mean nothing without scales, or without the words of config.json."""
 _NESTING = "meshwright_text_part"
 """Key of the kept config.json with the prefixes of the text model's tensors."""
 
@@ -148,9 +150,15 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def check_tensors(towers: Towers) -> None:
-    """Raise BadInput without tensors, for then a folder of the whole model would lack what its class needs."""
+    """Raise BadInput without tensors, for then a folder of the whole model would lack what its class needs, and for quantised ones."""
     if not towers.entries:
         raise BadInput(
             f"{towers.folder}: the initial folder had no tensors beside its text model, so the whole model cannot be "
             "written; add --text-only for a folder of the text model"
+        )
+    quantised = [name for name, entry in towers.entries.items() if entry.dtype in QUANTISED]
+    if quantised:
+        raise BadInput(
+            f"{towers.folder}: {quantised[0]} beside the text model is quantised, and an export is not; add --text-only for a "
+            "folder of the text model"
         )

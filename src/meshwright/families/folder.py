@@ -119,6 +119,7 @@ def to_whole_config(
     if found["max_seq_len"] != spec.max_seq_len:
         parts[-1]["max_position_embeddings"] = spec.max_seq_len
     for part in parts:
+        part.pop(KEY, None)  # the written weights are not quantised
         part["tie_word_embeddings"] = spec.tied
         part.update((key, DTYPE_NAMES[dtype]) for key in ("torch_dtype", "dtype") if key in part)
         part.update((key, ids) for key, ids in (special_ids or {}).items() if key in part or part is whole)

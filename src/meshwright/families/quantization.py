@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cached_property
 from typing import Any
 
 from meshwright.families.format import HFConfig
@@ -33,6 +34,8 @@ _SIMPLE = re.compile(r"[\w.\-\\\[\]+*|()?:^$]*")
 _UNSAFE = re.compile(r"\)[*+?{]|(?:[*+].*){5}")
 """Patterns that could take a time that grows steeply with the length of a name: repeated groups, and many repetitions."""
 
+LONGEST_PATTERN, MOST_WILDCARDS = 200, 5
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -50,21 +53,31 @@ class Quantization:
 
         Entries of one word, such as `gate`, and patterns that may take long are not compared.
         """
-        return next((entry for entry in self.ignored if _names(entry, module)), None)
+        parts = module.split(".")
+        around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        named = next((name for name in around if name in self._names and (name == module or "." in name)), None)
+        return named or next((entry for entry, pattern in self._patterns if pattern.match(module)), None)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.ignored)
+
+    @cached_property
+    def _patterns(self) -> list[tuple[str, re.Pattern[str]]]:
+        return [(entry, pattern) for entry in self.ignored if (pattern := _pattern(entry)) is not None]
 
 
-def _names(entry: str, module: str) -> bool:
+def _pattern(entry: str) -> re.Pattern[str] | None:
+    """The pattern of an entry after `re:` or with wildcards; None for a name, and for a pattern that may take long."""
     if entry.startswith("re:"):
-        pattern = entry.removeprefix("re:")
-        if not _SIMPLE.fullmatch(pattern) or _UNSAFE.search(pattern) or len(pattern) > 200:
-            return False
+        text = entry.removeprefix("re:")
+        if not _SIMPLE.fullmatch(text) or _UNSAFE.search(text) or len(text) > LONGEST_PATTERN:
+            return None
         try:
-            return re.match(pattern, module) is not None
+            return re.compile(text)
         except re.error:
-            return False
-    if "*" in entry:
-        return entry.count("*") < 5 and fnmatchcase(module, entry)
-    return module == entry or ("." in entry and module.startswith(f"{entry}."))
+            return None
+    return re.compile(translate(entry)) if 0 < entry.count("*") < MOST_WILDCARDS else None
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:

@@ -70,5 +70,4 @@ def for_rows(grid: Tensor, height: int, first: int, last: int) -> Tensor:
         return grid
     if height == 0:
         return grid.expand(last - first, *grid.shape[1:])
-    start = first - first // height * height
-    return grid.repeat_interleave(height, 0)[start : start + last - first]
+    return grid[torch.arange(first, last, device=grid.device) // height - first // height]

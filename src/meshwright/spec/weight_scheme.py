@@ -7,6 +7,7 @@ weight. A value is `(element - zero point) · scale`. With a factor for the whol
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from meshwright.spec.engine import WeightFormat
@@ -104,6 +105,7 @@ class WeightScheme:
         """Groups of inputs that share a scale."""
         return -(-inputs // self.block[1]) if self.block[1] else 1
 
+    @lru_cache(maxsize=256)  # noqa: B019  (a folder has few schemes and shapes)
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
         """By the end of its name, each tensor of a weight `(out, in)`, or `(experts, out, in)` for packing `blocks`.
 
