@@ -171,9 +171,8 @@ def generated(folder: Path, prompt: Sequence[int], tokens: int) -> list[int]:
 def their_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    torch.set_grad_enabled(False)
     loader: Any = AutoModelForCausalLM
-    return loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval().requires_grad_(False)
 
 
 def cross_entropies(logits: torch.Tensor, targets: Sequence[int]) -> list[float]:

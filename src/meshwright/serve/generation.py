@@ -48,7 +48,7 @@ class Update(NamedTuple):
 
     @property
     def details(self) -> dict[str, Any]:
-        """The fields beside number, tokens and text that have a value, for messages between processes."""
+        """The fields beside number, tokens and text that servers pass on and that have a value, for messages between processes."""
         fields = {
             "reason": self.reason,
             "error": self.error,
@@ -56,7 +56,6 @@ class Update(NamedTuple):
             "logprobs": self.logprobs or None,
             "stop_token": self.stop_token,
             "cached_tokens": self.cached_tokens or None,
-            "stop_logprob": self.stop_logprob,
         }
         return {key: value for key, value in fields.items() if value is not None}
 

@@ -128,7 +128,6 @@ TRAINING = {
     "context_parallel_size": Meaning("plan.context_ring", "or plan.context_ulysses"),
     "dp_shard_size": Meaning("plan.shard"),
     "dp_replicate_size": Meaning("plan.replicate"),
-    "rl": Meaning(None, "there is no preference optimisation and no reinforcement learning"),
     # torchtitan
     "training": Meaning("train", "its keys here: steps, global_batch, seq_len, clip_norm"),
     "local_batch_size": Meaning("plan.micro_batch", _BATCH_OF_RANK),
