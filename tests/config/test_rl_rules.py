@@ -32,6 +32,19 @@ plan: {compile: false}
         (["rl.new_tokens=100"], "rl.new_tokens", "at most train.seq_len = 64, which has the question too", "32"),
         (["rl.kl.weight=0.1"], "rl.kl.weight", "0, as model.init is scratch: there is no model to stay near", "0"),
         (["rl.samples=1"], "rl.samples", "integer (≥ 2)", None),
+        (
+            ["rl.policy=cispo", "rl.clip_below=0.3"],
+            "rl.clip_below",
+            "no such key, as rl.policy is cispo, which has an upper clip only",
+            "none",
+        ),
+        (["rl.correction_most=3"], "rl.correction_most", "no such key, as rl.correction is none", "none"),
+        (
+            ["rl.correction=truncate", "rl.correction_least=0.3"],
+            "rl.correction_least",
+            "no such key, as rl.correction is truncate",
+            "none",
+        ),
         (["cluster.gpu=H100"], "rl.exact", "false on H100: only CPUs have an exact forward in this release", "false"),
         (
             ["model.sliding_window=9"],

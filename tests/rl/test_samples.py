@@ -142,6 +142,7 @@ def test_advantages_of_the_example() -> None:
     assert advantages(rewards, "dr_grpo")[0] == pytest.approx([0.75, -0.25, -0.25, -0.25])
     assert advantages(rewards, "grpo")[0] == pytest.approx([1.732, -0.577, -0.577, -0.577], abs=1e-3)
     assert not advantages(rewards, "grpo")[1].any()
+    assert not advantages(np.full((1, 3), 0.1), "grpo").any()
 
 
 def test_on_policy_gradients_are_those_of_the_policy_gradient() -> None:

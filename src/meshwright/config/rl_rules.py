@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from meshwright.config.run_values import RunValues
@@ -10,8 +11,10 @@ from meshwright.spec.errors import Mistake
 from meshwright.spec.exact_forward import ROWS, VOCABULARY, inexact_reason
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.rl import RlSpec
 
 _WHOLE = ("plan.tensor", "plan.context_ring", "plan.context_ulysses", "plan.pipeline")
+DEFAULTS = {f"rl.{field.name}": field.default for field in fields(RlSpec)}
 
 
 def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
@@ -33,10 +36,24 @@ def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
         yield run.mistake(
             "rl.new_tokens", f"at most train.seq_len = {longest}, which has the question too", str(longest // 2)
         )
+    for key, expected in _without_effect(run):
+        if run(key) != DEFAULTS[key]:
+            yield run.mistake(key, f"no such key, as {expected}", "none")
     if run("rl.kl.weight") and run("model.init") == "scratch":
         yield run.mistake("rl.kl.weight", "0, as model.init is scratch: there is no model to stay near", "0")
     if run("rl.exact"):
         yield from _exact(run, model)
+
+
+def _without_effect(run: RunValues) -> Iterator[tuple[str, str]]:
+    """Keys of rl that nothing reads beside the others, and why."""
+    correction = run("rl.correction")
+    if run("rl.policy") == "cispo":
+        yield "rl.clip_below", "rl.policy is cispo, which has an upper clip only"
+    if correction != "mask":
+        yield "rl.correction_least", f"rl.correction is {correction}"
+    if correction == "none":
+        yield "rl.correction_most", "rl.correction is none"
 
 
 def _exact(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:

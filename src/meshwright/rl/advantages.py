@@ -18,13 +18,19 @@ def advantages(rewards: np.ndarray, policy: Policy) -> np.ndarray:
     Example: rewards 1, 0, 0, 0 are for `rloo` 1, −1/3, −1/3, −1/3, for `dr_grpo` 3/4, −1/4, −1/4, −1/4, and for `grpo` and others these
     divided by their deviation 0.433 (that of the samples, not an estimate): 1.73, −0.58, −0.58, −0.58.
     """
-    centred = rewards - rewards.mean(1, keepdims=True)
+    # The mean of equal numbers may differ from them in its last bit.
+    centred = np.where(alike(rewards)[:, None], 0.0, rewards - rewards.mean(1, keepdims=True))
     if policy == "dr_grpo":
         return centred
     if policy == "rloo":
         samples = rewards.shape[1]
         return centred * (samples / (samples - 1))
     return centred / (rewards.std(1, keepdims=True) + LEAST_DEVIATION)
+
+
+def alike(rewards: np.ndarray) -> np.ndarray:
+    """Which prompts' answers all have the same reward, `(prompts,)`."""
+    return np.ptp(rewards, axis=1) == 0
 
 
 def without_verdict(rewards: Sequence[Sequence[float | None]]) -> np.ndarray:

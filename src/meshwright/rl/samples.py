@@ -10,7 +10,7 @@ import torch
 
 from meshwright.data.conversations import best_fit
 from meshwright.data.loader import MicroBatch
-from meshwright.rl.advantages import advantages, without_verdict
+from meshwright.rl.advantages import advantages, alike, without_verdict
 from meshwright.rl.rewards import Outcome
 from meshwright.spec.rl import RlSpec
 
@@ -86,7 +86,7 @@ def batch_of(groups: Sequence[Sequence[Answer]], rl: RlSpec, seq_len: int) -> Ba
         "answer_tokens": float(lengths.mean()) if len(lengths) else 0.0,
         "longest_answer": float(lengths.max(initial=0)),
         "truncated": float(np.mean([answer.truncated for answer in answers])) if answers else 0.0,
-        "equal_prompts": float((rewards.std(1) == 0).mean()) if rewards.size else 0.0,
+        "equal_prompts": float(alike(rewards).mean()) if rewards.size else 0.0,
         "left_out_prompts": float(len(groups) - len(judged)),
         "entropy": float(-logprobs.mean()),
     }
