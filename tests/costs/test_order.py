@@ -64,9 +64,13 @@ def seconds(case: Case, *, by_units: bool) -> list[float]:
     """Seconds of a step: by formulas, simulated by stages, and with `by_units` also by units."""
     run, plan = case
     formula = plan_time(run.model, run.train, plan, run.cluster)
-    predictions = [reprice(run, plan, by_units=mode).predicted for mode in (False, *((True,) if by_units else ()))]
+    priced = [reprice(run, plan, by_units=mode) for mode in ((False, True) if by_units else (False,))]
     assert formula is not None
-    return [formula.seconds, *(predicted.step_seconds for predicted in predictions if predicted)]  # type: ignore[misc]
+    found = [formula.seconds]
+    for each in priced:
+        assert each.predicted is not None and each.predicted.step_seconds is not None
+        found.append(each.predicted.step_seconds)
+    return found
 
 
 @pytest.mark.parametrize("number", quick_first(4, dict.fromkeys(PLANS)))

@@ -29,7 +29,7 @@ def figures(results: list[Seen], name: str) -> list[float]:
 
 PLANS = {
     "exact, ranks": [*ranks(2), "rl.exact=true"],
-    "inexact": ranks(2),
+    "inexact": [*ranks(2), "rl.temperature=0.7"],
     "tensor": ["cluster.gpus_per_node=2", "plan.tensor=2"],
     "pipeline": staged(2, "1f1b"),
 }

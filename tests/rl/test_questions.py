@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.data.single_conversations import _last_answer
 from meshwright.data.source import open_data
 from meshwright.data.tokenizer_file import open_tokenizer
+from meshwright.launch.fine_tuning import fine_tuning_lines
+from meshwright.launch.prepare import open_run_data
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import DataSpec
 from tests.rl.corpus import make_questions
@@ -41,6 +44,15 @@ def test_a_question_that_leaves_no_room_and_text_without_answers_are_refused(cor
     text = str(Path(corpus).parent / "text" / "data")
     with pytest.raises(BadInput, match="has no chats, whose questions rl needs"):
         open_data(DataSpec(mix={text: 1.0}), seq_len=32, seed=0, conversations=True)
+
+
+def test_a_start_says_what_a_step_samples(corpus: str) -> None:
+    run = load_run(Path(corpus).parent / "tiny.yaml")
+    first, rate, validation = fine_tuning_lines(run, open_run_data(run))
+    assert first.startswith(
+        "RL: a step has 8 questions with 4 answers of at most 8 tokens; grpo; rewards by common of "
+    )
+    assert rate.startswith("RL: learning rate grows for 1 steps") and validation.startswith("RL: held-out loss")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def plain_loss(groups: list[list[Answer]], rl: RlSpec, value_of: Any) -> Tensor:
         mean = sum(rewards) / len(rewards)
         deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
         for answer in group:
-            if answer.truncated and not rl.count_truncated:
+            if answer.truncated and not rl.train_truncated:
                 continue
             advantage = answer.reward - mean
             if rl.policy == "rloo":
@@ -94,10 +94,10 @@ def test_the_loss_is_that_of_the_formula_for_any_rows_and_ranks(policy: Policy, 
             for a in g
             for n, p in enumerate(a.logprobs)
         }
-        plain = plain_loss(groups, replace(rl, count_truncated=seed != 3), lambda a, n, values=values: values[id(a), n])
+        plain = plain_loss(groups, replace(rl, train_truncated=seed != 3), lambda a, n, values=values: values[id(a), n])
         gradients = torch.autograd.grad(plain, list(values.values()), allow_unused=True)
         expected = {key: 0.0 if g is None else g.item() for key, g in zip(values, gradients, strict=True)}
-        batch = batch_of(groups, replace(rl, count_truncated=seed != 3), SEQ)
+        batch = batch_of(groups, replace(rl, train_truncated=seed != 3), SEQ)
         by_token = {(a.tokens[n], round(p, 9)): (id(a), n) for g in groups for a in g for n, p in enumerate(a.logprobs)}
         for size, ranks in ((1, 1), (2, 3)):
             objective = PolicyObjective(rl, Agreement(torch.device("cpu")))
@@ -161,6 +161,19 @@ def test_on_policy_gradients_are_those_of_the_policy_gradient() -> None:
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.3), ("k2", 0.045), ("k3", math.exp(-0.3) - 1 + 0.3)])
 def test_kl_estimators(estimator: Any, expected: float) -> None:
     assert kl_of_tokens(torch.tensor(-0.7), torch.tensor(-1.0), estimator).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("policy", "clipped"), [("grpo", 2), ("dapo", 1), ("cispo", 0), ("rloo", 0)])
+def test_clipped_tokens_are_those_whose_gradient_a_clip_changes(policy: Policy, clipped: int) -> None:
+    """Ratios 1.25 and 1.25 with advantages of both signs, and 0.5 of both signs: a clip removes what goes on in its own direction."""
+    ratios = torch.tensor([[1.25, 1.25, 0.5, 0.5]], dtype=torch.float64)
+    columns = {name: torch.ones(1, 4) for name in ("factors", "counts")}
+    columns |= {"sampled": torch.zeros(1, 4), "advantages": torch.tensor([[1.0, -1.0, 1.0, -1.0]])}
+    batch = MicroBatch(torch.zeros(1, 4), torch.ones(1, 4), None, None, 4, columns=columns)
+    agreement, values = Agreement(torch.device("cpu")), ratios.log().requires_grad_()
+    PolicyObjective(replace(RL, policy=policy), agreement).loss(values, batch).backward()
+    assert agreement.take()[4] == clipped
+    assert values.grad is not None and int((values.grad == 0).sum()) == clipped
 
 
 def test_a_penalty_and_corrections_multiply_what_they_say() -> None:

@@ -243,6 +243,8 @@ def _open_target(
     from meshwright.launch.corpus import recorded_corpus
 
     run = load_run(config)
+    if run.rl is not None:
+        raise BadInput(f"{config}: a run with rl trains on answers that it samples; show the folder of its questions")
     source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed)
     checkpoint, record = recorded_corpus(target) if config != target else (None, None)
     if checkpoint is not None:

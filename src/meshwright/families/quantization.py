@@ -174,23 +174,18 @@ def _cache_scales(section: HFConfig, *keys: str) -> bool:
     return False
 
 
-def _static(section: HFConfig) -> bool:
-    section.expect("activation_scheme", "dynamic", "static")
-    return section.get("activation_scheme") == "static"
-
-
 def _fp8(section: HFConfig) -> Quantization:
     """DeepSeek's and Qwen's blocks, or a scale for the tensor or for each output (AutoFP8, Mistral)."""
     section.expect("fmt", "e4m3")
     section.expect("scale_fmt", "float", "ue8m0")
     section.expect("expert_dtype", "fp8")
-    static, block = _static(section), section.get("weight_block_size")
+    section.expect("activation_scheme", "dynamic", "static")
+    block = section.get("weight_block_size")
     usual: dict[str, Any] = {
         "element": "e4m3",
         "scales": (".weight_scale_inv", ".weight_scale"),
         "inputs": (".input_scale", ".activation_scale"),
         "activations": "fp8",
-        "static": static,
     }
     if block is not None:
         size = _pair(section, "weight_block_size", block)
@@ -309,9 +304,7 @@ def _bitsandbytes(section: HFConfig) -> Quantization:
 def _modelopt(section: HFConfig) -> Quantization:
     algorithm = section.get("quant_algo")
     kinds: dict[Any, Callable[[], list[WeightScheme]]] = {
-        "FP8": lambda: _tensor_or_output(
-            "fp8", element="e4m3", inputs=(".input_scale",), activations="fp8", static=True
-        ),
+        "FP8": lambda: _tensor_or_output("fp8", element="e4m3", inputs=(".input_scale",), activations="fp8"),
         "NVFP4": lambda: [
             WeightScheme(
                 name="nvfp4 of ModelOpt",
@@ -375,9 +368,9 @@ def _compressed_group(group: HFConfig, form: Any) -> WeightScheme:
     size = args.get("group_size")
     strategy = strategy or {None: "tensor", -1: "channel"}.get(size, "group")
     block = _compressed_block(args, strategy)
-    formats, static = _activations(group)
+    formats = _activations(group)
     inputs = (".input_scale", ".input_zero_point", ".input_global_scale")
-    shared: dict[str, Any] = {"block": block, "activations": formats, "static": static, "inputs": inputs}
+    shared: dict[str, Any] = {"block": block, "activations": formats, "inputs": inputs}
     args.refuse_unknown()
     make = COMPRESSED.get(form) if isinstance(form, str) else None
     if make is None:
@@ -409,18 +402,17 @@ def _compressed_block(args: HFConfig, strategy: Any) -> tuple[int, int]:
     raise args.error("strategy", strategy, "tensor, channel, group, tensor_group or block")
 
 
-def _activations(group: HFConfig) -> tuple[WeightFormat | None, bool]:
-    """The 8-bit format of activations, if they have one with symmetric rounding, and whether their scale is static."""
+def _activations(group: HFConfig) -> WeightFormat | None:
+    """The 8-bit format of activations, if they have one with symmetric rounding."""
     activations = group.get("input_activations")
     if activations is None:
-        return None, False
+        return None
     if not isinstance(activations, Mapping):
         raise group.error("input_activations", activations, "an object or none")
     found: dict[tuple[Any, Any], WeightFormat] = {("float", 8): "fp8", ("int", 8): "int8"}
-    number_format = found.get((activations.get("type", "int"), activations.get("num_bits", 8)))
     if activations.get("symmetric", True) is not True:
-        number_format = None
-    return number_format, activations.get("dynamic", False) is False
+        return None
+    return found.get((activations.get("type", "int"), activations.get("num_bits", 8)))
 
 
 Made = tuple[set[tuple[str, int]], WeightScheme]

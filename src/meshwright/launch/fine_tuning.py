@@ -1,9 +1,10 @@
-"""What a start says about supervised fine-tuning (SFT): packing, trained tokens, learning rate, validation."""
+"""What a start says about fine-tuning on chats: packing and trained tokens (SFT) or questions and answers (RL), rate, validation."""
 
 from __future__ import annotations
 
 from meshwright.data.source import DataSource, has_validation
 from meshwright.spec.job import TrainSpec
+from meshwright.spec.rl import RlSpec
 from meshwright.spec.run import RunSpec
 
 DECAYS = {"cosine": "a cosine", "linear": "a line", "wsd": "a line at the end", "inverse_sqrt": "the root of the step"}
@@ -27,7 +28,14 @@ def fine_tuning_lines(run: RunSpec, source: DataSource) -> list[str]:
             f"SFT: {name}: {packing.conversations:,} conversations fill {packing.sequences:,} sequences to "
             f"{packing.fill:.0%} (best fit){trained}{weights}"
         )
-    return [*lines, f"SFT: {learning_rate_words(run.train)}", f"SFT: {_validation_words(run)}"]
+    lines += [] if run.rl is None else [_rollout_words(run.train, run.rl)]
+    kind = "SFT" if run.rl is None else "RL"
+    return [*lines, f"{kind}: {learning_rate_words(run.train)}", f"{kind}: {_validation_words(run)}"]
+
+
+def _rollout_words(train: TrainSpec, rl: RlSpec) -> str:
+    asked = f"{train.global_batch:,} questions with {rl.samples} answers of at most {rl.new_tokens:,} tokens"
+    return f"RL: a step has {asked}; {rl.policy}; rewards by {rl.reward.function} of {rl.reward.file}"
 
 
 def learning_rate_words(train: TrainSpec) -> str:

@@ -75,7 +75,7 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "logprob_difference": "with rl: mean difference of the two log-probabilities, nat",
     "largest_logprob_difference": "with rl: the largest difference, nat",
     "engine_kl": "with rl: estimated divergence of the trainer's probabilities from the engine's, nat per token",
-    "clipped": "with rl: share of the trained tokens whose gradient the clip has removed",
+    "clipped": "with rl: share of the trained tokens whose gradient the clip has removed, with cispo limited",
     "handover_seconds": "with rl: from the last update to the engine's first step",
     "rollout_seconds": "with rl: sampling and judging the answers",
     "update_skipped": "true if the update was left out (train.on_nonfinite, train.on_spike); absent otherwise",

@@ -33,7 +33,7 @@ from meshwright.spec.plan import (
 from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.plan_rules import untrained
 from meshwright.spec.run import RunSpec
-from meshwright.workload.dtypes import state_bytes
+from meshwright.workload.dtypes import bytes_of, state_bytes
 from meshwright.workload.groups import shard_size
 from meshwright.workload.rollout_memory import rollout_bytes
 
@@ -251,7 +251,9 @@ def peak_bytes(plan: Plan) -> int:
 def memory_budget(run: RunSpec, memory_bytes: int | None = None) -> int | None:
     """Bytes that a plan may use of the smallest device, beside the engine of `rl`; None when its memory is not known."""
     known = run.cluster.memory_bytes() or memory_bytes
-    return None if known is None else int(HEADROOM * known) - rollout_bytes(run, run.cluster.ranks)
+    if known is None:
+        return None
+    return int(HEADROOM * known) - rollout_bytes(run, run.cluster.ranks, bytes_of(precision_of(run).compute))
 
 
 def usable_by_rank(run: RunSpec, plan: Plan, usable_bytes: float) -> list[float]:

@@ -70,7 +70,7 @@ class Agreement:
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, values: Tensor, sampled: Tensor, trained: Tensor, clipped: Tensor) -> None:
-        """Add the tokens that are `trained`, all `(batch, seq)`; `clipped` is not 0 where the clip has changed the loss."""
+        """Add the tokens that are `trained`, all `(batch, seq)`; `clipped` tells which ones the clip has changed."""
         difference = torch.where(trained, values - sampled, 0.0).double()
         estimate = torch.expm1(difference) - difference
         self._sums += torch.stack(
@@ -79,7 +79,7 @@ class Agreement:
                 (difference != 0).sum(dtype=torch.float64),
                 difference.abs().sum(),
                 estimate.sum(),
-                (trained & (clipped != 0)).sum(dtype=torch.float64),
+                (trained & clipped).sum(dtype=torch.float64),
             ]
         )
         self._largest = torch.maximum(self._largest, difference.abs().max())
@@ -144,12 +144,13 @@ class PolicyObjective:
         ratio = (values - before).exp()
         below, above = CLIPS[rl.policy]
         below, above = rl.clip_below or below, rl.clip_above or above
+        rises, falls = ratio > 1 + above, ratio < 1 - below
         if rl.policy == "cispo":
-            losses = factored_loss(values, ratio, advantages, 1 + above)
+            losses, clipped = factored_loss(values, ratio, advantages, 1 + above), rises
         else:
-            losses = clipped_loss(ratio, advantages, below, above)
+            losses, clipped = clipped_loss(ratio, advantages, below, above), torch.where(advantages > 0, rises, falls)
         trained = batch.targets >= 0
-        self.agreement.add(values.detach(), sampled, trained, losses.detach() + ratio.detach() * advantages)
+        self.agreement.add(values.detach(), sampled, trained, clipped)
         if rl.correction != "none":
             losses = losses * correction_factors(values, sampled, rl)
         if rl.kl.weight:

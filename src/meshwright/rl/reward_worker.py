@@ -3,8 +3,9 @@
     python -I reward_worker.py FILE FUNCTION SECONDS BYTES
 
 Reads one JSON object a line from standard input, `{"prompt", "answer", "record"}`, and writes one a line to the standard output that it
-was started with: `{"reward": number or null}` or `{"error": text}` or `{"timeout": true}`. What the function prints goes to standard
-error. SECONDS of processor time stop a call, BYTES limit the address space. The first line is `{"ready": true}` or `{"error": text}`.
+was started with: `{"reward": number or null}`, `{"error": text}` or `{"timeout": true}`. What the function prints goes to standard error,
+which nobody reads. SECONDS of processor time stop a call, BYTES limit the address space. The first line is `{"ready": true}` or
+`{"error": text}`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.rl import RewardSpec
 
 Outcome = Literal["reward", "no verdict", "error", "timeout"]
-OUTCOMES: tuple[Outcome, ...] = ("reward", "no verdict", "error", "timeout")
+WITHOUT_REWARD: tuple[Outcome, ...] = ("no verdict", "error", "timeout")
+"""Outcomes of a call that gives no reward."""
 WAITING = 10
 """A call may wait so many times its seconds of processor time, for files or locks, before its process is ended."""
 START_SECONDS = 120.0
@@ -134,7 +135,7 @@ def _verdict(answer: Mapping[str, Any]) -> Verdict:
         return Verdict("no verdict") if reward is None else Verdict("reward", reward)
     if "error" in answer:
         return Verdict("error", message=answer["error"])
-    return Verdict("timeout")
+    return Verdict("timeout", message="it used up its time, or its process ended")
 
 
 class _Process:

@@ -7,12 +7,12 @@ these numbers: a run that was stopped goes on with the same bits.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,17 +34,17 @@ from meshwright.rl.reference import Reference
 from meshwright.rl.rewards import RewardProcesses, Verdict
 from meshwright.rl.samples import Answer, batch_of
 from meshwright.serve.engine import Engine
+from meshwright.serve.failures import NotFinite
 from meshwright.serve.generation import Update
 from meshwright.serve.sampling_options import SamplingOptions
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, NumericalFailure
 from meshwright.spec.plan import Plan
 from meshwright.spec.rl import RlSpec
 from meshwright.spec.run import RunSpec
 from meshwright.state.parts import StateParts
 from meshwright.workload.rollout_memory import rollout_options
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+log = logging.getLogger("meshwright")
 
 
 class Rollouts:
@@ -140,6 +140,8 @@ class Rollouts:
             answer.logprobs += (logprob.chosen for logprob in update.logprobs)
             if update.reason is None:
                 continue
+            if update.code == NotFinite.code:
+                raise NumericalFailure("rl: the logits of an answer are not finite: the weights have diverged")
             if update.reason == "failed":
                 raise RuntimeError(f"the engine ended an answer: {update.error}")
             text = self._tokenizer.decode(answer.tokens, skip_special_tokens=True)
@@ -151,8 +153,12 @@ class Rollouts:
             verdicts[update.number] = self._rewards.submit(question, text, {"reference": reference})
         while wait(verdicts.values(), timeout=1.0).not_done:  # the processes of the function have a limit of their own
             self.on_progress(next(actions))
+        messages = []
         for number, verdict in verdicts.items():
-            answers[number].outcome, answers[number].reward, _ = verdict.result()
+            answers[number].outcome, answers[number].reward, message = verdict.result()
+            messages += [message] if message else []
+        if messages:
+            log.warning("rl.reward: %d answers got no reward; the first: %s", len(messages), messages[0])
         return [[answers[number] for number in group] for group in numbers]
 
     def _updates(self, actions: Iterator[int]) -> Iterator[Update]:

@@ -11,7 +11,7 @@ import torch
 from meshwright.data.conversations import best_fit
 from meshwright.data.loader import MicroBatch
 from meshwright.rl.advantages import advantages, alike, without_verdict
-from meshwright.rl.rewards import Outcome
+from meshwright.rl.rewards import WITHOUT_REWARD, Outcome
 from meshwright.spec.rl import RlSpec
 
 COLUMNS = ("sampled", "advantages", "factors", "counts")
@@ -54,7 +54,7 @@ def batch_of(groups: Sequence[Sequence[Answer]], rl: RlSpec, seq_len: int) -> Ba
     """The rows and figures of a step's answers, by prompt.
 
     Left out are prompts without a verdict for one of their answers, answers of equal advantage 0, which have no gradient but count in the
-    divisor, and with `count_truncated: false` truncated answers.
+    divisor, and with `train_truncated: false` truncated answers.
     """
     judged = [
         group
@@ -69,7 +69,7 @@ def batch_of(groups: Sequence[Sequence[Answer]], rl: RlSpec, seq_len: int) -> Ba
         (answer, float(value))
         for group, row in zip(judged, values, strict=True)
         for answer, value in zip(group, row, strict=True)
-        if answer.tokens and (rl.count_truncated or not answer.truncated)
+        if answer.tokens and (rl.train_truncated or not answer.truncated)
     ]
     trained = [(answer, value) for answer, value in pairs if value != 0]
     uncounted = sum(_counts(answer, rl) for answer, value in pairs if value == 0)
@@ -78,7 +78,7 @@ def batch_of(groups: Sequence[Sequence[Answer]], rl: RlSpec, seq_len: int) -> Ba
         rows["counts"][0, 0] += uncounted
     answers = [answer for group in groups for answer in group]
     lengths = np.array([len(answer.tokens) for answer in answers], dtype=np.float64)
-    outcomes = {name: sum(answer.outcome == name for answer in answers) for name in ("no verdict", "error", "timeout")}
+    outcomes = {name: sum(answer.outcome == name for answer in answers) for name in WITHOUT_REWARD}
     logprobs = np.array([value for answer in answers for value in answer.logprobs] or [0.0])
     figures = {
         "reward": float(rewards.mean()) if rewards.size else float("nan"),
@@ -97,8 +97,7 @@ def batch_of(groups: Sequence[Sequence[Answer]], rl: RlSpec, seq_len: int) -> Ba
 
 def _counts(answer: Answer, rl: RlSpec) -> float:
     """What an answer adds to the divisor."""
-    divisor = rl.divisor or ("length" if rl.policy == "dr_grpo" else "tokens")
-    return {"tokens": float(len(answer.tokens)), "sequences": 1.0, "length": float(rl.new_tokens)}[divisor]
+    return {"tokens": float(len(answer.tokens)), "sequences": 1.0, "length": float(rl.new_tokens)}[rl.counted]
 
 
 def _packed(trained: Sequence[tuple[Answer, float]], rl: RlSpec, seq_len: int) -> dict[str, np.ndarray]:
@@ -118,7 +117,7 @@ def _packed(trained: Sequence[tuple[Answer, float]], rl: RlSpec, seq_len: int) -
         rows["targets"][row, answered] = answer.tokens
         rows["sampled"][row, answered] = answer.logprobs
         rows["advantages"][row, answered] = value
-        rows["factors"][row, answered] = 1 / size if rl.divisor == "sequences" else 1.0
+        rows["factors"][row, answered] = 1 / size if rl.counted == "sequences" else 1.0
         rows["counts"][row, answered] = _counts(answer, rl) / size
         used[row] += length
         documents[row] += 1

@@ -63,7 +63,7 @@ class RlSpec:
     divisor: Divisor | None = None
     """What the loss is divided by: all tokens of answers; `sequences`, the mean of each answer's mean; or `length`, answers times
     `new_tokens`. None takes tokens, for `dr_grpo` length."""
-    count_truncated: bool = True
+    train_truncated: bool = True
     """Whether truncated answers are trained on; if not, the divisor does not have them either."""
     correction: Correction = "none"
     """For engine probabilities that differ from the trainer's: `truncate` multiplies a token's loss by the ratio of the two, at most
@@ -78,3 +78,8 @@ class RlSpec:
     """Whether the trainer's forward gives the engine's log-probabilities bit for bit; refused where it cannot."""
     cache_tokens: NotNegative = 0
     """Tokens of the key/value cache of each rank's engine at most; 0 holds the longest texts of all answers that run at a time."""
+
+    @property
+    def counted(self) -> Divisor:
+        """What the loss is divided by, with the policy's default."""
+        return self.divisor or ("length" if self.policy == "dr_grpo" else "tokens")

@@ -81,8 +81,6 @@ class WeightScheme:
     """Names that a static scale of activations may have; optional."""
     activations: WeightFormat | None = None
     """8-bit format of activations; None leaves them in the model's dtype."""
-    static: bool = False
-    """Whether activations have one scale that was measured when the folder was made."""
 
     @property
     def bits(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.model import parameter_count
 from meshwright.spec.run import RunSpec
@@ -24,14 +26,16 @@ def rollout_options(run: RunSpec, ranks: int) -> EngineOptions:
     sizes = EngineOptions(sequences=requests, context=context, invariant=run.rl.exact, texts=False)
     whole = CacheRoom(context, requests, sizes.most_step_tokens, sizes.tokens_per_block).most_blocks
     blocks = min(whole, -(-run.rl.cache_tokens // sizes.tokens_per_block)) if run.rl.cache_tokens else whole
-    return EngineOptions(sequences=requests, context=context, cache_blocks=blocks, invariant=run.rl.exact, texts=False)
+    return replace(sizes, cache_blocks=blocks)
 
 
-def rollout_bytes(run: RunSpec, ranks: int) -> int:
-    """Bytes of each rank beside the trainer's: the engine's weights, cache and activations, and the reference of a KL penalty."""
+def rollout_bytes(run: RunSpec, ranks: int, itemsize: int) -> int:
+    """Bytes of each rank beside the trainer's: the engine's weights, cache and activations, and the reference of a KL penalty.
+
+    Their numbers have `itemsize` bytes.
+    """
     if run.rl is None:
         return 0
-    itemsize = 4 if run.cluster.is_cpu else 2
     options, groups = rollout_options(run, ranks), layer_groups(run.model)
     assert options.context is not None and options.cache_blocks is not None
     room = CacheRoom(options.context, options.sequences, options.most_step_tokens, options.tokens_per_block)
