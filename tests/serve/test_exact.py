@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import pad
 
 from meshwright.kernels.attention import attention, make_mask
-from meshwright.kernels.exact_attention import ROWS, exact_attention
+from meshwright.kernels.exact_attention import ROWS, exact_attention, rows_are_alike
 from meshwright.kernels.loss import token_log_probabilities
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
-from meshwright.serve.invariance import RowRunner
+from meshwright.serve import invariance
+from meshwright.serve.invariance import RowRunner, TokenRunner
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.model import ModelSpec
 from tests.models.tiny import GPT2, LLAMA, PARALLEL, QWEN2, QWEN3, SCALED, SMOLLM3
@@ -95,6 +97,14 @@ def test_exact_attention_equals_attention_and_has_its_gradients(documents: list[
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_models_without_an_exact_forward_compute_each_token_by_itself() -> None:
+def test_other_models_and_other_cpus_compute_each_token_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     spec: ModelSpec = replace(LLAMA, sliding_window=9)
-    assert not isinstance(engine_of(tiny(spec), invariant=True)._runner, RowRunner)
+    assert isinstance(engine_of(tiny(spec), invariant=True)._runner, TokenRunner)
+    monkeypatch.setattr(invariance, "rows_are_alike", lambda hidden, dtype: False)
+    assert isinstance(engine_of(tiny(LLAMA), invariant=True)._runner, TokenRunner)
+
+
+def test_the_test_of_a_cpu_finds_rows_that_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows_are_alike(64, torch.float32)
+    monkeypatch.setattr(F, "linear", lambda x, weight: x @ weight.t() * (1 + len(x) * 1e-6))
+    assert not rows_are_alike.__wrapped__(64, torch.float32)

@@ -15,6 +15,7 @@ the number of rows. On CPUs that holds from ROWS rows on (`rows_are_alike` tests
 from __future__ import annotations
 
 import math
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from meshwright.spec.exact_forward import ROWS
 
 PART = 64
 """Keys of a part."""
+TESTED_OUTPUTS = 1024
+"""Outputs of the layer with which `rows_are_alike` tests a CPU."""
 QUERIES = 256
 """Queries of a sequence that are computed together: they read the keys up to the last of them."""
 
@@ -101,16 +104,17 @@ def _document_starts(q: Tensor, mask: AttentionMask | None) -> list[list[int]]:
     return [row.nonzero()[:, 0].tolist() for row in single]
 
 
-def rows_are_alike(hidden: int, outputs: int) -> bool:
-    """Whether this machine computes a row of matrix products, softmax and attention alike in batches of any number of rows.
+@cache
+def rows_are_alike(hidden: int, dtype: torch.dtype) -> bool:
+    """Whether this CPU computes a row of matrix products, softmax and attention alike in batches of any number of rows, from ROWS on.
 
-    Tested for layers of this size; not every CPU does (measured on AVX2 and AVX-512 with torch 2.13).
+    Tested for layers of this many inputs. CPUs with AVX2 and with AVX-512 do in fp32, with torch 2.13; others may not.
     """
-    generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(4 * PART, hidden, generator=generator), torch.randn(outputs, hidden, generator=generator)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    x, weight = draw(4 * PART, hidden), draw(TESTED_OUTPUTS, hidden)
     whole = F.linear(x, weight)
     log_sums, gates = whole.logsumexp(-1), F.silu(whole)
-    q, k, v = (torch.randn(1, 2 * PART, 2, 32, generator=generator) for _ in range(3))
+    q, k, v = (draw(1, 2 * PART, 2, 32) for _ in range(3))
     positions = torch.arange(2 * PART)[None]
     attended = attend_exactly(q, k, v, positions)
     for count in (ROWS, 3 * ROWS, 7 * ROWS):

@@ -189,7 +189,7 @@ class Rollouts:
 
 def use_exact_attention(model: Decoder) -> None:
     """Let the trainer's blocks attend with the bits of an invariant engine. Raises BadInput on a machine that cannot give equal bits."""
-    if not rows_are_alike(model.spec.hidden, model.spec.vocab_size):
+    if not rows_are_alike(model.spec.hidden, torch.float32):
         raise BadInput(
             "rl.exact: this CPU computes a row of a matrix product otherwise in batches of other sizes; set rl.exact to false",
             key="rl.exact",

@@ -3,7 +3,7 @@
 Libraries choose the order of additions by the size of a batch. On a GPU the products have a fixed order (`kernels.fixed_product`), and all
 attention is that of single tokens with a fixed number of parts (`serve.cached_attention`). On a CPU a step of a usual dense model is padded
 to a number of rows from which on each row has the same bits (`kernels.exact_attention`), which are also those of the trainer's exact
-forward; other models compute each token by itself.
+forward; other models, and CPUs where rows differ, compute each token by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.exact_attention import padded
+from meshwright.kernels.exact_attention import padded, rows_are_alike
 from meshwright.kernels.loss import log_probabilities_of_logits
 from meshwright.models.decoder import Decoder
 from meshwright.serve.batch_inputs import StepInputs
@@ -137,8 +137,10 @@ def classes_for(model: Decoder, options: EngineOptions) -> tuple[type[ModelRunne
     """The runner and the sampler of an invariant engine."""
     if model.embed.weight.is_cuda:
         return ModelRunner, InvariantSampler
-    usual = options.weights is None and options.kv_cache is None and inexact_reason(model.spec) is None
-    return (RowRunner, RowSampler) if usual else (TokenRunner, InvariantSampler)
+    weight, usual = model.embed.weight, options.weights is None and options.kv_cache is None
+    if usual and inexact_reason(model.spec) is None and rows_are_alike(model.spec.hidden, weight.dtype):
+        return RowRunner, RowSampler
+    return TokenRunner, InvariantSampler
 
 
 def _split(allowed: Tensor | None, samples: int) -> Sequence[Tensor | None]:
