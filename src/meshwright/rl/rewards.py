@@ -53,11 +53,9 @@ class RewardProcesses:
     """
 
     def __init__(self, spec: RewardSpec) -> None:
-        file = Path(spec.file)
-        if not file.is_file():
-            raise BadInput(f"rl.reward.file: expected a Python file, got {file}, which is none", key="rl.reward.file")
+        spec.check_file()
         limits = [repr(spec.seconds), str(int(spec.memory_gib * 2**30))]
-        self._command = [sys.executable, "-I", str(PROGRAM), str(file.resolve()), spec.function, *limits]
+        self._command = [sys.executable, "-I", str(PROGRAM), str(Path(spec.file).resolve()), spec.function, *limits]
         self._wait = WAITING * spec.seconds
         self._lock = threading.Lock()
         """Held while a process is started, or all are ended."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
+from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import Bound, NotNegative, Positive
 
 Policy = Literal["grpo", "dr_grpo", "dapo", "cispo", "rloo"]
@@ -28,6 +30,13 @@ class RewardSpec:
     """Processor time of a call at most. A call that takes longer, or waits ten times as long, gives no verdict."""
     memory_gib: Annotated[float, Bound(more_than=0)] = 4.0
     """Address space of a process at most."""
+
+    def check_file(self) -> None:
+        """Raise BadInput unless the file exists."""
+        if not Path(self.file).is_file():
+            raise BadInput(
+                f"rl.reward.file: expected a Python file, got {self.file}, which is none", key="rl.reward.file"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
