@@ -45,7 +45,18 @@ plan: {compile: false}
             "no such key, as rl.correction is truncate",
             "none",
         ),
-        (["cluster.gpu=H100"], "rl.exact", "false on H100: only CPUs have an exact forward in this release", "false"),
+        (
+            ["cluster.gpu=H100", "plan.compile=true"],
+            "plan.recompute",
+            "full, as rl.exact is true: the backward computes each block again",
+            "full",
+        ),
+        (
+            ["cluster.gpu=H100", "plan.recompute=full", "plan.linear=fp8_tensorwise"],
+            "plan.linear",
+            "compute, as rl.exact is true",
+            "compute",
+        ),
         (
             ["model.sliding_window=9"],
             "rl.exact",
@@ -77,3 +88,4 @@ def test_a_valid_run_passes(tmp_path: Path) -> None:
     run = load_run(file)
     assert run.rl is not None and run.rl.reward.function == "reward" and run.rl.policy == "grpo"
     assert load_run(file, ["rl.exact=false", "plan.compile=true", "plan.tensor=2"]).rl is not None
+    assert load_run(file, ["cluster.gpu=H100", "plan.compile=true", "plan.recompute=full"]).rl is not None

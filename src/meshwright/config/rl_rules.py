@@ -57,14 +57,28 @@ def _without_effect(run: RunValues) -> Iterator[tuple[str, str]]:
 
 
 def _exact(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
-    """The exact forward: dense models in fp32 on CPUs, whole on each rank, in shapes whose rows are computed alike."""
-    if run("cluster.gpu") not in (None, "cpu"):
-        yield run.mistake(
-            "rl.exact", f"false on {run('cluster.gpu')}: only CPUs have an exact forward in this release", "false"
-        )
-        return
+    """The exact forward: dense models, whole on each rank; on CPUs in fp32 and in shapes whose rows are computed alike."""
     if model is not None and (reason := inexact_reason(from_plain(ModelSpec, dict(model)))):
         yield run.mistake("rl.exact", f"false: this release has no exact forward of {reason}", "false")
+    for key in _WHOLE:
+        if (run(key) or 1) > 1:
+            yield run.mistake(key, "1, as rl.exact is true: ranks that divide the model add in another order", "1")
+    if run("cluster.gpu") == "cpu":
+        yield from _exact_on_cpus(run)
+    elif run("cluster.gpu") is not None:
+        yield from _exact_on_gpus(run)
+
+
+def _exact_on_gpus(run: RunValues) -> Iterator[Mistake]:
+    """The forward is the inference engine's, and the backward computes each block again (`rl.exact_blocks`)."""
+    if run("plan.recompute") != "full":
+        expected = "full, as rl.exact is true: the backward computes each block again"
+        yield run.mistake("plan.recompute", expected, "full", "none")
+    if run("plan.linear") not in (None, "compute"):
+        yield run.mistake("plan.linear", "compute, as rl.exact is true", "compute")
+
+
+def _exact_on_cpus(run: RunValues) -> Iterator[Mistake]:
     if run("plan.compile") is not False:
         yield run.mistake(
             "plan.compile",
@@ -72,9 +86,6 @@ def _exact(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]
             "false",
             "true",
         )
-    for key in _WHOLE:
-        if (run(key) or 1) > 1:
-            yield run.mistake(key, "1, as rl.exact is true: ranks that divide the model add in another order", "1")
     if run("plan.compute") not in (None, "fp32"):
         yield run.mistake("plan.compute", "fp32, as rl.exact is true", "fp32")
     for key, multiple in (("train.seq_len", ROWS), ("train.loss_chunk", ROWS), ("model.vocab_size", VOCABULARY)):

@@ -40,12 +40,14 @@ class AttentionMask:
     """Mask of the keys that each query attends to, if not simply all earlier ones. One of the first two fields is set.
 
     `dense` broadcasts to `(batch, heads, seq, seq)`, true where a query attends to a key; `blocks` is the same for flex attention. `cap` is
-    that of the scores (`AttentionSpec.score_cap`).
+    that of the scores (`AttentionSpec.score_cap`). `documents` `(batch, seq)` has the numbers of documents from which the mask was made, if
+    tokens attend to their own only.
     """
 
     dense: Tensor | None = None
     blocks: BlockMask | None = None
     cap: float | None = None
+    documents: Tensor | None = None
 
 
 def attention(
@@ -109,13 +111,15 @@ def make_mask(
     ):
         return None
     if device.type == "cuda" and not plain:
-        return AttentionMask(blocks=block_mask(documents, window, seq, device, queries), cap=cap)
+        blocks = block_mask(documents, window, seq, device, queries)
+        return AttentionMask(blocks=blocks, cap=cap, documents=documents)
     batch = torch.arange(1 if documents is None else documents.shape[0], device=device)
     key = torch.arange(seq, device=device)
     query = key if queries is None else torch.arange(len(queries), device=device)
     return AttentionMask(
         dense=_mask_function(documents, window, queries)(batch[:, None, None, None], batch, query[:, None], key),
         cap=cap,
+        documents=documents,
     )
 
 

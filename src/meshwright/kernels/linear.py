@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import fp8_products as fp8
 from meshwright.kernels.adapter import Adapter
+from meshwright.kernels.fixed_product import fixed_linear
 
 
 class Linear(nn.Linear):
@@ -37,6 +38,8 @@ class Linear(nn.Linear):
     """Receives the weight gradient's factors after `split_backward`; None adds the gradient to `weight.grad`."""
     taps: tuple[Tensor, ...] | None = None
     """Extra inputs (expanded scalars, so without memory) whose gradients are the factors of the weight gradient: dY and X."""
+    fixed_order: bool = False
+    """Whether products without gradients have, on CUDA, bits that do not depend on the other tokens (`kernels.fixed_product`)."""
     tokens_per_input_token: int = 1
     """Tokens in this layer's input per token of the block's input; above 1 with sequence parallelism (`parallel.products`)."""
 
@@ -59,6 +62,8 @@ class Linear(nn.Linear):
         if self.scaling is not None:
             out = fp8.linear(x, self.weight, self.fp8_weight, self.scaling, taps)
             return out if self.bias is None or not biased else out + self.bias
+        if self.fixed_order and not torch.is_grad_enabled():
+            return fixed_linear(x, self.weight, self.bias if biased else None)
         if taps is None:
             return F.linear(x, self.weight, self.bias if biased else None)
         output_tap, input_tap = taps

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.kernels.fixed_product import fixed_linear
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_product, matmul, scale
 
@@ -87,19 +88,22 @@ def token_log_probabilities(
     chunk: int,
     *,
     cap: float | None = None,
+    fixed_order: bool = False,
     plain: bool = False,
 ) -> Tensor:
     """The log-probability of each target `(tokens,)`, fp32 (fp64 for fp64 input), without gradient; 0 where the target is negative.
 
-    Arguments are those of `linear_cross_entropy`.
+    Arguments are those of `linear_cross_entropy`. With `fixed_order` the bits of a token's result on CUDA do not depend on the other
+    tokens: those of an invariant engine.
     """
     if plain:
         logits = capped(F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype)), cap)
         return -F.cross_entropy(logits, targets.clamp_min(-1), ignore_index=-1, reduction="none")
-    of_logits = compile_once(log_probabilities_of_logits) if hidden.is_cuda else log_probabilities_of_logits
-    vocab, weight = weight.shape[0], pad_vocabulary(weight)
     parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    return torch.cat([of_logits(_logits(h, weight, vocab, cap)[0], t) for h, t in parts])
+    if fixed_order:
+        return torch.cat([log_probabilities_of_logits(capped(fixed_linear(h, weight), cap), t) for h, t in parts])
+    vocab, weight = weight.shape[0], pad_vocabulary(weight)
+    return torch.cat([log_probabilities_of_logits(_logits(h, weight, vocab, cap)[0], t) for h, t in parts])
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -202,7 +206,14 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def log_probabilities_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities `(tokens,)` of the targets by logits `(tokens, vocab)`; 0 where the target is negative."""
+    """Log-probabilities `(tokens,)` of the targets by logits `(tokens, vocab)`; 0 where the target is negative.
+
+    On CUDA one kernel computes them, and the bits of a row's result do not depend on the other rows.
+    """
+    if logits.is_cuda and logits.element_size() <= 4:
+        from meshwright.kernels.loss_triton import log_probabilities
+
+        return log_probabilities(logits, targets)
     wide = logits.to(accumulate_dtype(logits.dtype))
     target_logit = wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0]
     return torch.where(targets >= 0, target_logit - torch.logsumexp(wide, dim=-1), 0.0)

@@ -49,6 +49,45 @@ def gradient_in_place(
     return losses, squares
 
 
+def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities `(tokens,)` in fp32 of the targets by logits `(tokens, vocab)`; 0 where the target is negative.
+
+    The bits of a row's result do not depend on the other rows.
+    """
+    rows, columns = logits.shape
+    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        _log_probability[(rows,)](logits, targets, found, columns, logits.stride(0), BLOCK, num_warps=WARPS)
+    return found
+
+
+@triton.jit
+def _log_sum(start, columns, block: tl.constexpr) -> tl.tensor:
+    """Logarithm to base 2 of the sum of the exponentials of the row at `start`."""
+    # Each lane has its own maximum and sum (Milakov & Gimelshein 2018): a shared maximum would need a reduction at every block.
+    maximum = tl.full([block], MIN_LOGIT, tl.float32)
+    total = tl.zeros([block], tl.float32)
+    for first in range(0, columns, block):
+        position = first + tl.arange(0, block)
+        x = tl.load(start + position, mask=position < columns, other=-float("inf")).to(tl.float32) * LOG2_E
+        new_maximum = tl.maximum(maximum, x)
+        total = total * tl.exp2(maximum - new_maximum) + tl.exp2(x - new_maximum)
+        maximum = new_maximum
+    row_maximum = tl.max(maximum, axis=0)
+    return row_maximum + tl.log2(tl.sum(total * tl.exp2(maximum - row_maximum), axis=0))
+
+
+@triton.jit
+def _log_probability(logits, targets, found, columns, stride, block: tl.constexpr) -> None:
+    row = tl.program_id(0)
+    start = logits + row.to(tl.int64) * stride
+    target = tl.load(targets + row)
+    valid = target >= 0
+    target_logit = tl.load(start + tl.where(valid, target, 0)).to(tl.float32)
+    log_probability = target_logit - _log_sum(start, columns, block) / LOG2_E
+    tl.store(found + row, tl.where(valid, log_probability, 0.0))
+
+
 @triton.jit
 def _gradient(
     logits,
@@ -67,17 +106,7 @@ def _gradient(
     start = logits + row.to(tl.int64) * stride
     target = tl.load(targets + row)
     valid = target >= 0
-    # Each lane has its own maximum and sum (Milakov & Gimelshein 2018): a shared maximum would need a reduction at every block.
-    maximum = tl.full([block], MIN_LOGIT, tl.float32)
-    total = tl.zeros([block], tl.float32)
-    for first in range(0, columns, block):
-        position = first + tl.arange(0, block)
-        x = tl.load(start + position, mask=position < columns, other=-float("inf")).to(tl.float32) * LOG2_E
-        new_maximum = tl.maximum(maximum, x)
-        total = total * tl.exp2(maximum - new_maximum) + tl.exp2(x - new_maximum)
-        maximum = new_maximum
-    row_maximum = tl.max(maximum, axis=0)
-    logsumexp = row_maximum + tl.log2(tl.sum(total * tl.exp2(maximum - row_maximum), axis=0))
+    logsumexp = _log_sum(start, columns, block)
     target_logit = tl.load(start + tl.where(valid, target, 0)).to(tl.float32)
     loss = logsumexp / LOG2_E - target_logit
     weight = 1.0

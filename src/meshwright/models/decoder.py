@@ -293,6 +293,9 @@ class Head(nn.Module):
     (`ModelSpec.logit_cap`).
     """
 
+    fixed_order = False
+    """Whether `log_probabilities` has the bits of an invariant engine on a GPU (`kernels.fixed_product`)."""
+
     def __init__(
         self,
         weight: nn.Parameter | None,
@@ -332,7 +335,8 @@ class Head(nn.Module):
         """The log-probability of each target `(batch, seq)`, fp32 (fp64 in fp64), without gradient; 0 where the target is negative."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head needs the embedding's weight"
-        rows, losses = self.scaled(hidden).flatten(0, 1), {"cap": self.cap, "plain": self.plain}
+        rows = self.scaled(hidden).flatten(0, 1)
+        losses = {"cap": self.cap, "fixed_order": self.fixed_order, "plain": self.plain}
         found = token_log_probabilities(rows, weight, targets.flatten(), self.loss_chunk, **losses)
         return found.view_as(targets)
 

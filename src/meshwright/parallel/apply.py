@@ -111,13 +111,15 @@ def build_engine(
     prediction_loss: float = 0.0,
     z_loss: float = 0.0,
     router_z_loss: float = 0.0,
+    recomputes: bool = True,
     on_phase_end: Callable[[str], None] = _ignore_phase,
 ) -> Engine:
     """Build this rank's part of a decoder with its initial values, ready to train. Collective over all ranks of the job.
 
     `loss_chunk` is the number of tokens whose logits are in memory at a time. `plain` uses PyTorch operations instead of our kernels (the
     reference of the equality tests). `balance_loss`, `z_loss`, `router_z_loss` and `prediction_loss` are weights of losses beside the
-    cross-entropy (`TrainSpec`), `balance_bias` the step of the experts' biases.
+    cross-entropy (`TrainSpec`), `balance_bias` the step of the experts' biases. Without `recomputes` blocks save what autograd saves,
+    whatever the plan's recompute: the caller recomputes them (`rl.exact_blocks`).
     `on_phase_end` is called with the name of each completed phase of the start (`events.start`).
 
     Raises BadInput if the schedule does not exist for the plan's sizes.
@@ -138,7 +140,7 @@ def build_engine(
     count_expert_loads_over_whole_sequences(model, mesh)
     use_fp8_products(model, plan, mesh.device)
     stored_fp8 = store_frozen_in_fp8(model, mesh.shards)
-    parts = wrap_blocks(model, plan)
+    parts = wrap_blocks(model, plan, recomputes=recomputes)
     for layer, block in blocks_with_layer(model):
         # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
         # each micro-batch's gradient separately.
@@ -282,8 +284,8 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
     return TiedGradientSum(model.embed.weight, group, in_norm=mesh.coordinate("pipeline") == first)
 
 
-def wrap_blocks(model: Decoder, plan: Plan) -> dict[int, BlockParts]:
-    """Set the tiles of every block, wrap its `hooks.run` for its recompute mode, then compile it if the plan compiles.
+def wrap_blocks(model: Decoder, plan: Plan, *, recomputes: bool = True) -> dict[int, BlockParts]:
+    """Set the tiles of every block, wrap its `hooks.run` for its recompute mode if it `recomputes`, then compile it if the plan compiles.
 
     Returns by layer the parts of blocks with experts, wrapped in the same way, if two micro-batches run through them together.
 
@@ -299,7 +301,7 @@ def wrap_blocks(model: Decoder, plan: Plan) -> dict[int, BlockParts]:
     for layer, block in blocks_with_layer(model):
         if not block.routed:
             block.mlp.tile = plan.tile(layer, model.spec.layers)
-        mode = plan.strategy(layer, model.spec.layers).recompute
+        mode = plan.strategy(layer, model.spec.layers).recompute if recomputes else "none"
         if compiled is not None:
             block.hooks.run = partial(compiled, block.hooks.run, mode)
         else:

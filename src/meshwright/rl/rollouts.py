@@ -28,6 +28,7 @@ from meshwright.models.decoder import Decoder, Head
 from meshwright.parallel.fsdp import DTYPES
 from meshwright.parallel.mesh import Mesh
 from meshwright.policies.skipped_samples import SampleRange
+from meshwright.rl.exact_blocks import use_exact_blocks
 from meshwright.rl.handover import WeightHandover
 from meshwright.rl.objectives import Agreement, PolicyObjective
 from meshwright.rl.reference import Reference
@@ -187,8 +188,16 @@ class Rollouts:
         return numbers
 
 
-def use_exact_attention(model: Decoder) -> None:
-    """Let the trainer's blocks attend with the bits of an invariant engine. Raises BadInput on a machine that cannot give equal bits."""
+def use_exact_forward(model: Decoder, run: RunSpec, dtype: torch.dtype, ranks: int) -> None:
+    """Give the trainer's model the forward of an invariant engine, bit for bit, with activations of `dtype` on `ranks` data ranks.
+
+    Raises BadInput on a machine that cannot give equal bits.
+    """
+    if model.embed.weight.is_cuda:
+        context = rollout_options(run, ranks).context
+        assert context is not None
+        use_exact_blocks(model, dtype, context)
+        return
     if not rows_are_alike(model.spec.hidden, torch.float32):
         raise BadInput(
             "rl.exact: this CPU computes a row of a matrix product otherwise in batches of other sizes; set rl.exact to false",

@@ -50,9 +50,13 @@ Both are `(tokens, heads, …)`.
 class CurrentStep:
     """The inputs of the step that the model computes; all layers read them."""
 
-    def __init__(self, ropes: Sequence[RotaryTables | None], cache: KVCache, *, invariant: bool = False) -> None:
-        self.ropes, self._cache = ropes, cache
-        """Rotary tables `(context, head_dim / 2)` of each group of layers; None where attention does not rotate."""
+    def __init__(self, tables: Sequence[RotaryTables | None], cache: KVCache, *, invariant: bool = False) -> None:
+        on_host = cache.tensors[0].device.type == "cpu"
+        self.tables, self._cache = tables, cache
+        """`whole_tables` of each group of layers."""
+        pairs = zip(cache.groups, tables, strict=True)
+        self.ropes = [_written(group, rope, on_cuda=not on_host) for group, rope in pairs]
+        """Cosines and sines `(context, ·)` with which the keys of each group are rotated as they are written; None: they are not."""
         self.scales = cache.scales
         """Scales of an fp8 cache."""
         self.invariant = invariant
@@ -66,8 +70,7 @@ class CurrentStep:
 
         It returns the memory that the attention will fill before the rest of the pass runs (`serve.prompt_graphs`).
         """
-        on_host = cache.tensors[0].device.type == "cpu"
-        self._host_ropes = [signed_tables(rope) if on_host and rope is not None else None for rope in ropes]
+        self._host_ropes = [signed_tables(rope) if on_host and rope is not None else None for rope in self.ropes]
         self._host_decodes_work = on_host and cache.scales is None
         self._host_decodes: dict[int, HostDecodes] = {}
         self._lone_tokens: LoneTokens | None = None
@@ -145,8 +148,31 @@ class CachedAttention:
     ) -> None:
         self._cap = cap
         self._step, self._cache, self._group, self._window = step, cache_layer, group, window
-        self._norms, self._query_factor = norms, query_factor
+        self.norms, self._query_factor = norms, query_factor
         self._rotation, self._neighbours, self._query_growth = rotation, neighbours, query_growth
+
+    @classmethod
+    def of(cls, attention: Attention, step: CurrentStep, cache: KVCache, layer: int) -> CachedAttention:
+        """`attend` of an attention module, which is that of `layer`; then `leave_to` must be called."""
+        group, cache_layer = cache.layer(layer)
+        norms, query_factor, rope = None, 1.0, step.tables[group]
+        growth = rope[2] if rope is not None and len(rope) > 2 else None
+        rotation = None if rope is None or step.ropes[group] is not None else (attention.rotate, rope[:2])
+        if attention.qk_norm and cache_layer.is_cuda and not attention.whole_norm and growth is None:
+            # One kernel norms, rotates and writes; the factor follows the norm.
+            norms, query_factor = _head_norms(attention), attention.query_factor
+        return cls(
+            step,
+            cache_layer,
+            group,
+            cache.groups[group].window,
+            norms,
+            query_factor,
+            rotation,
+            attention.rotate is rotate_neighbours,
+            growth,
+            cache.groups[group].mixer.score_cap,
+        )
 
     def __call__(
         self,
@@ -187,7 +213,7 @@ class CachedAttention:
             slots,
             scales=scales,
             rotated_keys=keys,
-            norms=self._norms,
+            norms=self.norms,
             neighbours=self._neighbours,
             plain=plain,
         )
@@ -389,41 +415,32 @@ def use_cached_attention(
     `context` is the length of a text at most. The model then computes only steps whose inputs are set in the result.
     """
     weight = model.embed.weight
-    positions = torch.arange(context, device=weight.device)
-    tables = [tables_of(group.mixer.rotary, positions, weight.dtype, context) for group in cache.groups]
-    ropes = [None if rope is None else tuple(table[0, :, 0] for table in rope) for rope in tables]
-    written = [_written(*pair, on_cuda=weight.is_cuda) for pair in zip(cache.groups, ropes, strict=True)]
-    step = CurrentStep(written, cache, invariant=invariant)
+    ropes = whole_tables(cache, context, weight.dtype)
+    step = CurrentStep(ropes, cache, invariant=invariant)
     modules = cast("Iterable[PredictionModule]", model.predictions[:predictions])
     blocks = [*model.layers.values(), *(module.block for module in modules)]
     for number, block in enumerate(blocks):
-        group, cache_layer = cache.layer(number)
         attention, hooks = cast("Block", block).attention, cast("Block", block).hooks
         if isinstance(attention, LatentAttention):
+            group, cache_layer = cache.layer(number)
             hooks.attend_latents = CachedLatents(step, cache_layer, group)
         else:
-            assert isinstance(attention, Attention)
-            norms, query_factor, rope = None, 1.0, ropes[group]
-            growth = rope[2] if rope is not None and len(rope) > 2 else None
-            rotation = None if rope is None or step.ropes[group] is not None else (attention.rotate, rope[:2])
-            fused = cache_layer.is_cuda and not attention.whole_norm and growth is None
-            if attention.qk_norm and fused:  # one kernel norms, rotates and writes
-                norms = _head_norms(attention)
-                attention.qk_norm = False
-                query_factor, attention.query_factor = attention.query_factor, 1.0  # it follows the norm
-            hooks.attend = CachedAttention(
-                step,
-                cache_layer,
-                group,
-                cache.groups[group].window,
-                norms,
-                query_factor,
-                rotation,
-                attention.rotate is rotate_neighbours,
-                growth,
-                cache.groups[group].mixer.score_cap,
-            )
+            hooks.attend = CachedAttention.of(attention, step, cache, number)
+            leave_to(hooks.attend, attention)
     return step
+
+
+def whole_tables(cache: KVCache, context: int, dtype: torch.dtype) -> list[RotaryTables | None]:
+    """The rotary tables `(context, ·)` of each group of layers, for activations of `dtype`; None without rotation."""
+    positions = torch.arange(context, device=cache.tensors[0].device)
+    tables = [tables_of(group.mixer.rotary, positions, dtype, context) for group in cache.groups]
+    return [None if rope is None else tuple(table[0, :, 0] for table in rope) for rope in tables]
+
+
+def leave_to(attend: CachedAttention, attention: Attention) -> None:
+    """Let a module leave to `attend` what it computes itself."""
+    if attend.norms is not None:
+        attention.qk_norm, attention.query_factor = False, 1.0
 
 
 def _written(group: LayerGroup, rope: RotaryTables | None, *, on_cuda: bool) -> RotaryTables | None:

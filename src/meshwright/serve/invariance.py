@@ -107,7 +107,13 @@ class InvariantSampler(Sampler):
 
     def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
         """See `Sampler.logprobs`."""
-        if logits.is_cuda or not len(logits):
+        if logits.is_cuda:
+            most = max(self._logprobs, default=0)
+            chosen, none = finite(log_probabilities_of_logits(logits, tokens.long())), logits.new_empty(len(logits), 0)
+            return (
+                super().logprobs(logits, tokens)._replace(chosen=chosen) if most else TokenLogprobs(chosen, none, none)
+            )
+        if not len(logits):
             return super().logprobs(logits, tokens)
         pairs = zip(logits.split(1), tokens.split(1), strict=True)
         parts = [super(InvariantSampler, self).logprobs(*pair) for pair in pairs]

@@ -83,7 +83,10 @@ def fitting_blocks(
 
 
 class KVCache:
-    """The cache tensors of all groups, filled with zeros; so many prediction modules are further layers."""
+    """The cache tensors of all groups, filled with zeros; so many prediction modules are further layers.
+
+    `one_layer`: all layers of a group have the same memory, for a step that needs the keys and values of a layer in this layer only.
+    """
 
     def __init__(
         self,
@@ -94,13 +97,15 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         predictions: int = 0,
+        one_layer: bool = False,
     ) -> None:
         self.groups, self.tokens_per_block = layer_groups(spec, predictions), tokens_per_block
+        self._one_layer = one_layer
         fp8 = dtype.itemsize == 1
         self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None
         """Factors `(2, kv_heads)` of the stored keys and values; None without fp8. Latents have no scales."""
         self.tensors = [
-            zeros((count, *block_shape(group, tokens_per_block)), dtype=dtype, device=device)
+            zeros((count, *self._shape(group)), dtype=dtype, device=device)
             for group, count in zip(self.groups, blocks, strict=True)
         ]
 
@@ -108,5 +113,10 @@ class KVCache:
         """The group of a layer, and its part of the cache, a strided view `(blocks, …)` without the dimension of layers."""
         for number, group in enumerate(self.groups):
             if layer in group.layers:
-                return number, self.tensors[number][:, group.layers.index(layer)]
+                return number, self.tensors[number][:, 0 if self._one_layer else group.layers.index(layer)]
         raise KeyError(layer)
+
+    def _shape(self, group: LayerGroup) -> tuple[int, ...]:
+        """Shape of a block of a group's cache."""
+        layers, *of_layer = block_shape(group, self.tokens_per_block)
+        return 1 if self._one_layer else layers, *of_layer

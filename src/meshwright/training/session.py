@@ -30,6 +30,7 @@ from meshwright.observe.environment import environment
 from meshwright.observe.recorder import DetailRecorder, StepRecorder
 from meshwright.optim.optimizer import Optimizer
 from meshwright.parallel.apply import Engine, build_engine
+from meshwright.parallel.fsdp import DTYPES
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.replayed_routing import ReplayedRouting, replay_loads
 from meshwright.parallel.sharded_unit import ShardedUnit
@@ -187,11 +188,13 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         "z_loss": run.train.z_loss,
         "router_z_loss": run.train.router_z_loss,
     }
-    engine = build_engine(run.model, plan, mesh, seed=run.seed, on_phase_end=clock.end, **losses)
-    if run.rl is not None and run.rl.exact:
-        from meshwright.rl.rollouts import use_exact_attention  # imports the engine, which other runs do without
+    exact = run.rl is not None and run.rl.exact
+    recomputes = not (exact and mesh.device.type == "cuda")
+    engine = build_engine(run.model, plan, mesh, seed=run.seed, recomputes=recomputes, on_phase_end=clock.end, **losses)
+    if exact:
+        from meshwright.rl.rollouts import use_exact_forward  # imports the engine, which other runs do without
 
-        use_exact_attention(engine.model)
+        use_exact_forward(engine.model, run, DTYPES[plan.precision.compute], world.ranks)
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
