@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.kernels.norm import HeadNorms
 from meshwright.kernels.paged_attention import (
+    INVARIANT_PART,
     INVARIANT_SPLITS,
     MAX_SPLITS,
     MIN_SPLIT_TOKENS,
@@ -214,3 +215,16 @@ def test_splits_fill_the_device() -> None:
     assert decode_splits(8, 1, 132) == 1
     for programs in (1, 8, 256, 4096):
         assert decode_splits(programs, 4096, 132, invariant=True) == INVARIANT_SPLITS
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_the_parts_of_an_invariant_context_depend_on_its_length_alone(tile: int) -> None:
+    """Not on the longest context that the block table has room for, which decides how many programs there are."""
+    least = INVARIANT_PART // tile
+    for length in (1, 255, 256, 257, 400, 2000, 4096, 9000):
+        tiles = -(-length // tile)
+        parts = {
+            max(min(tiles // least, decode_splits(8, room, 132, invariant=True)), 1)
+            for room in range(length, 3 * length + 3000, 16)
+        }
+        assert parts == {max(min(tiles // least, INVARIANT_SPLITS), 1)}

@@ -62,6 +62,7 @@ MEMORY_LETTERS = {
     "ema": "M",
     "predictions": "P",
     "snapshot": "S",
+    "rollouts": "R",
 }
 """Letters of the parts of a memory bar."""
 
@@ -99,6 +100,8 @@ def _head(console: Console, answer: Answer) -> None:
     predicted = plan.predicted
     if predicted is not None:
         console.print(_figures(predicted, cluster.memory_bytes()))
+        if answer.run.rl is not None:
+            console.print("a step trains on rows that its answers fill; the time of the answers is not predicted")
         if warning := caution(run):
             console.print(f"  {'' if predicted.step_seconds else 'no step time: '}{warning}")
     if answer.plan_from_file:

@@ -233,10 +233,18 @@ def chips_by_node(cluster: ClusterSpec) -> list[str]:
     return chips if len(set(chips)) > 1 else []
 
 
+BESIDE_TRAINING = ("snapshot", "rollouts")
+"""Parts of the memory that every rank has beside its part of the training."""
+
+
 def memory_by_rank(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:
     """(pipeline rank with its layers, bytes by part), by pipeline rank."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
-    by_rank = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
+    beside = {key: plan.predicted.memory_bytes.get(key, 0) for key in BESIDE_TRAINING} if plan.predicted else {}
+    others = {key: size for key, size in beside.items() if size}
+    by_rank = [
+        parts | others for parts in memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
+    ]
     if len(by_rank) == 1:
         return [("every rank", by_rank[0])]
     return [

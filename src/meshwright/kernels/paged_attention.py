@@ -27,8 +27,8 @@ MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 64
 """Bounds of the parts of a context: the second kernel reads all of them, and a part has at least one tile of tokens."""
 LONE_TOKENS = 512
 """Tokens of a part at least, if each multiprocessor has one program for undivided contexts; with n programs each, n times as many."""
-INVARIANT_SPLITS = 16
-"""Parts of every context in invariant mode."""
+INVARIANT_SPLITS, INVARIANT_PART = 16, 256
+"""In invariant mode a context has this many parts at most, and a part this many tokens at least: its own length alone decides."""
 
 
 def write_cache(
@@ -170,10 +170,11 @@ def decode_splits(programs: int, tokens: int, processors: int, *, invariant: boo
     """Number of parts into which the decode kernel divides a context of up to `tokens` tokens.
 
     `programs` is the number of pairs (sequence, key/value head). The parts give each of the `processors` (multiprocessors) of the GPU
-    several programs, because one alone has too few loads in flight for the memory bandwidth. With `invariant` the number is fixed.
+    several programs, because one alone has too few loads in flight for the memory bandwidth. With `invariant` it is the most that a context
+    of so many tokens can have, so that fewer programs find nothing to do.
     """
     if invariant:
-        return INVARIANT_SPLITS
+        return max(1, min(INVARIANT_SPLITS, -(-tokens // INVARIANT_PART)))
     wanted = -(-PROGRAMS_PER_PROCESSOR * processors // programs)
     return max(1, min(wanted, MAX_SPLITS, -(-tokens // MIN_SPLIT_TOKENS)))
 
@@ -211,7 +212,7 @@ def _attend_by_kernels(
         tokens = tokens if window is None else min(tokens, window + decode_queries)
         programs = decodes * cache_layer.shape[2]
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        splits, least = decode_splits(programs, tokens, processors, invariant=invariant), 1
+        splits, least = decode_splits(programs, tokens, processors, invariant=invariant), INVARIANT_PART
         small = not invariant and not processors < programs < 3 * processors
         if not invariant:
             least = part_tokens(programs, processors)

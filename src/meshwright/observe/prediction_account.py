@@ -115,6 +115,8 @@ class Account:
     """Empty if the prediction has no parts."""
     recorded: tuple[int, int] | None = None
     """First and last step of the timeline that gives the parts; None if the phases of all steps give them."""
+    samples: bool = False
+    """Whether the steps sample what they train on (`rl`), whose time is not predicted."""
 
 
 def typical_step(records: Sequence[Record]) -> TypicalStep | None:
@@ -205,7 +207,8 @@ def _step(account: Account) -> str:
     step = account.step_seconds
     measured = number_text.duration(step.measured)
     if step.predicted is None or step.error is None:
-        return f"{measured} ({why_unpredicted(account)}; `meshwright profile --out FILE` measures this machine)"
+        advice = "" if account.samples else "; `meshwright profile --out FILE` measures this machine"
+        return f"{measured} ({why_unpredicted(account)}{advice})"
     band = f" ({number_text.duration(step.low)} to {number_text.duration(step.high)})" if step.low and step.high else ""
     comparison = "slower" if step.error >= 0 else "faster"
     return (
@@ -215,6 +218,8 @@ def _step(account: Account) -> str:
 
 def why_unpredicted(account: Account) -> str:
     """Return why the account has no predicted step time. Memory is resident on CPUs only."""
+    if account.samples:
+        return "the time of answers is not predicted"
     return (
         "CPU times are not predicted without a profile" if account.resident else "no figures of this device are known"
     )

@@ -73,7 +73,8 @@ def _remarks(account: Account) -> str:
     ]
     if account.step_seconds.predicted is None:
         reason = why_unpredicted(account)
-        sentences.append(f"{reason[0].upper()}{reason[1:]}; meshwright profile measures this machine.")
+        advice = "" if account.samples else "; meshwright profile measures this machine"
+        sentences.append(f"{reason[0].upper()}{reason[1:]}{advice}.")
     elif account.step_seconds.outside:
         sentences.append(
             "The step time is outside of its band; meshwright profile --from-run corrects the costs by this run."

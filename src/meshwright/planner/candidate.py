@@ -248,6 +248,11 @@ def peak_bytes(plan: Plan) -> int:
     return plan.predicted.memory_peak_bytes if plan.predicted else 0
 
 
+def trainer_bytes(plan: Plan) -> int:
+    """`peak_bytes` without the engine of `rl`, for which `memory_budget` leaves room."""
+    return peak_bytes(plan) - (plan.predicted.memory_bytes.get("rollouts", 0) if plan.predicted else 0)
+
+
 def memory_budget(run: RunSpec, memory_bytes: int | None = None) -> int | None:
     """Bytes that a plan may use of the smallest device, beside the engine of `rl`; None when its memory is not known."""
     known = run.cluster.memory_bytes() or memory_bytes

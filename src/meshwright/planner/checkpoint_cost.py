@@ -9,7 +9,7 @@ from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate, rate_both_ways
 from meshwright.costs.partner_copies import PORT_SHARE, partner_rate
 from meshwright.costs.plan_costs import as_nodes, format_of_products, number
-from meshwright.planner.candidate import host_budget, memory_budget, peak_bytes
+from meshwright.planner.candidate import host_budget, memory_budget, trainer_bytes
 from meshwright.policies.checkpoint_times import auto_interval
 from meshwright.policies.partner_host import (
     REPLICA_SENTENCE,
@@ -222,7 +222,7 @@ def _copies(
     machine = machine_of(cluster, format_of_products(plan.precision, cluster))
     on_device, link = rank_bytes - offloaded, number(host_rate(machine))
     times = StepTimes.of_step(step, on_device, number(machine.hbm), link)
-    room = max(0, (memory_budget(run) or 0) - peak_bytes(plan))
+    room = max(0, (memory_budget(run) or 0) - trainer_bytes(plan))
     device_copies = plan_device_copies(_in_groups(on_device), times, room)
     stall = device_copies.stall_seconds
     if waits:

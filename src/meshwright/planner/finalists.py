@@ -21,9 +21,9 @@ from meshwright.planner.candidate import (
     offload_fraction_of,
     offload_staging_of,
     overfull_ranks,
-    peak_bytes,
     pins_of,
     precision_of,
+    trainer_bytes,
 )
 from meshwright.planner.reprice import reprice
 from meshwright.planner.sample_plan import sample_plan
@@ -304,7 +304,7 @@ def simplest(
     roomy_bytes = inf if budget is None else ROOMY_SHARE * budget
 
     def crowded(plan: Plan) -> bool:
-        return peak_bytes(plan) > roomy_bytes and any(len(rank_stages) > 1 for rank_stages in plan.schedule.stages)
+        return trainer_bytes(plan) > roomy_bytes and any(len(rank_stages) > 1 for rank_stages in plan.schedule.stages)
 
     return min(
         equally_fast,

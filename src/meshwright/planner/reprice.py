@@ -17,7 +17,9 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Breakdown, Plan, Predicted
 from meshwright.spec.run import RunSpec
+from meshwright.workload.dtypes import bytes_of
 from meshwright.workload.plan_bytes import fullest
+from meshwright.workload.rollout_memory import rollout_bytes
 
 TIMED_AXES = ("pipeline", "shard", "replicate")
 """Axes whose communication has actions of its own in a schedule."""
@@ -33,6 +35,8 @@ def reprice(run: RunSpec, plan: Plan, *, by_units: bool = True, timing: Timing |
     by_category = fullest(memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu))
     if snapshot := snapshot_bytes(run, plan):
         by_category = {**by_category, "snapshot": snapshot}
+    if rollouts := rollout_bytes(run, plan.ranks, bytes_of(plan.precision.compute)):
+        by_category = {**by_category, "rollouts": rollouts}
     predicted = Predicted(memory_peak_bytes=sum(by_category.values()), memory_bytes=by_category)
     if timing is None and pricing(run.model, run.train, plan, run.cluster) is None:
         return replace(plan, predicted=predicted)

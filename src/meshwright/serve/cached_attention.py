@@ -34,7 +34,7 @@ from meshwright.serve.kv_cache import KVCache
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.workload.cache_size import LayerGroup
 
-INVARIANT_QUERIES = 512
+INVARIANT_QUERIES = 2048
 """Tokens whose attention an invariant step computes at a time: the parts of their contexts take memory."""
 
 

@@ -245,7 +245,8 @@ class Predicted:
     memory_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes by use: weights, gradients, optimizer, gathered, activations, logits, framework;
     predictions: what modules that predict further tokens add to all of these;
-    snapshot: on CPU ranks, the copy of the state that a checkpoint is written from during training."""
+    snapshot: on CPU ranks, the copy of the state that a checkpoint is written from during training;
+    rollouts: the engine of reinforcement learning, with its weights and cache, and the reference of a KL penalty."""
     step_seconds: float | None = None
     """Seconds of a training step. This and the following fields are none where the rates of the device are not known."""
     low_seconds: float | None = None

@@ -7,14 +7,16 @@ ranks exchange two short CPU tensors, twice a run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.events.span import PHASES
+from meshwright.observe.number_text import duration
 from meshwright.observe.prediction_account import (
     COMPARED_STEPS,
     FEWEST_STEPS,
@@ -32,6 +34,12 @@ from meshwright.training.session import Session
 from meshwright.training.waiting import DataWait
 
 Summary = Mapping[str, Any]
+NOT_PREDICTED: Mapping[str, Any] = dict.fromkeys(
+    ("step_seconds", "low_seconds", "high_seconds", "tokens_per_second_per_gpu", "mfu", "breakdown")
+)
+"""Figures of a prediction that hold for steps of `train.global_batch` only, not for those that sample their answers."""
+SAMPLING = {"rollout_seconds": "sampling and judging", "handover_seconds": "hand-over of weights"}
+"""Figures of a step with `rl` in which the trainer waits, and their names for people."""
 
 
 class Accounting:
@@ -72,10 +80,23 @@ class Accounting:
         measured = over_ranks(measured, self._session.world)
         if timeline is not None and timeline["steps"][0] <= self._cold:
             timeline = None
+        if self._session.rollouts is not None:
+            predicted = replace(predicted, **NOT_PREDICTED)
         comparison = compare_with_prediction(predicted, measured, timeline)
-        lines = account_lines(comparison, str(self._session.folder))
+        if self._session.rollouts is not None:
+            comparison = replace(comparison, samples=True)
+        lines = [*account_lines(comparison, str(self._session.folder)), *_sampling_line(records)]
         self.reporter.account(self._session.step, comparison, lines)
         return comparison
+
+
+def _sampling_line(records: Sequence[dict[str, Any]]) -> list[str]:
+    """The parts of a step that samples what it trains on: medians, of which training is what the others leave."""
+    if not all("rollout_seconds" in record for record in records):
+        return []
+    whole, *parts = (median(record[key] for record in records) for key in ("step_seconds", *SAMPLING))
+    texts = (f"{name} {duration(seconds)}" for name, seconds in zip(SAMPLING.values(), parts, strict=True))
+    return [f"  {', '.join(texts)}, training {duration(whole - sum(parts))}"]
 
 
 def over_ranks(rank_step: TypicalStep, world: World) -> TypicalStep:
