@@ -37,6 +37,7 @@ from meshwright.spec.plan import (
     ScheduleName,
     SchedulePlan,
 )
+from meshwright.workload.model_shape import Shape
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 NODE = ClusterSpec(gpu="H200", gpus_per_node=8)
@@ -108,14 +109,61 @@ def test_narrow_sums_between_replicas_save_time_over_tcp() -> None:
 
 
 def test_a_sliding_window_costs_the_blocks_that_it_touches() -> None:
-    """Of 64 blocks of keys the blocks of queries touch 1, 2 … with a window of 1, at most two with 2 to 129, at most 33 with 4,096."""
+    """Of 64 blocks of keys a block of queries touches at most 2 with a window of 129, 3 with 130 to 257, 33 with 4,096."""
     plan = plan_of({"shard": 8})
-    without_window, longer, one, two, also_two, half = (
-        seconds(plan, model=replace(LLAMA, sliding_window=window)) for window in (None, 1 << 20, 1, 2, 129, 4096)
+    without_window, longer, two, three, also_three, half = (
+        seconds(plan, model=replace(LLAMA, sliding_window=window)) for window in (None, 1 << 20, 129, 130, 257, 4096)
     )
-    assert one < two == also_two < half and longer == without_window
-    of_one, of_two, of_half = 64, 2 * 64 - 1, 33 * (64 - 16)
-    assert (half - one) / (two - one) == pytest.approx((of_half - of_one) / (of_two - of_one), rel=0.01)
+    assert two < three == also_three < half and longer == without_window
+    of_two, of_three, of_half = 2 * 64 - 1, 3 * (64 - 1), 33 * (64 - 16)
+    assert (half - two) / (three - two) == pytest.approx((of_half - of_two) / (of_three - of_two), rel=0.01)
+
+
+MEASURED_WINDOWS = [
+    ((4096, 8, 4, 256, 1024), (0.444, 1.552), (0.493, 2.774)),
+    ((4096, 8, 4, 256, 512), (0.266, 1.039), (0.324, 1.817)),
+    ((4096, 64, 8, 64, 128), (0.503, 1.235), None),
+    ((4096, 32, 8, 128, 128), (0.331, 1.078), (0.329, 1.157)),
+    ((4096, 32, 8, 128, 1024), None, (0.768, 2.394)),
+    ((8192, 32, 8, 128, 4096), None, (2.120, 6.018)),
+]
+"""seq, heads, kv_heads, head_dim and window; milliseconds of forward and backward by FlashAttention, and by flex attention.
+
+For 16,384 tokens on one H200: benchmarks/results/2026-11-30-window-attention-H200.json, 2026-11-29-attention-windows-H200.json.
+"""
+
+
+@pytest.mark.parametrize(("case", "flash", "flex"), MEASURED_WINDOWS)
+def test_windows_have_the_price_of_the_kernel_that_computes_them(
+    case: tuple[int, int, int, int, int], flash: tuple[float, float] | None, flex: tuple[float, float] | None
+) -> None:
+    """Forward and backward together; sums in a fixed order, a ring of ranks and capped scores leave windows to flex attention."""
+    seq, heads, kv_heads, head_dim, window = case
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    model = replace(LLAMA, layers=1, **sizes, sliding_window=window)
+    train = TrainSpec(steps=1, global_batch=1, seq_len=seq)
+
+    def milliseconds(deterministic: bool = False, ring: int = 1, of: ModelSpec = model) -> float:
+        plan = plan_of({"context_ring": ring}, accumulate=1)
+        cluster = ClusterSpec(gpu="H200", gpus_per_node=ring)
+        priced = pricing(of, replace(train, deterministic=deterministic), plan, cluster)
+        assert priced is not None
+
+        def total(shape: Shape) -> float:
+            times = layer_times(shape, priced.machine, priced.layout, priced.constants)
+            return ring * number(times.forward + times.backward)
+
+        without = replace(priced.shape, full_attention=0.0, windowed_scores=0.0, flash_layers=0.0, flash_scores=0.0)
+        return 1e3 * (total(priced.shape) - total(without)) * 16384 / seq
+
+    by_flash = milliseconds()
+    if flash is not None:
+        assert by_flash == pytest.approx(sum(flash), rel=0.04)
+    if flex is not None:
+        assert milliseconds(deterministic=True) == pytest.approx(sum(flex), rel=0.05)
+    others = milliseconds(deterministic=True), milliseconds(ring=2), milliseconds(of=replace(model, score_cap=50.0))
+    assert others == pytest.approx((others[0],) * 3)
+    assert (by_flash == pytest.approx(others[0])) == (flash is None)
 
 
 def test_only_layers_with_a_window_have_the_rate_of_flex_attention() -> None:
@@ -139,11 +187,11 @@ def test_only_layers_with_a_window_have_the_rate_of_flex_attention() -> None:
     half_rate, half_rate_backward = device_seconds(flex=number(k.flex) / 2)
     assert half_rate - forward == pytest.approx(windowed)
     assert half_rate_backward - backward == pytest.approx(number(k.flex_backward) * windowed)
-    assert device_seconds(attention_wide=0.1, flex_wide=0.1) == (forward, backward)
+    assert device_seconds(attention_wide=0.1, flex_wide=0.1, flash=0.1) == (forward, backward)
 
 
 def test_a_measured_step_of_gemma() -> None:
-    """One H200, 8 sequences of 4,096 tokens: 1.49 s and 1.53 s. The rates of flex attention are those of the kernel alone."""
+    """One H200, 8 sequences of 4,096 tokens: 1.49 s and 1.53 s, with flex attention. Its rates are those of the kernel alone."""
     gemma = replace(from_plain(ModelSpec, MODEL_PRESETS["gemma3-4b"]), vocab_size=262_208)
     plan = plan_of({"shard": 1}, micro=4, accumulate=2)
     time = plan_time(gemma, TrainSpec(steps=1, global_batch=8, seq_len=4096), plan, ClusterSpec(gpu="H200"))
@@ -301,4 +349,5 @@ def test_sums_in_a_fixed_order_cost_what_was_measured(
 
     assert added("H200", model) == pytest.approx(added_ms, abs=0.15)
     assert added("H200", replace(model, sliding_window=512)) == 0  # flex attention in any case
+    assert added("H200", replace(model, sliding_window=128)) != 0  # which then replaces FlashAttention
     assert added("cpu", model) == 0

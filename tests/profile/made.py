@@ -33,8 +33,10 @@ TRUE = {
     "attention": 0.57,
     "attention_wide": 0.85,
     "flex": 0.61,
-    "flex_wide": 0.7,
     "flex_backward": 3.6,
+    "flash": 0.8,
+    "flash_wide": 0.7,
+    "flash_backward": 3.1,
     "hbm": 0.83,
     "link": 0.71,
     "start_us": 11.0,
@@ -79,7 +81,9 @@ def made_profile() -> MachineProfile:
         port_bytes_per_s=number(machine.nic),
         versions={"torch": "2.11.0"},
         products=tuple(_product(shape, dtype, k) for shape in SHAPES for dtype in FORMATS),
-        attention=tuple(_attention(8192, head, machine, window) for window in (None, 1024) for head in (64, 128, 256)),
+        attention=tuple(
+            _attention(8192, head, machine, window) for window in (None, 1024, 128) for head in (64, 128, 256)
+        ),
         copy_bytes_per_s=hbm * 1.02,
         pass_bytes_per_s=hbm,
         adamw_parameters_per_s=hbm / TRUE["update"],
@@ -116,8 +120,9 @@ def _attention(seq: int, head: int, machine: Machine, window: int | None) -> Att
     else:
         blocks = [min(block, window // 128) + 1 for block in range(seq // 128)]
         scores = 128 * sum(blocks) / len(blocks) + 350  # each block of queries costs as much as 350 keys
-        rate *= TRUE["flex"] * (TRUE["flex_wide"] if head == 256 else 1.0)
-        backward = TRUE["flex_backward"]
+        kernel = "flash" if head == 256 or window == 128 else "flex"
+        rate *= TRUE[kernel] * (TRUE["flash_wide"] if head == 256 else 1.0)
+        backward = TRUE[f"{kernel}_backward"]
     forward = 4 * tokens * scores * heads * head / rate * (1 + 32 / head)
     return AttentionTime(
         format="bf16",

@@ -36,7 +36,7 @@ WIDE_HEAD = 192.0
 BACKWARD_RATIO = 2.5
 """Time of fused attention's backward relative to its forward: five products instead of two (Dao et al. 2022)."""
 QUERY_BLOCK_KEYS = 350.0
-"""Keys in whose time flex attention does what it does once for a block of queries, whatever its window.
+"""Keys in whose time attention with a window does what it does once for a block of queries, whatever the window.
 
 Measured on an H200 (benchmarks/results/2026-11-29-attention-windows-H200.json).
 """
@@ -302,7 +302,7 @@ def _attention_core(
     """Seconds of attention's two products, forward and backward, over all layers.
 
     Fused attention computes the causal half of the scores. Unfused attention computes all of them, through device memory. Layers with a
-    window have flex attention, whose sums have a fixed order in any case.
+    window have FlashAttention or flex attention, the latter where sums have a fixed order, which its sums have in any case.
     """
     fused = np.where(k.scores > 0, 1.0, 0.5)
     layers = shape.attention_layers * np.where(k.scores > 0, 1.0, shape.full_attention)
@@ -319,10 +319,21 @@ def _attention_core(
     backward = backward * (1 + layout.fixed_order * k.fixed_order * np.interp(head_dim, *PRICE_OF_ORDER))
     if not np.any(shape.windowed_scores):
         return forward, backward
-    scores = shape.windowed_scores + 2 * QUERY_BLOCK_KEYS * (1 - shape.full_attention) / layout.seq
-    pairs = shape.attention_layers * scores * tokens * layout.seq / layout.tensor
-    rate = machine.half_peak * k.attention * k.flex * np.where(wide, k.flex_wide, 1.0)
-    windowed = (
-        pairs * (shape.query_width + shape.value_width) / rate * k.slow * small_heads * _misaligned_head_slowdown(shape)
+
+    def windowed_seconds(layers: Array, scores: Array, relative_rate: Array) -> Array:
+        """Seconds of the forward of this share of the layers, whose windows have these scores."""
+        scores = scores + 2 * QUERY_BLOCK_KEYS * layers / layout.seq
+        pairs = shape.attention_layers * scores * tokens * layout.seq / layout.tensor
+        flops = pairs * (shape.query_width + shape.value_width)
+        rate = machine.half_peak * k.attention * relative_rate
+        return flops / rate * k.slow * small_heads * _misaligned_head_slowdown(shape)
+
+    by_flash = layout.flash_windows * k.flash_windows
+    flash_layers, flash_scores = by_flash * shape.flash_layers, by_flash * shape.flash_scores
+    flex = windowed_seconds(
+        1 - shape.full_attention - flash_layers,
+        shape.windowed_scores - flash_scores,
+        k.flex * np.where(wide, k.flex_wide, 1.0),
     )
-    return forward + windowed, backward + k.flex_backward * windowed
+    flash = windowed_seconds(flash_layers, flash_scores, k.flash * np.where(wide, k.flash_wide, 1.0))
+    return forward + flex + flash, backward + k.flex_backward * flex + k.flash_backward * flash

@@ -208,6 +208,21 @@ class Constants:
 
     Own engine: 2.8 to 3.7 with heads of 64 and 128, as above.
     """
+    flash: Array = 1.0
+    """Rate of the forward of FlashAttention with a window (`window_by_flash`), relative to `attention`; counted as that of flex attention.
+
+    Own engine: windows of 128 keys, forward and backward together within 2% for heads of 64 and 128
+    (benchmarks/results/2026-11-30-window-attention-H200.json).
+    """
+    flash_wide: Array = 1.0
+    """Rate of FlashAttention with a window and heads wider than 192, relative to `flash`.
+
+    Own engine: heads of 256 with windows of 512 and 1,024 keys, within 4%, as above.
+    """
+    flash_backward: Array = 2.5
+    """Time of the backward of FlashAttention with a window relative to its forward. Own engine: 2.5 to 3.9, as above."""
+    flash_windows: Array = 1.0
+    """1 if FlashAttention computes such windows; 0 on CPU ranks, which have no kernel for it."""
     fixed_order: Array = 1.0
     """1 if sums in a fixed order slow attention's backward; 0 on CPU ranks, where its sums always have one order."""
     compiled: Array = 0.0

@@ -155,6 +155,7 @@ def cpu_constants(k: Constants) -> Constants:
         flex=1.0,
         flex_wide=1.0,
         flex_backward=2.5,
+        flash_windows=zero,
         hbm=1.0,
         link=1.0,
         net=1.0,

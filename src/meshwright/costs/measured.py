@@ -19,13 +19,14 @@ from meshwright.costs.compute import BACKWARD_RATIO, QUERY_BLOCK_KEYS, SMALL_HEA
 from meshwright.costs.constants import Constants
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import host_share
+from meshwright.spec.blocks.attention import window_by_flash
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
 from meshwright.workload.model_shape import computed_span
 
 RATE_OF_UNMEASURED_FORMAT = {"fp64": ("fp32", 0.5), "bf16": ("fp32", 1.0), "fp16": ("bf16", 1.0)}
 """Unmeasured format → (measured format, rate relative to it)."""
-DEFAULTS = ("slow", "start_us", "link_us", "attention", "flex")
+DEFAULTS = ("slow", "start_us", "link_us", "attention", "flex", "flash")
 """Constants that a fit keeps, or to which it is relative, if the profile does not measure them."""
 RING_OPERATIONS = ("all_gather", "reduce_scatter")
 """Operations to which link constants are fitted: those of sharded training."""
@@ -71,7 +72,7 @@ def fits(k: Constants, profile: MachineProfile, number_format: str = "bf16") -> 
 @lru_cache(maxsize=64)
 def _fits(profile: MachineProfile, number_format: str, defaults: tuple[float, ...]) -> dict[str, Fit]:
     """`fits`, where `defaults` are the constants of `DEFAULTS`, in their order."""
-    slow, start_us, link_us, attention, flex = defaults
+    slow, start_us, link_us, *attention_rates = defaults
     chip = reference_chip(profile)
     measured_format = _measured_format(profile, number_format)
     entries = [entry for entry in profile.products if entry.format == measured_format]
@@ -84,7 +85,7 @@ def _fits(profile: MachineProfile, number_format: str, defaults: tuple[float, ..
     elif profile.corrections:
         fitted["matrix products"] = Fit({"slow": slow * correction(profile)}, 0, 0.0)
     if attention_entries := [entry for entry in profile.attention if entry.format == measured_format]:
-        fitted["attention"] = _fit_attention(attention_entries, chip.peak_flops[measured_format], attention, flex)
+        fitted["attention"] = _fit_attention(attention_entries, chip.peak_flops[measured_format], *attention_rates)
     fitted |= _fit_memory(profile, chip)
     fitted |= _fit_links(profile, chip, start_us * 1e-6, link_us * 1e-6)
     fitted |= _fit_overlap(profile)
@@ -193,40 +194,40 @@ def _flops_in_waves(entry: ProductTime, chip: Chip) -> float:
     return 2.0 * entry.k * float(elements_in_waves(entry.m, entry.n, chip.multiprocessors))
 
 
-def _fit_attention(entries: Sequence[AttentionTime], peak: float, attention: float, flex: float) -> Fit:
-    """Fits rates of attention to forward and backward together: with and without a window, each also for wide heads.
+def _fit_attention(entries: Sequence[AttentionTime], peak: float, attention: float, flex: float, flash: float) -> Fit:
+    """Fits rates of attention to forward and backward together: by kernel (`_kernel`), each also for wide heads.
 
-    `attention` and `flex` are the defaults of rates to which others are relative, where no entry measures them.
+    `attention`, `flex` and `flash` are the defaults of rates to which others are relative, where no entry measures them.
     """
-    windowed = [entry for entry in entries if _has_window(entry)]
-    ratios = np.array([entry.backward_seconds / entry.forward_seconds for entry in windowed])
-    ratio = float(np.exp(np.mean(np.log(ratios)))) if windowed else 0.0
-    values = {"flex_backward": ratio} if windowed else {}
+    values = dict[str, float]()
     squares = 0.0
-
-    def share(*, window: bool, wide: bool) -> float | None:
-        """The share of the peak that these entries reach; None without any."""
-        nonlocal squares
-        group = [entry for entry in entries if (_has_window(entry), entry.head_dim > WIDE_HEAD) == (window, wide)]
-        if not group:
-            return None
-        passes = 1 + (ratio if window else BACKWARD_RATIO)
-        ideal = np.array([[passes * _ideal_forward(entry, peak)] for entry in group])
-        seconds = np.array([entry.forward_seconds + entry.backward_seconds for entry in group])
-        (constant,), residual = _nonnegative_fit(ideal, seconds)
-        squares += len(group) * residual**2
-        return 1 / constant
-
-    if plain := share(window=False, wide=False):
-        values["attention"] = attention = plain
-    if wide := share(window=False, wide=True):
-        values["attention_wide"] = wide / attention
-    if narrow := share(window=True, wide=False):
-        flex = narrow / attention
-        values["flex"] = flex
-    if wide := share(window=True, wide=True):
-        values["flex_wide"] = wide / attention / flex
+    for kernel, narrow in (("attention", attention), ("flex", flex), ("flash", flash)):
+        of_kernel = [entry for entry in entries if _kernel(entry) == kernel]
+        ratio = BACKWARD_RATIO
+        if of_kernel and kernel != "attention":
+            ratios = np.array([entry.backward_seconds / entry.forward_seconds for entry in of_kernel])
+            values[f"{kernel}_backward"] = ratio = float(np.exp(np.mean(np.log(ratios))))
+        # Other kernels' rates are relative to that of attention without a window, and those of wide heads to that of narrow ones.
+        base = 1.0 if kernel == "attention" else values.get("attention", attention)
+        for name, group in (
+            (kernel, [entry for entry in of_kernel if entry.head_dim <= WIDE_HEAD]),
+            (f"{kernel}_wide", [entry for entry in of_kernel if entry.head_dim > WIDE_HEAD]),
+        ):
+            if not group:
+                continue
+            ideal = np.array([[(1 + ratio) * _ideal_forward(entry, peak)] for entry in group])
+            seconds = np.array([entry.forward_seconds + entry.backward_seconds for entry in group])
+            (constant,), residual = _nonnegative_fit(ideal, seconds)
+            squares += len(group) * residual**2
+            values[name] = 1 / constant / base / (1.0 if name == kernel else values.get(kernel, narrow))
     return Fit(values, len(entries), float(np.sqrt(squares / len(entries))))
+
+
+def _kernel(entry: AttentionTime) -> str:
+    """The constant of the rate of the kernel that training uses: of a window that of flex attention or FlashAttention."""
+    if not entry.window or not _has_window(entry):
+        return "attention"
+    return "flash" if window_by_flash(entry.head_dim, entry.window, None, entry.format) else "flex"
 
 
 def _has_window(entry: AttentionTime) -> bool:

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from meshwright.data.packing import document_sizes
 from meshwright.data.slots import CommonNumber, Slot
 from meshwright.data.source import Batch, DataSource, has_validation, open_data
 from meshwright.policies.sample_order import rank_samples
@@ -33,6 +34,7 @@ class MicroBatch:
 
     `positions` and `documents` are None without `data.document_mask`: each sequence is then one document, counted from
     0. `valid_tokens` is the number of targets other than -1, counted on the host to avoid synchronisation.
+    `document_sizes` are the number of documents and the tokens of the longest, None if they are not counted.
     `attention_work` is the sum of the squared lengths of the documents, None if it is not counted. `slot` tells what the tokens belong to,
     None if sequences have equal length. `real`, bool, is false for tokens that only fill a sequence, which routers of experts do not count;
     None if no sequence of the run can have any. `weights`, float32, multiply the losses of the targets and may be negative; the sum is
@@ -49,6 +51,7 @@ class MicroBatch:
     slot: Slot | None = None
     real: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    document_sizes: tuple[int, int] | None = None
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -149,6 +152,7 @@ class Windows:
             targets=torch.from_numpy(batch.targets),
             positions=torch.from_numpy(batch.positions) if masked else None,
             documents=torch.from_numpy(batch.documents) if masked else None,
+            document_sizes=document_sizes(batch.documents) if masked else None,
             valid_tokens=int(np.count_nonzero(batch.targets >= 0)),
             attention_work=sum(int((np.bincount(sequence) ** 2).sum()) for sequence in batch.documents),
             real=None if batch.real is None else torch.from_numpy(batch.real),

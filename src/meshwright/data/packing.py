@@ -208,3 +208,11 @@ def pack(
     positions = everything - np.repeat(begins, lengths)
     masked = np.where(documents[1:] == documents[:-1], targets, IGNORED)
     return Packed(inputs, masked, positions[:-1], documents[:-1], real, weights)
+
+
+def document_sizes(documents: np.ndarray) -> tuple[int, int]:
+    """The number of documents and the tokens of the longest, of document numbers `(…, seq)` whose rows are separate."""
+    first = np.ones(documents.shape, dtype=bool)
+    first[..., 1:] = documents[..., 1:] != documents[..., :-1]
+    begins = np.flatnonzero(first)
+    return len(begins), int(np.diff(begins, append=documents.size).max())

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from meshwright.data.loader import MicroBatch, Step
+from meshwright.data.packing import document_sizes
 from meshwright.data.slots import Slot, TokenReader, slot_arrays, slots_to_run
 from meshwright.data.step_samples import SampleLengths, lengths_of_step
 from meshwright.policies.sample_balance import RankPool, balance_samples
@@ -63,4 +64,5 @@ def _micro_batch(slot: Slot, read: TokenReader) -> MicroBatch:
         torch.from_numpy(array)[None] for array in (arrays.tokens, arrays.targets, arrays.positions, arrays.documents)
     )
     work = sum(part.tokens * part.length for part in slot.parts)
-    return MicroBatch(tokens, targets, positions, documents, slot.tokens, work, slot)
+    sizes = document_sizes(arrays.documents)
+    return MicroBatch(tokens, targets, positions, documents, slot.tokens, work, slot, document_sizes=sizes)

@@ -1,9 +1,11 @@
 """Causal attention with grouped key/value heads, optionally within documents and a sliding window.
 
-Three implementations: plain (two products and a softmax), scaled-dot-product attention (cuDNN preferred on CUDA), and,
-for masks on CUDA, flex attention with a block mask. `make_mask` creates a mask once per forward; every layer receives it.
-Under `torch.use_deterministic_algorithms` gradients are the same bits at every call: those of flex attention always are, and cuDNN gives
-way to `fixed_order_attention`, to flex attention without its package, or to torch's FlashAttention for wider heads.
+Four implementations: plain (two products and a softmax), scaled-dot-product attention (cuDNN preferred on CUDA), and,
+for masks on CUDA, FlashAttention for some windows (`kernels.window_attention`) and otherwise flex attention with a block
+mask. `make_mask` creates a mask once per forward; every layer receives it.
+Under `torch.use_deterministic_algorithms` gradients are the same bits at every call: those of flex attention always are, which then
+computes all windows, and cuDNN gives way to `fixed_order_attention`, to flex attention without its package, or to torch's FlashAttention
+for wider heads.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from meshwright.kernels import fixed_order_attention
+from meshwright.kernels import fixed_order_attention, window_attention
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sinks import join_sinks, sink_attention, softmax_with_sinks
 from meshwright.spec.blocks.attention import MASK_BLOCK
@@ -37,15 +39,16 @@ BACKENDS = [
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Mask of the keys that each query attends to, if not simply all earlier ones. One of the first two fields is set.
+    """Mask of the keys that each query attends to, if not simply all earlier ones. One of the first three fields is set.
 
-    `dense` broadcasts to `(batch, heads, seq, seq)`, true where a query attends to a key; `blocks` is the same for flex attention. `cap` is
-    that of the scores (`AttentionSpec.score_cap`). `documents` `(batch, seq)` has the numbers of documents from which the mask was made, if
-    tokens attend to their own only.
+    `dense` broadcasts to `(batch, heads, seq, seq)`, true where a query attends to a key; `blocks` is the same for flex attention, `flash`
+    for FlashAttention. `cap` is that of the scores (`AttentionSpec.score_cap`). `documents` `(batch, seq)` has the numbers of documents
+    from which the mask was made, if tokens attend to their own only.
     """
 
     dense: Tensor | None = None
     blocks: BlockMask | None = None
+    flash: window_attention.FlashWindow | None = None
     cap: float | None = None
     documents: Tensor | None = None
 
@@ -67,6 +70,8 @@ def attention(
     that take part in the softmax of each head (`kernels.sinks`). With a dense mask and sinks, or a cap, scores are computed
     explicitly.
     """
+    if mask is not None and mask.flash is not None:
+        return window_attention.window_attention(q, k, v, mask.flash, sinks)
     particular = sinks is not None or (mask is not None and mask.cap is not None)
     if plain or (particular and mask is not None and mask.blocks is None):
         return _plain_attention(q, k, v, mask, sinks)
@@ -91,14 +96,19 @@ def make_mask(
     *,
     queries: Tensor | None = None,
     cap: float | None = None,
+    head_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    document_sizes: tuple[int, int] | None = None,
     plain: bool = False,
 ) -> AttentionMask | None:
     """The mask of `seq` tokens, or None if every query attends to all earlier tokens and there is no `cap` of scores.
 
-    `documents` `(batch, seq)` has the document number of each token; a token attends to its own document only. `window` is
-    the number of tokens that it attends to, itself included. `queries` `(n,)` are the ascending positions of the queries;
-    None means all. `plain` selects the dense form on every device (for plain attention, and for fp64, which flex attention
-    lacks).
+    `documents` `(batch, seq)` has the document number of each token; a token attends to its own document only, whose tokens
+    are consecutive. `document_sizes` are the number of documents and the tokens of the longest; without them the host waits
+    for the device where FlashAttention needs them. `window` is the number of tokens that a token attends to, itself
+    included. `queries` `(n,)` are the ascending positions of the queries; None means all. `head_dim` and `dtype` are those
+    of queries, keys and values; FlashAttention is only chosen with both. `plain` selects the dense form on every device (for
+    plain attention, and for fp64, which flex attention lacks).
     """
     if window is not None and window >= seq:
         window = None
@@ -111,6 +121,9 @@ def make_mask(
     ):
         return None
     if device.type == "cuda" and not plain:
+        if window is not None and queries is None and window_attention.is_chosen(head_dim, window, cap, dtype, device):
+            flash = window_attention.flash_window(window, documents, document_sizes)
+            return AttentionMask(flash=flash, documents=documents)
         blocks = block_mask(documents, window, seq, device, queries)
         return AttentionMask(blocks=blocks, cap=cap, documents=documents)
     batch = torch.arange(1 if documents is None else documents.shape[0], device=device)

@@ -24,11 +24,15 @@ from meshwright.spec.blocks.positions import RotarySpec
 
 
 class AttentionKind(NamedTuple):
-    """What decides the mask and the rotary tables of a block: how it rotates, how many tokens a token attends to, the cap of scores."""
+    """What decides the mask and the rotary tables of a block: how it rotates, how many tokens a token attends to, the cap of scores.
+
+    `head_dim` is the size of heads, None if values have another than keys.
+    """
 
     rotary: RotarySpec | None
     window: int | None
     cap: float | None = None
+    head_dim: int | None = None
 
 
 class Block(nn.Module):
@@ -112,7 +116,9 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 def attention_kind(block: BlockSpec) -> AttentionKind:
     """What decides the mask and the rotary tables of a block."""
-    return AttentionKind(block.mixer.rotary, block.mixer.window, block.mixer.score_cap)
+    mixer = block.mixer
+    head_dim = None if isinstance(mixer, LatentAttentionSpec) else mixer.head_dim
+    return AttentionKind(mixer.rotary, mixer.window, mixer.score_cap, head_dim)
 
 
 def tables_of(rotary: RotarySpec | None, positions: Tensor, dtype: torch.dtype, length: int) -> RotaryTables | None:

@@ -156,13 +156,23 @@ class Decoder(nn.Module):
         return x, balance
 
     def shared_inputs(
-        self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, dtype: torch.dtype
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        dtype: torch.dtype,
+        document_sizes: tuple[int, int] | None = None,
     ) -> SharedInputs:
-        """The inputs that all blocks of one micro-batch share, for activations of `dtype`."""
-        self._check_length(tokens.shape[1])
+        """The inputs that all blocks of one micro-batch share, for activations of `dtype`.
+
+        `document_sizes` are those of `kernels.attention.make_mask`.
+        """
+        seq = tokens.shape[1]
+        self._check_length(seq)
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return SharedInputs(positions, self.attention_inputs(positions, documents, tokens.shape[1], dtype))
+            positions = torch.arange(seq, device=tokens.device)
+        by_kind = self.attention_inputs(positions, documents, seq, dtype, document_sizes=document_sizes)
+        return SharedInputs(positions, by_kind)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -177,6 +187,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         *,
         queries: Tensor | None = None,
+        document_sizes: tuple[int, int] | None = None,
     ) -> dict[AttentionKind, tuple[RotaryTables | None, AttentionMask | None]]:
         """`SharedInputs.by_kind` for sequences of `seq` tokens, whose tokens here have `positions`.
 
@@ -184,8 +195,19 @@ class Decoder(nn.Module):
         """
         kinds, dense = self.attention_kinds, self.plain or dtype == torch.float64
         masks = {
-            (window, cap): make_mask(documents, window, seq, positions.device, queries=queries, cap=cap, plain=dense)
-            for window, cap in {(kind.window, kind.cap) for kind in kinds}
+            (window, cap): make_mask(
+                documents,
+                window,
+                seq,
+                positions.device,
+                queries=queries,
+                cap=cap,
+                head_dim=head_dim,
+                dtype=dtype,
+                document_sizes=document_sizes,
+                plain=dense,
+            )
+            for window, cap, head_dim in {(kind.window, kind.cap, kind.head_dim) for kind in kinds}
         }
         ropes = {rotary: tables_of(rotary, positions, dtype, seq) for rotary in {kind.rotary for kind in kinds}}
         return {kind: (ropes[kind.rotary], masks[kind.window, kind.cap]) for kind in kinds}

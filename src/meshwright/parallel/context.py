@@ -96,7 +96,9 @@ class SplitSequences:
         device, queries = batch.tokens.device, None
         if self._ring.count > 1:
             queries = _token_positions(local_tokens(seq, self._ring), device)
-        inputs = self._model.attention_inputs(batch.positions, batch.documents, seq, dtype, queries=queries)
+        inputs = self._model.attention_inputs(
+            batch.positions, batch.documents, seq, dtype, queries=queries, document_sizes=batch.document_sizes
+        )
         return SharedInputs(batch.positions, inputs)
 
     def gather_tokens(self, local: Tensor) -> Tensor:

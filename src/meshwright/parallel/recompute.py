@@ -94,6 +94,7 @@ _ATTENTION = {
     torch.ops.meshwright.ring_forward.default,
     torch.ops.meshwright.sink_attention.default,
     torch.ops.meshwright.span_forward.default,
+    torch.ops.meshwright.window_attention.default,
 }
 _SELECTED = {
     *_ROUTING,

@@ -107,7 +107,9 @@ class RankModel:
     def shared_inputs(self, batch: MicroBatch) -> SharedInputs:
         """The inputs that all blocks of a local micro-batch share: token positions, rotary tables, attention mask."""
         if self.context is None:
-            shared = self.model.shared_inputs(batch.tokens, batch.positions, batch.documents, self.dtype)
+            shared = self.model.shared_inputs(
+                batch.tokens, batch.positions, batch.documents, self.dtype, batch.document_sizes
+            )
         else:
             shared = self.context.shared_inputs(batch, self.dtype)
         if self.routing is None or batch.targets is None or (counted := self._counted_tokens(batch)) is None:

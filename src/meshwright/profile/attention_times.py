@@ -55,7 +55,7 @@ def calls_of(team: Team, case: Case) -> tuple[Call, Call]:
         return tensor.requires_grad_()
 
     q, k, v = random(heads), random(kv_heads), random(kv_heads)
-    mask = make_mask(None, window, seq, team.device)
+    mask = make_mask(None, window, seq, team.device, head_dim=head_dim, dtype=dtype)
     output = attention(q, k, v, mask)
     output_gradient = torch.randn_like(output)
     return partial(attention, q, k, v, mask), partial(

@@ -10,6 +10,7 @@ import torch
 
 from meshwright.data.conversations import best_fit
 from meshwright.data.loader import MicroBatch
+from meshwright.data.packing import document_sizes
 from meshwright.rl.advantages import advantages, alike, without_verdict
 from meshwright.rl.rewards import WITHOUT_REWARD, Outcome
 from meshwright.spec.rl import RlSpec
@@ -149,5 +150,6 @@ def _micro_batch(rows: dict[str, np.ndarray]) -> MicroBatch:
         tensors["documents"],
         valid_tokens=int(np.count_nonzero(rows["targets"] >= 0)),
         attention_work=sum(int((np.bincount(row) ** 2).sum()) for row in rows["documents"]),
+        document_sizes=document_sizes(rows["documents"]),
         columns={name: tensors[name] for name in COLUMNS},
     )

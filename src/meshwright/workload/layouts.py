@@ -9,6 +9,7 @@ import numpy as np
 
 from meshwright.schedules.idle_time import relative_idle_time
 from meshwright.schedules.in_flight import NAMES, in_flight
+from meshwright.spec.blocks.attention import FLASH_FORMATS
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
@@ -69,6 +70,8 @@ class Layouts:
     """1 if the first pipeline rank has both ends of the model (schedules with V-shaped placement)."""
     fixed_order: Array = 0.0
     """1 if all sums have a fixed order (train.deterministic)."""
+    flash_windows: Array = 0.0
+    """1 if FlashAttention computes the windows for which it is faster: in 16 bit, without a fixed order, and on whole sequences."""
     loss_chunk: Array = 4096.0
     """Tokens whose logits exist at once (train.loss_chunk)."""
     objective: Array = 0.0
@@ -280,6 +283,11 @@ def layouts_of(
         in_flight_last=in_flight(*schedule_arguments, pipeline - 1),
         fill=relative_idle_time(schedule, pipeline, accumulate),
         fixed_order=float(train.deterministic),
+        flash_windows=np.where(
+            np.asarray(size("context_ring")) > 1,
+            0.0,
+            float(precision.compute in FLASH_FORMATS and not train.deterministic),
+        ),
         loss_chunk=float(train.loss_chunk),
         gathered_bytes=gathered_bytes(precision),
         state_bytes=offload_fraction * state_bytes(precision),

@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from meshwright.spec.blocks.attention import MASK_BLOCK
+from meshwright.spec.blocks.attention import MASK_BLOCK, window_by_flash
 from meshwright.spec.blocks.block import BlockSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.memory import Elements, activations, saved
@@ -68,6 +68,10 @@ class Shape:
     """
     windowed_scores: Array
     """Attention scores that layers with a window compute, likewise: more than the window has (`computed_span`)."""
+    flash_layers: Array
+    """Share of the layers with attention whose windows FlashAttention computes in 16 bit (`window_by_flash`)."""
+    flash_scores: Array
+    """The part of `windowed_scores` of these layers."""
     added_norms: Array
     """Norms of the residual stream's width that a block has beyond one before each of two bodies, mean over layers."""
     ffn: Array
@@ -238,12 +242,17 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
             "kv_width",
             "full_attention",
             "windowed_scores",
+            "flash_layers",
+            "flash_scores",
             "attention_layers",
         )
         return dict.fromkeys(names, 0.0)
     heads, kv_heads, key_dim, value_dim = only.value
-    windows = [(op.window, count) for op, count in attends if op.window is not None and op.window < seq_len]
-    computed = sum(count * computed_span(window, seq_len) for window, count in windows)
+    windows = [
+        (window, _by_flash(op, window), count / layers)
+        for op, count in attends
+        if (window := op.window) is not None and window < seq_len
+    ]
     return {
         "attention_layers": layers,
         "heads": heads,
@@ -252,9 +261,21 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
         "kv_width": kv_heads * (key_dim + value_dim),
         "kv_head_width": 2 * key_dim,
         "padding": kv_heads * (key_dim - value_dim),
-        "full_attention": 1 - sum(count for _, count in windows) / layers,
-        "windowed_scores": 2 * computed / layers / seq_len,
+        "full_attention": 1 - sum(share for _, _, share in windows),
+        "windowed_scores": sum(share * _relative_scores(window, seq_len) for window, _, share in windows),
+        "flash_layers": sum(share for _, flash, share in windows if flash),
+        "flash_scores": sum(share * _relative_scores(window, seq_len) for window, flash, share in windows if flash),
     }
+
+
+def _by_flash(op: AttendOp, window: int) -> bool:
+    """Whether FlashAttention computes the operation in 16 bit."""
+    return op.key_dim == op.value_dim and window_by_flash(op.key_dim, window, op.cap, "bf16")
+
+
+def _relative_scores(window: int, seq_len: int) -> float:
+    """Scores that a layer with a window computes, relative to full causal attention."""
+    return 2 * computed_span(window, seq_len) / seq_len
 
 
 def computed_span(window: int, seq_len: int) -> float:

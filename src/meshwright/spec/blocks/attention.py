@@ -14,6 +14,26 @@ from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Part, Value, Ve
 
 MASK_BLOCK = 128
 """Queries, and keys, per block of a mask of flex attention: a block is computed whole or not at all."""
+FLASH_HEAD, FLASH_WINDOW = 128, 128
+"""FlashAttention computes windows of wider heads, and shorter windows of all heads.
+
+One H200, torch 2.11, 16,384 tokens, forward and backward together: heads of 256, windows of 512 and 1,024: 1.3 and 2.0 ms against 2.1 and
+3.3 of flex attention; windows of 128: 1.4 against 1.5 (32 heads of 128), 1.7 against 1.6 (64 of 64), without the 4 to 6 s in which flex
+attention is compiled for each graph; heads of 128, windows of 1,024 and 4,096: 3.6 and 10.0 against 3.2 and 8.1
+(benchmarks/results/2026-11-30-window-attention-H200.json).
+"""
+WIDEST_FLASH_HEAD = 256
+FLASH_FORMATS = ("bf16", "fp16")
+
+
+def window_by_flash(head_dim: int, window: int, cap: float | None, number_format: str) -> bool:
+    """Whether torch's FlashAttention computes causal attention within a window on CUDA, rather than flex attention.
+
+    Queries, keys and values have heads of `head_dim`. `number_format` is that of the block: "bf16", "fp16", … .
+    """
+    if cap is not None or number_format not in FLASH_FORMATS or head_dim % 8 or head_dim > WIDEST_FLASH_HEAD:
+        return False
+    return head_dim > FLASH_HEAD or window <= FLASH_WINDOW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +120,7 @@ class AttentionSpec:
             key_dim=self.head_dim,
             value_dim=self.head_dim,
             window=self.window,
+            cap=self.score_cap,
         )
         yield LinearOp(
             name=name("out"),

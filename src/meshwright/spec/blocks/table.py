@@ -321,6 +321,8 @@ class AttendOp(Op):
     """Width of a query and of a key head."""
     value_dim: int
     window: int | None = None
+    cap: float | None = None
+    """Cap of the scores (`AttentionSpec.score_cap`)."""
 
     @property
     def kept(self) -> tuple[str, ...]:
