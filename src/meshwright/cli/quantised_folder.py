@@ -10,7 +10,7 @@ from meshwright.costs.serve_work import device_work
 from meshwright.families.folder import folder_quantization, hf_tensors
 from meshwright.spec.deployment import DeploymentSpec
 from meshwright.spec.engine import WeightFormat
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.serving_limits import weights_error
 from meshwright.spec.weight_scheme import FP8_BLOCK, NUMBERS_OF
 
@@ -49,7 +49,8 @@ def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str |
 def _multiplies_blocks(spec: ModelSpec) -> bool:
     """Whether one device multiplies all weights in blocks as stored: there are no experts, and blocks begin with each fused weight."""
     firsts = [part.first_row for parts in hf_tensors(spec).values() for part in parts]
-    return not spec.experts and not any(first % FP8_BLOCK for first in firsts)
+    routed = any(parameter.expert for parameter in parameters(spec))
+    return not routed and not any(first % FP8_BLOCK for first in firsts)
 
 
 def _bytes(question: DeploymentSpec, weights: WeightFormat | None) -> str:
