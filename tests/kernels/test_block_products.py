@@ -119,15 +119,15 @@ def test_rounding_kernels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
     x, delta, weight = (grouped_draws(*size, dtype=dtype) for size in (shape, shape, shape[-1:]))
     rows, step = math.prod(shape[:-1]), 2 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 2e-6
+    gate_up = grouped_draws(*shape[:-1], 2 * shape[-1], dtype=dtype)
     rounded = round_rows(x, torch.float32, group=128)
+    _, normed = round_add_rms_norm(x, delta, weight + 1, 1e-5, torch.float32, group=128)
+    gated = group_values(Fp8Groups(*round_gated_rows(gate_up, torch.float32, group=128)))
     assert torch.equal(rounded.scale[:, :rows], quantize_groups(x).scale[:, :rows])
     assert torch.equal(group_values(Fp8Groups(*rounded)), x.float())
-    _, normed = round_add_rms_norm(x, delta, weight + 1, 1e-5, torch.float32, group=128)
     expected = quantize_add_rms_norm(x, delta, weight + 1, 1e-5, "fp8 blocks")[1]
     near = (normed.scale / expected.scale)[:, :rows]
     assert ((near == 1) | (near == 2) | (near == 0.5)).all(), "a number may be rounded up to the next power of two"
-    gate_up = grouped_draws(*shape[:-1], 2 * shape[-1], dtype=dtype)
-    gated = group_values(Fp8Groups(*round_gated_rows(gate_up, torch.float32, group=128)))
     exact = gate_up.double()[..., : shape[-1]]
     exact = exact * exact.sigmoid() * gate_up.double()[..., shape[-1] :]
     torch.testing.assert_close(gated, exact.float(), rtol=step, atol=1e-6)
