@@ -20,6 +20,7 @@ from meshwright.checkpoint.hf import export_hf, import_hf
 from meshwright.checkpoint.quantized import Stored, StoredWeight, find_weight
 from meshwright.checkpoint.single_device import load_model
 from meshwright.families.quantization import read_quantization
+from meshwright.kernels.block_products import Fp8Blocks, block_values
 from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 from meshwright.spec.model import ModelSpec, parameters
@@ -59,7 +60,10 @@ def check(folder: Path, case: Case) -> StoredWeight:
     assert torch.equal(whole.to(read.dtype), expected)
     for first, last in ((1, 2), (count // 2 - 1, count), (3, 13))[: 3 if count > 13 else 1]:
         assert torch.equal(weight.rows(first, last), whole[first:last])
-    if weight.scheme.native:
+    if weight.scheme.native == "fp8 blocks":
+        stored = weight.rounded_rows(0, count)
+        assert isinstance(stored, Fp8Blocks) and torch.equal(block_values(stored), whole)
+    elif weight.scheme.native:
         values, scale = weight.rounded_rows(3, 13)
         assert torch.equal(values.float() * scale, whole[3:13])
     return weight
@@ -252,6 +256,24 @@ def in_fp8(tensors: Parts, *, per_output: bool) -> dict[str, Tensor]:
         tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale"] = scale
         read[name] = tensors[name].float() * scale
+    return read
+
+
+IN_BLOCKS = {**DYNAMIC, "weight_block_size": [128, 128]}
+BLOCKS_WIDE = replace(WIDE, hidden=256, heads=2, kv_heads=1, head_dim=128, ffn_hidden=512)
+"""A model whose fused weights begin with whole blocks."""
+
+
+def in_blocks(tensors: Parts) -> dict[str, Tensor]:
+    """Replace the layers' weights of a folder by fp8 numbers with a scale for each block of 128 × 128. Returns what they mean."""
+    read = {}
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        outer, inner = tensors[name].shape
+        scale = torch.rand(-(-outer // 128), -(-inner // 128)) * 0.001 + 0.001
+        whole = scale.repeat_interleave(128, 0)[:outer].repeat_interleave(128, 1)[:, :inner]
+        tensors[name] = (tensors[name] / whole).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+        read[name] = tensors[name].float() * whole
     return read
 
 

@@ -104,7 +104,18 @@ def test_a_folder_in_fp8_is_planned_in_the_format_that_it_stores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from meshwright.cli.plan_deployment import deployment_question
-    from tests.checkpoint.test_quantized import DYNAMIC, PACKED, exported, in_fp8, packed_in_4_bits, rewrite
+    from tests.checkpoint.test_quantized import (
+        BLOCKS_WIDE,
+        DYNAMIC,
+        IN_BLOCKS,
+        PACKED,
+        WIDE,
+        exported,
+        in_blocks,
+        in_fp8,
+        packed_in_4_bits,
+        rewrite,
+    )
 
     tensors, _ = exported(tmp_path / "fp8")
     in_fp8(tensors, per_output=True)
@@ -112,8 +123,13 @@ def test_a_folder_in_fp8_is_planned_in_the_format_that_it_stores(
     tensors, _ = exported(tmp_path / "int4")
     packed_in_4_bits(tensors)
     rewrite(tmp_path / "int4", tensors, PACKED)
+    for name, spec in (("blocks", BLOCKS_WIDE), ("cut", WIDE)):
+        tensors, _ = exported(tmp_path / name, spec)
+        in_blocks(tensors)
+        rewrite(tmp_path / name, tensors, IN_BLOCKS)
     file = tmp_path / "serve.yaml"
-    for name, weights, said in (("fp8", "fp8", "the plan has fp8, in which"), ("int4", None, "the plan has bf16")):
+    as_stored, expanded = ("fp8", "the plan has fp8, in which"), (None, "the plan has bf16")
+    for name, (weights, said) in {"fp8": as_stored, "blocks": as_stored, "cut": expanded, "int4": expanded}.items():
         file.write_text(QUESTION.replace("llama3-8b", f"{{init: 'hf:{tmp_path / name}'}}").replace("2000", "200"))
         assert deployment_question([str(file)]).value.serve.quantisation.weights == weights
         told = capsys.readouterr().err

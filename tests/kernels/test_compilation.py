@@ -37,6 +37,7 @@ KERNELS = {
         "_round_rows",
         "_round_gated",
     },
+    "test_block_products.py": {"_product", "_round_add_rms_norm", "_round_gated", "_round_rows"},
     "test_range_copies.py": {"_copy_ranges"},
     "test_router.py": {"_choose", "_choose_backward", "_count", "_order", "_scan"},
     "test_latent_attention.py": {"_chunks", "_decode", "_rotate_write", "combine_splits"},

@@ -5,24 +5,41 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.checkpoint.single_device import load_model
 from meshwright.checkpoint.stored_model import open_model
+from meshwright.kernels.block_products import Fp8Blocks, block_values, group_values, quantize_groups
 from meshwright.kernels.fp8_products import quantize
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
-from meshwright.serve.formats import rounded_parameters, use_formats
-from meshwright.serve.load import load_for_engine, planned_model, weight_bytes
+from meshwright.parallel.tensor_inference import divide_for_inference
+from meshwright.serve.formats import rounded_parameters, use_formats, use_stored_formats
+from meshwright.serve.load import fill, load_for_engine, loading_sentence, planned_model, weight_bytes
 from meshwright.serve.quantized_layers import QuantizedLinear
+from meshwright.serve.weight_sums import weight_sums
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import OutOfResources
-from tests.checkpoint.test_quantized import DYNAMIC, PACKED, exported, in_fp8, packed_in_4_bits, rewrite
+from meshwright.spec.layout import WHOLE, Part
+from meshwright.spec.model import ModelSpec
+from tests.checkpoint.test_quantized import (
+    BLOCKS_WIDE,
+    DYNAMIC,
+    IN_BLOCKS,
+    PACKED,
+    WIDE,
+    exported,
+    in_blocks,
+    in_fp8,
+    packed_in_4_bits,
+    rewrite,
+)
 from tests.serve.helpers import engine_of
 from tests.serve.test_formats import SAME, errors
 
@@ -57,10 +74,96 @@ def test_layers_multiply_the_stored_numbers(
     assert spread > 1e-3 and ours < SAME * spread
 
 
-def rounded_inputs(model: Decoder) -> Decoder:
-    """The expanded model with activations rounded to fp8 with a scale for each token, in the layers of the blocks."""
+def block_folder(folder: Path, spec: ModelSpec = BLOCKS_WIDE) -> dict[str, Tensor]:
+    tensors, _ = exported(folder, spec)
+    read = in_blocks(tensors)
+    rewrite(folder, tensors, IN_BLOCKS)
+    return read
+
+
+def test_layers_multiply_stored_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read = block_folder(tmp_path / "out")
+    model = load_for_engine(tmp_path / "out", CPU, torch.float32, EngineOptions(weights="fp8"))
+    layer = model.get_submodule("layers.0.attention.qkv")
+    assert isinstance(layer, QuantizedLinear)
+    whole = torch.cat([read[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"])
+    assert torch.equal(block_values(Fp8Blocks(layer.values, layer.scale)), whole)
+    assert "8 layers multiply them as stored, in 8 bits" in capsys.readouterr().err
+    exact = load_model(tmp_path / "out", CPU, torch.float32)
+    ours, spread = errors(engine_of(model, weights="fp8"), rounded_inputs(copy.deepcopy(exact), blocks=True), exact)
+    assert spread > 1e-3 and ours < SAME * spread
+
+
+def test_a_fused_weight_whose_blocks_are_cut_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys begin within a block of the fused weight; the feed-forward networks multiply blocks."""
+    block_folder(tmp_path / "out", WIDE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("meshwright.serve.load._fits", lambda model, device: True)
+    with open_model(tmp_path / "out") as stored:
+        model = planned_model(stored, torch.device("cuda"), torch.bfloat16, EngineOptions())
+        said = loading_sentence(stored, model, CPU, torch.bfloat16)
+    assert set(rounded_parameters(model).values()) == {"fp8 blocks"}
+    assert sorted(rounded_parameters(model)) == [
+        f"layers.{layer}.mlp.{name}.weight" for layer in (0, 1) for name in ("down", "gate_up")
+    ]
+    assert (
+        "4 layers are expanded to bf16 (ranks or fused weights cut the blocks of 2, such as layers.0.attention.qkv"
+        in said
+    )
+
+
+def test_tensor_ranks_read_whole_blocks(tmp_path: Path) -> None:
+    """Two ranks have whole blocks of a width of 512, four have parts of the one head's keys."""
+    block_folder(tmp_path / "out")
+    whole = load_for_engine(tmp_path / "out", CPU, torch.float32, EngineOptions(weights="fp8"))
+    formats = rounded_parameters(whole)
+    with open_model(tmp_path / "out") as stored:
+        assert stored.format_of("layers.0.mlp.gate_up.weight", 4) == "fp8 blocks"
+        assert stored.format_of("layers.0.mlp.gate_up.weight", 8) is None
+        assert stored.cuts_blocks("layers.0.mlp.down.weight", 8) and not stored.cuts_blocks(
+            "layers.0.mlp.down.weight", 4
+        )
+        parts = [dict(stored.tensors(Part(index, 2), formats=formats)) for index in range(2)]
+    for name, dim in (("gate_up", 0), ("down", 1)):
+        halves = [part[f"layers.0.mlp.{name}.weight"] for part in parts]
+        assert all(isinstance(half, Fp8Blocks) for half in halves)
+        values = [block_values(Fp8Blocks(*half)) for half in halves]
+        layer = whole.get_submodule(f"layers.0.mlp.{name}")
+        assert isinstance(layer, QuantizedLinear)
+        expected = block_values(Fp8Blocks(layer.values, layer.scale))
+        if name == "gate_up":  # a rank has a part of the gates and one of the ups
+            values = [torch.cat(pair) for pair in zip(*(half.split(256) for half in values), strict=True)]
+        assert torch.equal(torch.cat(values, dim), expected)
+
+
+def test_sums_of_weights_in_blocks_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
+    """Both ranks have the keys of the one head; each has a part of the scales of `down`."""
+    block_folder(tmp_path / "out")
+    whole = load_for_engine(tmp_path / "out", CPU, torch.float32, EngineOptions(weights="fp8"))
+    total = 0
+    with open_model(tmp_path / "out") as stored:
+        for rank in range(2):
+            with torch.device("meta"):
+                model = Decoder(stored.spec)
+            divide_for_inference(model, Part(rank, 2), cast(dist.ProcessGroup, None))
+            model.to(torch.float32)
+            use_stored_formats(model, partial(stored.format_of, ranks=2), CPU, weights="fp8")
+            model = model.to_empty(device="cpu")
+            fill(model, stored, Part(rank, 2))
+            total = total + weight_sums(model, stored.spec, Part(rank, 2))
+        sums = weight_sums(whole, stored.spec, WHOLE)
+    assert torch.equal(total, sums) and (sums[:, 1] != 0).sum() == 8
+
+
+def rounded_inputs(model: Decoder, *, blocks: bool = False) -> Decoder:
+    """The expanded model with activations rounded to fp8 with a scale for each token, in the layers of the blocks.
+
+    With `blocks` each 128 numbers of a token have a scale.
+    """
 
     def multiply(x: Tensor, layer: Linear) -> Tensor:
+        if blocks:
+            return F.linear(group_values(quantize_groups(x)), layer.weight, layer.bias)
         values, scale = quantize(x.flatten(0, -2), "rowwise")
         return F.linear((values.float() * scale).view(x.shape), layer.weight, layer.bias)
 
@@ -143,6 +246,23 @@ def test_newer_weights_of_a_folder_are_taken_as_stored(tmp_path: Path) -> None:
     down = engine._model.get_submodule("layers.0.mlp.down")
     assert isinstance(down, QuantizedLinear)
     assert torch.equal(down.values.float() * down.scale, read["model.layers.0.mlp.down_proj.weight"])
+
+
+def test_newer_weights_of_layers_in_blocks_are_taken_as_stored_or_rounded_to_blocks(tmp_path: Path) -> None:
+    block_folder(tmp_path / "old")
+    read = block_folder(tmp_path / "new")
+    plain, _ = exported(tmp_path / "plain", BLOCKS_WIDE)
+    engine = engine_of(
+        load_for_engine(tmp_path / "old", CPU, torch.float32, EngineOptions(weights="fp8")), weights="fp8"
+    )
+    down = engine._model.get_submodule("layers.0.mlp.down")
+    assert isinstance(down, QuantizedLinear) and down.number_format == "fp8 blocks"
+    engine.load_weights(tmp_path / "new")
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(block_values(Fp8Blocks(down.values, down.scale)), read[name])
+    engine.load_weights(tmp_path / "plain")
+    rounded = block_values(Fp8Blocks(down.values, down.scale))
+    assert 0.01 < (rounded - plain[name]).norm() / plain[name].norm() < 0.04
 
 
 def test_a_model_that_does_not_fit_in_bf16_is_rounded_to_8_bits(

@@ -43,11 +43,11 @@ from meshwright.families.quantization import CACHE_SCALES, KEY, Quantization
 from meshwright.families.registry import FAMILIES
 from meshwright.families.text_part import Nesting
 from meshwright.kernels.row_quantize import RoundedMatrix, rounded_matrix
-from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.folder_files import TOKENIZER_BYTES, check_inside, read_folder_file
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameter_count, parameters
+from meshwright.spec.weight_scheme import LayerFormat
 
 SLICE_BYTES = 32 << 20
 """Bytes of a weight that an export reads at a time from a RowSource."""
@@ -209,16 +209,21 @@ class HFReader:
             return torch.empty((0, *parameter.shape[1:]))
         return self._whole(pieces).unflatten(0, (-1, *parameter.shape[1:-1]))
 
-    def native(self, parameter: ParameterSpec) -> WeightFormat | None:
-        """The 8-bit format in which all of the parameter is stored, with a scale for each output or tensor; None if it is not."""
+    def native(self, parameter: ParameterSpec) -> LayerFormat | None:
+        """The 8-bit format in which all of the parameter is stored; None if it is not. Only a matrix may be in blocks."""
         if len(parameter.shape) < 2:
             return None
         weights = [self._weight(part) for part in self._parts[parameter.name]]
         formats = {None if weight is None else weight.scheme.native for weight in weights}
-        return formats.pop() if len(formats) == 1 else None
+        found = formats.pop() if len(formats) == 1 else None
+        return None if found == "fp8 blocks" and len(parameter.shape) > 2 else found
+
+    def first_rows(self, parameter: ParameterSpec) -> list[int]:
+        """The rows of the parameter with which its tensors in the folder begin."""
+        return [part.first_row for part in self._parts[parameter.name]]
 
     def read_rounded(self, parameter: ParameterSpec, start: int, stop: int) -> RoundedMatrix:
-        """Rows [start, stop) of dimension 0 as stored, of a parameter that is `native`; scales `(…, out, 1)`."""
+        """Rows [start, stop) of dimension 0 as stored, of a parameter that is `native`; scales `(…, out, 1)`, or those of blocks."""
         pieces = []
         for part, first, last in self._ranges(parameter, start, stop):
             weight = self._weight(part)

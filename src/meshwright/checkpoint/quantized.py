@@ -26,7 +26,7 @@ from meshwright.kernels.dequantize import (
 from meshwright.kernels.row_quantize import RoundedMatrix, rounded_matrix
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 from meshwright.spec.folder_files import parse_json
-from meshwright.spec.weight_scheme import MAP_SIZE, Part, WeightScheme
+from meshwright.spec.weight_scheme import FP8_BLOCK, MAP_SIZE, Part, WeightScheme
 
 STATE_BYTES = 4096
 """Most bytes of the record that bitsandbytes keeps with a weight."""
@@ -106,9 +106,15 @@ class StoredWeight:
         )
 
     def rounded_rows(self, first: int, last: int) -> RoundedMatrix:
-        """Rows [first, last) as stored: 8-bit numbers and a scale for each output. Only for schemes that are `native`."""
+        """Rows [first, last) as stored: 8-bit numbers, and a scale for each output or block. Only for schemes that are `native`.
+
+        Of a weight in blocks the first row is that of a block.
+        """
         assert self.scheme.native is not None
         scale = self._scale(first, last).contiguous()
+        if self.scheme.native == "fp8 blocks":
+            assert first % FP8_BLOCK == 0, "a block is whole"
+            scale = scale[::FP8_BLOCK].contiguous()
         return rounded_matrix(self._tensor(self.scheme.values, first, last), scale, self.scheme.native)
 
     def _tensor(self, end: str, first: int, last: int) -> Tensor:

@@ -20,16 +20,16 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.config.load import load_resolved, load_resolved_model
 from meshwright.kernels.row_quantize import RoundedMatrix, rounded_matrix
 from meshwright.models.decoder import Decoder
-from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces
 from meshwright.spec.layout import WHOLE, Part
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
+from meshwright.spec.weight_scheme import FP8_BLOCK, LayerFormat
 
 log = logging.getLogger("meshwright")
 
 
-NO_FORMATS: Mapping[str, WeightFormat] = {}
+NO_FORMATS: Mapping[str, LayerFormat] = {}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StoredModel:
     """Reader of a Hugging Face folder with quantised weights, which are also read as stored."""
 
     def tensors(
-        self, part: Part = WHOLE, experts: Part = WHOLE, formats: Mapping[str, WeightFormat] = NO_FORMATS
+        self, part: Part = WHOLE, experts: Part = WHOLE, formats: Mapping[str, LayerFormat] = NO_FORMATS
     ) -> Iterator[tuple[str, torch.Tensor | RoundedMatrix]]:
         """Yields name and value of each parameter: of all, or of the part of a tensor or expert rank of the inference engine.
 
@@ -58,14 +58,28 @@ class StoredModel:
             if not (pieces := rank_pieces(self.spec, parameter, part, experts)):
                 continue
             wanted = formats.get(parameter.name)
-            if wanted is not None and self.format_of(parameter.name) == wanted:
+            if wanted is not None and self.format_of(parameter.name, part.count) == wanted:
                 yield parameter.name, self._rounded(parameter, pieces, wanted)
             else:
                 yield parameter.name, self._combined(parameter, pieces)
 
-    def format_of(self, name: str) -> WeightFormat | None:
-        """The 8-bit format in which the folder stores a parameter, with a scale for each output or tensor; None if it does not."""
-        return None if self.quantised is None else self.quantised.native(self._parameters[name])
+    def format_of(self, name: str, ranks: int = 1) -> LayerFormat | None:
+        """The 8-bit format in which the folder stores a parameter, for each of so many tensor ranks; None if it does not."""
+        if self.quantised is None or self.cuts_blocks(name, ranks):
+            return None
+        return self.quantised.native(self._parameters[name])
+
+    def cuts_blocks(self, name: str, ranks: int = 1) -> bool:
+        """Whether a parameter is stored in blocks and a block belongs to several tensor ranks, or begins within one of the fused weight."""
+        parameter = self._parameters[name]
+        if self.quantised is None or self.quantised.native(parameter) != "fp8 blocks":
+            return False
+        edges = self.quantised.first_rows(parameter)
+        for index in range(ranks):
+            *before, last = rank_pieces(self.spec, parameter, Part(index, ranks))
+            edges += [edge for piece in (*before, last) for edge in piece.offsets]
+            edges += [piece.sizes[0] for piece in before]
+        return any(edge % FP8_BLOCK for edge in edges)
 
     @cached_property
     def _parameters(self) -> dict[str, ParameterSpec]:
@@ -84,14 +98,18 @@ class StoredModel:
         values = [_narrowed(self.read_rows(parameter, *_rows_of(piece)), piece) for piece in pieces]
         return _joined(values, parameter)
 
-    def _rounded(self, parameter: ParameterSpec, pieces: Sequence[Piece], number_format: WeightFormat) -> RoundedMatrix:
-        """As `_combined`, as stored. An output's scale is that of all its inputs."""
+    def _rounded(self, parameter: ParameterSpec, pieces: Sequence[Piece], number_format: LayerFormat) -> RoundedMatrix:
+        """As `_combined`, as stored. An output's scale is that of all its inputs; blocks are whole."""
         assert self.quantised is not None
         values, scales = [], []
         for piece in pieces:
             rows = self.quantised.read_rounded(parameter, *_rows_of(piece))
             values.append(_narrowed(rows.values, piece))
-            scales.append(_narrowed(rows.scale, piece, last=False))
+            if number_format == "fp8 blocks":
+                first = piece.offsets[1] // FP8_BLOCK
+                scales.append(rows.scale[:, first : first + -(-piece.sizes[1] // FP8_BLOCK)])
+            else:
+                scales.append(_narrowed(rows.scale, piece, last=False))
         return rounded_matrix(_joined(values, parameter), _joined(scales, parameter), number_format)
 
 

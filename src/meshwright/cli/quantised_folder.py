@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import get_args
 
 from meshwright.costs.serve_work import device_work
-from meshwright.families.folder import folder_quantization
+from meshwright.families.folder import folder_quantization, hf_tensors
 from meshwright.spec.deployment import DeploymentSpec
 from meshwright.spec.engine import WeightFormat
+from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.serving_limits import weights_error
+from meshwright.spec.weight_scheme import FP8_BLOCK, NUMBERS_OF
 
 
 def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str | None]:
     """The question with the 8-bit format in which its folder stores weights, and a sentence about their bytes; None without such a folder.
 
-    Only a format that the question does not give is taken, and only if the engine multiplies all schemes of the folder as stored.
+    Only a format that the question does not give is taken, and only if the engine multiplies all weights of the folder as stored.
     """
     source, _, path = question.model.init.partition(":")
     folder = Path(path)
@@ -32,13 +34,23 @@ def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str |
     ]
     names = " or ".join(dict.fromkeys(scheme.name for scheme in found.schemes))
     told = f"model.init: weights in {names}, {stored / 1e9:.3g} GB in the folder; on a device {', '.join(sizes)}"
-    native = formats.pop() if len(formats) == 1 else None
+    stored_format = formats.pop() if len(formats) == 1 else None
+    if stored_format == "fp8 blocks" and not _multiplies_blocks(question.model):
+        stored_format = None
+    native = stored_format and NUMBERS_OF[stored_format]
     if native is not None and quantisation.weights is None:
         chosen = replace(question.serve, quantisation=replace(quantisation, weights=native))
         return replace(
             question, serve=chosen
         ), f"{told}; the plan has {native}, in which the engine multiplies them as stored"
     return question, f"{told}; the plan has {quantisation.weights or 'bf16'}"
+
+
+def _multiplies_blocks(spec: ModelSpec) -> bool:
+    """Whether one device multiplies all weights in blocks as stored: there are no experts, and blocks begin with each fused weight."""
+    firsts = [part.first_row for parts in hf_tensors(spec).values() for part in parts]
+    routed = any(parameter.expert for parameter in parameters(spec))
+    return not routed and not any(first % FP8_BLOCK for first in firsts)
 
 
 def _bytes(question: DeploymentSpec, weights: WeightFormat | None) -> str:

@@ -16,10 +16,9 @@ from typing import Any
 from meshwright.families.format import HFConfig
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput, nearest, shorten
-from meshwright.spec.weight_scheme import FLOAT_SCALES, POWERS, WeightScheme
+from meshwright.spec.weight_scheme import FLOAT_SCALES, FP8_BLOCK, POWERS, WeightScheme
 
 KEY = "quantization_config"
-FP8_BLOCK = 128
 CACHE_SCALES = (
     ".k_scale",
     ".v_scale",

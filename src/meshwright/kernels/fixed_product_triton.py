@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.block_products import ROW_MULTIPLE, Fp8Blocks, Fp8Groups
 from meshwright.kernels.fixed_product import TILE_BYTES, inner_splits
+from meshwright.spec.weight_scheme import FP8_BLOCK
 
 GROUP = 8
 """Tiles of tokens that are computed with the same weights one after another, while these are in the L2 cache."""
@@ -42,6 +44,41 @@ def tile_of(tokens: int, itemsize: int) -> Tile:
     return Tile(64, 128, warps=4, stages=4) if tokens <= 256 else Tile(128, 128, warps=8, stages=4)
 
 
+def block_tile_of(tokens: int) -> Tile:
+    """As `tile_of`, for weights with a scale for each block; its outputs are within one block."""
+    return Tile(64, 128, warps=4, stages=4) if tokens > 64 else tile_of(tokens, 1)
+
+
+def block_product(
+    x: Fp8Groups,
+    weight: Fp8Blocks,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    tile: Tile | None = None,
+    splits: int | None = None,
+    across: bool | None = None,
+) -> Tensor:
+    """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, plus the bias; other arguments as of `product`.
+
+    A tile has 128 inputs: its products are multiplied by the scales of their block and of each token before they are added.
+    """
+    tile = tile or block_tile_of(len(x.values))
+    assert TILE_BYTES == FP8_BLOCK and FP8_BLOCK % tile.columns == 0, "a tile has one scale of the weight"
+    return product(
+        x.values,
+        weight.values,
+        x.scale,
+        weight.scale,
+        bias,
+        dtype,
+        tile=tile,
+        splits=splits,
+        across=across,
+        blocks=True,
+    )
+
+
 def product(
     x: Tensor,
     weight: Tensor,
@@ -53,12 +90,13 @@ def product(
     tile: Tile | None = None,
     splits: int | None = None,
     across: bool | None = None,
+    blocks: bool = False,
 ) -> Tensor:
     """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, times the scales, plus the bias, if given; int8 is summed in int32.
 
-    The scales are `(tokens, 1)` and `(out, 1)`. All tensors are contiguous. `across` says whether each part of the inner dimension has
-    a program of its own; None decides by the number of tokens. Not for several streams at a time: parts count their arrivals in one
-    buffer of the device.
+    The scales are `(tokens, 1)` and `(out, 1)`; with `blocks` those of `Fp8Groups` and `Fp8Blocks`. All tensors are contiguous.
+    `across` says whether each part of the inner dimension has a program of its own; None decides by the number of tokens. Not for several
+    streams at a time: parts count their arrivals in one buffer of the device.
     """
     (tokens, inner), columns = x.shape, weight.shape[0]
     out = torch.empty(tokens, columns, dtype=dtype, device=x.device)
@@ -89,6 +127,8 @@ def product(
         columns,
         inner,
         splits,
+        x_scale.shape[1] // ROW_MULTIPLE if blocks and x_scale is not None else 0,
+        weight_scale.shape[1] if blocks and weight_scale is not None else 0,
         COLUMNS=tile.columns,
         TOKENS=tile.tokens,
         INNER=inner_tile,
@@ -96,7 +136,8 @@ def product(
         IMPRECISE=inner_tile if x.element_size() == 1 and not integer else 0,
         SUM=tl.int32 if integer else tl.float32,
         ACROSS=across,
-        SCALED=x_scale is not None,
+        SCALED=x_scale is not None and not blocks,
+        BLOCKS=blocks,
         BIAS=bias is not None,
         GROUP=GROUP,
         num_warps=tile.warps,
@@ -128,19 +169,60 @@ def sum_tiles(
 ) -> tl.tensor:
     """Products `(COLUMNS, TOKENS)` in SUM of the tiles `begin` to end - 1; x and weight point to the rows of the operands."""
     sums = tl.zeros([COLUMNS, TOKENS], SUM)
-    step = tl.arange(0, INNER)
     for tile in range(begin, end):
-        index = tile * INNER + step
-        if EVEN:
-            inputs = tl.load(x[:, None] + index[None, :], mask=token_used[:, None], other=0.0)
-            weights = tl.load(weight[:, None] + index[None, :])
-        else:
-            inside = (index < inner)[None, :]
-            inputs = tl.load(x[:, None] + index[None, :], mask=token_used[:, None] & inside, other=0.0)
-            weights = tl.load(weight[:, None] + index[None, :], mask=inside, other=0.0)
+        inputs, weights = load_tiles(x, weight, tile, token_used, inner, INNER, EVEN)
         sums = tl.dot(
             weights, tl.trans(inputs), sums, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUM
         )
+    return sums
+
+
+@triton.jit
+def load_tiles(
+    x, weight, tile, token_used, inner, INNER: tl.constexpr, EVEN: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Numbers `(TOKENS, INNER)` of the tokens and `(COLUMNS, INNER)` of the weight in a tile."""
+    index = tile * INNER + tl.arange(0, INNER)
+    if EVEN:
+        inputs = tl.load(x[:, None] + index[None, :], mask=token_used[:, None], other=0.0)
+        weights = tl.load(weight[:, None] + index[None, :])
+    else:
+        inside = (index < inner)[None, :]
+        inputs = tl.load(x[:, None] + index[None, :], mask=token_used[:, None] & inside, other=0.0)
+        weights = tl.load(weight[:, None] + index[None, :], mask=inside, other=0.0)
+    return inputs, weights
+
+
+@triton.jit
+def sum_blocks(
+    x,
+    weight,
+    x_scale,
+    weight_scale,
+    x_quads,
+    begin,
+    end,
+    token_used,
+    inner,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INNER: tl.constexpr,
+    EVEN: tl.constexpr,
+) -> tl.tensor:
+    """As `sum_tiles` in fp32, with the products of each tile multiplied by its scales.
+
+    `x_scale` points to the tokens' first scales, the next are `4 · x_quads` behind; `weight_scale` to the first one of the columns. Scales
+    of the next tile are loaded before the products of this one are there, so that nothing waits for them.
+    """
+    sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
+    scale = tl.load(x_scale + begin * (x_quads * 4), mask=token_used, other=0.0) * tl.load(weight_scale + begin)
+    for tile in range(begin, end):
+        inputs, weights = load_tiles(x, weight, tile, token_used, inner, INNER, EVEN)
+        following = tl.minimum(tile + 1, end - 1)
+        token_scale = tl.load(x_scale + following * (x_quads * 4), mask=token_used, other=0.0)
+        next_scale = token_scale * tl.load(weight_scale + following)
+        sums += tl.dot(weights, tl.trans(inputs), out_dtype=tl.float32) * scale[None, :]
+        scale = next_scale
     return sums
 
 
@@ -160,7 +242,7 @@ def store_product(
     tl.store(target, tl.trans(sums).to(out.dtype.element_ty), mask=(token < tokens)[:, None] & column_used[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens", "splits"])
+@triton.jit(do_not_specialize=["tokens", "splits", "x_quads"])
 def _product(
     x,
     weight,
@@ -174,6 +256,8 @@ def _product(
     columns,
     inner,
     splits,
+    x_quads,
+    groups,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     INNER: tl.constexpr,
@@ -182,6 +266,7 @@ def _product(
     SUM: tl.constexpr,
     ACROSS: tl.constexpr,
     SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BIAS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
@@ -195,12 +280,20 @@ def _product(
     x += token.to(tl.int64) * inner
     # Columns behind the last read its weights, and nothing of them is stored.
     weight += tl.minimum(column, columns - 1).to(tl.int64) * inner
+    if BLOCKS:  # 128 columns share scales
+        x_scale += token
+        weight_scale += within // group * COLUMNS // 128 * groups
     tiles = tl.cdiv(inner, INNER)
     total = tl.zeros([COLUMNS, TOKENS], SUM)
     if ACROSS:
         split = tl.program_id(1)
         begin, end = tiles * split // splits, tiles * (split + 1) // splits
-        sums = sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE, SUM)
+        if BLOCKS:
+            sums = sum_blocks(
+                x, weight, x_scale, weight_scale, x_quads, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN
+            )
+        else:
+            sums = sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE, SUM)
         place = tl.arange(0, COLUMNS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         parts = partial + (number * splits).to(tl.int64) * (COLUMNS * TOKENS) + place
         tl.store(parts + split * (COLUMNS * TOKENS), sums, mask=token_used[None, :])
@@ -217,5 +310,24 @@ def _product(
     else:
         for index in range(splits):
             begin, end = tiles * index // splits, tiles * (index + 1) // splits
-            total += sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE, SUM)
+            if BLOCKS:
+                total += sum_blocks(
+                    x,
+                    weight,
+                    x_scale,
+                    weight_scale,
+                    x_quads,
+                    begin,
+                    end,
+                    token_used,
+                    inner,
+                    COLUMNS,
+                    TOKENS,
+                    INNER,
+                    EVEN,
+                )
+            else:
+                total += sum_tiles(
+                    x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE, SUM
+                )
         store_product(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)

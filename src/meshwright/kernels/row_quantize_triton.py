@@ -1,10 +1,12 @@
 """The Triton kernels of `row_quantize`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
-One program computes one token. `dtype` is e4m3 or int8; tests in Triton's interpreter, which rounds wrongly to fp8, take fp32 for e4m3.
+One program computes one token. `group` numbers of it, a power of two, share a scale; 0 is all of them. `dtype` is e4m3 or int8; tests in
+Triton's interpreter, which rounds wrongly to fp8, take fp32 for e4m3.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.add_norm_triton import add_copies, norm_factor
+from meshwright.kernels.block_products import Fp8Groups, scale_rows
 from meshwright.kernels.dependent_launch_triton import await_previous, options
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix
 from meshwright.kernels.int8_products import Int8Matrix
@@ -30,24 +33,31 @@ TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 """Added to a number below 2²², it rounds to an integer, ties to even."""
 
 
-def round_rows(x: Tensor, dtype: torch.dtype = E4M3) -> RoundedMatrix:
+def round_rows(x: Tensor, dtype: torch.dtype = E4M3, *, group: int = 0) -> RoundedMatrix:
     """x in 8 bits; see `row_quantize.quantize_rows`."""
     x, width = x.contiguous(), x.shape[-1]
-    out = _empty(x, width, dtype)
+    out = _empty(x, width, dtype, group)
     if x.numel():
-        _round_rows[(x.numel() // width,)](x, *out, WIDTH=width, **_launch(width, x.device))
+        _round_rows[(x.numel() // width,)](x, *out, WIDTH=width, **_launch(out, group))
     return out
 
 
 def round_add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = E4M3, *, plus_one: bool = False
+    x: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype = E4M3,
+    *,
+    plus_one: bool = False,
+    group: int = 0,
 ) -> tuple[Tensor, RoundedMatrix]:
     """The sum, and its norm in 8 bits; see `row_quantize.quantize_add_rms_norm`."""
     x, delta, width = x.contiguous(), delta.contiguous(), x.shape[-1]
-    total, out = torch.empty_like(x), _empty(x, width, dtype)
+    total, out = torch.empty_like(x), _empty(x, width, dtype, group)
     if x.numel():
         _round_add_rms_norm[(x.numel() // width,)](
-            x, delta, weight, total, *out, eps, PLUS_ONE=plus_one, WIDTH=width, **_launch(width, x.device)
+            x, delta, weight, total, *out, eps, PLUS_ONE=plus_one, WIDTH=width, **_launch(out, group)
         )
     return total, out
 
@@ -61,10 +71,11 @@ def round_add_copies_rms_norm(
     dtype: torch.dtype = E4M3,
     *,
     plus_one: bool = False,
+    group: int = 0,
 ) -> tuple[Tensor, RoundedMatrix]:
     """The sum with the copies' outputs, and its norm in 8 bits; see `row_quantize.quantize_add_copies_rms_norm`."""
     x, width = x.contiguous(), x.shape[-1]
-    total, out = torch.empty_like(x), _empty(x, width, dtype)
+    total, out = torch.empty_like(x), _empty(x, width, dtype, group)
     if x.numel():
         _round_add_copies_rms_norm[(x.numel() // width,)](
             x,
@@ -77,40 +88,66 @@ def round_add_copies_rms_norm(
             PLUS_ONE=plus_one,
             COPIES=copies.shape[1],
             WIDTH=width,
-            **_launch(width, x.device),
+            **_launch(out, group),
         )
     return total, out
 
 
-def round_gated_rows(gate_up: Tensor, dtype: torch.dtype = E4M3, *, gelu: bool = False) -> RoundedMatrix:
+def round_gated_rows(
+    gate_up: Tensor, dtype: torch.dtype = E4M3, *, gelu: bool = False, group: int = 0
+) -> RoundedMatrix:
     """The gated activation in 8 bits; see `row_quantize.quantize_gated`."""
     gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
-    out = _empty(gate_up, width, dtype)
+    out = _empty(gate_up, width, dtype, group)
     if gate_up.numel():
         grid = (gate_up.numel() // (2 * width),)
-        _round_gated[grid](gate_up, *out, GELU=gelu, WIDTH=width, **_launch(width, gate_up.device))
+        _round_gated[grid](gate_up, *out, GELU=gelu, WIDTH=width, **_launch(out, group))
     return out
 
 
-def _empty(like: Tensor, width: int, dtype: torch.dtype) -> RoundedMatrix:
+def _empty(like: Tensor, width: int, dtype: torch.dtype, group: int) -> RoundedMatrix:
     shape = like.shape[:-1]
+    if group:  # the library's products read rows behind the last token
+        rows = math.prod(shape)
+        values = torch.empty((scale_rows(rows), width), dtype=dtype, device=like.device)
+        scale = torch.empty((-(-width // group), scale_rows(rows)), dtype=torch.float32, device=like.device)
+        return Fp8Groups(values[:rows].view(*shape, width), scale)
     values = torch.empty((*shape, width), dtype=dtype, device=like.device)
     scale = torch.empty((*shape, 1), dtype=torch.float32, device=like.device)
     return Int8Matrix(values, scale) if dtype == torch.int8 else Fp8Matrix(values, scale)
 
 
-def _launch(width: int, device: torch.device) -> dict[str, Any]:
-    block = triton.next_power_of_2(width)
+def _launch(out: RoundedMatrix, group: int) -> dict[str, Any]:
+    block = max(triton.next_power_of_2(out.values.shape[-1]), group)
     warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
-    return {"BLOCK": block, "num_warps": warps, **options(device)}
+    stride = out.scale.shape[1] if group else 0
+    return {"stride": stride, "GROUP": group, "BLOCK": block, "num_warps": warps, **options(out.values.device)}
 
 
 @triton.jit
-def _store_rounded(numbers, inside, values, scales, offset, token) -> None:
-    """Store the `numbers` of a token in 8 bits, and its scale: for fp8 a power of two; NaN if a number is not finite."""
-    largest = tl.max(tl.where(inside, tl.abs(numbers), 0.0), 0)
+def _store_rounded(
+    numbers,
+    inside,
+    values,
+    scales,
+    offset,
+    token,
+    stride,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Store the `numbers` of a token in 8 bits, and its scales: for fp8 powers of two; NaN if a number is not finite.
+
+    With GROUP the scale of the token's group g is at `g · stride + token`.
+    """
+    numbers = tl.where(inside, numbers, 0.0)
+    if GROUP:
+        numbers = tl.reshape(numbers, (BLOCK // GROUP, GROUP))
+    axis: tl.constexpr = 1 if GROUP else 0
+    largest = tl.max(tl.abs(numbers), axis)
     # A maximum may ignore NaN; a sum does not, and 0 · inf is NaN.
-    finite = tl.sum(tl.where(inside, numbers * 0.0, 0.0), 0) == 0.0
+    finite = tl.sum(numbers * 0.0, axis) == 0.0
     largest = tl.maximum(largest, MIN_MAGNITUDE)
     if values.dtype.element_ty == tl.int8:
         scale = tl.div_rn(largest, LARGEST_INTEGER)
@@ -118,21 +155,37 @@ def _store_rounded(numbers, inside, values, scales, offset, token) -> None:
     else:
         bits = ((largest.to(tl.int32, bitcast=True) + CARRY) & EXPONENT) - LARGEST_EXPONENT
         scale = bits.to(tl.float32, bitcast=True)
-        rounded = numbers * (-bits + INVERSE).to(tl.float32, bitcast=True)
+        inverse = (-bits + INVERSE).to(tl.float32, bitcast=True)
+        rounded = numbers * (inverse[:, None] if GROUP else inverse)
+    if GROUP:
+        group = tl.arange(0, BLOCK // GROUP)
+        scales += group * stride
+        tl.store(scales + token, tl.where(finite, scale, float("nan")), mask=group * GROUP < WIDTH)
+        rounded = tl.reshape(rounded, (BLOCK,))
+    else:
+        tl.store(scales + token, tl.where(finite, scale, float("nan")))
     tl.store(values + offset, rounded.to(values.dtype.element_ty), mask=inside)
-    tl.store(scales + token, tl.where(finite, scale, float("nan")))
 
 
-@triton.jit
-def _round_rows(x, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["stride"])
+def _round_rows(
+    x,
+    values,
+    scales,
+    stride,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
     await_previous(DEPENDENT)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, offset = column < WIDTH, token * WIDTH + column
     row = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
-    _store_rounded(row, inside, values, scales, offset, token)
+    _store_rounded(row, inside, values, scales, offset, token, stride, GROUP, WIDTH, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _round_add_rms_norm(
     x,
     delta,
@@ -141,7 +194,9 @@ def _round_add_rms_norm(
     values,
     scales,
     eps,
+    stride,
     PLUS_ONE: tl.constexpr,
+    GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -154,10 +209,10 @@ def _round_add_rms_norm(
     left = tl.load(x + offset, mask=inside, other=0.0)
     right = tl.load(delta + offset, mask=inside, other=0.0)
     rounded = (left.to(tl.float32) + right.to(tl.float32)).to(total.dtype.element_ty)
-    _store_norm(rounded, factor, inside, total, values, scales, offset, token, eps, WIDTH)
+    _store_norm(rounded, factor, inside, total, values, scales, offset, token, eps, stride, GROUP, WIDTH, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _round_add_copies_rms_norm(
     x,
     copies,
@@ -167,7 +222,9 @@ def _round_add_copies_rms_norm(
     values,
     scales,
     eps,
+    stride,
     PLUS_ONE: tl.constexpr,
+    GROUP: tl.constexpr,
     COPIES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -178,22 +235,44 @@ def _round_add_copies_rms_norm(
     factor = norm_factor(weight, column, inside, PLUS_ONE)
     await_previous(DEPENDENT)
     rounded = add_copies(x, copies, shared, token, offset, column, inside, total.dtype.element_ty, COPIES, WIDTH, BLOCK)
-    _store_norm(rounded, factor, inside, total, values, scales, offset, token, eps, WIDTH)
+    _store_norm(rounded, factor, inside, total, values, scales, offset, token, eps, stride, GROUP, WIDTH, BLOCK)
 
 
 @triton.jit
-def _store_norm(rounded, factor, inside, total, values, scales, offset, token, eps, WIDTH: tl.constexpr) -> None:
+def _store_norm(
+    rounded,
+    factor,
+    inside,
+    total,
+    values,
+    scales,
+    offset,
+    token,
+    eps,
+    stride,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """Store a sum, `rounded` to its dtype, and its norm in 8 bits."""
     tl.store(total + offset, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)
     row = (wide * scale * factor).to(total.dtype.element_ty).to(tl.float32)
-    _store_rounded(row, inside, values, scales, offset, token)
+    _store_rounded(row, inside, values, scales, offset, token, stride, GROUP, WIDTH, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _round_gated(
-    gate_up, values, scales, GELU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    gate_up,
+    values,
+    scales,
+    stride,
+    GELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     await_previous(DEPENDENT)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -203,4 +282,4 @@ def _round_gated(
     up = tl.load(source + WIDTH, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     row = (wide * gate_sigmoid(wide, GELU) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    _store_rounded(row, inside, values, scales, offset, token)
+    _store_rounded(row, inside, values, scales, offset, token, stride, GROUP, WIDTH, BLOCK)

@@ -19,7 +19,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.hooks import unchanged
 from meshwright.models.norm import Norm
 from meshwright.serve.formats import input_format
-from meshwright.spec.engine import WeightFormat
+from meshwright.spec.weight_scheme import LayerFormat
 
 
 class CopyOutputs(NamedTuple):
@@ -88,7 +88,7 @@ def mixture_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
 
 
 def add_and_norm(
-    x: Tensor, delta: Delta | None, norm: Norm | None, rounded: WeightFormat | None = None
+    x: Tensor, delta: Delta | None, norm: Norm | None, rounded: LayerFormat | None = None
 ) -> tuple[Tensor, Tensor | RoundedMatrix]:
     """Return `x + delta`, or x without a delta, and its norm, which may be `rounded` to a format; without a norm the sum itself."""
     if norm is None:

@@ -33,6 +33,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.fp8_limits import FP8_MULTIPLE
 from meshwright.spec.layout import tensor_splits
 from meshwright.spec.serving_limits import NOT_ROUNDED, fp8_sizes_error, invariant_error, weights_error
+from meshwright.spec.weight_scheme import NUMBERS_OF, LayerFormat
 
 CAPABILITIES: dict[WeightFormat, tuple[int, int]] = {"fp8": (8, 9), "int8": (8, 0)}
 """The first GPUs that multiply a format here: Ada and Hopper fp8, Ampere int8."""
@@ -104,7 +105,7 @@ def use_formats(
 
 def use_stored_formats(
     model: Decoder,
-    stored: Callable[[str], WeightFormat | None],
+    stored: Callable[[str], LayerFormat | None],
     device: torch.device,
     *,
     weights: WeightFormat | None = None,
@@ -114,8 +115,8 @@ def use_stored_formats(
     """Replace layers of a model on the meta device by layers that multiply the numbers in which a folder stores them.
 
     `stored` gives the format of a parameter in the folder. Attention, a feed-forward network and a layer's experts are replaced if all
-    their weights are stored so, in the format `weights` if that is given; without it only on a GPU that multiplies the format. `ranks` as
-    in `use_formats`.
+    their weights are stored so, in numbers of the format `weights` if that is given; without it only on a GPU that multiplies the format.
+    Experts in blocks are not replaced. `ranks` as in `use_formats`.
     """
     if all(weights_error(model.spec, each) for each in get_args(WeightFormat)):
         return
@@ -124,7 +125,7 @@ def use_stored_formats(
             prefix = f"layers.{number}.{path}"
             linears = _linears(parent, "fp8")
             found = _usable([f"{prefix}.{name}.weight" for name, _ in linears], stored, weights, device)
-            aligned = found != "fp8" or not any(_is_odd(linear.weight) for _, linear in linears)
+            aligned = found == "int8" or not any(_is_odd(linear.weight) for _, linear in linears)
             if found is not None and (aligned or device.type == "cpu"):
                 _replace(model, prefix, parent, found, invariant, ranks)
         if (
@@ -136,27 +137,32 @@ def use_stored_formats(
         experts = dict(block.moe.experts.named_parameters())
         found = _usable([f"layers.{number}.moe.experts.{name}" for name in experts], stored, weights, device)
         aligned = found != "fp8" or not any(map(_is_odd, experts.values()))
-        if found is not None and aligned and _rounds_experts(block.moe.experts, found, device):
+        if (
+            found is not None
+            and found != "fp8 blocks"
+            and aligned
+            and _rounds_experts(block.moe.experts, found, device)
+        ):
             block.moe.add_module("experts", QuantizedExperts(block.moe.experts, found, ranks))
 
 
 def _usable(
     names: list[str],
-    stored: Callable[[str], WeightFormat | None],
+    stored: Callable[[str], LayerFormat | None],
     weights: WeightFormat | None,
     device: torch.device,
-) -> WeightFormat | None:
+) -> LayerFormat | None:
     """The format of all these parameters in the folder, if the engine is to use it."""
     formats = {stored(name) for name in names}
     found = formats.pop() if len(formats) == 1 else None
-    if found is None or weights not in (None, found):
+    if found is None or weights not in (None, NUMBERS_OF[found]):
         return None
     if device.type != "cuda":
-        return found if weights == found else None
-    return found if torch.cuda.get_device_capability(device) >= CAPABILITIES[found] else None
+        return None if weights is None else found
+    return found if torch.cuda.get_device_capability(device) >= CAPABILITIES[NUMBERS_OF[found]] else None
 
 
-def rounded_parameters(model: Decoder) -> dict[str, WeightFormat]:
+def rounded_parameters(model: Decoder) -> dict[str, LayerFormat]:
     """The parameters that the model has in 8 bits, and their format."""
     modules = ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight))
     return {
@@ -173,7 +179,7 @@ def _replace(
     model: Decoder,
     prefix: str,
     parent: nn.Module,
-    weights: WeightFormat | None,
+    weights: LayerFormat | None,
     invariant: bool,
     ranks: dist.ProcessGroup | None,
 ) -> None:
@@ -198,7 +204,7 @@ def _rounds_experts(experts: nn.Module, weights: WeightFormat, device: torch.dev
     return weights == "int8" or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == GROUPED_MAJOR
 
 
-def input_format(layer: nn.Module) -> WeightFormat | None:
+def input_format(layer: nn.Module) -> LayerFormat | None:
     """The 8-bit format that an attention or feed-forward layer takes inputs in, beside the model's dtype."""
     names = ("qkv", "down", "kv_down") if isinstance(layer, Attention | LatentAttention) else ("gate_up", "up")
     first = next(filter(None, (getattr(layer, name, None) for name in names)), None)
@@ -224,14 +230,14 @@ def _parents(block: Block) -> list[tuple[str, nn.Module]]:
     return [("attention", block.attention), *([] if network is None else [(path, network)])]
 
 
-def _linears(parent: nn.Module, weights: WeightFormat | None) -> list[tuple[str, Linear]]:
+def _linears(parent: nn.Module, weights: LayerFormat | None) -> list[tuple[str, Linear]]:
     """Names and layers that a format replaces in attention or a feed-forward network."""
     exact = () if weights is None else (NOT_ROUNDED,)
     return [(n, child) for n, child in parent.named_children() if isinstance(child, Linear) and n not in exact]
 
 
 def _replacement(
-    linear: Linear, weights: WeightFormat | None, invariant: bool, plain: bool, ranks: dist.ProcessGroup | None
+    linear: Linear, weights: LayerFormat | None, invariant: bool, plain: bool, ranks: dist.ProcessGroup | None
 ) -> nn.Module:
     if weights is not None:
         return QuantizedLinear(linear.weight, linear.bias, weights, invariant=invariant, plain=plain, ranks=ranks)

@@ -19,7 +19,7 @@ from meshwright.serve.formats import CAPABILITIES, assign_parameter, rounded_par
 from meshwright.spec.engine import EngineSettings, WeightFormat
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.layout import WHOLE, Part
-from meshwright.spec.weight_scheme import ROUNDING_LOSS
+from meshwright.spec.weight_scheme import ROUNDING_LOSS, LayerFormat
 
 CACHE_SHARE = 0.05
 """Share of a device's memory that must stay free beside the weights."""
@@ -103,14 +103,15 @@ def loading_sentence(
     device: torch.device,
     dtype: torch.dtype,
     later: WeightFormat | None = None,
+    ranks: int = 1,
 ) -> str:
     """How the weights of a quantised folder are stored and computed in a model on the meta device, and their bytes on `device`.
 
-    `later` is the format to which layers that are expanded now are rounded afterwards, if any.
+    `later` is the format to which layers that are expanded now are rounded afterwards, if any. So many tensor ranks divide the layers.
     """
     assert stored.quantised is not None
     formats = rounded_parameters(model)
-    native = [name for name, number_format in formats.items() if stored.format_of(name) == number_format]
+    native = [name for name, number_format in formats.items() if stored.format_of(name, ranks) == number_format]
     rounded = {number_format for name, number_format in formats.items() if name not in native}
     expanded = [name for name in stored.quantised.quantised_parameters() if name not in formats]
     told = [f"weights: {stored.quantised.stored_words()}"]
@@ -119,12 +120,15 @@ def loading_sentence(
     told += [f"{len(formats) - len(native)} layers are {_rounding(number_format)}" for number_format in rounded]
     if expanded:
         told.append(f"{len(expanded)} layers are expanded to {_dtype_name(dtype)}")
+        cut = [name for name in expanded if stored.cuts_blocks(name, ranks)]
+        if cut:
+            told[-1] += f" (ranks or fused weights cut the blocks of {len(cut)}, such as {cut[0]})"
         told += [] if later is None else [f"then {_rounding(later)}"]
     told += stored.quantised.remarks()
     return "; ".join(told) + f"; {weight_bytes(model) / 1e9:.3g} GB on {device}"
 
 
-def _rounding(number_format: WeightFormat) -> str:
+def _rounding(number_format: LayerFormat) -> str:
     return f"rounded to {number_format}, which adds {ROUNDING_LOSS[number_format]:.1%} error of normally distributed weights"
 
 

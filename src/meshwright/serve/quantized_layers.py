@@ -1,7 +1,7 @@
 """Linear layers and routed experts with weights in 8 bits, in the place of the trainer's modules.
 
-Activations are rounded with one scale per token, where possible by the kernel that computes them. The weights of a layer are replaced in
-their memory by `assign`, so that CUDA graphs stay valid.
+Activations are rounded with one scale per token, or per 128 numbers of it, where possible by the kernel that computes them. The weights of
+a layer are replaced in their memory by `assign`, so that CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -12,6 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import int8_products
+from meshwright.kernels.block_products import (
+    Fp8Blocks,
+    Fp8Groups,
+    block_linear,
+    library_agrees,
+    quantize_blocks,
+    scale_shape,
+)
 from meshwright.kernels.expert_decode import Choices, rounded_expert_outputs
 from meshwright.kernels.fixed_product import fp8_linear
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_scale, scale_of
@@ -22,20 +30,21 @@ from meshwright.kernels.row_quantize import DTYPES, RoundedMatrix, quantize_gate
 from meshwright.models.moe import Experts
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.errors import BadInput
+from meshwright.spec.weight_scheme import LayerFormat
 
 
 class QuantizedWeight(nn.Module):
-    """A weight `(…, out, in)` in 8 bits, with one scale per output.
+    """A weight `(…, out, in)` in 8 bits, with one scale per output, or, in the format `fp8 blocks`, per block of 128 × 128.
 
-    `ranks` are the tensor ranks that have the other columns of the weight, if tensor ranks divide its inputs: scales are those of whole
-    outputs, and creating and assigning are collective. Of a weight on the meta device it has no values yet. Raises BadInput for an int8
-    weight with so many inputs that sums may exceed 32 bits.
+    `ranks` are the tensor ranks that have the other columns of the weight, if tensor ranks divide its inputs: scales of outputs are those
+    of whole outputs, and creating and assigning are collective. Of a weight on the meta device it has no values yet. Raises BadInput for
+    an int8 weight with so many inputs that sums may exceed 32 bits.
     """
 
     values: Tensor
     scale: Tensor
 
-    def __init__(self, weight: Tensor, number_format: WeightFormat, ranks: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, weight: Tensor, number_format: LayerFormat, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         if number_format == "int8" and weight.shape[-1] > MOST_INPUTS:
             raise BadInput(
@@ -44,13 +53,20 @@ class QuantizedWeight(nn.Module):
         self.number_format, self.ranks = number_format, ranks
         values = torch.empty(weight.shape, dtype=DTYPES[number_format], device=weight.device)
         self.register_buffer("values", values)
-        self.register_buffer("scale", torch.empty((*weight.shape[:-1], 1), dtype=torch.float32, device=weight.device))
+        blocks = number_format == "fp8 blocks"
+        shape = scale_shape(*weight.shape) if blocks else (*weight.shape[:-1], 1)
+        self.register_buffer("scale", torch.empty(shape, dtype=torch.float32, device=weight.device))
         if not weight.is_meta:
             self.assign(weight)
 
     @torch.no_grad()
     def assign(self, weight: Tensor | RoundedMatrix) -> None:
         """Copy or round another weight `(…, out, in)` into the memory of this one; a rounded one has this one's format."""
+        if self.number_format == "fp8 blocks":
+            self._assign_blocks(
+                quantize_blocks(weight.to(self.values.device)) if isinstance(weight, Tensor) else weight
+            )
+            return
         if not isinstance(weight, Tensor):
             self.values.copy_(weight.values)
             self.scale.copy_(weight.scale)
@@ -71,9 +87,15 @@ class QuantizedWeight(nn.Module):
                 scale.copy_(scale_of(largest, E4M3))
                 values.copy_(round_with_scale(matrix, scale, E4M3))
 
+    def _assign_blocks(self, weight: RoundedMatrix) -> None:
+        self.values.copy_(weight.values)
+        self.scale.zero_()[:, : weight.scale.shape[1]] = weight.scale
+        if self.values.is_cuda:
+            library_agrees(self.values.device, *self.values.shape)  # now, while memory is free
+
 
 class QuantizedLinear(QuantizedWeight):
-    """A linear layer with a `QuantizedWeight`; its inputs are rounded with one scale per token.
+    """A linear layer with a `QuantizedWeight`; its inputs are rounded with one scale per token, or per 128 numbers of it.
 
     Each tensor rank scales its part of a token by itself.
     """
@@ -85,7 +107,7 @@ class QuantizedLinear(QuantizedWeight):
         self,
         weight: Tensor,
         bias: Tensor | None,
-        number_format: WeightFormat,
+        number_format: LayerFormat,
         *,
         invariant: bool = False,
         plain: bool = False,
@@ -100,6 +122,10 @@ class QuantizedLinear(QuantizedWeight):
             x = quantize_rows(x, self.number_format, plain=self.plain)
         if isinstance(x, Int8Matrix):
             return int8_linear(x, Int8Matrix(self.values, self.scale), self.bias, self.dtype)
+        if isinstance(x, Fp8Groups):
+            weight = Fp8Blocks(self.values, self.scale)
+            return block_linear(x, weight, self.bias, self.dtype, invariant=self.invariant)
+        assert isinstance(x, Fp8Matrix), "activations have no blocks"
         return fp8_linear(x, Fp8Matrix(self.values, self.scale), self.bias, self.dtype, invariant=self.invariant)
 
 

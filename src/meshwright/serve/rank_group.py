@@ -121,9 +121,11 @@ def use_stored_weights(
     if stored.quantised is None:
         return
     ranks = world_group() if divided and world.ranks > 1 else None
-    use_stored_formats(model, stored.format_of, world.device, weights=weights, ranks=ranks)
+    count = 1 if ranks is None else world.ranks
+    formats = partial(stored.format_of, ranks=count)
+    use_stored_formats(model, formats, world.device, weights=weights, ranks=ranks)
     if world.rank == 0:
-        write_line(loading_sentence(stored, model, world.device, dtype, weights), sys.stderr)
+        write_line(loading_sentence(stored, model, world.device, dtype, weights, count), sys.stderr)
 
 
 class RankEngine(Engine):

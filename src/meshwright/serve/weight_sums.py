@@ -11,6 +11,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.weight_scheme import FP8_BLOCK
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,7 +36,12 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: Part) -> Tensor:
         for piece, value in _slices(values, pieces, piece_dimension(parameter)):
             if piece not in earlier:
                 total[0] += _sum(value)
-        if rounded:  # a scale for each output, that is for each index of dimension 0
+        if rounded and module.number_format == "fp8 blocks":
+            blocks = [Piece(piece.offsets, tuple(-(-size // FP8_BLOCK) for size in piece.sizes)) for piece in pieces]
+            for piece, (block, scale) in zip(pieces, _slices(scales, blocks, 0), strict=True):
+                if piece not in earlier:
+                    total[1] += _sum(scale[:, : block.sizes[1]])
+        elif rounded:  # a scale for each output, that is for each index of dimension 0
             outputs = {_outputs(piece) for piece in earlier}
             for piece, scale in _slices(scales, pieces, 0):
                 if _outputs(piece) not in outputs:

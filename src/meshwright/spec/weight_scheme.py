@@ -31,8 +31,15 @@ WORD_BITS = 32
 BITS: dict[Element, int] = {"e4m3": 8, "int8": 8, "int4": 4, "e2m1": 4, "map": 4}
 NUMBERS: dict[Element, tuple[float, ...]] = {"e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)}
 """Values of the elements that have a table; the highest bit is the sign."""
-ROUNDING_LOSS: dict[WeightFormat, float] = {"fp8": 0.026, "int8": 0.008}
-"""Root mean square error of normally distributed weights rounded with a scale for each output, over their own."""
+FP8_BLOCK = 128
+"""Outputs and inputs of a weight that share a scale, and numbers of a token that do, in the format `fp8 blocks`."""
+LayerFormat = Literal["fp8", "int8", "fp8 blocks"]
+"""How a layer multiplies in 8 bits: with a scale for each token and each output, or, `fp8 blocks`, with one for each 128 numbers of a token
+and each block of 128 × 128 of the weight."""
+NUMBERS_OF: dict[LayerFormat, WeightFormat] = {"fp8": "fp8", "int8": "int8", "fp8 blocks": "fp8"}
+"""The format of the numbers of a layer."""
+ROUNDING_LOSS: dict[LayerFormat, float] = {"fp8": 0.026, "int8": 0.008, "fp8 blocks": 0.026}
+"""Root mean square error of normally distributed weights rounded with the scales of a format, over their own."""
 MAP_SIZE, NESTED_BLOCK, ABSMAX_BLOCK = 16, 256, 64
 """Numbers in the table of a `map`; its scales in 8 bits that share a scale, and weights that share one, where the folder does not say."""
 
@@ -87,12 +94,15 @@ class WeightScheme:
         return BITS[self.element]
 
     @property
-    def native(self) -> WeightFormat | None:
+    def native(self) -> LayerFormat | None:
         """The format in which the engine multiplies by stored numbers and scales as they are; None if it does not."""
         found: dict[Element, WeightFormat] = {"e4m3": "fp8", "int8": "int8"}
-        plain = self.packing == "plain" and self.block in ((0, 0), (1, 0)) and self.zeros is None and not self.powers
         number_format = found.get(self.element)
-        return number_format if plain and number_format == self.activations else None
+        if self.packing != "plain" or self.zeros is not None or self.powers or number_format != self.activations:
+            return None
+        if self.block == (FP8_BLOCK, FP8_BLOCK):
+            return "fp8 blocks" if number_format == "fp8" else None
+        return number_format if self.block in ((0, 0), (1, 0)) else None
 
     @property
     def powers(self) -> bool:

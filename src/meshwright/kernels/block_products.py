@@ -1,0 +1,176 @@
+"""Products in fp8 of weights with a scale for each block of 128 × 128, which folders store so (DeepSeek-V3, arXiv 2412.19437).
+
+An input is rounded with a scale for each token and 128 numbers. So 128 inputs and 128 outputs share one pair of scales: the product of 128
+fp8 numbers is multiplied by both in fp32 before it is added to the sum. Stored numbers and scales are used as they are. Scales of inputs
+are powers of two (`fp8_products.scale_of`), those of weights any fp32 numbers.
+
+On CUDA, few tokens are multiplied by the Triton kernel of `fixed_product`, more by `torch.nn.functional.scaled_mm` where it has such scales
+(Hopper with CUDA 12.9 or later) and agrees with that kernel, else by that kernel. Elsewhere the values are multiplied in fp32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels.fp8_products import E4M3, round_with_scale, scale_of
+from meshwright.spec.weight_scheme import FP8_BLOCK
+
+FEW_TOKENS = 64
+"""Most tokens for which the Triton kernel is taken although the library has such products."""
+ROW_MULTIPLE = GROUP_MULTIPLE = 4
+"""The library needs multiples of these: tokens, and groups of inputs in the scales of a weight."""
+TESTED_OUTPUTS = 1024
+"""Outputs, and those behind the last whole block, of the weight with which the library is tried."""
+TOLERANCE = 0.01
+"""Most difference of the library's products and the kernel's, by norm, relative to the products: bf16 rounds by 0.002."""
+
+
+class Fp8Groups(NamedTuple):
+    """Tokens in e4m3 with a scale for each 128 numbers: `values` `(…, inner)`.
+
+    `scale` is `(groups, rows)` in fp32, with `rows` the number of tokens rounded up to ROW_MULTIPLE; those behind the last are arbitrary.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+class Fp8Blocks(NamedTuple):
+    """A weight in e4m3 with a scale for each block of 128 × 128: `values` `(out, in)`, `scale` `(⌈out / 128⌉, ≥ ⌈in / 128⌉)` in fp32."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def groups_of(inner: int) -> int:
+    """Groups of 128 of so many numbers; the last may be smaller."""
+    return -(-inner // FP8_BLOCK)
+
+
+def scale_rows(rows: int) -> int:
+    """Rows of the scales of so many tokens."""
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def scale_shape(outer: int, inner: int) -> tuple[int, int]:
+    """Shape of the scales of a weight `(outer, inner)` as the library reads them."""
+    return groups_of(outer), -(-groups_of(inner) // GROUP_MULTIPLE) * GROUP_MULTIPLE
+
+
+def quantize_groups(x: Tensor) -> Fp8Groups:
+    """x `(…, inner)` in e4m3: each 128 numbers are divided by the smallest power of two that brings them into the range of e4m3."""
+    rows, inner = x.flatten(0, -2), x.shape[-1]
+    grouped = _padded(rows, 1, FP8_BLOCK).unflatten(1, (-1, FP8_BLOCK))
+    scale = scale_of(grouped.abs().amax(-1), E4M3)
+    values = round_with_scale(grouped, scale[..., None], E4M3).flatten(1)[:, :inner].contiguous()
+    stored = scale.new_zeros(groups_of(inner), scale_rows(len(rows)))
+    stored[:, : len(rows)] = scale.t()
+    return Fp8Groups(values.view(x.shape), stored)
+
+
+def quantize_blocks(weight: Tensor) -> Fp8Blocks:
+    """A weight `(out, in)` in e4m3 with a power of two for each block."""
+    outer, inner = weight.shape
+    blocks = _padded(weight, FP8_BLOCK, FP8_BLOCK).unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    scale = scale_of(blocks.abs().amax((1, 3)), E4M3)
+    values = round_with_scale(blocks, scale[:, None, :, None], E4M3).flatten(2).flatten(0, 1)
+    return Fp8Blocks(values[:outer, :inner].contiguous(), scale)
+
+
+def group_values(x: Fp8Groups) -> Tensor:
+    """The numbers of x in fp32, exactly."""
+    rows, inner = x.values.flatten(0, -2), x.values.shape[-1]
+    scale = x.scale[:, : len(rows)].t().repeat_interleave(FP8_BLOCK, 1)[:, :inner]
+    return (rows.float() * scale).view(x.values.shape)
+
+
+def block_values(weight: Fp8Blocks) -> Tensor:
+    """The numbers of a weight in fp32."""
+    outer, inner = weight.values.shape
+    scale = weight.scale.repeat_interleave(FP8_BLOCK, 0)[:outer].repeat_interleave(FP8_BLOCK, 1)[:, :inner]
+    return weight.values.float() * scale
+
+
+def block_linear(
+    x: Fp8Groups, weight: Fp8Blocks, bias: Tensor | None, dtype: torch.dtype, *, invariant: bool = False
+) -> Tensor:
+    """x · weightᵀ + bias `(…, out)` in `dtype`, of x `(…, in)` and weight `(out, in)`.
+
+    With `invariant` the bits of a token's result do not depend on the other tokens, on CUDA.
+    """
+    (outer, inner), shape = weight.values.shape, x.values.shape[:-1]
+    rows = Fp8Groups(x.values.flatten(0, -2), x.scale)
+    if not rows.values.is_cuda:
+        out = (group_values(rows) @ block_values(weight).t()).to(dtype)
+    elif not invariant and len(rows.values) > FEW_TOKENS and library_agrees(rows.values.device, outer, inner):
+        out = library_product(rows, weight).to(dtype)
+    else:
+        from meshwright.kernels.fixed_product_triton import block_product
+
+        return block_product(rows, weight, bias, dtype).view(*shape, outer)
+    return (out if bias is None else out + bias).view(*shape, outer)
+
+
+def library_product(x: Fp8Groups, weight: Fp8Blocks) -> Tensor:
+    """x · weightᵀ `(tokens, out)` in bf16, by torch. Raises what torch raises where it has no such products."""
+    rows = x.scale.shape[1]
+    out = F.scaled_mm(
+        _with_rows(x.values, rows),
+        weight.values.t(),
+        x.scale.t(),
+        F.ScalingType.BlockWise1x128,
+        weight.scale.t(),
+        F.ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return out[: len(x.values)]
+
+
+@cache
+def library_agrees(device: torch.device, outer: int, inner: int) -> bool:
+    """Whether the library multiplies by weights of this kind, and gives what the Triton kernel gives; `device` computes both once.
+
+    The weight of the trial has all inputs and at most some of the outputs, so that it needs little memory.
+    """
+    from meshwright.kernels.fixed_product_triton import block_product
+
+    outer = min(outer, TESTED_OUTPUTS + outer % FP8_BLOCK)
+    draw = torch.Generator(device).manual_seed(0)
+    x, matrix = (
+        torch.randn(rows, inner, device=device, generator=draw) for rows in (FEW_TOKENS + ROW_MULTIPLE - 1, outer)
+    )
+    rows, blocks = quantize_groups(x), quantize_blocks(matrix)
+    stored = torch.zeros(scale_shape(outer, inner), device=device)
+    stored[:, : groups_of(inner)] = blocks.scale
+    weight = blocks._replace(scale=stored)
+    try:
+        ours = library_product(rows, weight).float()
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+        return False
+    difference = ours - block_product(rows, weight, None, torch.float32)
+    return bool(difference.norm() <= TOLERANCE * ours.norm())
+
+
+def _padded(matrix: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
+    """A matrix with rows and columns of zeros behind it, up to these multiples."""
+    rows, columns = matrix.shape
+    missing = (0, -columns % column_multiple, 0, -rows % row_multiple)
+    return F.pad(matrix, missing) if any(missing) else matrix
+
+
+def _with_rows(values: Tensor, rows: int) -> Tensor:
+    """A contiguous matrix with so many rows; the last are arbitrary.
+
+    The kernels of `row_quantize` leave memory for them, which makes this a view.
+    """
+    inner = values.shape[1]
+    if len(values) == rows:
+        return values
+    if values.untyped_storage().nbytes() >= (values.storage_offset() + rows * inner) * values.element_size():
+        return values.as_strided((rows, inner), (inner, 1))
+    return F.pad(values.view(torch.uint8), (0, 0, 0, rows - len(values))).view(values.dtype)
