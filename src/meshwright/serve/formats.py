@@ -39,6 +39,10 @@ CAPABILITIES: dict[WeightFormat, tuple[int, int]] = {"fp8": (8, 9), "int8": (8, 
 """The first GPUs that multiply a format here: Ada and Hopper fp8, Ampere int8."""
 
 
+HOPPER = 9
+"""Major number of the compute capability of H100 and H200."""
+
+
 class InvariantLinear(nn.Module):
     """A linear layer whose result for a token does not depend on the other tokens, on CUDA."""
 
@@ -159,7 +163,10 @@ def _usable(
         return None
     if device.type != "cuda":
         return None if weights is None else found
-    return found if torch.cuda.get_device_capability(device) >= CAPABILITIES[NUMBERS_OF[found]] else None
+    capability = torch.cuda.get_device_capability(device)
+    if found == "fp8 blocks" and capability[0] != HOPPER:
+        return None  # torch has such products for Hopper only, and our kernel is slower than bf16 with many tokens
+    return found if capability >= CAPABILITIES[NUMBERS_OF[found]] else None
 
 
 def rounded_parameters(model: Decoder) -> dict[str, LayerFormat]:
