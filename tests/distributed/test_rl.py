@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ def figures(results: list[Seen], name: str) -> list[float]:
     return seen[0]
 
 
+def answers_of(metrics: Path) -> list[dict[str, Any]]:
+    """The answers that a run has recorded for people."""
+    return [record for record in map(json.loads, metrics.read_text().splitlines()) if record["kind"] == "answers"]
+
+
 PLANS = {
     "exact, ranks": [*ranks(2), "rl.exact=true"],
     "inexact": [*ranks(2), "rl.temperature=0.7"],
@@ -49,6 +55,11 @@ def test_a_stopped_run_goes_on_with_the_same_bits(pool: Pool, questions: Path, t
     unequal = figures(whole, "unequal_logprobs")
     assert unequal == [0.0] * 4 if "exact" in name.split(",") else max(unequal) > 0
     assert max(figures(whole, "largest_logprob_difference")) < 1e-4
+    read, parts = (
+        answers_of(next(folder.rglob("metrics.jsonl"))) for folder in (tmp_path / "whole", tmp_path / "parts")
+    )
+    assert [record["step"] for record in read] == [1, 2, 3, 4] and read == parts
+    assert all(1 <= len(record["answers"]) <= 2 and record["question"] for record in read)
 
 
 @pytest.mark.slow

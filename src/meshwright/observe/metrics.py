@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,10 @@ class MetricsWriter:
     def write_account(self, step: int, figures: Mapping[str, Any]) -> None:
         """Write measured and predicted figures (observe.prediction_account) after `step`."""
         self._append({"kind": "account", "step": step, **figures})
+
+    def write_answers(self, step: int, question: str, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Write some answers of `step` to a question of `rl`, each with `answer`, `reward` and `outcome`."""
+        self._append({"kind": "answers", "step": step, "question": question, "answers": answers})
 
     def sync(self, *, waits: bool = False) -> None:
         """Flush the lines until now to the disk, in a thread unless it `waits`: a resume does not repeat a checkpoint's steps."""

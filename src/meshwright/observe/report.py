@@ -60,6 +60,7 @@ def render(run: RunFolder, findings: SpanFindings = SpanFindings()) -> str:
         stragglers_card(findings.stragglers, findings.stragglers_sentence),
         findings.timeline,
         report_parts.plan_picture(run),
+        report_parts.answers(run),
         report_parts.samples(run),
         f'<div class="grid">{report_parts.history(run)}</div>',
         f'<div class="grid">{report_parts.environment(run)}{report_parts.config(run)}</div>',

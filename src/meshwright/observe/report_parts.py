@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from meshwright.events.start import start_line
-from meshwright.observe import number_text
+from meshwright.observe import number_text, page
 from meshwright.observe.report_charts import RECENT_VALUES, recent_mean, steady_median
 from meshwright.observe.runfolder import RunFolder, column, number
 from meshwright.spec.cluster import ClusterSpec
@@ -332,6 +332,21 @@ def samples(run: RunFolder) -> str:
         if cards
         else ""
     )
+
+
+def answers(run: RunFolder) -> str:
+    """Answers of the first and the last recorded steps of a run with `rl`, with their rewards."""
+    lines = []
+    for record in (*run.answers[:1], *run.answers[1:][-MOST_SAMPLES:]):
+        found = record.get("answers")
+        shown = [answer for answer in found if isinstance(answer, Mapping)] if isinstance(found, list) else []
+        for row, answer in enumerate(shown):
+            question = str(record.get("question") or "")[:SAMPLE_CHARACTERS] if row == 0 else ""
+            reward = number(answer.get("reward"))
+            text = _BLANK_LINES.sub("\n\n", str(answer.get("answer") or ""))[:SAMPLE_CHARACTERS]
+            judged = str(answer.get("outcome") or "") if reward is None else f"{reward:.4g}"
+            lines.append((f"{record['step']:,}" if row == 0 else "", question, text, judged))
+    return page.table("Answers", ("step", "question", "answer", "reward"), lines)
 
 
 def history(run: RunFolder) -> str:

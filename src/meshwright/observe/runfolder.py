@@ -36,6 +36,8 @@ class RunFolder:
     validations: tuple[Record, ...]
     events: tuple[Record, ...]
     starts: tuple[Record, ...]
+    answers: tuple[Record, ...]
+    """Of a run with `rl`: questions of some steps, each with answers and rewards."""
     account: Account | None
     goodput: Goodput | None
     config: Record
@@ -82,6 +84,7 @@ def read_run(folder: Path) -> RunFolder:
         validations=tuple(record for record in records if record.get("kind") == "validation"),
         events=tuple(record for record in records if record.get("kind") == "event"),
         starts=tuple(record for record in records if record.get("kind") == "start"),
+        answers=tuple(record for record in records if record.get("kind") == "answers"),
         account=_account([record for record in records if record.get("kind") == "account"], notes),
         goodput=_goodput(folder, notes),
         config=config if isinstance(config, dict) else {},

@@ -8,10 +8,12 @@ these numbers: a run that was stopped goes on with the same bits.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 
 import torch
@@ -46,6 +48,8 @@ from meshwright.state.parts import StateParts
 from meshwright.workload.rollout_memory import rollout_options
 
 log = logging.getLogger("meshwright")
+MOST_CHARACTERS = 2000
+"""Of a question or an answer that is recorded for people to read."""
 
 
 class Rollouts:
@@ -81,6 +85,7 @@ class Rollouts:
         self.on_progress: Callable[[int], None] = lambda action: None
         """Called with a growing number at each step of the engine, and each second while verdicts are awaited."""
         self._figures: dict[str, float] = {}
+        self._groups: list[list[Answer]] = []
         self.empty = False
         """Whether no answer of the step that was read last has a gradient."""
 
@@ -97,7 +102,8 @@ class Rollouts:
         )
         groups = self._ranks.run_on_all("sample answers", lambda: self._answers(range(first, last)))
         sampled = time.perf_counter()
-        batch = batch_of([answers for of_rank in groups for answers in of_rank], self._rl, self._run.train.seq_len)
+        self._groups = [answers for of_rank in groups for answers in of_rank]
+        batch = batch_of(self._groups, self._rl, self._run.train.seq_len)
         batches = batch.micro_batches(self._micro_batch, self._mesh.data_rank, self._mesh.data_ranks)
         if self._reference is not None:
             batches = [self._reference.add_to(each, self._rl.temperature) for each in batches]
@@ -111,6 +117,18 @@ class Rollouts:
     def end_step(self) -> dict[str, float]:
         """Figures of the step that was read last, with those of its loss, over all ranks. Collective; waits for the device."""
         return self._figures | Agreement.figures(self._ranks.run_on_all("add figures", self.objective.agreement.take))
+
+    def answers_to_read(self) -> tuple[str, list[dict[str, str | float | None]]]:
+        """A question of the step that was read last, and its answers with the highest and the lowest reward."""
+        group = next((group for group in self._groups if len({answer.reward for answer in group}) > 1), self._groups[0])
+        judged = sorted(group, key=lambda answer: -math.inf if answer.reward is None else answer.reward)
+        shown = [judged[-1], judged[0]] if judged[-1].reward != judged[0].reward else judged[:1]
+        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+        answers = [
+            {"answer": decode(each.tokens)[:MOST_CHARACTERS], "reward": each.reward, "outcome": each.outcome}
+            for each in shown
+        ]
+        return decode(group[0].prompt)[:MOST_CHARACTERS], answers
 
     @contextmanager
     def tempered(self, head: Head | None) -> Iterator[None]:

@@ -31,6 +31,8 @@ from meshwright.training.waiting import DataWait
 from meshwright.training.wire_count import WireCount, wire_count
 
 log = logging.getLogger("meshwright")
+MOST_ANSWERS = 100
+"""Steps of a run with `rl` whose answers are recorded for people, beside the first."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,8 @@ def _one_step(
     host["epochs"] = {name: round(passes, 4) for name, passes in session.data.epochs(read.samples[1]).items()}
     if rollouts is not None:
         host |= rollouts.end_step()
+        if step == 1 or _due(-(-session.run.train.steps // MOST_ANSWERS), step):
+            accounting.reporter.answers(step, *rollouts.answers_to_read())
     if read.lengths is not None:
         host |= sample_figures(step, read.lengths, read.padding)
     for record in figures.push(step, result, host, read.lengths, len(range(*read.samples))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,12 @@ class Reporter:
                 self._metrics.write_event(step, text)
         if self._progress:
             self._progress.note(text)
+
+    def answers(self, step: int, question: str, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Record some answers of a step with `rl`, for people to read."""
+        if self._metrics:
+            with self.writing():
+                self._metrics.write_answers(step, question, answers)
 
     def checkpoint(self, step: int, path: Path, text: str) -> None:
         """Report that the checkpoint of `step` is durable."""
