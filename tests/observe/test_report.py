@@ -278,7 +278,7 @@ def test_answers_of_a_run_that_samples_are_shown_with_their_rewards(folder):
                 {"answer": "", "reward": None, "outcome": "timeout"},
             )
             writer.write_answers(step, f"question {step}", [best, worst])
-    text = page_of(folder).text
+    text = page_of(folder).text.replace("\u00a0", " ")
     assert all(f"best {step}" in text and f"question {step}" in text for step in (1, 39, 40))
     assert "0.75" in text and "timeout" in text
 
