@@ -38,6 +38,8 @@ PLANS = {
     "inexact": [*ranks(2), "rl.temperature=0.7"],
     "tensor": ["cluster.gpus_per_node=2", "plan.tensor=2"],
     "pipeline": staged(2, "1f1b"),
+    "adapters": [*ranks(2), "model.adapter.rank=4", "train.learning_rate=3e-2"],
+    "adapters of a pipeline": [*staged(2, "1f1b"), "model.adapter={rank: 4, kind: dora}", "train.learning_rate=3e-2"],
 }
 
 

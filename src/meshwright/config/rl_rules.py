@@ -29,8 +29,9 @@ def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
         )
     if run("model.prediction_depth"):
         yield run.mistake("model.prediction_depth", "0, as rl trains no modules that predict further tokens", "0")
-    if run("model.adapter") is not None:
-        yield run.mistake("model.adapter", "none: rl trains all weights in this release", "none", "a section")
+    if run("model.adapter") is not None and run("plan.linear") not in (None, "compute"):
+        expected = "compute, as rl merges adapters into the frozen weights for its engine"
+        yield run.mistake("plan.linear", expected, "compute")
     longest, new = run("train.seq_len"), run("rl.new_tokens")
     if longest and new and new > longest:
         yield run.mistake(
@@ -58,6 +59,8 @@ def _without_effect(run: RunValues) -> Iterator[tuple[str, str]]:
 
 def _exact(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
     """The exact forward: dense models, whole on each rank; on CPUs in fp32 and in shapes whose rows are computed alike."""
+    if run("model.adapter") is not None:
+        yield run.mistake("rl.exact", "false, as model.adapter is set: the engine has merged weights", "false")
     if model is not None and (reason := inexact_reason(from_plain(ModelSpec, dict(model)))):
         yield run.mistake("rl.exact", f"false: this release has no exact forward of {reason}", "false")
     for key in _WHOLE:

@@ -8,17 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.checkpoint.adapters import deltas_of, merged
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.spec.layout import Box
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
 from meshwright.state.parts import StateParts
 
 
 class WeightHandover:
-    """Collects whole weights from the parts that ranks train. Collective, also when it is made.
+    """Collects whole weights from the parts that ranks have, those of a model with adapters merged. Collective, also when it is made.
 
-    `weights` are this rank's parts by parameter. `group` moves the weights, `ranks` what describes them. Where several ranks hold a part,
-    the first of them sends it. `dtype` is the engine's.
+    `weights` are this rank's parts by parameter, trained and frozen. `group` moves the weights, `ranks` what describes them. Where
+    several ranks hold a part, the first of them sends it. `dtype` is the engine's.
     """
 
     def __init__(
@@ -29,18 +30,29 @@ class WeightHandover:
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
     ) -> None:
-        self._weights, self._ranks, self._group, self._dtype = weights, ranks, group, dtype
+        self._spec, self._weights, self._ranks, self._group, self._dtype = spec, weights, ranks, group, dtype
         self._shapes = {parameter.name: parameter.shape for parameter in parameters(spec)}
         held = ranks.run_on_all("hand over weights", lambda: {name: parts.boxes for name, parts in weights.items()})
         self._senders = {name: _senders(name, held) for name in self._shapes}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of each parameter; a tensor is valid until the next."""
-        for name, shape in self._shapes.items():
-            yield name, self._whole(name, shape)
+        """Name and whole tensor of each parameter of the model without adapters; a tensor is valid until the next."""
+        read = self._read if self._spec.adapter is None else merged(self._read, deltas_of(self._spec, self._adapter))
+        for parameter in parameters(without_adapter(self._spec)):
+            yield parameter.name, read(parameter, 0, parameter.shape[0])
+
+    def _read(self, parameter: ParameterSpec, start: int, stop: int) -> Tensor:
+        """All rows of a parameter."""
+        assert (start, stop) == (0, parameter.shape[0])
+        return self._whole(parameter.name)
+
+    def _adapter(self, name: str) -> Tensor:
+        """A parameter of an adapter, rounded as the trainer rounds it for its products."""
+        return self._whole(name).to(self._dtype)
 
     @torch.no_grad()
-    def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _whole(self, name: str) -> Tensor:
+        shape = self._shapes[name]
         parts = self._weights.get(name)
         if self._ranks.is_single:
             assert parts is not None, "a single rank has all parameters"

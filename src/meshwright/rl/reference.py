@@ -12,16 +12,17 @@ from meshwright.data.loader import MicroBatch
 from meshwright.kernels.loss import token_log_probabilities
 from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.model import ModelSpec, parameters, without_adapter
 
 CHUNK = 1024
 """Tokens whose logits are in memory at a time."""
 
 
 class Reference:
-    """A whole frozen copy of the model that `init` names, on each rank. Raises what reading it raises."""
+    """A whole frozen copy of the model that `init` names, without adapters, on each rank. Raises what reading it raises."""
 
     def __init__(self, spec: ModelSpec, init: str, device: torch.device, dtype: torch.dtype) -> None:
+        spec = without_adapter(spec)
         with torch.device("meta"):
             self._model = Decoder(spec)
         allocate(self._model.to(dtype).requires_grad_(False), device)

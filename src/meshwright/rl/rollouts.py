@@ -41,6 +41,7 @@ from meshwright.serve.failures import NotFinite
 from meshwright.serve.generation import Update
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.spec.errors import BadInput, NumericalFailure
+from meshwright.spec.model import without_adapter
 from meshwright.spec.plan import Plan
 from meshwright.spec.rl import RlSpec
 from meshwright.spec.run import RunSpec
@@ -229,7 +230,7 @@ def use_exact_forward(model: Decoder, run: RunSpec, dtype: torch.dtype, ranks: i
 def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, temperature: float, ranks: int) -> Engine:
     """An engine beside the trainer. Its head divides the logits by the temperature, so that its log-probabilities are of what it draws."""
     with torch.device("meta"):
-        model = Decoder(run.model)
+        model = Decoder(without_adapter(run.model))
     allocate(model.to(dtype).requires_grad_(False), device)
     model.head.factor /= temperature
     return Engine(model, None, rollout_options(run, ranks))
