@@ -1,0 +1,155 @@
+"""Losses of reinforcement learning equal loops over tokens on one device, on every axis: loss and every gradient, in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.data.loader import MicroBatch
+from meshwright.events.span import NullRecorder
+from meshwright.models.decoder import Decoder
+from meshwright.models.initial_values import initialise
+from meshwright.parallel.world import World
+from meshwright.rl.objectives import Agreement, PolicyObjective
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import Plan
+from meshwright.spec.rl import KlSpec, RewardSpec, RlSpec
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import BATCH, TRAIN, assemble_whole, trained_weights, worst
+from tests.distributed.test_objectives import CAPPED, CASES, columns
+from tests.distributed.test_schedules import Case
+
+RL = RlSpec(reward=RewardSpec(file="judge.py"), new_tokens=8)
+POLICIES = {
+    "grpo": replace(RL, kl=KlSpec(weight=0.2, estimator="k3")),
+    "dapo": replace(RL, policy="dapo", correction="truncate", correction_most=1.2),
+    "cispo": replace(RL, policy="cispo", clip_above=0.3, kl=KlSpec(weight=0.1, estimator="k2")),
+    "rloo": replace(RL, policy="rloo", correction="mask", correction_least=0.8, correction_most=1.3),
+    "dr_grpo": replace(RL, policy="dr_grpo", kl=KlSpec(weight=0.3, estimator="k1")),
+}
+
+
+def token_loss(rl: RlSpec, value: Tensor, sampled: float, advantage: float, reference: float) -> Tensor:
+    """The loss of one token, as the formulas say."""
+    engine = math.exp(value.item() - sampled)
+    ratio = torch.exp(value - (value.item() if rl.correction != "none" else sampled))
+    if rl.policy == "cispo":
+        loss = -min(ratio.item(), 1.3) * advantage * value
+    elif rl.policy == "rloo":
+        loss = -ratio * advantage
+    else:
+        highest = 1.28 if rl.policy == "dapo" else 1.2
+        within = 0.8 <= ratio.item() <= highest
+        limited = ratio if within else torch.tensor(0.8 if ratio.item() < 0.8 else highest, dtype=torch.float64)
+        loss = torch.maximum(-ratio * advantage, -limited * advantage)
+    if rl.correction == "truncate":
+        loss = loss * min(engine, rl.correction_most)
+    elif rl.correction == "mask":
+        loss = loss * (1.0 if rl.correction_least <= engine <= rl.correction_most else 0.0)
+    d = value - reference
+    penalty = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[rl.kl.estimator]
+    return loss + rl.kl.weight * penalty
+
+
+@cache
+def drawn(spec: ModelSpec) -> dict[str, Tensor]:
+    """Columns `(BATCH, seq)` of the step beside its tokens; probabilities of the engine are near the model's own."""
+    step, draw = columns(spec), torch.Generator().manual_seed(3)
+    model = Decoder(spec, plain=True).double()
+    initialise(model, spec, seed=0)
+    with torch.no_grad():
+        logits = model(step.tokens, positions=step.positions, documents=step.documents)
+    values = logits.log_softmax(-1).gather(-1, step.targets.clamp_min(0)[..., None])[..., 0]
+    noise, other, advantages = (torch.randn(values.shape, generator=draw, dtype=torch.float64) for _ in range(3))
+    trained = step.targets >= 0
+    counts = trained * torch.rand(values.shape, generator=draw, dtype=torch.float64)
+    factors = torch.rand(values.shape, generator=draw, dtype=torch.float64)
+    return {
+        "sampled": values + 0.3 * noise,
+        "reference": values + 0.5 * other,
+        "advantages": advantages * trained,
+        "counts": counts,
+        "factors": factors,
+    }
+
+
+@cache
+def one_device(spec: ModelSpec, name: str) -> dict[str, Any]:
+    model, step, other = Decoder(spec, plain=True).double(), columns(spec), drawn(spec)
+    initialise(model, spec, seed=0)
+    logits = model(step.tokens, positions=step.positions, documents=step.documents)
+    values = logits.log_softmax(-1).gather(-1, step.targets.clamp_min(0)[..., None])[..., 0]
+    losses = [
+        token_loss(
+            POLICIES[name], values[place], *(other[key][place].item() for key in ("sampled", "advantages", "reference"))
+        )
+        * other["factors"][place]
+        for place in map(tuple, (step.targets >= 0).nonzero().tolist())
+    ]
+    loss = torch.stack(losses).sum() / other["counts"].sum()
+    loss.backward()
+    return {"loss": loss.item(), "gradients": {key: weight.grad for key, weight in trained_weights(model)}}
+
+
+def micro_batches(spec: ModelSpec, plan: Plan, data_rank: int, data_ranks: int) -> list[MicroBatch]:
+    share, size, step = BATCH // data_ranks, plan.batch.micro_batch, columns(spec)
+    found = []
+    for first in range(data_rank * share, (data_rank + 1) * share, size):
+        rows = slice(first, first + size)
+        tokens, targets, positions, documents = (each[rows] for each in step[:4])
+        others = {key: column[rows] for key, column in drawn(spec).items()}
+        valid = int((targets >= 0).sum())
+        found.append(MicroBatch(tokens, targets, positions, documents, valid, columns=others))
+    return found
+
+
+def on_ranks(world: World, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
+    from meshwright.optim.optimizer import Optimizer
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.training.train_step import train_step
+
+    mesh = build_mesh(plan, world)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights)
+    results: dict[str, Any] = {}
+    for name, rl in POLICIES.items():
+
+        def keep(name: str = name) -> None:
+            results[name] = assemble_whole({n: w.grad for n, w in trained_weights(engine.model)}, spec, mesh)
+
+        figures = train_step(
+            engine,
+            optimizer,
+            mesh,
+            micro_batches(spec, plan, mesh.data_rank, mesh.data_ranks),
+            learning_rate=0.0,
+            clip_norm=None,
+            recorder=NullRecorder(),
+            before_update=keep,
+            objective=PolicyObjective(rl, Agreement(mesh.device)),
+        )
+        results[name] = {"gradients": results[name], "loss": figures.values[0].item()}
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_policy_equals_one_device_on_every_axis(pool: Pool, case: Case) -> None:
+    spec = replace(CAPPED, layers=4) if case.pipeline > 1 else CAPPED
+    ranks = pool.run(on_ranks, case.plan.ranks, spec, case.plan)
+    for name in POLICIES:
+        want, seen = one_device(spec, name), set()
+        assert any(gradient.abs().max() > 0 for gradient in want["gradients"].values())
+        for result in ranks:
+            assert result[name]["loss"] == pytest.approx(want["loss"], rel=1e-9), name
+            for key, gradient in result[name]["gradients"].items():
+                assert worst(gradient, want["gradients"][key]) < 1e-9, (name, key)
+                seen.add(key)
+        assert seen == set(want["gradients"])
