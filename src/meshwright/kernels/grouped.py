@@ -117,6 +117,33 @@ class _GroupRows(torch.autograd.Function):
         return members.to(grad.dtype) @ grad, None, None
 
 
+def add_weighted_rows(rows: Tensor, vectors: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    """`rows` `(rows, width)` plus the vector of each row's group times the row's element of `weights` `(rows,)`; others as `group_rows`."""
+    return _AddWeightedRows.apply(rows, vectors, offsets, weights)
+
+
+class _AddWeightedRows(torch.autograd.Function):
+    """`add_weighted_rows`. The backward reads the vectors themselves: one for each row would take as much memory as the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, vectors: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors, offsets, weights)
+        looked_up = F.embedding(_group_of_rows(offsets, len(rows)), F.pad(vectors, (0, 0, 0, 1)))
+        return rows + (looked_up * weights[:, None]).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (vectors, offsets, weights), (grad,) = ctx.saved_tensors, grad_outputs
+        group = _group_of_rows(offsets, len(grad))
+        members = torch.arange(len(vectors), device=grad.device)[:, None] == group
+        vector_grads = (members * weights).to(grad.dtype) @ grad
+        products = grad @ F.pad(vectors, (0, 0, 0, 1)).t()  # (rows, groups + 1)
+        weight_grads = products.gather(1, group[:, None]).squeeze(1)
+        return grad, vector_grads, None, weight_grads.to(weights.dtype)
+
+
 def _group_of_rows(offsets: Tensor, rows: int) -> Tensor:
     """The group of each row, `(rows,)`; rows behind the last offset have the number of groups."""
     return torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype, device=offsets.device), right=True)

@@ -18,6 +18,7 @@ from meshwright.kernels.adapter import ExpertAdapter
 from meshwright.kernels.expert_decode import Choices, Routing, expert_outputs, most_tokens, route, runs_kernels
 from meshwright.kernels.grouped import (
     ExpertOrder,
+    add_weighted_rows,
     group_rows,
     grouped_linear,
     order_by_expert,
@@ -315,8 +316,9 @@ class Experts(nn.Module):
         biases = getattr(self, f"{name}_bias") if self.biased else None
         if biases is None:  # or another tensor rank has them
             return rows
-        bias = group_rows(biases, order.offsets, len(rows))
-        return rows + (bias if weights is None else (bias * weights[:, None]).to(rows.dtype))
+        if weights is not None:
+            return add_weighted_rows(rows, biases, order.offsets, weights)
+        return rows + group_rows(biases, order.offsets, len(rows))
 
 
 def _loads(chosen: Tensor, experts: int) -> Tensor:
