@@ -257,7 +257,7 @@ def sized(spec: ModelSpec) -> ModelSpec:
     sizes = {
         key: getattr(LLAMA, key) for key in ("hidden", "heads", "kv_heads", "ffn_hidden", "vocab_size", "init_std")
     }
-    layers, head_dim = 5 if spec.blocks or spec.qk_norm_whole else 4, 8 if spec.rope_width else LLAMA.head_dim
+    layers, head_dim = 5 if spec.blocks else 4, 8 if spec.rope_width else LLAMA.head_dim
     rope = {"rope_width": 4} if spec.rope_width else {}
     return replace(spec, **sizes, **experts, **shared, **rope, layers=layers, head_dim=head_dim, max_seq_len=SEQ)
 

@@ -61,9 +61,9 @@ SEEDS = [
 SEEDS_OF_KINDS = range(12)
 """For a model whose layers differ: together they have every axis."""
 OF_KINDS = {"kinds": LOCAL_GLOBAL, "gemma": GEMMA, "gemma2": GEMMA2, "gpt-oss": GPT_OSS, "qwen2 moe": QWEN2_MOE}
-SEEDS_OF_FAMILIES = {True: (3, 36, 38), False: (25, 34)}
-"""By whether a model norms all heads together, which tensor ranks cannot divide: together they have every axis."""
-OF_FAMILIES = [(name, seed) for name, spec in FAMILIES.items() for seed in SEEDS_OF_FAMILIES[spec.qk_norm_whole]]
+SEEDS_OF_FAMILIES = (25, 34)
+"""Together they have every axis."""
+OF_FAMILIES = [(name, seed) for name in FAMILIES for seed in SEEDS_OF_FAMILIES]
 SEEDS_COMPILED = [492, 2220, 98, 129, 180, 710, 3832, 2382, 1410, 394, 388, 342]
 SEEDS_RESUMED = [3, 0, 6, 9, 12, 15, 18, 21]
 SEEDS_LOW = [

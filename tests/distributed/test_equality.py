@@ -250,6 +250,8 @@ def join_shards(name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch
                 for half in halves_of_shards
             ]
         )
+    if module in ("q_norm", "k_norm") and spec.qk_norm_whole:
+        return torch.cat([*distinct(shards, spec.heads if module == "q_norm" else spec.kv_heads)])
     if module in ("up", "embed", "head", "q", "kv_up") or parameter_name == "sinks":
         return torch.cat(shards)
     latent = name.endswith("attention.down.weight")  # the projection to latents is whole on each rank

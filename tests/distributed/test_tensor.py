@@ -21,6 +21,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Engine, Plan, Precision
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
+from tests.distributed.drawn import FAMILIES
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BF16_BOUND, GPT, LLAMA, compare, one_device, sharded
 from tests.distributed.test_schedules import DEEP_TIED, STEPS, UNEVEN_V, Case, named
@@ -37,6 +38,8 @@ GPT4 = replace(GPT, heads=4, kv_heads=4, layers=4)
 PARALLEL = replace(GPT, heads=4, kv_heads=1, parallel_block=True, tied=False, positions="rope")
 """One key/value head for all ranks, biases, attention and feed-forward network beside one norm."""
 GATED = replace(LLAMA, parallel_block=True, layers=4)
+WHOLE_NORMS = FAMILIES["olmo2"]
+"""Norms of queries and keys over all heads, which ranks divide; of four ranks two have each key head."""
 OUTSIDE = ("tensor", "pipeline", "replicate", "shard")
 CASES = [
     (LLAMA, Case("1f1b", tensor=2, micro=4)),
@@ -45,6 +48,7 @@ CASES = [
     (GATED, Case("1f1b", tensor=2, shard=2, micro=2)),
     (QWEN, Case("1f1b", tensor=4, micro=2, recompute="selective")),
     (PARALLEL, Case("1f1b", tensor=4, micro=2)),
+    (WHOLE_NORMS, Case("zb_h1", tensor=4, recompute="selective")),
     (GPT4, Case("1f1b", tensor=2, shard=2, micro=2)),
     (LLAMA, Case("1f1b", tensor=2, shard=2, reshard=False, gradients="whole")),
     (LLAMA, Case("breadth_first", tensor=2, shard=2, recompute="selective")),
@@ -63,6 +67,7 @@ LARGE = [
     (QWEN, Case("1f1b", tensor=2, shard=2, replicate=2, micro=2)),
 ]
 COMPILED = [
+    (WHOLE_NORMS, Case("1f1b", tensor=2, micro=4, recompute="selective", compile=True)),
     (QWEN, Case("zb_h1", tensor=2, micro=4, recompute="selective", compile=True)),
     (GATED, Case("zb_h1", tensor=2, micro=4, recompute="selective", compile=True)),
     (PARALLEL, Case("1f1b", tensor=2, micro=4, compile=True)),

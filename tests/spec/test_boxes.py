@@ -19,7 +19,7 @@ def models(draw: st.DrawFn) -> tuple[ModelSpec, int]:
     ranks = draw(st.integers(1, 6))
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if ranks % n == 0 or n % ranks == 0]))
     heads = max(ranks, kv_heads) * draw(st.integers(1, 2))
-    mlp = draw(st.sampled_from(["swiglu", "gelu"]))
+    mlp, qk_norm = draw(st.sampled_from(["swiglu", "gelu"])), draw(st.booleans())
     spec = ModelSpec(
         family="llama",
         layers=1,
@@ -32,7 +32,8 @@ def models(draw: st.DrawFn) -> tuple[ModelSpec, int]:
         vocab_size=draw(st.integers(ranks, 17)),
         max_seq_len=4,
         mlp=mlp,
-        qk_norm=draw(st.booleans()),
+        qk_norm=qk_norm,
+        qk_norm_whole=qk_norm and draw(st.booleans()),
         positions=draw(st.sampled_from(["rope", "learned"])),
         norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
     )

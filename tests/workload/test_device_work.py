@@ -151,14 +151,19 @@ def test_token_exchanges_equal_the_tables_of_the_design_pages() -> None:
     model, train = model_of("llama3-8b"), TrainSpec(steps=1, global_batch=1, seq_len=SEQ)
     stream, keys = SEQ * 4096 * 2, SEQ // 2 * 2 * 8 * 128
 
-    def last_collectives(axis: AxisName, model: ModelSpec = model) -> list[tuple[str, float, float]]:
+    def all_collectives(axis: AxisName, model: ModelSpec) -> list[tuple[str, float, float]]:
         collectives = step_work(
             model, train, plan_of(1, 1, {axis: 2}, layers=(LayerStrategy(reshard=False),))
         ).collectives
-        return [(collective.op, collective.bytes, collective.count / model.layers) for collective in collectives][-2:]
+        return [(collective.op, collective.bytes, collective.count / model.layers) for collective in collectives]
+
+    def last_collectives(axis: AxisName, model: ModelSpec = model) -> list[tuple[str, float, float]]:
+        return all_collectives(axis, model)[-2:]
 
     assert last_collectives("tensor") == [("all_gather", stream, 6), ("reduce_scatter", stream, 4)]
     parallel = replace(model, parallel_block=True)
+    squares = ("all_reduce", 8 * SEQ, 2)  # of queries and of keys, in fp32, forward and backward
+    assert squares in all_collectives("tensor", replace(model, qk_norm=True, qk_norm_whole=True))
     assert last_collectives("tensor", parallel) == [("all_gather", stream, 3), ("reduce_scatter", stream, 2)]
     assert last_collectives("context_ulysses")[-1] == ("all_to_all", SEQ // 2 * 2 * (32 + 8) * 128 * 2, 2)
     assert last_collectives("context_ring") == [("p2p", keys * 2, 2), ("p2p", keys * 4, 2)]

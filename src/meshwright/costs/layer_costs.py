@@ -14,7 +14,13 @@ from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
-from meshwright.workload.layer_messages import context_messages, expert_message, latent_messages, tensor_messages
+from meshwright.workload.layer_messages import (
+    context_messages,
+    expert_message,
+    latent_messages,
+    norm_message,
+    tensor_messages,
+)
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import step_shape
@@ -103,6 +109,9 @@ def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     by_copy_engine = np.asarray(layout.tokens_by_copy_engine) > 0
     relative = np.where(layout.tensor > 2, k.copy_engine_tokens_many_ranks, k.copy_engine_tokens)
     seconds = sums.count * np.where(by_copy_engine, exchange_seconds * k.tensor_exposed * relative, by_kernels)
+    if np.any(shape.summed_norms):
+        squares = norm_message(shape, layout, step)
+        seconds = seconds + squares.count * all_reduce(group, k, squares.bytes)  # attention waits for them
     if not np.any(shape.narrow_gathers):
         return seconds
     _, narrow = latent_messages(shape, layout, step)

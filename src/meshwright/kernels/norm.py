@@ -29,12 +29,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, p
     if not plain and not plus_one:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.to(accumulate_dtype(x.dtype))
-    if plus_one:
-        weight = 1 + weight.to(wide.dtype)
-    if not plain:
-        return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype)
+    if plain:
+        return rms_norm_of(x, wide.square().mean(dim=-1, keepdim=True), weight, eps, plus_one=plus_one)
+    return F.rms_norm(wide, weight.shape, 1 + weight.to(wide.dtype), eps).to(x.dtype)
+
+
+def rms_norm_of(x: Tensor, mean_square: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
+    """`rms_norm` of x `(..., width)` for a given mean of squares `(..., 1)`, as where x is a part of what is normed."""
+    wide = x.to(mean_square.dtype)
+    factor = 1 + weight.to(wide.dtype) if plus_one else weight
+    return (wide * torch.rsqrt(mean_square + eps) * factor).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, plain: bool = False) -> Tensor:

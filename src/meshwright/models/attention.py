@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from meshwright.models.hooks import BlockHooks
 
 
+def norm_all_heads(attention: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q `(batch, seq, heads, head_dim)` and k with `kv_heads`, each normed over all its heads together."""
+    return attention.q_norm(q.flatten(-2)).view_as(q), attention.k_norm(k.flatten(-2)).view_as(k)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads."""
 
@@ -43,7 +48,7 @@ class Attention(nn.Module):
         heads = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.qk_norm and self.whole_norm:
-            q, k = (norm(x.flatten(-2)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+            q, k = self.hooks.norm_all_heads(self, q, k)
         elif self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_factor != 1:

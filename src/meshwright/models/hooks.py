@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from meshwright.kernels.attention import attention
+from meshwright.models.attention import Attention, norm_all_heads
 from meshwright.models.latent_attention import expand_and_attend
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ class BlockHooks:
     """Both branches of a parallel block for its normed input `(batch, seq, hidden)`, added, without the residual.
 
     `parallel.tensor` lets the branches share one all-gather and one reduce-scatter.
+    """
+    norm_all_heads: Callable[[Attention, Tensor, Tensor], tuple[Tensor, Tensor]] = norm_all_heads
+    """`norm_all_heads(attention, q, k)`: queries and keys `(batch, seq, heads, head_dim)`, each normed over all heads of a token together.
+
+    `parallel.tensor` and `parallel.tensor_inference` add the sums of squares of the ranks, which have a part of the heads.
     """
     attend: Callable[..., Tensor] = attention
     """`attend(q, k, v, mask, plain=)`: attention of q `(batch, seq, heads, head_dim)` to k and v with `kv_heads`; shaped like q, with

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.kernels.grouped import GROUPED_OPERATOR
 from meshwright.kernels.grouped_fp8 import GROUPED_FP8_OPERATOR
 from meshwright.kernels.router import CHOICE_OPERATOR
-from meshwright.parallel import exchanges, experts, products, ring, span_attention, span_loads  # noqa: F401  # register the operators
+from meshwright.parallel import exchanges, experts, norms, products, ring, span_attention, span_loads  # noqa: F401  # register the operators
 from meshwright.spec.plan import Recompute
 
 Forward = Callable[..., Any]
@@ -106,6 +106,7 @@ _SELECTED = {
     GROUPED_FP8_OPERATOR,
     torch.ops.meshwright.exchange_rows.default,
     torch.ops.meshwright.move_tokens.default,
+    torch.ops.meshwright.add_over_ranks.default,
     torch.ops.meshwright.all_gather_matmul.default,
     torch.ops.meshwright.matmul_reduce_scatter.default,
 }

@@ -10,7 +10,7 @@ the residual stream; the shared part of the keys is gathered by itself.
 
 Some parameters are replicated on several ranks: norms, projections to latents and of prediction modules, biases after a reduce-scatter,
 learned positions, and key/value heads if there are fewer heads than ranks. Each rank computes their gradients from its own tokens or heads,
-and `TensorCopySums` adds them once a step.
+and `TensorCopySums` adds them once a step. A norm of all heads together is divided with the heads (`norms.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.parallel.blocks import numbered_blocks
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.norms import norm_divided_heads
 from meshwright.parallel.peers import Peers, close_peers, open_peers
 from meshwright.parallel.products import (
     GatheredLinear,
@@ -83,7 +84,9 @@ def _divide_block(block: Block, splits: Mapping[str, TensorSplit], group: str, r
             module, _, attribute = name.rpartition(".")
             layer = LAYER_CLASSES[splits[name]](linear, group, ranks, peers)
             setattr(block.get_submodule(module), attribute, layer)
+    copies = max(1, ranks // block.attention.kv_heads)
     _divide_heads(block.attention, ranks)
+    block.hooks.norm_all_heads = partial(norm_divided_heads, group=group, ranks=ranks, copies=copies)
     block.hooks.gather_tokens = partial(gather_tokens, group=group, ranks=ranks)
     block.hooks.add_branches = _sum_of_branches
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.kernels.loss import capped
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, Embedding, Head
+from meshwright.parallel.norms import norm_divided_heads
 from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape, split_error
@@ -34,10 +35,12 @@ def divide_for_inference(model: Decoder, part: Part, group: dist.ProcessGroup) -
     _shrink_parameters(model, part)
     model.spec = rank_dimensions(spec, part.count)
     sum_ranks = partial(_sum_ranks, group)
+    copies = max(1, part.count // spec.kv_heads)
+    norm_all_heads = partial(norm_divided_heads, group=group.group_name, ranks=part.count, copies=copies)
     for block in model.layers.values():
         assert isinstance(block, Block)
         block.attention.heads, block.attention.kv_heads = model.spec.heads, model.spec.kv_heads
-        block.hooks.sum_ranks = sum_ranks
+        block.hooks.sum_ranks, block.hooks.norm_all_heads = sum_ranks, norm_all_heads
     vocabulary = [even_rows(spec.vocab_size, part.count, index) for index in range(part.count)]
     model.embed = DividedEmbedding(model.embed.weight, vocabulary[part.index].start, group)
     model.head = DividedHead(model.head, [len(rows) for rows in vocabulary], group)

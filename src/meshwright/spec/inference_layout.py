@@ -16,7 +16,6 @@ from meshwright.spec.layout import (
     Part,
     even_rows,
     local_boxes,
-    norm_split_error,
     tensor_split_error,
     tensor_splits,
 )
@@ -78,8 +77,6 @@ def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
 def split_error(spec: ModelSpec, ranks: int) -> str | None:
     """The numbers of tensor ranks that can divide the model for inference, in words, if `ranks` cannot; None if they can."""
     if error := tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, None):
-        return error
-    if error := norm_split_error(ranks, spec.qk_norm_whole):
         return error
     for name in ("expert_hidden", "shared_expert_hidden"):
         if (width := getattr(spec, name)) % ranks:

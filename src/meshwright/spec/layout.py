@@ -411,7 +411,6 @@ def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str
     """The tensor ranks that can divide the model, in words, if `ranks` cannot; None if they can.
     `seq_len` is checked if it is given."""
     error = tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, seq_len)
-    error = error or norm_split_error(ranks, spec.qk_norm_whole)
     error = error or adapter_split_error(ranks, spec.adapter.kind if spec.adapter else "")
     return error or expert_split_error(ranks, spec.experts, spec.shared_expert_hidden)
 
@@ -432,11 +431,6 @@ def tensor_split_error(
     if seq_len is not None and seq_len % ranks:
         return f"a divisor of train.seq_len = {seq_len}, as between products each rank has a part of the sequence"
     return None
-
-
-def norm_split_error(ranks: int, qk_norm_whole: bool) -> str | None:
-    """`check_tensor` of norms of queries and keys: one over all heads would need sums over the ranks."""
-    return "1, as model.qk_norm_whole norms all heads together" if qk_norm_whole and ranks > 1 else None
 
 
 def adapter_split_error(ranks: int, kind: str) -> str | None:

@@ -33,7 +33,6 @@ from meshwright.spec.layout import (
     adapter_split_error,
     context_split_error,
     expert_split_error,
-    norm_split_error,
     tensor_split_error,
 )
 from meshwright.spec.plan import (
@@ -195,7 +194,6 @@ def _tensor_error(x: RuleInput) -> str | None:
     widths = {"ffn_hidden": x("model.ffn_hidden")} | {key: size for key, size in own.items() if isinstance(size, int)}
     return (
         tensor_split_error(ranks, heads, kv_heads, widths, x("model.vocab_size", 0), x("train.seq_len", None))
-        or norm_split_error(ranks, bool(x("model.qk_norm_whole", False)))
         or adapter_split_error(ranks, x("model.adapter.kind", ""))
         or expert_split_error(ranks, x("model.experts", 0), x("model.shared_expert_hidden", 0))
     )

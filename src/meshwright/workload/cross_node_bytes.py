@@ -216,7 +216,9 @@ def _bytes_inside_layers(
                 if message.op == "all_to_all":
                     crossings = pairs[message.axis][rank] / message.ranks
                 else:
-                    crossings = borders[message.axis][rank] * (1 if message.op == "p2p" else _ring_share(message.ranks))
+                    passes = 2 if message.op == "all_reduce" else 1  # a scattered sum, then a gather
+                    share = 1 if message.op == "p2p" else passes * _ring_share(message.ranks)
+                    crossings = borders[message.axis][rank] * share
                 totals[message.axis] += float(crossings * repeats * message.bytes)
         # A module uses the embedding and the head.
         end_exchanges = END_EXCHANGES * ((0 in layers) + (model.layers - 1 in layers) + 2 * modules)

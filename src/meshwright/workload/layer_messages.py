@@ -51,6 +51,8 @@ def layer_messages(
 ) -> Iterator[Message]:
     """Messages of a rank inside layers, with `element` bytes per number; see `context_messages`."""
     yield from tensor_messages(shape, layout, step, element)
+    if np.any(shape.summed_norms):
+        yield norm_message(shape, layout, step, element)
     if np.any(shape.narrow_gathers):
         yield from latent_messages(shape, layout, step, element)
     yield from context_messages(shape, layout, step, element, masked=masked, compiled=compiled)
@@ -79,6 +81,13 @@ def latent_messages(shape: Shape, layout: Layouts, step: StepShape, element: Arr
         Message("all_gather", "tensor", layout.tensor, stream, gathers, gathers * (1 + repeats)),
         Message("reduce_scatter", "tensor", layout.tensor, stream, 0.0, gathers),
     )
+
+
+def norm_message(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> Message:
+    """Sums of squares of queries and keys, two numbers a token in fp32 at least, where norms are over all heads together."""
+    repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
+    layers, squares = shape.summed_norms, step.tokens * 2 * np.maximum(4.0, element)
+    return Message("all_reduce", "tensor", layout.tensor, squares, layers, layers * (1 + repeats))
 
 
 def context_messages(

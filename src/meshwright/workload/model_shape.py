@@ -94,6 +94,8 @@ class Shape:
     """Gathers of the inputs of latent attention's projections by head, in one forward of all layers."""
     narrow_width: Array
     """Width that each of these gathers."""
+    summed_norms: Array
+    """Layers whose norms of queries and keys add sums of squares of tensor ranks."""
     saved: Array
     """Elements of one token that a block saves: mode × narrow × spread × `Elements`, mean over layers."""
     activated: Array
@@ -317,6 +319,7 @@ def _transfer_columns(moved: Sequence[tuple[Transfers, float]], hidden: float) -
         "scatters": sum(len(moves.scattered) * count for moves, count in moved),
         "narrow_gathers": sum(count for _, count in narrow),
         "narrow_width": _only(narrow).value or 0.0,
+        "summed_norms": sum(count for moves, count in moved if moves.squares),
     }
 
 

@@ -99,22 +99,22 @@ class AttentionSpec:
             bias=self.qkv_bias,
         )
         attended = {"q": name("q"), "k": name("k")}
-        for part, width in (("q", queries), ("k", keys)):
+        for part, width, heads in (("q", queries, self.heads), ("k", keys, self.kv_heads)):
             if self.qk_norm is not None:
                 normed = Value(name(f"normed_{part}"), width)
-                normed_width = width if self.whole_norm else self.head_dim
-                yield self.qk_norm.operation(name(f"{part}_norm"), attended[part], normed, normed_width)
+                normed_width, divided = (width, heads) if self.whole_norm else (self.head_dim, 0)
+                yield self.qk_norm.operation(name(f"{part}_norm"), attended[part], normed, normed_width, divided)
                 attended[part] = normed.name
         for part, width in (("q", queries), ("k", keys)):
             if self.rotary is not None:
                 rotated = Value(name(f"rotated_{part}"), width)
                 yield Op(name=name(f"rotate_{part}"), reads=(attended[part],), writes=(rotated,))
                 attended[part] = rotated.name
-        heads = Value(name("heads"), queries)
+        attention = Value(name("heads"), queries)
         yield AttendOp(
             name=name("attend"),
             reads=(attended["q"], attended["k"], name("v")),
-            writes=(heads,),
+            writes=(attention,),
             heads=self.heads,
             kv_heads=self.kv_heads,
             key_dim=self.head_dim,
@@ -124,7 +124,7 @@ class AttentionSpec:
         )
         yield LinearOp(
             name=name("out"),
-            reads=(heads.name,),
+            reads=(attention.name,),
             writes=(place.output,),
             inputs=queries,
             outputs=place.hidden,

@@ -20,8 +20,8 @@ class NormSpec:
     plus_one: bool = False
     """Weights are stored minus one: the norm multiplies by 1 + weight (Gemma). RMSNorm only."""
 
-    def operation(self, name: str, reads: str, writes: Value, width: int) -> NormOp:
-        """The norm of `width` elements of the value `reads` as the module `name`."""
+    def operation(self, name: str, reads: str, writes: Value, width: int, heads: int = 0) -> NormOp:
+        """The norm of `width` elements of the value `reads` as the module `name`; `heads` as in `NormOp`."""
         return NormOp(
             name=name,
             reads=(reads,),
@@ -29,4 +29,5 @@ class NormSpec:
             width=width,
             bias=self.kind == "layernorm",
             fill="zeros" if self.plus_one else "ones",
+            heads=heads,
         )

@@ -186,15 +186,18 @@ class NormOp(Op):
     bias: bool = False
     fill: Fill = "ones"
     """Initial values of the weights: zeros if they are stored minus one."""
+    heads: int = 0
+    """Heads that it norms together, which tensor ranks divide with their weights; 0 where each rank has the whole width."""
 
     @property
     def kept(self) -> tuple[str, ...]:
         return self.reads
 
     def weights(self) -> Iterator[ParameterSpec]:
-        yield ParameterSpec(f"{self.name}.weight", (self.width,), self.fill, 0.0, decay=False)
+        split, heads = _split_by_heads(self.heads)
+        yield ParameterSpec(f"{self.name}.weight", (self.width,), self.fill, 0.0, decay=False, split=split, heads=heads)
         if self.bias:
-            yield ParameterSpec(f"{self.name}.bias", (self.width,), "zeros", 0.0, decay=False)
+            yield ParameterSpec(f"{self.name}.bias", (self.width,), "zeros", 0.0, decay=False, split=split, heads=heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,7 +402,7 @@ class VectorOp(Op):
     """Heads that have an element each, which tensor ranks divide; 0 for a vector that every rank has whole."""
 
     def weights(self) -> Iterator[ParameterSpec]:
-        split, heads = ("rows", (self.heads,)) if self.heads else ("whole", ())
+        split, heads = _split_by_heads(self.heads)
         yield ParameterSpec(
             self.name, (self.size,), self.fill, 0.0, decay=False, trained=self.trained, split=split, heads=heads
         )
@@ -454,6 +457,11 @@ class Table:
     @cached_property
     def attends(self) -> tuple[AttendOp, ...]:
         return tuple(op for op in self.operations if isinstance(op, AttendOp))
+
+
+def _split_by_heads(heads: int) -> tuple[TensorSplit, tuple[int, ...]]:
+    """How tensor ranks divide a vector that consists of so many heads; 0 for one that every rank has whole."""
+    return ("rows", (heads,)) if heads else ("whole", ())
 
 
 def _weights(operations: Iterable[Op]) -> Iterator[Iterator[ParameterSpec]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.spec.blocks.block import BlockSpec
-from meshwright.spec.blocks.table import LinearOp, Op, Table, Value
+from meshwright.spec.blocks.table import LinearOp, NormOp, Op, Table, Value
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Transfers:
     """Values gathered over tokens, together those of one body, or of bodies that share their transfers."""
     scattered: tuple[Value, ...]
     """Values whose partial sums are added and scattered."""
+    squares: int = 0
+    """Norms over heads that the ranks divide: their sums of squares, one number a token each, are added in one all-reduce."""
 
 
 @lru_cache(maxsize=256)
@@ -41,7 +43,8 @@ def transfers(block: BlockSpec) -> Transfers:
                 gathered.append(tuple(table.values[name] for name in names))
             sums = [op.writes[0] for op in operations if isinstance(op, LinearOp) and op.split == "columns"]
             scattered += sums[:1] if sublayer.shares_transfers else sums
-    return Transfers(tuple(gathered), tuple(scattered))
+    divided = sum(isinstance(op, NormOp) and op.heads > 0 for op in table.operations)
+    return Transfers(tuple(gathered), tuple(scattered), divided)
 
 
 def _values_by_token(table: Table) -> set[str]:
