@@ -324,6 +324,17 @@ RECOMBINED = {
         score_scale=0.1,
     ),
 }
+RECOMBINED["hunyuan"] = replace(
+    LLAMA, family="hunyuan_v1_dense", qk_norm=True, qk_norm_rotated=True, qkv_bias=True, out_bias=True
+)
+RECOMBINED["hunyuan moe"] = replace(
+    MIXTRAL,
+    family="hunyuan_v1_moe",
+    sliding_window=None,
+    qk_norm=True,
+    qk_norm_rotated=True,
+    shared_expert_hidden=MIXTRAL.expert_hidden,
+)
 RECOMBINED["granite moe shared"] = replace(
     RECOMBINED["granite moe"], family="granitemoeshared", shared_expert_hidden=40
 )

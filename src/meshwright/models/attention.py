@@ -34,7 +34,7 @@ class Attention(nn.Module):
         if spec.qk_norm is not None:
             self.q_norm = Norm(spec.qk_norm, width if spec.whole_norm else spec.head_dim, plain)
             self.k_norm = Norm(spec.qk_norm, spec.kv_heads * spec.head_dim if spec.whole_norm else spec.head_dim, plain)
-        self.qk_norm, self.whole_norm = spec.qk_norm is not None, spec.whole_norm
+        self.qk_norm, self.whole_norm, self.rotated_norm = spec.qk_norm is not None, spec.whole_norm, spec.rotated_norm
         self.rotate = ROTATIONS["halves" if spec.rotary is None else spec.rotary.pairs]
         self.query_factor = spec.query_factor
         self.out = Linear(width, hidden, bias=spec.out_bias)
@@ -49,13 +49,15 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.qk_norm and self.whole_norm:
             q, k = self.hooks.norm_all_heads(self, q, k)
-        elif self.qk_norm:
+        elif self.qk_norm and not self.rotated_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.query_factor != 1:
+        if self.query_factor != 1 and not (self.qk_norm and self.rotated_norm):
             q = q * self.query_factor
         if rope is not None:
             q, k = self.rotate(q, rope), self.rotate(k, rope)
-            if len(rope) > 2:
-                q = q * rope[2]
+        if self.qk_norm and self.rotated_norm:
+            q, k = self.q_norm(q) * self.query_factor, self.k_norm(k)
+        if rope is not None and len(rope) > 2:
+            q = q * rope[2]
         options = {"plain": self.plain} if self.sinks is None else {"sinks": self.sinks, "plain": self.plain}
         return self.hooks.attend(q, k, v, mask, **options).flatten(-2)

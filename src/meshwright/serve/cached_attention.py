@@ -27,6 +27,7 @@ from meshwright.models.attention import Attention
 from meshwright.models.block import Block, tables_of
 from meshwright.models.decoder import Decoder
 from meshwright.models.latent_attention import LatentAttention
+from meshwright.models.norm import Norm
 from meshwright.models.prediction import PredictionModule
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.host_attention import HostDecodes, prepare_decodes, signed_tables
@@ -130,7 +131,7 @@ class CachedAttention:
     `norms` are those of queries and keys, and `query_factor` multiplies the queries, if the layer has left them to this object. `rotation`
     is one that is computed before the write into the cache, with its tables `(context, ·)`; `neighbours` is for the one that is not, as in
     `rotate_and_write`; `query_growth` `(context, 1)` has the factors of queries
-    by position; `cap` is that of the scores.
+    by position; `cap` is that of the scores; `rotated_norms` are norms of queries and keys behind `rotation`.
     """
 
     def __init__(
@@ -145,8 +146,9 @@ class CachedAttention:
         neighbours: bool = False,
         query_growth: Tensor | None = None,
         cap: float | None = None,
+        rotated_norms: tuple[Norm, Norm] | None = None,
     ) -> None:
-        self._cap = cap
+        self._cap, self.rotated_norms = cap, rotated_norms
         self._step, self._cache, self._group, self._window = step, cache_layer, group, window
         self.norms, self._query_factor = norms, query_factor
         self._rotation, self._neighbours, self._query_growth = rotation, neighbours, query_growth
@@ -156,10 +158,13 @@ class CachedAttention:
         """`attend` of an attention module, which is that of `layer`; then `leave_to` must be called."""
         group, cache_layer = cache.layer(layer)
         norms, query_factor, rope = None, 1.0, step.tables[group]
+        rotated_norms = (attention.q_norm, attention.k_norm) if attention.rotated_norm else None
         growth = rope[2] if rope is not None and len(rope) > 2 else None
         rotation = None if rope is None or step.ropes[group] is not None else (attention.rotate, rope[:2])
-        if attention.qk_norm and cache_layer.is_cuda and not attention.whole_norm and growth is None:
-            # One kernel norms, rotates and writes; the factor follows the norm.
+        fused = cache_layer.is_cuda and not attention.whole_norm and growth is None
+        if rotated_norms is not None:
+            query_factor = attention.query_factor
+        elif attention.qk_norm and fused:  # one kernel norms, rotates and writes; the factor follows the norm
             norms, query_factor = _head_norms(attention), attention.query_factor
         return cls(
             step,
@@ -172,6 +177,7 @@ class CachedAttention:
             attention.rotate is rotate_neighbours,
             growth,
             cache.groups[group].mixer.score_cap,
+            rotated_norms,
         )
 
     def __call__(
@@ -191,6 +197,9 @@ class CachedAttention:
             rotate, whole_tables = self._rotation
             tables = tuple(table[positions][:, None] for table in whole_tables)
             q, k = rotate(q, tables), rotate(k, tables)
+        if self.rotated_norms is not None:
+            query_norm, key_norm = self.rotated_norms
+            q, k = query_norm(q) * self._query_factor, key_norm(k)
         if self._query_growth is not None:
             q = q * self._query_growth[positions][:, None]
         if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
@@ -217,7 +226,7 @@ class CachedAttention:
             neighbours=self._neighbours,
             plain=plain,
         )
-        if self._query_factor != 1:
+        if self._query_factor != 1 and self.rotated_norms is None:
             q = q * self._query_factor
         if self._step.at_attention is not None:
             return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, sinks, plain))[None]
@@ -439,7 +448,7 @@ def whole_tables(cache: KVCache, context: int, dtype: torch.dtype) -> list[Rotar
 
 def leave_to(attend: CachedAttention, attention: Attention) -> None:
     """Let a module leave to `attend` what it computes itself."""
-    if attend.norms is not None:
+    if attend.norms is not None or attend.rotated_norms is not None:
         attention.qk_norm, attention.query_factor = False, 1.0
 
 
@@ -449,7 +458,7 @@ def _written(group: LayerGroup, rope: RotaryTables | None, *, on_cuda: bool) -> 
     On a CPU the kernels of decodes rotate whole heads by halves only.
     """
     mixer = group.mixer
-    rotates_before = isinstance(mixer, AttentionSpec) and not (mixer.rotates_whole_heads or on_cuda)
+    rotates_before = isinstance(mixer, AttentionSpec) and not mixer.rotates_as_written(on_cuda=on_cuda)
     return None if rope is None or rotates_before else rope[:2]
 
 

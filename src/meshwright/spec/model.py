@@ -36,6 +36,7 @@ BESIDE_LATENTS: dict[str, Any] = {
     "longrope": None,
     "query_growth": 0.0,
     "qk_norm": False,
+    "qk_norm_rotated": False,
     "bias": False,
     "qkv_bias": False,
     "out_bias": False,
@@ -135,6 +136,8 @@ class ModelSpec:
     """RMSNorm of each query and key head before RoPE (Qwen3)."""
     qk_norm_whole: bool = False
     """`qk_norm` is over all heads of a token together (OLMo 2)."""
+    qk_norm_rotated: bool = False
+    """`qk_norm` is of heads behind RoPE (Hunyuan)."""
     embedding_scale: Annotated[float, Bound(more_than=0)] = 1.0
     """Factor of token embeddings, rounded to their dtype (Gemma: √hidden)."""
     logit_factor: Annotated[float, Bound(more_than=0)] = 1.0
@@ -367,6 +370,8 @@ def layer_mistakes(spec: ModelSpec) -> Iterator[tuple[str, str, str]]:
         yield "input_norms", "false", "true without output_norms"
     if spec.qk_norm_whole and not spec.qk_norm:
         yield "qk_norm_whole", "true", "false without qk_norm"
+    if spec.qk_norm_rotated and (not spec.qk_norm or spec.qk_norm_whole):
+        yield "qk_norm_rotated", "true", "false without qk_norm, or with qk_norm_whole"
     if len(scalings := [key for key in SCALINGS if getattr(spec, key) is not None]) > 1:
         yield scalings[1], "a section", f"none beside {scalings[0]}: a model has one scaling"
     if spec.mlp == "clamped_swiglu" and (not all(routed) or spec.shared_expert_hidden):
@@ -443,6 +448,7 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
         window=spec.sliding_window,
         qk_norm=NormSpec(eps=spec.norm_eps, plus_one=spec.norm_plus_one) if spec.qk_norm else None,
         whole_norm=spec.qk_norm_whole,
+        rotated_norm=spec.qk_norm_rotated,
         score_scale=spec.score_scale,
         score_cap=spec.score_cap,
         sinks=spec.sinks,

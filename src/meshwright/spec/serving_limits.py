@@ -98,7 +98,7 @@ def _beside_single_decodes(spec: ModelSpec) -> Iterator[tuple[str, bool]]:
             (mixer.rotary is None or not mixer.rotates_whole_heads),
         )
         yield "queries that grow with their position", mixer.rotary is not None and mixer.rotary.growth_length > 0
-        yield "norms of all heads together", mixer.whole_norm
+        yield "norms of all heads together, or behind rotation", mixer.whole_norm or mixer.rotated_norm
         yield (
             "a factor or a cap of scores, sinks, or a bias of attention's output",
             (mixer.query_factor != 1 or mixer.score_cap is not None or mixer.sinks or mixer.out_bias),

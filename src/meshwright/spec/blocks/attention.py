@@ -52,7 +52,9 @@ class AttentionSpec:
     window: int | None = None
     """Each token attends to this many tokens, itself included; None is full causal attention."""
     qk_norm: NormSpec | None = None
-    """Norm of each query and key head, before rotation."""
+    """Norm of each query and key head."""
+    rotated_norm: bool = False
+    """`qk_norm` is behind rotation."""
     whole_norm: bool = False
     """`qk_norm` is over all heads of a token together."""
     score_scale: float | None = None
@@ -74,6 +76,10 @@ class AttentionSpec:
         """Whether heads are rotated whole and by halves, or not at all, as the kernels of decodes on a CPU do it."""
         rotary = self.rotary
         return rotary is None or (rotary.width == self.head_dim and rotary.pairs == "halves")
+
+    def rotates_as_written(self, *, on_cuda: bool) -> bool:
+        """Whether the kernels that write keys into a cache can rotate them: norms behind rotation come before the write."""
+        return (self.rotates_whole_heads or on_cuda) and not self.rotated_norm
 
     def operations(self, place: Place) -> Iterator[Op]:
         """Fused projection, norms of heads, rotation, attention, output projection."""
@@ -99,17 +105,9 @@ class AttentionSpec:
             bias=self.qkv_bias,
         )
         attended = {"q": name("q"), "k": name("k")}
-        for part, width, heads in (("q", queries, self.heads), ("k", keys, self.kv_heads)):
-            if self.qk_norm is not None:
-                normed = Value(name(f"normed_{part}"), width)
-                normed_width, divided = (width, heads) if self.whole_norm else (self.head_dim, 0)
-                yield self.qk_norm.operation(name(f"{part}_norm"), attended[part], normed, normed_width, divided)
-                attended[part] = normed.name
-        for part, width in (("q", queries), ("k", keys)):
-            if self.rotary is not None:
-                rotated = Value(name(f"rotated_{part}"), width)
-                yield Op(name=name(f"rotate_{part}"), reads=(attended[part],), writes=(rotated,))
-                attended[part] = rotated.name
+        steps = (self._normed, self._rotated)
+        for step in reversed(steps) if self.rotated_norm else steps:
+            yield from step(place, attended)
         attention = Value(name("heads"), queries)
         yield AttendOp(
             name=name("attend"),
@@ -132,6 +130,23 @@ class AttentionSpec:
             split="columns",
             bias=self.out_bias,
         )
+
+    def _normed(self, place: Place, attended: dict[str, str]) -> Iterator[Op]:
+        """The norms of queries and keys, which are then the values of `attended`."""
+        for part, heads in (("q", self.heads), ("k", self.kv_heads)):
+            if self.qk_norm is not None:
+                normed = Value(place.name(f"normed_{part}"), heads * self.head_dim)
+                width, divided = (normed.width, heads) if self.whole_norm else (self.head_dim, 0)
+                yield self.qk_norm.operation(place.name(f"{part}_norm"), attended[part], normed, width, divided)
+                attended[part] = normed.name
+
+    def _rotated(self, place: Place, attended: dict[str, str]) -> Iterator[Op]:
+        """The rotations of queries and keys, which are then the values of `attended`."""
+        for part, heads in (("q", self.heads), ("k", self.kv_heads)):
+            if self.rotary is not None:
+                rotated = Value(place.name(f"rotated_{part}"), heads * self.head_dim)
+                yield Op(name=place.name(f"rotate_{part}"), reads=(attended[part],), writes=(rotated,))
+                attended[part] = rotated.name
 
     def cache_shape(self, positions: int) -> tuple[int, ...]:
         """The shape of the keys and values of so many positions."""
