@@ -24,7 +24,7 @@ from meshwright.server.model_files import read_model_files
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.model import parameters
 from tests.checkpoint.towers import FAMILIES, edit_config, renamed, stored, tiny
-from tests.families.test_families import quiet_transformers  # noqa: F401
+from tests.families.test_families import quiet_transformers, save, their_model  # noqa: F401
 from tests.serve.helpers import engine_of, texts
 from tests.slow import quick_first
 from tests.training.tiny import RUN_FILE, make_tiny, prepared
@@ -109,6 +109,31 @@ def test_tensors_are_found_under_each_of_the_released_names_and_written_under_th
     assert torch.equal(ours_of(folder), ours_of(gemma))
     export_checkpoint(run_of(tmp_path / "run", folder), tmp_path / "out", dtype="fp32")
     assert stored(tmp_path / "out").keys() == stored(folder).keys()
+
+
+def test_the_text_part_of_kimi_k25_is_a_kimi_k2(tmp_path: Path) -> None:
+    """As released: transformers saves this type under names that nobody else reads."""
+    whole, text = tmp_path / "whole", tmp_path / "text"
+    theirs = their_model("kimi_k2", 0).float()
+    save(theirs, text, "kimi_k2")
+    copied(text, whole)
+    renamed(whole, ("", "language_model."))
+    tower = {"vision_tower.patch_embed.proj.weight": torch.randn(4, 3)}
+    save_file({**stored(whole), **tower}, whole / "model.safetensors", metadata={"format": "pt"})
+
+    def nest(config: dict[str, Any]) -> None:
+        config["text_config"] = {key: config.pop(key) for key in [*config] if key != "transformers_version"}
+        config |= {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "vision_config": {}}
+
+    edit_config(whole, nest)
+    assert import_hf(whole)[0] == import_hf(text)[0]
+    tokens = TOKENS % import_hf(text)[0].vocab_size
+    with torch.no_grad():
+        ours = load_model(whole, torch.device("cpu"), torch.float32)(tokens)
+        assert (ours - theirs(tokens).logits).abs().max() < 1e-4
+    export_checkpoint(run_of(tmp_path / "run", whole), tmp_path / "out", dtype="fp32")
+    assert stored(tmp_path / "out").keys() == stored(whole).keys()
+    assert folder_spec(tmp_path / "out") == folder_spec(whole)
 
 
 def test_the_released_flat_config_of_qwen2_vl_is_read_and_written(tmp_path: Path) -> None:
