@@ -17,8 +17,7 @@ import numpy as np
 from meshwright.costs.constants import (
     OWN,
     Constants,
-    at_release,
-    constant_arrays,
+    constants,
     is_measured,
     table,
     unmeasured_chip_constants,
@@ -120,20 +119,20 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
-    constants = at_release(constant_arrays([(chip.generation, STACK)]), np.zeros(1))
+    k = constants(chip.generation, STACK)
     if not is_measured(chip.generation) and cluster.gpu in CHIPS:
-        constants = replace(constants, **unmeasured_chip_constants(chip))
+        k = replace(k, **unmeasured_chip_constants(chip))
     if cluster.network is None or cluster.network.fabric != "tcp":
-        constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
+        k = replace(k, net=k.net * k.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
     shape = shape_of(model, train.seq_len)
 
     def pricing_for(linear: Linear) -> Pricing:
         uniform = replace(plan, precision=replace(plan.precision, linear=linear))
         product_format = format_of_products(uniform.precision, cluster)
-        k, machine = with_measurements(constants, _cached_machine(cluster, product_format), cluster, product_format)
+        measured, machine = with_measurements(k, _cached_machine(cluster, product_format), cluster, product_format)
         if product_format == "fp8" and linear == "fp8_rowwise":
             machine = replace(machine, product_format=ROWWISE)
-        return Pricing(shape, machine, layout_of(model, train, uniform), k)
+        return Pricing(shape, machine, layout_of(model, train, uniform), measured)
 
     most_frequent, *other_formats = _formats(model, plan)
     return replace(pricing_for(most_frequent), other_formats={linear: pricing_for(linear) for linear in other_formats})
