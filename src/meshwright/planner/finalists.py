@@ -101,7 +101,9 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         plan = replace(plan, offload_fraction=1.0)
     if pins.layers or strategy.high_memory == strategy.low_memory:
         return plan
-    return _with_fewest_low_memory_layers(run, plan, strategy, budget)
+    plan = _with_fewest_low_memory_layers(run, plan, strategy, budget)
+    offloads = pins.offload_fraction is not None or any(layer.optimizer_offloaded for layer in plan.layers)
+    return plan if offloads else replace(plan, offload_fraction=1.0)
 
 
 def _may_offload_optimizer(plan: Plan, strategy: Strategy) -> bool:
@@ -161,22 +163,27 @@ class PlanEstimator:
 class Ranking:
     """Plans by expected step time: their estimates, corrected by the plans of their families whose times are known.
 
-    The estimates of a family deviate by a similar factor, so the ratio of actual to estimated time of the family's last plan corrects the
-    estimates of the others. A family without a known plan takes `sibling_ratio` times the last ratio of its wider family, at most 1, or
-    `default_ratio` if that has none either. If `FEWEST_SLOW` families of the wider one were all slower than estimated, it takes
-    `SLOW_RATIO` times the least of their ratios.
+    A plan has two or three families, the narrowest first. The estimates of a family deviate by a similar factor, so the ratio of actual to
+    estimated time of the family's last plan corrects the estimates of the others. Where the narrowest of three has no known plan, it
+    takes `near_ratio` times the last ratio of the next. A family without a known plan takes `sibling_ratio` times the last ratio of its
+    widest family, at most 1, or `default_ratio` if that has none either. If `FEWEST_SLOW` families of the widest were all slower than
+    estimated, it takes `SLOW_RATIO` times the least of their ratios.
     """
 
     def __init__(
         self,
         estimates: Sequence[float],
-        families: Sequence[tuple[object, object]],
+        families: Sequence[tuple[object, ...]],
         default_ratio: float,
         sibling_ratio: float = 1.0,
+        near_ratio: float = 1.0,
     ) -> None:
-        self.estimate, self.default_ratio, self.sibling_ratio = np.array(estimates, float), default_ratio, sibling_ratio
-        self.family, self.wider = (_number_by_first_appearance([pair[level] for pair in families]) for level in (0, 1))
-        self.family_ratio = np.full(len(estimates), np.nan)
+        self.estimate, self.default_ratio = np.array(estimates, float), default_ratio
+        self.sibling_ratio, self.near_ratio = sibling_ratio, near_ratio
+        self.narrow, self.family, self.wider = (
+            _number_by_first_appearance([levels[level] for levels in families]) for level in (0, -2, -1)
+        )
+        self.narrow_ratio, self.family_ratio = np.full(len(estimates), np.nan), np.full(len(estimates), np.nan)
         self.last_ratio, self.least_ratio = np.full(len(estimates), np.nan), np.full(len(estimates), np.inf)
         self.known_families = np.zeros(len(estimates), int)
         self.seconds = np.full(len(estimates), np.nan)
@@ -203,24 +210,28 @@ class Ranking:
             if count >= min_plans and expected[index] >= fastest * (1 + tolerance):
                 return
             self.seconds[index] = actual = seconds(index)
-            family, wider = self.family[index], self.wider[index]
+            narrow, family, wider = self.narrow[index], self.family[index], self.wider[index]
             if actual < inf:
                 ratio = actual / self.estimate[index]
                 self.known_families[wider] += bool(np.isnan(self.family_ratio[family]))
-                self.family_ratio[family] = self.last_ratio[wider] = ratio
+                self.narrow_ratio[narrow] = self.family_ratio[family] = self.last_ratio[wider] = ratio
                 self.least_ratio[wider] = min(self.least_ratio[wider], ratio)
                 count += 1
                 yield index
-            elif np.isnan(self.family_ratio[family]):
-                self.family_ratio[family] = 1.0
+            else:
+                for ratios, number in ((self.narrow_ratio, narrow), (self.family_ratio, family)):
+                    if np.isnan(ratios[number]):
+                        ratios[number] = 1.0
 
     def _expected(self) -> np.ndarray:
         slow = (self.known_families >= FEWEST_SLOW) & (self.least_ratio > 1)
         fast = self.sibling_ratio * np.minimum(1.0, self.last_ratio)
         siblings = np.where(slow, np.maximum(fast, SLOW_RATIO * self.least_ratio), fast)
         siblings = np.where(np.isnan(siblings), self.default_ratio, siblings)[self.wider]
-        ratio = self.family_ratio[self.family]
-        return self.estimate * np.where(np.isnan(ratio), siblings, ratio)
+        family = self.family_ratio[self.family]
+        family = np.where(np.isnan(family), siblings, self.near_ratio * family)
+        narrow = self.narrow_ratio[self.narrow]
+        return self.estimate * np.where(np.isnan(narrow), family, narrow)
 
 
 def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
@@ -231,7 +242,8 @@ def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
 
 def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -> list[Candidate]:
     """All candidates: the most promising simulated by units, the fastest first, then the others as estimated."""
-    ranked = sorted(estimated, key=_seconds_of)
+    distinct = {candidate.plan.without_prediction: candidate for candidate in estimated}
+    ranked = sorted(distinct.values(), key=_seconds_of)
     simulated: dict[int, Candidate] = {}
 
     def seconds(index: int) -> float:

@@ -290,10 +290,14 @@ class UnitCosts:
         """Seconds of the link for the activations of one micro-batch in the unit, in one direction."""
         if isinstance(unit, str) or not self._strategy(unit).activations_offloaded:
             return 0.0
-        layout, saved = self.cost_inputs.layout, saved_elements_by_layer(self.model, self.plan)
+        layout = self.cost_inputs.layout
         tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
-        copied = tokens * saved[unit] * bytes_of(self.plan.precision.compute)
+        copied = tokens * self._saved_elements[unit] * bytes_of(self.plan.precision.compute)
         return number(copied / host_rate(self.cost_inputs.machine))
+
+    @cached_property
+    def _saved_elements(self) -> list[float]:
+        return saved_elements_by_layer(self.model, self.plan)
 
     def _exposed_sums(self, unit: Unit, backward: float) -> float:
         """Exposed seconds of copies of the unit's gradient sums beside one of its backwards of `backward` seconds."""

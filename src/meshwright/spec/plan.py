@@ -353,13 +353,8 @@ class Plan:
         return {}  # hashing all strategies for every layer would be slow
 
     def strategy_of(self, parameter: str, layers: int) -> LayerStrategy:
-        """The strategy of a parameter, by its name.
-        A block's parameter has the strategy of the block; embedding and positions have the first block's, the final
-        norm and the head the last block's."""
-        module, _, suffix = parameter.partition(".")
-        if module == "layers":
-            return self.strategy(int(suffix.partition(".")[0]), layers)
-        return self.strategy(0 if module in ("embed", "positions") else layers - 1, layers)
+        """The strategy of a parameter, by its name: that of `layer_of` it."""
+        return self.strategy(layer_of(parameter, layers), layers)
 
     def tile(self, layer: int, layers: int) -> int:
         """Tokens of a tile of the feed-forward network of block `layer`; 0 if it has none."""
@@ -380,6 +375,18 @@ class Plan:
 def _by_layer(strategies: tuple[LayerStrategy, ...], layers: int) -> tuple[LayerStrategy, ...]:
     ranges = [(layer_range(strategy.range, layers), strategy) for strategy in strategies]
     return tuple(next(strategy for covered, strategy in ranges if layer in covered) for layer in range(layers))
+
+
+def layer_of(parameter: str, layers: int) -> int:
+    """The block whose strategy a parameter has, by its name.
+
+    A block's parameter has that of the block; embedding and positions have the first block's, the final norm and the head the last
+    block's.
+    """
+    module, _, suffix = parameter.partition(".")
+    if module == "layers":
+        return int(suffix.partition(".")[0])
+    return 0 if module in ("embed", "positions") else layers - 1
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from meshwright.spec.plan import (
     LayerStrategy,
     Plan,
     Precision,
+    layer_of,
 )
 from meshwright.workload.activations import (
     busiest_rows,
@@ -194,24 +196,29 @@ def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     """Bytes of each node's memory that hold the state of parameters whose optimizer is in host memory."""
     if not any(layer.optimizer_offloaded for layer in plan.layers):
         return 0.0
-    offloaded = sum(
-        parameter.count
-        for parameter in parameters(model)
-        if plan.strategy_of(parameter.name, model.layers).optimizer_offloaded and not parameter.frozen
-    ) * plan.axis_size("replicate")
-    return offloaded * plan.offload_fraction * state_bytes(plan.precision) / nodes
+    strategies = plan.strategies(model.layers)
+    offloaded = sum(count for layer, count in _trained_by_layer(model).items() if strategies[layer].optimizer_offloaded)
+    return offloaded * plan.axis_size("replicate") * plan.offload_fraction * state_bytes(plan.precision) / nodes
 
 
 def gradient_sums_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     """Bytes of each node's memory that hold sums of gradients between micro-batches."""
     if plan.accumulation != "host":
         return 0.0
-    summed = sum(
-        parameter.count
-        for parameter in parameters(model)
-        if plan.sums_shards(plan.strategy_of(parameter.name, model.layers)) and not parameter.frozen
-    )
+    strategies = plan.strategies(model.layers)
+    summed = sum(count for layer, count in _trained_by_layer(model).items() if plan.sums_shards(strategies[layer]))
     return summed * plan.axis_size("replicate") * summed_bytes(plan.precision, "host") / nodes
+
+
+@lru_cache(maxsize=64)
+def _trained_by_layer(model: ModelSpec) -> dict[int, int]:
+    """Trained parameters of each layer, with those of the ends whose strategy they have (`spec.plan.layer_of`)."""
+    counts: dict[int, int] = {}
+    for parameter in parameters(model):
+        if not parameter.frozen:
+            layer = layer_of(parameter.name, model.layers)
+            counts[layer] = counts.get(layer, 0) + parameter.count
+    return counts
 
 
 def _saved_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
