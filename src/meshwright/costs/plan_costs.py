@@ -224,7 +224,7 @@ def missing_features(cluster: ClusterSpec, plan: Plan) -> list[str]:
     features = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     features += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
     features += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
-    copied = plan.gather_engine == "copy" and shard_size(plan) > 1
+    copied = plan.gather_transport == "copy_engine" and shard_size(plan) > 1
     features += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
     has_fp8 = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
     features += ["fp8 products"] if has_fp8 else []

@@ -164,7 +164,7 @@ def idle_fields(plan: Plan) -> Iterator[str]:
     for key, value, idle, ranks, rank_name in (
         ("schedule", schedule, only_pipelines, plan.axis_size("pipeline"), "pipeline rank"),
         ("gradients", "whole", whole_gradients, shards, "shard"),
-        ("gather_engine", "copy", plan.gather_engine == "copy", shards, "shard"),
+        ("gather_transport", "copy_engine", plan.gather_transport == "copy_engine", shards, "shard"),
         (
             "reduce_replicas",
             plan.precision.reduce_replicas,
@@ -172,7 +172,13 @@ def idle_fields(plan: Plan) -> Iterator[str]:
             plan.axis_size("replicate"),
             "replica",
         ),
-        ("tensor_engine", "copy", plan.tensor_engine == "copy", plan.axis_size("tensor"), "tensor rank"),
+        (
+            "tensor_transport",
+            "copy_engine",
+            plan.tensor_transport == "copy_engine",
+            plan.axis_size("tensor"),
+            "tensor rank",
+        ),
     ):
         if idle and ranks == 1:
             yield f"plan.{key} = {value} has no effect: the mesh has one {rank_name}"
@@ -186,14 +192,14 @@ def idle_fields(plan: Plan) -> Iterator[str]:
 
 def _copy_refusal(plan: Plan) -> str | None:
     """Return why copy engines cannot carry weights or tokens in this plan, or None."""
-    for key, engine, axis in (
-        ("gather_engine", plan.gather_engine, _axis_across_nodes(plan, *SHARD_AXES)),
-        ("tensor_engine", plan.tensor_engine, _axis_across_nodes(plan, "tensor")),
+    for key, transport, axis in (
+        ("gather_transport", plan.gather_transport, _axis_across_nodes(plan, *SHARD_AXES)),
+        ("tensor_transport", plan.tensor_transport, _axis_across_nodes(plan, "tensor")),
     ):
-        if engine == "copy" and axis is not None:
+        if transport == "copy_engine" and axis is not None:
             return (
-                f"plan.{key} = copy: the {axis.size} ranks of the {axis.axis} axis are on several nodes, which share no memory; "
-                f"expected it inside a node (lower plan.{axis.axis}), or plan.{key} = kernel"
+                f"plan.{key} = copy_engine: the {axis.size} ranks of the {axis.axis} axis are on several nodes, which share no memory; "
+                f"expected it inside a node (lower plan.{axis.axis}), or plan.{key} = nccl"
             )
     return None
 
@@ -205,7 +211,7 @@ def _axis_across_nodes(plan: Plan, *axes: AxisName) -> MeshAxis | None:
 
 def why_kernel_gathers(run: RunSpec) -> str | None:
     """Return why the search gathers weights by kernels in every plan, or None where copy engines may; a pin overrides it."""
-    return _why_kernels(run, "gather_engine")
+    return _why_kernels(run, "gather_transport")
 
 
 def why_kernel_token_exchange(run: RunSpec, ranks: int) -> str | None:
@@ -213,9 +219,9 @@ def why_kernel_token_exchange(run: RunSpec, ranks: int) -> str | None:
     if not run.cluster.is_cpu and ranks > COPY_TENSOR_RANKS:
         return (
             f"with more than {COPY_TENSOR_RANKS} tensor ranks copy engines were slower in measurements; "
-            "plan.tensor_engine=copy selects them"
+            "plan.tensor_transport=copy_engine selects them"
         )
-    return _why_kernels(run, "tensor_engine")
+    return _why_kernels(run, "tensor_transport")
 
 
 def _why_kernels(run: RunSpec, key: str) -> str | None:
@@ -225,7 +231,9 @@ def _why_kernels(run: RunSpec, key: str) -> str | None:
     names = [run.cluster.gpu, *(group.gpu for group in run.cluster.groups if group.gpu)]
     other = next((name for name in names if name not in CHIPS or CHIPS[name].generation not in COPY_GENERATIONS), None)
     return (
-        f"copy engines were not measured for them on {other}; plan.{key}=copy selects copy engines" if other else None
+        f"copy engines were not measured for them on {other}; plan.{key}=copy_engine selects copy engines"
+        if other
+        else None
     )
 
 

@@ -36,7 +36,7 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
-from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, engine_fields
+from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, transport_fields
 from meshwright.workload.groups import balances_owners, copies_experts
 
 MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
@@ -90,7 +90,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         samples=sample_plan(run, precision),
         layers=pins.layers or (strategy.layer(strategy.high_memory),),
         precision=precision,
-        **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
+        **transport_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
         offload_fraction=offload_fraction_of(run),
         offload_staging=offload_staging_of(run),
         accumulation=accumulation_of(run),
@@ -120,9 +120,14 @@ def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> E
         return plan
     exchange = pins.expert_exchange or plan.exchange
     plan = replace(plan, exchange=exchange, receive_bound=pins.expert_receive_bound)
-    if pins.expert_owners is not None:
-        every = pins.expert_owners_every or plan.owners_every
-        plan = replace(plan, owners=pins.expert_owners, owners_every=every, window=pins.expert_window or plan.window)
+    if pins.expert_placement is not None:
+        every = pins.expert_placement_every or plan.placement_every
+        plan = replace(
+            plan,
+            placement=pins.expert_placement,
+            placement_every=every,
+            load_window=pins.expert_load_window or plan.load_window,
+        )
     if pins.expert_policy in (None, "none"):
         return plan
     owned = run.model.experts // ranks
@@ -132,7 +137,7 @@ def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> E
         policy=pins.expert_policy,
         slots=slots,
         keep=bool(pins.expert_keep),
-        window=pins.expert_window or plan.window,
+        load_window=pins.expert_load_window or plan.load_window,
     )
 
 

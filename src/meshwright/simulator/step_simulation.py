@@ -193,7 +193,7 @@ def timing_of(
         copy_in=table(UnitCosts.copy_in),
         accumulate=table(UnitCosts.accumulate),
         single_reduce_buffer=True,
-        shared_communicator=plan.gather_engine == "kernel",
+        shared_communicator=plan.gather_transport == "nccl",
         gather_slowdown=max(costs.slowdown("gather") for costs in ranks),
         reduce_slowdown=max(costs.slowdown("reduce") for costs in ranks),
         replicate_slowdown=max(costs.slowdown("replicate") for costs in ranks),

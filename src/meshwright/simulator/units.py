@@ -97,7 +97,7 @@ class UnitCosts:
         """Seconds of one step that do not depend on the units."""
         network_congestion = congestion(machine, layout, k)
         self._shard_group = rank_group(machine, k, float(shard_size(plan)), layout.shard_step, network_congestion)
-        self._copy_engine = plan.gather_engine == "copy"
+        self._copy_engine = plan.gather_transport == "copy_engine"
         self._copies_experts = number(layout.expert) <= 1
         """Whether the copy engine may gather experts. With expert parallelism kernels gather them, in another group."""
         self._replica_group = rank_group(

@@ -35,9 +35,9 @@ Moments = Literal["fp32", "bf16", "int8"]
 Accumulation = Literal["device", "bf16", "host"]
 OffloadShare = Annotated[float, Bound(at_least=0, at_most=1)]
 Gigabytes = Annotated[float, Bound(at_least=0, at_most=1e6)]
-Engine = Literal["kernel", "copy"]
+Transport = Literal["nccl", "copy_engine"]
 ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
-ExpertOwners = Literal["even", "heterogeneous"]
+ExpertPlacement = Literal["even", "balanced"]
 ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
 Seconds = Annotated[float, Bound(at_least=0)]
 ReceiveBound = Annotated[float, Bound(at_least=1.0)]
@@ -170,12 +170,12 @@ class ExpertPlan:
     """Experts of other ranks that are present on a rank, per layer, at most; 0 with policy none."""
     keep: bool = False
     """Keep the experts of a layer gathered for the step. Only with copies."""
-    window: Positive = 5
+    load_window: Positive = 5
     """Steps whose loads a decision is made from."""
-    owners: ExpertOwners = "even"
+    placement: ExpertPlacement = "even"
     """Assignment of experts to owner ranks, which hold their master weights and optimizer state."""
-    owners_every: Positive = 100
-    """Steps after which heterogeneous owners may move."""
+    placement_every: Positive = 100
+    """Steps after which balanced experts may move to other ranks."""
     exchange: ExpertExchange = "all_to_all"
     """Transport of tokens between expert ranks."""
     receive_bound: ReceiveBound | None = None
@@ -283,10 +283,10 @@ class Plan:
     """Strategy by layer range; the ranges cover every layer once."""
     precision: Precision = Precision()
     """Number formats."""
-    gather_engine: Engine = "kernel"
-    """Engine of the all-gathers of weights over shard and context ranks."""
-    tensor_engine: Engine = "kernel"
-    """Engine that moves tokens along the tensor axis."""
+    gather_transport: Transport = "nccl"
+    """What carries the all-gathers of weights over shard and context ranks."""
+    tensor_transport: Transport = "nccl"
+    """What carries tokens along the tensor axis."""
     offload_fraction: OffloadShare = 1.0
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device in the same format."""
     offload_staging: Gigabytes = 0.0
