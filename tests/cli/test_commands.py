@@ -231,9 +231,25 @@ def test_a_plan_file_that_copies_across_nodes_is_refused_before_ranks_start(
     arguments = [tiny, f"plan={file}", "cluster.emulate_nodes=2", "--runs", tmp_path / "runs"]
     for command in ("check", "train"):
         answer = meshwright(command, *arguments)
-        assert answer.code == 2 and f"{file}: plan.{key} = copy_engine: the 2 ranks of the {axis} axis" in answer.err
+        place = f"{file}:4:{len(key) + 3}: {key}"
+        assert answer.code == 2 and f"{place}: copy engines need shared memory, and the 2" in answer.err
         assert "run " not in answer.err and not (tmp_path / "runs").exists()
     assert meshwright("check", tiny, f"plan={file}").code == 0
+
+
+def test_what_this_release_only_plans_is_refused_at_its_key_before_ranks_start(tiny: Path, tmp_path: Path) -> None:
+    """By `check` and `train`, of plan files and pins alike."""
+    keys = ["pipeline: 2", "schedule: zbv", "offload: both", "compute: fp32", "compile: false"]
+    file, run = tmp_path / "plan.yaml", tmp_path / "run.yaml"
+    file.write_text("\n".join([*keys, 'stages: [["0", "3"], ["1", "2"]]', "global_batch: 8", "micro_batch: 1"]))
+    run.write_text(f"extends: {tiny}\nmodel: {{layers: 4}}\nplan:\n  " + "\n  ".join(keys))
+    runs = ["--runs", tmp_path / "runs"]
+    for command in ("check", "train"):
+        pinned = meshwright(command, run, *runs)
+        assert pinned.code == 2 and f"{run}:5:13: plan.schedule: this release cannot train" in pinned.err
+        planned = meshwright(command, tiny, "model.layers=4", f"plan={file}", *runs)
+        assert planned.code == 2 and f"{file}:2:11: schedule: this release cannot" in planned.err
+        assert not (tmp_path / "runs").exists()
 
 
 def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: Path, tmp_path: Path) -> None:

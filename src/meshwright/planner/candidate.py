@@ -31,7 +31,7 @@ from meshwright.spec.plan import (
     SlotOffload,
 )
 from meshwright.spec.plan_keys import PlanKeys
-from meshwright.spec.plan_rules import untrained
+from meshwright.spec.plan_rules import untrained, untrained_keys
 from meshwright.spec.run import RunSpec
 from meshwright.workload.dtypes import bytes_of, state_bytes
 from meshwright.workload.groups import shard_size
@@ -151,7 +151,13 @@ def untrainable(plan: Plan) -> str | None:
     """Return why this release cannot train the plan, although it plans and simulates it; None where it can."""
     if parts := untrained(plan):
         return f"this release cannot train {', '.join(parts)}; it can only plan and simulate that"
-    return _copy_refusal(plan)
+    return (_copy_refusal(plan) or ("", None))[1]
+
+
+def untrainable_key(plan: Plan) -> str | None:
+    """The key of a plan that `untrainable` refuses first; None for another plan."""
+    refused = untrained_keys(plan)
+    return refused[0][0] if refused else (_copy_refusal(plan) or (None, ""))[0]
 
 
 def idle_fields(plan: Plan) -> Iterator[str]:
@@ -190,15 +196,15 @@ def idle_fields(plan: Plan) -> Iterator[str]:
         yield f"plan.mlp_tile = {plan.mlp_tile} has no effect: no layer has recompute all_but_attention or full"
 
 
-def _copy_refusal(plan: Plan) -> str | None:
-    """Return why copy engines cannot carry weights or tokens in this plan, or None."""
+def _copy_refusal(plan: Plan) -> tuple[str, str] | None:
+    """The key of a transport that copy engines cannot be in this plan, and why; None where they can."""
     for key, transport, axis in (
         ("gather_transport", plan.gather_transport, _axis_across_nodes(plan, *SHARD_AXES)),
         ("tensor_transport", plan.tensor_transport, _axis_across_nodes(plan, "tensor")),
     ):
         if transport == "copy_engine" and axis is not None:
-            return (
-                f"plan.{key} = copy_engine: the {axis.size} ranks of the {axis.axis} axis are on several nodes, which share no memory; "
+            return key, (
+                f"plan.{key}: copy engines need shared memory, and the {axis.size} ranks of the {axis.axis} axis are on several nodes; "
                 f"expected it inside a node (lower plan.{axis.axis}), or plan.{key} = nccl"
             )
     return None

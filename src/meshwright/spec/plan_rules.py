@@ -602,15 +602,18 @@ def _places(rule: Rule, given: RuleInput) -> Iterator[tuple[int | None, RuleInpu
 
 def untrained(plan: Plan, key: str | None = None) -> list[str]:
     """What of a plan this release cannot train, in words; with `key` only what concerns that key."""
+    return list(dict.fromkeys(text for of_key, text in untrained_keys(plan) if key in (None, of_key)))
+
+
+def untrained_keys(plan: Plan) -> list[tuple[str, str]]:
+    """(key, text) of what this release cannot train."""
     given = input_of(plan)
-    rules = (rule for rule in UNTRAINED if key is None or rule.key == key)
-    texts = (
-        text_of(rule.untrained, values)
-        for rule in rules
+    return [
+        (rule.key, text_of(rule.untrained, values))
+        for rule in UNTRAINED
         for _, values in _places(rule, given)
         if rule.is_broken(values)
-    )
-    return list(dict.fromkeys(texts))
+    ]
 
 
 def input_of(plan: Plan) -> RuleInput:
