@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import memory_budget
-from meshwright.planner.memory_moves import staging, with_more_recompute
+from meshwright.planner.memory_moves import staging, state_on_device, with_more_recompute
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
 
 WORDS = [
@@ -43,3 +43,12 @@ def test_more_recompute_changes_no_other_setting_and_no_layer_that_keeps_less() 
         (first, replace(last, recompute="full")),
     ]
     assert with_more_recompute(run, plan_with(first)) == [(first,)]
+
+
+def test_state_that_stays_on_the_device_may_have_the_memory_of_weights_that_are_freed() -> None:
+    kept = LayerStrategy(range="2-3", reshard=False, offload="optimizer")
+    plan = plan_with(replace(kept, range="0-1", reshard=True), kept)
+    freed = (LayerStrategy(reshard=True, offload="optimizer"),)
+    for pins, tried in ([], True), (["plan.reshard=false"], False):
+        run = load_run(None, [*WORDS, *pins])
+        assert (freed in [moved.layers for moved in state_on_device(run, plan, memory_budget(run))]) is tried

@@ -30,11 +30,11 @@ from meshwright.planner.sample_plan import sample_plan
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.step_estimate import most_played
-from meshwright.planner.strategies import Strategy
+from meshwright.planner.strategies import End, Strategy
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
-from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan
+from meshwright.spec.plan import RECOMPUTE_MODES, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, transport_fields
 from meshwright.workload.groups import balances_owners, copies_experts
@@ -358,6 +358,23 @@ def complexity(plan: Plan) -> int:
         + copies_experts(plan)
         + balances_owners(plan)
     )
+
+
+def with_room_used(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
+    """A plan whose layers have two settings, with as few layers of the one that needs less memory as fit into `budget` bytes."""
+
+    def saving(layer: LayerStrategy) -> tuple[object, ...]:
+        return (
+            RECOMPUTE_MODES.index(layer.recompute),
+            layer.reshard,
+            layer.offload in ("optimizer", "both"),
+            layer.offload,
+        )
+
+    settings = sorted({replace(layer, range="all") for layer in plan.layers}, key=saving)
+    if len(settings) == 2 and pins_of(run).layers is None and settings[0].gradients == settings[1].gradients:
+        high, low = (End(layer.reshard, layer.recompute, layer.offload) for layer in settings)
+        yield _with_fewest_low_memory_layers(run, plan, Strategy(high, low, settings[0].gradients), budget)
 
 
 def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshwright.planner.candidate import Candidate, Option, fits, offloads, pins_of
 from meshwright.planner.expert_moves import copies, copies_text, kept_copies, owners, owners_text
 from meshwright.planner.explain import micro_batches_text, on_layers
-from meshwright.planner.finalists import SAME_TIME_TOLERANCE, PlanEstimator, fastest_first, is_large
+from meshwright.planner.finalists import SAME_TIME_TOLERANCE, PlanEstimator, fastest_first, is_large, with_room_used
 from meshwright.planner.memory_moves import (
     Fits,
     fraction_reason,
@@ -103,6 +103,7 @@ MOVES = (
     Move(name="mlp_tile", keys=("mlp_tile", "layers"), pinned=with_tiles, why=tile_reason),
     _kernels(GATHERS),
     _kernels(TOKENS),
+    Move(name="room", keys=("layers",), plans=with_room_used, starts=1),
 )
 """All moves, in the order in which they are tried and explained."""
 
