@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -46,6 +47,15 @@ from meshwright.workload.plan_bytes import fullest
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
+EARLIER_NAMES = (
+    (r'\b(gather|tensor)_engine("?[:=] ?"?)kernel\b', r"\1_transport\2nccl"),
+    (r'\b(gather|tensor)_engine("?[:=] ?"?)copy\b', r"\1_transport\2copy_engine"),
+    (
+        r'"window"(: \d+,\s*)"owners": "even"(,\s*)"owners_every"',
+        r'"load_window"\1"placement": "even"\2"placement_every"',
+    ),
+)
+"""Patterns of names that a plan's keys had when runs were kept, and their names now."""
 MEASURED_PARTS = ("forward", "backward", "reduce", "optim", "host")
 
 
@@ -318,8 +328,16 @@ def _parts_text(seconds_by_part: dict[str, float]) -> str:
     return "  ".join(f"{name} {seconds:.3f}" for name, seconds in seconds_by_part.items() if seconds >= 0.0005)
 
 
+def _text_of(file: Path) -> str:
+    """The text of a file of results, with the names that keys of a plan have now."""
+    text = file.read_text(encoding="utf-8")
+    for earlier, now in EARLIER_NAMES:
+        text = re.sub(earlier, now, text)
+    return text
+
+
 def _layout_runs(file: Path) -> Iterator[KeptRun]:
-    results = json.loads(file.read_text(encoding="utf-8"))
+    results = json.loads(_text_of(file))
     layouts = results.get("layouts", {})
     for name, entry in layouts.items():
         if "plan" not in entry or "slowed" in entry or "former_update" in entry or _exchanged_gradients(entry):
@@ -340,7 +358,7 @@ def _layout_runs(file: Path) -> Iterator[KeptRun]:
 
 def _planned_runs(file: Path) -> Iterator[KeptRun]:
     """Runs of `meshwright train`, and this program's runs of benchmarks/offload_peers.py, whose files have their plans."""
-    results = json.loads(file.read_text(encoding="utf-8"))
+    results = json.loads(_text_of(file))
     if results.get("benchmark") not in ("train", "offload_peers"):
         return
     common = results.get("words") or [word for word in results["command"].split() if "=" in word]
@@ -365,7 +383,7 @@ def _planned_runs(file: Path) -> Iterator[KeptRun]:
 
 def _dense_runs(file: Path) -> Iterator[KeptRun]:
     """This program's runs in a file of benchmarks/dense.py; of several passes, each."""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in _text_of(file).splitlines()]
     sessions = {line["date"]: line for line in lines if line["kind"] == "session"}
     for line in lines:
         if line["kind"] != "run" or line["side"] != "meshwright" or "plan" not in line or _exchanged_gradients(line):
@@ -392,7 +410,7 @@ def _dense_runs(file: Path) -> Iterator[KeptRun]:
 
 def _train_runs(file: Path) -> Iterator[KeptRun]:
     """The lines of a file of single runs that have a step time, with the plans that the planner makes of their words."""
-    for line in json.loads(file.read_text(encoding="utf-8"))["lines"]:
+    for line in json.loads(_text_of(file))["lines"]:
         if "step_ms" not in line:
             continue
         values = dict(word.split("=") for word in line["words"])
@@ -415,7 +433,7 @@ def _train_runs(file: Path) -> Iterator[KeptRun]:
 
 def _schedule_runs(file: Path) -> Iterator[KeptRun]:
     """The runs of a file of one layout under several schedules; its engine held other tensors than today's."""
-    results = json.loads(file.read_text(encoding="utf-8"))
+    results = json.loads(_text_of(file))
     for name, entry in results["schedules"].items():
         words = [*results["words"], f"plan.schedule={name}"]
         run, seconds = _run_of(HERE / "llama3-8b.yaml", words, results["environment"]), entry["step_seconds"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-OVERRIDES = ("plan.gather_engine=kernel", "plan.tensor_engine=kernel", "data.mix=stdlib")
+OVERRIDES = ("plan.gather_transport=nccl", "plan.tensor_transport=nccl", "data.mix=stdlib")
 """Copy engines would map the memory of other devices."""
 
 

@@ -4,7 +4,7 @@
 
 Prints a line for each product of Llama-3-8B and direction, in ms of the slowest rank, medians over rounds of several calls in a row:
 
-  plain      collectives before or after the product (`plan.tensor_engine: kernel`)
+  plain      collectives before or after the product (`plan.tensor_transport: nccl`)
   beside     copies by copy engines that overlap the product in pieces (`copy`), for each minimum number of rows per piece
   products   the undivided matrix products alone, the lower bound
   exchange   the collectives alone

@@ -222,18 +222,34 @@ def test_check_finds_what_only_the_disk_knows(tiny: Path, finished: Path, tmp_pa
     assert shard.name in answer.json["errors"][0]["got"]
 
 
-@pytest.mark.parametrize(("axis", "engine"), [("shard", "gather_engine"), ("tensor", "tensor_engine")])
+@pytest.mark.parametrize(("axis", "key"), [("shard", "gather_transport"), ("tensor", "tensor_transport")])
 def test_a_plan_file_that_copies_across_nodes_is_refused_before_ranks_start(
-    axis: str, engine: str, tiny: Path, tmp_path: Path
+    axis: str, key: str, tiny: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text(f"{axis}: 2\nglobal_batch: 8\nmicro_batch: 1\n{engine}: copy\ncompile: false\ncompute: fp32\n")
+    file.write_text(f"{axis}: 2\nglobal_batch: 8\nmicro_batch: 1\n{key}: copy_engine\ncompile: false\ncompute: fp32\n")
     arguments = [tiny, f"plan={file}", "cluster.emulate_nodes=2", "--runs", tmp_path / "runs"]
     for command in ("check", "train"):
         answer = meshwright(command, *arguments)
-        assert answer.code == 2 and f"{file}: plan.{engine} = copy: the 2 ranks of the {axis} axis" in answer.err
+        place = f"{file}:4:{len(key) + 3}: {key}"
+        assert answer.code == 2 and f"{place}: copy engines need shared memory, and the 2" in answer.err
         assert "run " not in answer.err and not (tmp_path / "runs").exists()
     assert meshwright("check", tiny, f"plan={file}").code == 0
+
+
+def test_what_this_release_only_plans_is_refused_at_its_key_before_ranks_start(tiny: Path, tmp_path: Path) -> None:
+    """By `check` and `train`, of plan files and pins alike."""
+    keys = ["pipeline: 2", "schedule: zbv", "offload: both", "compute: fp32", "compile: false"]
+    file, run = tmp_path / "plan.yaml", tmp_path / "run.yaml"
+    file.write_text("\n".join([*keys, 'stages: [["0", "3"], ["1", "2"]]', "global_batch: 8", "micro_batch: 1"]))
+    run.write_text(f"extends: {tiny}\nmodel: {{layers: 4}}\nplan:\n  " + "\n  ".join(keys))
+    runs = ["--runs", tmp_path / "runs"]
+    for command in ("check", "train"):
+        pinned = meshwright(command, run, *runs)
+        assert pinned.code == 2 and f"{run}:5:13: plan.schedule: this release cannot train" in pinned.err
+        planned = meshwright(command, tiny, "model.layers=4", f"plan={file}", *runs)
+        assert planned.code == 2 and f"{file}:2:11: schedule: this release cannot" in planned.err
+        assert not (tmp_path / "runs").exists()
 
 
 def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: Path, tmp_path: Path) -> None:
@@ -242,7 +258,7 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
     file.write_text(
         "global_batch: 8\nmicro_batch: 1\ncompile: false\n"
         "schedule: gpipe\ngradients: whole\ncompute: fp32\nreduce_replicas: fp32\n"
-        "gather_engine: copy\ntensor_engine: copy\n"
+        "gather_transport: copy_engine\ntensor_transport: copy_engine\n"
     )
     arguments = [tiny, "cluster.gpus_per_node=1", "--runs", tmp_path / "runs"]
     checked, planned = (
@@ -252,9 +268,9 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
     idle = {
         "schedule = gpipe": "pipeline rank",
         "gradients = whole": "shard",
-        "gather_engine = copy": "shard",
+        "gather_transport = copy_engine": "shard",
         "reduce_replicas = fp32": "replica",
-        "tensor_engine = copy": "tensor rank",
+        "tensor_transport = copy_engine": "tensor rank",
     }
     assert output == [f"plan.{key} has no effect: the mesh has one {axis}" for key, axis in idle.items()]
     assert (

@@ -87,7 +87,7 @@ def test_keys_of_a_plan_file(tmp_path: Path) -> None:
 
 
 def test_experts_are_neither_copied_nor_moved(tmp_path: Path) -> None:
-    pins = ("{expert: 4, expert_policy: hecate, expert_slots: 1}", "{expert: 4, expert_owners: heterogeneous}")
+    pins = ("{expert: 4, expert_policy: hecate, expert_slots: 1}", "{expert: 4, expert_placement: balanced}")
     for plan in pins:
-        with pytest.raises(BadConfig, match=r"plan.expert_(policy|owners): expected (none|even), as"):
+        with pytest.raises(BadConfig, match=r"plan.expert_(policy|placement): expected (none|even), as"):
             load_run(written(tmp_path, preset="mixtral-8x7b", plan=plan))

@@ -65,15 +65,15 @@ CASES = (
     experts("expert: 2, shard: 2, expert_policy: fixed, expert_slots: 7"),
     experts("expert: 1, expert_slots: 2"),
     experts("expert: 1, expert_keep: true"),
-    experts("expert: 1, expert_window: 2"),
+    experts("expert: 1, expert_load_window: 2"),
     experts("expert: 1, expert_receive_bound: 1.5"),
     experts("expert: 1, expert_exchange: peer", H100),
     experts("expert: 2, shard: 2, expert_exchange: peer"),
-    experts("expert: 1, expert_owners: heterogeneous"),
-    experts("expert: 2, shard: 2, expert_owners: heterogeneous, expert_policy: fixed, expert_slots: 2"),
-    experts("expert: 2, shard: 2, expert_owners: heterogeneous", "model.expert_groups=2", "model.groups_per_token=1"),
-    experts("expert: 1, expert_owners_every: 10"),
-    experts("expert: 2, shard: 2, expert_owners: heterogeneous, offload: optimizer"),
+    experts("expert: 1, expert_placement: balanced"),
+    experts("expert: 2, shard: 2, expert_placement: balanced, expert_policy: fixed, expert_slots: 2"),
+    experts("expert: 2, shard: 2, expert_placement: balanced", "model.expert_groups=2", "model.groups_per_token=1"),
+    experts("expert: 1, expert_placement_every: 10"),
+    experts("expert: 2, shard: 2, expert_placement: balanced, offload: optimizer"),
     # samples of any length
     samples(f"hybrid: 4, samples: {{{TIMES}}}", form="section"),
     dense(f"shard: 2, samples: {{{TIMES}}}"),
@@ -128,7 +128,7 @@ CASES = (
     dense("linear: fp8_rowwise", "model.adapter={rank: 4, kind: dora}"),
     dense("mlp_tile: 64", "model.adapter={rank: 4}"),
     experts("expert: 2, shard: 2, expert_policy: fixed, expert_slots: 2", "model.adapter={rank: 4}"),
-    experts("expert: 2, shard: 2, expert_owners: heterogeneous", "model.adapter={rank: 4}"),
+    experts("expert: 2, shard: 2, expert_placement: balanced", "model.adapter={rank: 4}"),
 )
 """(run file, keys of the plan, overrides, forms of a file that can break it) for each rule, in the order of the table."""
 

@@ -1,7 +1,7 @@
 """The order of costs: more work, a slower network or less memory never makes a step faster, by formulas and by simulation.
 
 Plans are drawn with other sizes, schedules, models and clusters. Offload is left out: recompute leaves less to copy to the host, and may
-gain more than it costs.
+gain more than it costs; and what takes longer may hide slightly more of an optimizer's copies than it takes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ def drawn(number: int) -> Case:
     return run, replace(plan, layers=(replace(plan.layers[0], offload="none"),))
 
 
-def with_port(run: RunSpec, share: float, **network: object) -> RunSpec:
-    port = share * CHIPS[run.cluster.gpu].nic / 1e9
-    changed = replace(run.cluster.network or NetworkSpec(), port_gb_per_s=port, **network)
+def on_network(run: RunSpec, *, ports: float = 1.0, links: float = 1.0, **network: object) -> RunSpec:
+    """The run on ports and links with these shares of the chip's rates."""
+    chip = CHIPS[run.cluster.gpu]
+    rates = {"port_gb_per_s": ports * chip.nic / 1e9, "link_gb_per_s": links * chip.link / 1e9}
+    changed = replace(run.cluster.network or NetworkSpec(), **rates, **network)
     return replace(run, cluster=replace(run.cluster, network=changed))
 
 
@@ -50,12 +52,14 @@ def with_recompute(plan: Plan, mode: Recompute) -> Plan:
 
 def changes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, Case, Case]]:
     """(name, a run and plan, the same with more work or less of something)."""
-    for network, networked in (("", run), ("over TCP, ", with_port(run, 0.05, fabric="tcp"))):
+    for network, networked in (("", run), ("over TCP, ", on_network(run, ports=0.05, fabric="tcp"))):
         recomputed = [(networked, with_recompute(plan, mode)) for mode in ("none", "selective", "full")]
         yield f"{network}selective recompute", recomputed[0], recomputed[1]
         yield f"{network}full recompute", recomputed[1], recomputed[2]
     yield "longer sequences", (run, plan), (replace(run, train=replace(run.train, seq_len=4608)), plan)
-    yield "slower ports", (with_port(run, 1.0), plan), (with_port(run, 0.8), plan)
+    yield "slower ports", (on_network(run), plan), (on_network(run, ports=0.8), plan)
+    yield "slower links", (on_network(run), plan), (on_network(run, links=0.8), plan)
+    yield "later messages", (on_network(run, port_us=5.0), plan), (on_network(run, port_us=20.0), plan)
     memory, half = (replace(run, cluster=replace(run.cluster, memory_gib=gib)) for gib in (1000, 500))
     yield "less memory", (memory, plan), (half, plan)
 

@@ -313,8 +313,8 @@ def _plan(draw: Random, spec: ModelSpec, precision: Precision, compile: bool) ->
         experts=ExpertPlan(expert=expert, expert_shard=shard_ranks // expert) if spec.experts and expert > 1 else None,
         layers=tuple(_layers(draw, spec.layers)),
         precision=precision,
-        gather_engine=draw.choice(("kernel", "kernel", "copy")),
-        tensor_engine="copy" if sizes["tensor"] > 1 and draw.random() < 0.5 else "kernel",
+        gather_transport=draw.choice(("nccl", "nccl", "copy_engine")),
+        tensor_transport="copy_engine" if sizes["tensor"] > 1 and draw.random() < 0.5 else "nccl",
         compile=compile,
     )
 

@@ -36,7 +36,7 @@ CASES = [
 
 
 def with_copied_tokens(plan: Plan) -> Plan:
-    return replace(plan, tensor_engine="copy")
+    return replace(plan, tensor_transport="copy_engine")
 
 
 @pytest.mark.parametrize(("spec", "case"), quick_first(1, CASES, unpack=True), ids=named)
@@ -144,4 +144,4 @@ def refusal_text(world: World) -> str:
 
 
 def test_nodes_played_on_one_host_share_no_memory(pool: Pool) -> None:
-    assert all("plan.tensor_engine = copy between rank 0" in text for text in pool.run(refusal_text, 2))
+    assert all("plan.tensor_transport = copy_engine between rank 0" in text for text in pool.run(refusal_text, 2))

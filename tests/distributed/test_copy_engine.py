@@ -23,7 +23,7 @@ from tests.slow import quick_first
 
 
 def with_copy_engine(kernel_plan: Plan) -> Plan:
-    return replace(kernel_plan, gather_engine="copy")
+    return replace(kernel_plan, gather_transport="copy_engine")
 
 
 CASES = {
@@ -90,4 +90,4 @@ def refusal_text(world) -> str:
 
 
 def test_nodes_played_on_one_host_share_no_memory(pool: Pool) -> None:
-    assert all("plan.gather_engine = copy between rank 0" in text for text in pool.run(refusal_text, 2))
+    assert all("plan.gather_transport = copy_engine between rank 0" in text for text in pool.run(refusal_text, 2))

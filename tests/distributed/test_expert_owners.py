@@ -63,7 +63,7 @@ def _exchanged(parts: list[np.ndarray], boxes: list[list[Box]], order: list[int]
 
 
 OWNERS = [*ranks(4), *SHALLOW, "model.experts=8", "train.steps=12", "checkpoint.every=4", "train.balance_loss=0"]
-MOVES = ["plan.expert_owners=heterogeneous", "plan.expert_owners_every=3", "plan.expert_window=2"]
+MOVES = ["plan.expert_placement=balanced", "plan.expert_placement_every=3", "plan.expert_load_window=2"]
 FP64 = ["plan.compute=fp64", "train.clip_norm=null"]
 LAYOUTS = {
     "expert ranks": [*OWNERS, "plan.expert=2", "supervision.check_state_every=1"],

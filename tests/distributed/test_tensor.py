@@ -18,7 +18,7 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.parallel.world import World
 from meshwright.spec.layout import token_exchanges
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import Engine, Plan, Precision
+from meshwright.spec.plan import Plan, Precision, Transport
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
 from tests.distributed.drawn import FAMILIES
@@ -201,7 +201,7 @@ def exchanges_of_a_block(world: World, spec: ModelSpec, plan: Plan) -> list[tupl
     """Gathers and sums of tokens in a block's forward, and in its backward."""
     from meshwright.parallel import peers, products
 
-    copied = plan.tensor_engine == "copy"
+    copied = plan.tensor_transport == "copy_engine"
     owner, names = (
         (peers.MessagePeers, ("start_gather", "start_sum")) if copied else (products, ("_gather", "_scatter"))
     )
@@ -250,11 +250,11 @@ def through_a_block(world: World, spec: ModelSpec, plan: Plan) -> tuple[Any, tor
     return engine, y
 
 
-@pytest.mark.parametrize("engine", ["kernel", "copy"])
-def test_a_parallel_block_exchanges_once_where_another_does_twice(pool: Pool, engine: Engine) -> None:
+@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
+def test_a_parallel_block_exchanges_once_where_another_does_twice(pool: Pool, transport: Transport) -> None:
     """Forward a gather and a sum; backward as many, and the gather for weights' gradients again."""
     for spec, times in ((LLAMA, 2), (GATED, 1), (PARALLEL, 1)):
-        plan = replace(Case("1f1b", tensor=2).plan, tensor_engine=engine)
+        plan = replace(Case("1f1b", tensor=2).plan, tensor_transport=transport)
         assert token_exchanges(spec, 0) == times
         expected = [(times, times), (2 * times, times)]
         assert pool.run(exchanges_of_a_block, 2, spec, plan) == [expected] * 2

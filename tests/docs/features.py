@@ -129,12 +129,13 @@ FEATURES: dict[str, Feature] = {
     "`recompute: selective`": strategy(recompute="selective"),
     "`recompute: all_but_attention`": strategy(recompute="all_but_attention"),
     "`recompute: full`": strategy(recompute="full"),
-    "`gather_engine: copy`": Feature(
-        lambda plan, spec: plan.gather_engine == "copy", lambda plan: replace(plan, gather_engine="copy")
+    "`gather_transport: copy_engine`": Feature(
+        lambda plan, spec: plan.gather_transport == "copy_engine",
+        lambda plan: replace(plan, gather_transport="copy_engine"),
     ),
-    "`tensor_engine: copy`": Feature(
-        lambda plan, spec: plan.tensor_engine == "copy",
-        lambda plan: replace(axis("tensor").add(plan), tensor_engine="copy"),
+    "`tensor_transport: copy_engine`": Feature(
+        lambda plan, spec: plan.tensor_transport == "copy_engine",
+        lambda plan: replace(axis("tensor").add(plan), tensor_transport="copy_engine"),
     ),
     "`offload: activations`": host_offload("activations"),
     "`offload: optimizer`": host_offload("optimizer"),

@@ -60,8 +60,8 @@ def test_runs_train_alike(name: str, tmp_path: Path) -> None:
     needs_mapped_gpus()
     common = ["plan.tensor=2", *CASES[name]]
     by_collectives, by_copies = (
-        figures(trained(tmp_path, LLAMA, engine, GPUS, [*common, f"plan.tensor_engine={engine}"]))
-        for engine in ("kernel", "copy")
+        figures(trained(tmp_path, LLAMA, transport, GPUS, [*common, f"plan.tensor_transport={transport}"]))
+        for transport in ("nccl", "copy_engine")
     )
     assert by_copies == pytest.approx(by_collectives, rel=LAYOUT_BOUND)
 
@@ -71,8 +71,8 @@ def test_runs_train_alike_in_fp32(tmp_path: Path) -> None:
     needs_mapped_gpus()
     common = ["plan.tensor=2", "plan.compute=fp32", "plan.micro_batch=2"]
     by_collectives, by_copies = (
-        figures(trained(tmp_path, LLAMA, engine, GPUS, [*common, f"plan.tensor_engine={engine}"]))
-        for engine in ("kernel", "copy")
+        figures(trained(tmp_path, LLAMA, transport, GPUS, [*common, f"plan.tensor_transport={transport}"]))
+        for transport in ("nccl", "copy_engine")
     )
     assert by_copies == pytest.approx(by_collectives, rel=FP32_BOUND)
 

@@ -23,14 +23,14 @@ def test_runs_train_alike(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("needs 2 GPUs that map each other's memory")
     overrides = ["plan.shard=2", *CASES[name]]
-    kernels = figures(trained(tmp_path, LLAMA, "kernel", 2, [*overrides, "plan.gather_engine=kernel"]))
+    kernels = figures(trained(tmp_path, LLAMA, "nccl", 2, [*overrides, "plan.gather_transport=nccl"]))
     for key, value in (
         ("NCCL_DEBUG", "INFO"),
         ("NCCL_DEBUG_SUBSYS", "TUNING,COLL"),
         ("NCCL_DEBUG_FILE", f"{tmp_path}/nccl.%p"),
     ):
         monkeypatch.setenv(key, value)
-    copies = figures(trained(tmp_path, LLAMA, "copy", 2, [*overrides, "plan.gather_engine=copy"]))
+    copies = figures(trained(tmp_path, LLAMA, "copy_engine", 2, [*overrides, "plan.gather_transport=copy_engine"]))
     assert copies[0] == kernels[0], "the first loss is made of gathered weights alone"
     assert copies == pytest.approx(kernels, rel=LAYOUT_BOUND)
     nccl_log = "\n".join(file.read_text(errors="replace") for file in tmp_path.glob("nccl.*"))

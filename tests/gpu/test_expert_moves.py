@@ -55,6 +55,6 @@ def test_training_with_moves_equals_training_without(tmp_path: Path) -> None:
     """Moves after every second step, between the update and gathers of the next step on another stream."""
     needs(2)
     words = ["plan.expert=2", "train.balance_loss=0", "train.steps=12"]
-    moves = [*MOVES, "plan.expert_owners_every=2"]
+    moves = [*MOVES, "plan.expert_placement_every=2"]
     plain = figures(trained(tmp_path, RUN, "plain", 2, words))
     assert figures(trained(tmp_path, RUN, "moved", 2, [*words, *moves])) == pytest.approx(plain, rel=BOUND)

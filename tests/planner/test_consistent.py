@@ -97,3 +97,10 @@ def test_the_plans_of_a_value_are_tried_after_the_best() -> None:
     assert [*ranking.order(seconds, min_plans=1)] == [0]
     assert [*ranking.order(seconds, min_plans=0, among=np.array([False, True, True]))] == [1]
     assert [*ranking.order(seconds, min_plans=2, among=np.array([False, True, True]))] == [2]
+
+
+def test_another_split_is_tried_although_its_family_was_slower_than_estimated() -> None:
+    families = [("1 shard", "a", "a"), ("2 shards", "a", "a"), ("2 shards", "a", "a")]
+    for near_ratio, tried in ((1.0, [0]), (0.96, [0, 1])):
+        ranking = Ranking([1.0, 1.05, 1.3], families, 1.0, near_ratio=near_ratio)
+        assert [*ranking.order([1.2, 1.1, 1.4].__getitem__, min_plans=1)] == tried

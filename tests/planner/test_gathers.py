@@ -22,8 +22,8 @@ def gather_reason(plan: Plan) -> str:
 
 
 def test_copy_engines_gather_where_that_is_more_than_a_predictions_doubt() -> None:
-    copied, kernels = chosen("plan.shard=8"), chosen("plan.shard=8 plan.gather_engine=kernel")
-    assert copied.gather_engine == "copy" and kernels.gather_engine == "kernel"
+    copied, kernels = chosen("plan.shard=8"), chosen("plan.shard=8 plan.gather_transport=nccl")
+    assert copied.gather_transport == "copy_engine" and kernels.gather_transport == "nccl"
     assert copied.predicted and kernels.predicted and copied.predicted.step_seconds and kernels.predicted.step_seconds
     gap = kernels.predicted.step_seconds - copied.predicted.step_seconds
     assert 0.01 < gap / copied.predicted.step_seconds < 0.03
@@ -51,7 +51,7 @@ def test_copy_engines_gather_where_that_is_more_than_a_predictions_doubt() -> No
 def test_kernels_gather_where_copy_engines_cannot(words: str, reason: str) -> None:
     plan = chosen(words)
     assert (
-        plan.gather_engine == "kernel"
+        plan.gather_transport == "nccl"
         and gather_reason(plan).startswith(reason)
         and bool(gather_reason(plan)) == bool(reason)
     )
@@ -60,22 +60,22 @@ def test_kernels_gather_where_copy_engines_cannot(words: str, reason: str) -> No
 def test_a_gain_that_no_prediction_tells_apart_leaves_kernels() -> None:
     """Weights are gathered once for many micro-batches, so gathers are a small part of the step."""
     plan = chosen("plan.shard=8 train.global_batch=512 plan.reshard=false plan.gradients=whole")
-    assert plan.gather_engine == "kernel" and "the best plan with copy engines cannot be told apart" in gather_reason(
+    assert plan.gather_transport == "nccl" and "the best plan with copy engines cannot be told apart" in gather_reason(
         plan
     )
 
 
 def test_pinned_copies_keep_shards_inside_a_node() -> None:
-    plan = chosen("cluster.emulate_nodes=2 plan.gather_engine=copy")
-    assert plan.gather_engine == "copy" and plan.axis_size("shard") <= 4 and untrainable(plan) is None
+    plan = chosen("cluster.emulate_nodes=2 plan.gather_transport=copy_engine")
+    assert plan.gather_transport == "copy_engine" and plan.axis_size("shard") <= 4 and untrainable(plan) is None
 
 
 def test_where_the_window_does_not_fit_kernels_gather() -> None:
     """With the least memory in which a plan with kernels fits, the window of copy engines does not fit."""
     words = "plan.shard=8 plan.recompute=none plan.reshard=true plan.offload=none plan.gradients=shard"
-    kernels = chosen(words + " plan.gather_engine=kernel")
+    kernels = chosen(words + " plan.gather_transport=nccl")
     assert kernels.predicted is not None
     tight = kernels.predicted.memory_peak_bytes / 0.91 / 2**30 * 1.001
     run = load_run(None, [*NODE.split(), *SHARDED.split(), *words.split(), f"cluster.memory_gib={tight:.3f}"])
     plan = search(run, trainable=True).best.plan
-    assert plan.gather_engine == "kernel" and fits(run, plan, memory_budget(run))
+    assert plan.gather_transport == "nccl" and fits(run, plan, memory_budget(run))

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import memory_budget
-from meshwright.planner.memory_moves import staging, with_more_recompute
+from meshwright.planner.finalists import with_room_used
+from meshwright.planner.memory_moves import staging, state_on_device, with_more_recompute
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
 
 WORDS = [
@@ -43,3 +44,19 @@ def test_more_recompute_changes_no_other_setting_and_no_layer_that_keeps_less() 
         (first, replace(last, recompute="full")),
     ]
     assert with_more_recompute(run, plan_with(first)) == [(first,)]
+
+
+def test_state_that_stays_on_the_device_may_have_the_memory_of_weights_that_are_freed() -> None:
+    kept = LayerStrategy(range="2-3", reshard=False, offload="optimizer")
+    plan = plan_with(replace(kept, range="0-1", reshard=True), kept)
+    freed = (LayerStrategy(reshard=True, offload="optimizer"),)
+    for pins, tried in ([], True), (["plan.reshard=false"], False):
+        run = load_run(None, [*WORDS, *pins])
+        assert (freed in [moved.layers for moved in state_on_device(run, plan, memory_budget(run))]) is tried
+
+
+def test_room_that_others_freed_is_used() -> None:
+    run = load_run(None, WORDS)
+    plan = plan_with(LayerStrategy(range="0-1", recompute="full"), LayerStrategy(range="2-3"))
+    assert [moved.layers for moved in with_room_used(run, plan, memory_budget(run))] == [(LayerStrategy(),)]
+    assert not list(with_room_used(run, plan_with(LayerStrategy()), memory_budget(run)))

@@ -64,7 +64,23 @@ CASES = {
         "cluster.network.port_gb_per_s=12.5",
         "plan.pipeline=1 plan.tensor=1",
     ),
+    "fewer shards and more replicas, whose sums the closed form hides": (
+        "model=phi4-mini cluster.gpu=B300 cluster.nodes=64 cluster.gpus_per_node=2 train.seq_len=512 train.global_batch=64 "
+        "cluster.network.port_gb_per_s=20",
+        "plan.offload=none plan.tensor=8",
+    ),
+    "state that may stay on devices whose weights are freed": (
+        "model=deepseek-v3 cluster.gpu=H800 cluster.nodes=16 cluster.gpus_per_node=6 train.seq_len=32768 train.global_batch=8 "
+        "cluster.network.port_gb_per_s=18",
+        "plan.reshard=true",
+    ),
+    "virtual stages on slow ports": (
+        "model=olmo2-32b cluster.gpu=RTX5090 cluster.nodes=64 cluster.gpus_per_node=8 train.seq_len=4096 train.global_batch=256 "
+        "cluster.memory_gib=40",
+        "plan.schedule=breadth_first",
+    ),
 }
+"""Questions whose answers were once more than 2% slower than with the pins."""
 
 
 @pytest.mark.parametrize("seed", quick_first(2, SEEDS))
@@ -81,8 +97,7 @@ def test_more_is_not_slower(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES)[::-1])
-def test_a_pipeline_is_no_faster_than_it_was_thought(name: str) -> None:
-    """Estimates of pipelines once left out their exposed reductions, so only pipelines were simulated by units."""
+def test_answers_that_a_pin_once_made_faster(name: str) -> None:
     overrides, pins = (text.split() for text in CASES[name])
     unpinned, pinned = seconds(overrides), seconds([*overrides, *pins])
     assert unpinned is not None and pinned is not None and unpinned <= (1 + LIMITS["pins"]) * pinned

@@ -55,13 +55,13 @@ def test_of_two_plans_with_about_equal_times_the_one_that_depends_less_on_the_ne
     """Times are about equal if they differ by less than predictions are unsure of. A fragile plan depends more on the network."""
     quick, robust, slow = (
         Candidate(
-            replace(sharded, tensor_engine=engine, predicted=Predicted(memory_peak_bytes=1, step_seconds=seconds))
+            replace(sharded, tensor_transport=transport, predicted=Predicted(memory_peak_bytes=1, step_seconds=seconds))
         )
-        for engine, seconds in (("kernel", 1.0), ("copy", 1.009), ("copy", 1.02))
+        for transport, seconds in (("nccl", 1.0), ("copy_engine", 1.009), ("copy_engine", 1.02))
     )
 
     def fragile(plan: Plan) -> bool:
-        return plan.tensor_engine == "kernel"
+        return plan.tensor_transport == "nccl"
 
     assert simplest([quick, robust]) is quick
     assert simplest([quick, robust], fragile=fragile) is robust

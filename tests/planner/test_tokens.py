@@ -21,8 +21,8 @@ def token_reason(plan: Plan) -> str:
 
 
 def test_copy_engines_carry_tokens_between_two_ranks_and_need_room_for_them() -> None:
-    copied, kernels = chosen(""), chosen("plan.tensor_engine=kernel")
-    assert copied.tensor_engine == "copy" and kernels.tensor_engine == "kernel"
+    copied, kernels = chosen(""), chosen("plan.tensor_transport=nccl")
+    assert copied.tensor_transport == "copy_engine" and kernels.tensor_transport == "nccl"
     assert copied.predicted and kernels.predicted and copied.predicted.step_seconds and kernels.predicted.step_seconds
     assert 1.05 < kernels.predicted.step_seconds / copied.predicted.step_seconds < 1.15
     window = copied.predicted.memory_bytes["framework"] - kernels.predicted.memory_bytes["framework"]
@@ -46,7 +46,7 @@ def test_copy_engines_carry_tokens_between_two_ranks_and_need_room_for_them() ->
 def test_kernels_carry_them_where_copies_cannot_or_were_not_measured(words: str, reason: str) -> None:
     plan = chosen(words)
     assert (
-        plan.tensor_engine == "kernel"
+        plan.tensor_transport == "nccl"
         and token_reason(plan).startswith(reason)
         and bool(token_reason(plan)) == bool(reason)
     )
@@ -56,12 +56,12 @@ def test_the_search_copies_without_a_pinned_axis_too() -> None:
     words = "model=llama3-8b train.seq_len=8192 train.global_batch=3"  # which two data ranks do not divide
     answer = search(load_run(None, [*words.split(), *GPUS.split()]))
     pairs = [candidate.plan for candidate in (answer.best, *answer.others) if candidate.plan.axis_size("tensor") == 2]
-    assert pairs and pairs[0].tensor_engine == "copy"
+    assert pairs and pairs[0].tensor_transport == "copy_engine"
 
 
 def test_one_sequence_at_a_time_gains_no_more_than_a_predictions_doubt() -> None:
     """Kernels gather a single sequence in order: nothing is copied into place, so copy engines could hide only the exchange."""
     plan = chosen("plan.micro_batch=1")
-    assert plan.tensor_engine == "kernel" and "the best plan with copy engines cannot be told apart" in token_reason(
+    assert plan.tensor_transport == "nccl" and "the best plan with copy engines cannot be told apart" in token_reason(
         plan
     )

@@ -149,8 +149,8 @@ def test_every_schedule_of_a_plan_is_complete_and_does_all_the_work(schedule: st
 def test_copy_engine_gathers_overlap_reductions_and_slow_compute_less() -> None:
     chosen_plan = plan({"shard": 8}, accumulate=2, reshard=True)
     kernels, copies = (
-        timing_of(LLAMA, job(chosen_plan), replace(chosen_plan, gather_engine=engine), NODE)
-        for engine in ("kernel", "copy")
+        timing_of(LLAMA, job(chosen_plan), replace(chosen_plan, gather_transport=transport), NODE)
+        for transport in ("nccl", "copy_engine")
     )
     assert kernels.shared_communicator and kernels.gather_slowdown == kernels.reduce_slowdown
     assert (
@@ -160,7 +160,11 @@ def test_copy_engine_gathers_overlap_reductions_and_slow_compute_less() -> None:
     assert copies.reduce == kernels.reduce and copies.copy_out == kernels.copy_out
     assert kernels.unshard[0][1] / copies.unshard[0][1] == pytest.approx(1.34, abs=0.1)
     spans = {
-        lane: [(s, e) for _, at, _, s, e in simulated(replace(chosen_plan, gather_engine="copy")).records if at == lane]
+        lane: [
+            (s, e)
+            for _, at, _, s, e in simulated(replace(chosen_plan, gather_transport="copy_engine")).records
+            if at == lane
+        ]
         for lane in ("unshard", "reduce")
     }
     assert any(a < d and c < b for a, b in spans["unshard"] for c, d in spans["reduce"]), (
@@ -190,7 +194,11 @@ def test_accumulation_in_products_moves_six_of_ten_bytes() -> None:
 def test_experts_on_ranks_of_their_own_are_gathered_by_kernels() -> None:
     model = from_plain(ModelSpec, MODEL_PRESETS["mixtral-8x7b"])
     spread, together = (
-        replace(plan({"shard": 8}), gather_engine="copy", experts=ExpertPlan(expert=ranks, expert_shard=8 // ranks))
+        replace(
+            plan({"shard": 8}),
+            gather_transport="copy_engine",
+            experts=ExpertPlan(expert=ranks, expert_shard=8 // ranks),
+        )
         for ranks in (2, 1)
     )
     slow, fast = (timing_of(model, job(chosen_plan), chosen_plan, NODE) for chosen_plan in (spread, together))

@@ -25,7 +25,7 @@ def decisions(
     policy: ExpertPolicy, moves: list[Mapping[int, np.ndarray]] | None = None
 ) -> tuple[ExpertDecisions, dict[int, PresentExperts]]:
     """The decisions of a rank; with `moves`, which gets all moves, owners follow the loads every four steps."""
-    plan = ExpertPlan(expert=RANKS, policy=policy, slots=2, window=3)
+    plan = ExpertPlan(expert=RANKS, policy=policy, slots=2, load_window=3)
     device, shape, owners = torch.device("cpu"), (LAYERS, RANKS, EXPERTS), None
     presents = {FIRST + layer: PresentExperts(EXPERTS, plan, [0, 0, 1, 1], RANK, device) for layer in range(LAYERS)}
     if moves is not None:

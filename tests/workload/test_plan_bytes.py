@@ -356,19 +356,21 @@ def test_fp8_experts_save_their_activations_in_the_compute_dtype() -> None:
 
 def test_copy_engine_gathers_use_a_window() -> None:
     """The window holds two blocks and one end in bf16 for the whole run; kernels free their buffer. None on one rank."""
-    by_engine = [
-        fullest_rank_memory(MODEL, TRAIN, replace(plan({"shard": 4}), gather_engine=engine), cpu=False)
-        for engine in ENGINES
+    by_transport = [
+        fullest_rank_memory(MODEL, TRAIN, replace(plan({"shard": 4}), gather_transport=transport), cpu=False)
+        for transport in TRANSPORTS
     ]
-    assert {category for category in by_engine[0] if by_engine[0][category] != by_engine[1][category]} == {"gathered"}
-    window = by_engine[1]["gathered"] - by_engine[0]["gathered"]
+    assert {category for category in by_transport[0] if by_transport[0][category] != by_transport[1][category]} == {
+        "gathered"
+    }
+    window = by_transport[1]["gathered"] - by_transport[0]["gathered"]
     block = sum(parameter.count for parameter in layer_parameters(MODEL, 0))
     assert window == pytest.approx(2 * 2 * block, rel=0.01), (
         "the kernel's last gather buffer, the head's, is as large as the window's slot for an end"
     )
     unsharded = [
-        fullest_rank_memory(MODEL, TRAIN, replace(plan({"shard": 1}), gather_engine=engine), cpu=False)
-        for engine in ENGINES
+        fullest_rank_memory(MODEL, TRAIN, replace(plan({"shard": 1}), gather_transport=transport), cpu=False)
+        for transport in TRANSPORTS
     ]
     assert unsharded[0] == unsharded[1]
 
@@ -378,10 +380,10 @@ def test_copy_engine_token_exchange_uses_a_window() -> None:
     for tensor, cpu, window in ((4, False, 2 * TOKENS * HIDDEN * 2), (1, False, 0), (4, True, 0)):
         tensor_plan = plan({"tensor": tensor})
         framework_bytes = [
-            fullest_rank_memory(MODEL, TRAIN, replace(tensor_plan, tensor_engine=engine), cpu=cpu)["framework"]
-            for engine in ENGINES
+            fullest_rank_memory(MODEL, TRAIN, replace(tensor_plan, tensor_transport=transport), cpu=cpu)["framework"]
+            for transport in TRANSPORTS
         ]
         assert framework_bytes[1] - framework_bytes[0] == window, (tensor, cpu)
 
 
-ENGINES = ("kernel", "copy")
+TRANSPORTS = ("nccl", "copy_engine")

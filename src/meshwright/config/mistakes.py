@@ -32,6 +32,14 @@ _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed 
 _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
 _NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses, hybrid and expert"
 _REDUCE_ENGINE = "no such key; it was removed because exchange gained nothing, and the reduce-scatter is always used: delete the line"
+_RENAMED = {
+    "gather_engine": "gather_transport: nccl or copy_engine",
+    "tensor_engine": "tensor_transport: nccl or copy_engine",
+    "expert_owners": "expert_placement: even or balanced",
+    "expert_owners_every": "expert_placement_every",
+    "expert_window": "expert_load_window",
+}
+"""Keys of a plan by their earlier names."""
 _VALIDATE_BATCHES = (
     "no such key; a validation reads data.validation_tokens, whatever the batch: delete the line, or set that key"
 )
@@ -156,6 +164,8 @@ def _refusal(path: KeyPath) -> str | None:
         return _NO_DROPOUT
     if section == "model" and (name.startswith(("moe", "expert")) or name == "num_experts"):
         return _EXPERTS
+    if section == "plan" and name in _RENAMED:
+        return f"no such key; its name is plan.{_RENAMED[name]}"
     if path == ("plan", "reduce_engine"):
         return _REDUCE_ENGINE
     if path == ("train", "validate_batches"):

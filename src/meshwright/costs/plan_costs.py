@@ -17,8 +17,7 @@ import numpy as np
 from meshwright.costs.constants import (
     OWN,
     Constants,
-    at_release,
-    constant_arrays,
+    constants,
     is_measured,
     table,
     unmeasured_chip_constants,
@@ -120,20 +119,20 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
-    constants = at_release(constant_arrays([(chip.generation, STACK)]), np.zeros(1))
+    k = constants(chip.generation, STACK)
     if not is_measured(chip.generation) and cluster.gpu in CHIPS:
-        constants = replace(constants, **unmeasured_chip_constants(chip))
+        k = replace(k, **unmeasured_chip_constants(chip))
     if cluster.network is None or cluster.network.fabric != "tcp":
-        constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
+        k = replace(k, net=k.net * k.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
     shape = shape_of(model, train.seq_len)
 
     def pricing_for(linear: Linear) -> Pricing:
         uniform = replace(plan, precision=replace(plan.precision, linear=linear))
         product_format = format_of_products(uniform.precision, cluster)
-        k, machine = with_measurements(constants, _cached_machine(cluster, product_format), cluster, product_format)
+        measured, machine = with_measurements(k, _cached_machine(cluster, product_format), cluster, product_format)
         if product_format == "fp8" and linear == "fp8_rowwise":
             machine = replace(machine, product_format=ROWWISE)
-        return Pricing(shape, machine, layout_of(model, train, uniform), k)
+        return Pricing(shape, machine, layout_of(model, train, uniform), measured)
 
     most_frequent, *other_formats = _formats(model, plan)
     return replace(pricing_for(most_frequent), other_formats={linear: pricing_for(linear) for linear in other_formats})
@@ -225,7 +224,7 @@ def missing_features(cluster: ClusterSpec, plan: Plan) -> list[str]:
     features = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     features += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
     features += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
-    copied = plan.gather_engine == "copy" and shard_size(plan) > 1
+    copied = plan.gather_transport == "copy_engine" and shard_size(plan) > 1
     features += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
     has_fp8 = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
     features += ["fp8 products"] if has_fp8 else []

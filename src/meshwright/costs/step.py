@@ -126,9 +126,11 @@ def step_cost(
     # With fewer micro-batches than ranks virtual stages help little: the first micro-batch still passes all of them.
     fill = np.where(layout.virtual > 1, np.maximum(fill, all_stages - micro_batches * stage), fill)
     sent = message * micro_batches * layout.virtual  # in one direction; the two directions overlap
-    pipe_seconds = np.maximum(2 * sent * k.pipe_exposed, sent - micro_batches * stage) + 2 * message * (
-        layout.pipeline - 1
-    )
+    recomputed = times.recomputed * stage / np.maximum(all_layers_seconds + times.head + times.embed, 1e-12)
+    stage_forward = (stage - recomputed) * (1 - backward_share)
+    returns = k.own_engine * _return_seconds(layout, message, stage_forward, stage - stage_forward)
+    pipe_seconds = np.maximum(2 * sent * k.pipe_exposed, sent - micro_batches * stage)
+    pipe_seconds = np.maximum(pipe_seconds, returns) + 2 * message * (layout.pipeline - 1)
     pipe_seconds = np.where(layout.pipeline > 1, pipe_seconds, 0.0)
     stalls = _stall_seconds(machine, layout, k, memory_share)
     imbalance = micro_batches * (layout.slowest_rank_ratio - 1) * stage
@@ -141,8 +143,6 @@ def step_cost(
     first_and_last = _delay_of_ends(layout, first, last, units) + copies_once / layout.pipeline
     first_and_last = first_and_last + _table_seconds(shape, machine, layout, k)
     # Sums over replicas run beside the last reductions of shards, so they hide behind the exposed part of these too.
-    recomputed = times.recomputed * stage / np.maximum(all_layers_seconds + times.head + times.embed, 1e-12)
-    stage_forward = (stage - recomputed) * (1 - backward_share)
     stage_backward = stage - stage_forward + last / layout.pipeline / _overlapping_micro_batches(layout)
     data_seconds = first_and_last + _gradient_traffic(shape, machine, layout, k, stage_forward, stage_backward)
     update = _optimizer_seconds(shape, machine, layout, k, layers_time - backward)
@@ -171,6 +171,20 @@ def step_cost(
         constant,
         exposed,
     )
+
+
+def _return_seconds(layout: Layouts, message: Array, forward: Array, backward: Array) -> Array:
+    """Idle seconds of ranks with virtual stages that wait for micro-batches to return, having passed all ranks.
+
+    A rank needs as many micro-batches as there are ranks to be busy until the first returns, if messages take no time. In layered order
+    further ones hide the messages; the interleaved order begins and ends with as many as there are ranks. `forward` and `backward` are
+    the seconds of one micro-batch in all stages of a rank. A V-shaped placement turns at the last rank.
+    """
+    further = np.where(layout.layered > 0, np.maximum(0.0, layout.micro_batches - layout.pipeline), 0.0)
+    returns = np.where(layout.vee > 0, 0.0, layout.virtual - 1)
+    hidden = further / layout.virtual
+    waits = (np.maximum(0.0, layout.pipeline * message - hidden * seconds) for seconds in (forward, backward))
+    return returns * sum(waits)
 
 
 def _delay_of_ends(layout: Layouts, first: Array, last: Array, units: Array) -> Array:

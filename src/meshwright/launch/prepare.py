@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from meshwright.checkpoint.mirror import fetch_newest
 from meshwright.checkpoint.object_store import check_mirror
 from meshwright.config.load import load_plan, plan_yaml, resolved_yaml
+from meshwright.config.yaml_positions import read_yaml
 from meshwright.data.inputs import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data, same_text
@@ -41,6 +42,7 @@ from meshwright.planner.candidate import (
     overfull_ranks,
     slot_run,
     untrainable,
+    untrainable_key,
 )
 from meshwright.planner.devices import choose_devices
 from meshwright.planner.explain import shortfall
@@ -49,7 +51,7 @@ from meshwright.planner.reprice import predict
 from meshwright.schedules.plan_schedule import stage_schedule
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.chips import GiB
-from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, attach_key
+from meshwright.spec.errors import BadConfig, BadInput, Damaged, MeshwrightError, OutOfResources, Refusal, attach_key
 from meshwright.spec.fields import to_sealed_json
 from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.plan import Plan
@@ -328,9 +330,19 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
 
 
 def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
-    """Raise BadInput if this release cannot train the plan, OutOfResources if it does not fit; names the plan file."""
+    """Raise BadInput if this release cannot train the plan, at the key that says so, and OutOfResources if it does not fit.
+
+    Both name the plan file.
+    """
     named = f"{run.plan}: " if isinstance(run.plan, str) and run.plan != "auto" else ""
-    if refused := untrainable(plan) or ramp_misfit(run, plan):
+    if refused := untrainable(plan):
+        key = untrainable_key(plan) or ""
+        if not named:
+            raise BadInput(refused, key=f"plan.{key}")
+        at = read_yaml(Path(str(run.plan))).value_position((key,))
+        sentence = refused.removeprefix(f"plan.{key}: ")
+        raise BadConfig([Refusal(at.file, at.line, at.column, key, "", sentence)])
+    if refused := ramp_misfit(run, plan):
         raise BadInput(named + refused)
     if excess := misfit(run, plan):
         raise OutOfResources(f"{named}does not fit: {excess}")

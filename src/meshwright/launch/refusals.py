@@ -10,7 +10,7 @@ from typing import TypeVar
 from meshwright.config.reading import Reading
 from meshwright.launch import prepare
 from meshwright.launch.machine import check_devices
-from meshwright.spec.errors import BadInput, MeshwrightError, Refusal
+from meshwright.spec.errors import BadConfig, BadInput, MeshwrightError, Mistake
 from meshwright.spec.failures import as_meshwright_error
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Refusals:
         *,
         fresh: bool = False,
     ) -> None:
-        self.refusals: list[Refusal] = []
+        self.refusals: list[Mistake] = []
         self.exit_code = 0
         self._reported: set[str] = set()
         self._reading, self._known = reading, known
@@ -58,7 +58,7 @@ class Refusals:
         if not self._reading.is_sound(key, *needs):
             return None
         try:
-            if self._known is not None and self._known.key == key == "plan":
+            if self._known is not None and (self._known.key or "").split(".")[0] == key == "plan":
                 raise self._known
             return work()
         except (MeshwrightError, OSError) as error:
@@ -66,6 +66,9 @@ class Refusals:
             if str(failure) in self._reported:  # another check met the same error
                 return None
             self._reported.add(str(failure))
-            self.refusals.append(self._reading.refusal(failure, key, expected))
+            if isinstance(failure, BadConfig):  # they have positions, as those of a plan file
+                self.refusals += failure.mistakes
+            else:
+                self.refusals.append(self._reading.refusal(failure, key, expected))
             self.exit_code = max(self.exit_code, failure.exit_code)
             return None

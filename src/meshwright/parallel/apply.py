@@ -134,7 +134,7 @@ def build_engine(
     remove_other_modules(model, rank_parameters(spec, table, pipeline_rank))
     division = mesh.division
     shrink_to_local_parts(model, division, DTYPES[plan.precision.compute])
-    divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
+    divide_over_tensor_ranks(model, mesh, plan.tensor_transport)
     context = divide_sequences(model, plan, mesh) or divide_samples(model, mesh)
     presents = distribute_experts(model, mesh, plan.experts)
     count_expert_loads_over_whole_sequences(model, mesh)
@@ -157,7 +157,7 @@ def build_engine(
     copies = TensorCopySums(model, boxes_by_parameter, mesh) if division.tensor.count > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))
     streams = CommunicationStreams((group for unit in sharded for group in unit.owners), mesh.device)
-    if plan.gather_engine == "copy":
+    if plan.gather_transport == "copy_engine":
         # The last parameter group of a unit is gathered by copy engines. Experts may have a group before it, which NCCL kernels gather.
         blocks, ends = (
             dict.fromkeys(

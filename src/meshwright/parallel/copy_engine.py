@@ -100,13 +100,15 @@ def _gather_group(mesh: Mesh) -> dist.ProcessGroup | None:
     if shards is None:
         return None
     ranks = dist.get_process_group_ranks(shards)
-    mesh.world.refuse_across_nodes(ranks, "plan.gather_engine = copy")
+    mesh.world.refuse_across_nodes(ranks, "plan.gather_transport = copy_engine")
     if mesh.device.type == "cpu":
         return shards
-    mesh.world.refuse_unmapped(ranks, "plan.gather_engine = copy")
+    mesh.world.refuse_unmapped(ranks, "plan.gather_transport = copy_engine")
     library: Any = dist.ProcessGroupNCCL
     if not hasattr(library, "NCCL_CTA_POLICY_ZERO"):
-        raise BadInput("plan.gather_engine = copy: this NCCL has no zero-CTA policy; expected NCCL 2.28 or later")
+        raise BadInput(
+            "plan.gather_transport = copy_engine: this NCCL has no zero-CTA policy; expected NCCL 2.28 or later"
+        )
     options = library.Options()
     options.config.cta_policy = library.NCCL_CTA_POLICY_ZERO
     return mesh.world.split(mesh.layout.groups(*SHARD_AXES), "gathers by copy engines", options)

@@ -46,15 +46,15 @@ from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbeddin
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Box, Division, TensorSplit, check_tensor, even_rows, local_boxes, tensor_splits
 from meshwright.spec.model import parameters
-from meshwright.spec.plan import Engine
+from meshwright.spec.plan import Transport
 
 LAYER_CLASSES = {"rows": GatheredLinear, "columns": ScatteredLinear}
 
 
-def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kernel") -> None:
+def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, transport: Transport = "nccl") -> None:
     """Make each module compute this tensor rank's part; no effect on a single tensor rank.
 
-    The model is on the meta device. `engine` tells whether kernels or copy engines transfer the tokens of the blocks'
+    The model is on the meta device. `transport` tells whether kernels or copy engines transfer the tokens of the blocks'
     products. Raises BadInput if the ranks cannot divide the model, or devices cannot map each other's memory.
     """
     group, part = mesh.group("tensor"), mesh.part("tensor")
@@ -64,7 +64,7 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kerne
         raise BadInput(f"plan.tensor: expected {expected}, got {part.count}")
     spec, name = model.spec, group.group_name
     close_peers(name)
-    peers = open_peers(mesh, "tensor", "plan.tensor_engine = copy") if engine == "copy" else None
+    peers = open_peers(mesh, "tensor", "plan.tensor_transport = copy_engine") if transport == "copy_engine" else None
     for _, block in numbered_blocks(model):
         _divide_block(block, tensor_splits(spec), name, part.count, peers)
     _divide_adapters(model, Division(tensor=part))

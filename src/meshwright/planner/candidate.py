@@ -31,7 +31,7 @@ from meshwright.spec.plan import (
     SlotOffload,
 )
 from meshwright.spec.plan_keys import PlanKeys
-from meshwright.spec.plan_rules import untrained
+from meshwright.spec.plan_rules import untrained, untrained_keys
 from meshwright.spec.run import RunSpec
 from meshwright.workload.dtypes import bytes_of, state_bytes
 from meshwright.workload.groups import shard_size
@@ -151,7 +151,13 @@ def untrainable(plan: Plan) -> str | None:
     """Return why this release cannot train the plan, although it plans and simulates it; None where it can."""
     if parts := untrained(plan):
         return f"this release cannot train {', '.join(parts)}; it can only plan and simulate that"
-    return _copy_refusal(plan)
+    return (_copy_refusal(plan) or ("", None))[1]
+
+
+def untrainable_key(plan: Plan) -> str | None:
+    """The key of a plan that `untrainable` refuses first; None for another plan."""
+    refused = untrained_keys(plan)
+    return refused[0][0] if refused else (_copy_refusal(plan) or (None, ""))[0]
 
 
 def idle_fields(plan: Plan) -> Iterator[str]:
@@ -164,7 +170,7 @@ def idle_fields(plan: Plan) -> Iterator[str]:
     for key, value, idle, ranks, rank_name in (
         ("schedule", schedule, only_pipelines, plan.axis_size("pipeline"), "pipeline rank"),
         ("gradients", "whole", whole_gradients, shards, "shard"),
-        ("gather_engine", "copy", plan.gather_engine == "copy", shards, "shard"),
+        ("gather_transport", "copy_engine", plan.gather_transport == "copy_engine", shards, "shard"),
         (
             "reduce_replicas",
             plan.precision.reduce_replicas,
@@ -172,7 +178,13 @@ def idle_fields(plan: Plan) -> Iterator[str]:
             plan.axis_size("replicate"),
             "replica",
         ),
-        ("tensor_engine", "copy", plan.tensor_engine == "copy", plan.axis_size("tensor"), "tensor rank"),
+        (
+            "tensor_transport",
+            "copy_engine",
+            plan.tensor_transport == "copy_engine",
+            plan.axis_size("tensor"),
+            "tensor rank",
+        ),
     ):
         if idle and ranks == 1:
             yield f"plan.{key} = {value} has no effect: the mesh has one {rank_name}"
@@ -184,16 +196,16 @@ def idle_fields(plan: Plan) -> Iterator[str]:
         yield f"plan.mlp_tile = {plan.mlp_tile} has no effect: no layer has recompute all_but_attention or full"
 
 
-def _copy_refusal(plan: Plan) -> str | None:
-    """Return why copy engines cannot carry weights or tokens in this plan, or None."""
-    for key, engine, axis in (
-        ("gather_engine", plan.gather_engine, _axis_across_nodes(plan, *SHARD_AXES)),
-        ("tensor_engine", plan.tensor_engine, _axis_across_nodes(plan, "tensor")),
+def _copy_refusal(plan: Plan) -> tuple[str, str] | None:
+    """The key of a transport that copy engines cannot be in this plan, and why; None where they can."""
+    for key, transport, axis in (
+        ("gather_transport", plan.gather_transport, _axis_across_nodes(plan, *SHARD_AXES)),
+        ("tensor_transport", plan.tensor_transport, _axis_across_nodes(plan, "tensor")),
     ):
-        if engine == "copy" and axis is not None:
-            return (
-                f"plan.{key} = copy: the {axis.size} ranks of the {axis.axis} axis are on several nodes, which share no memory; "
-                f"expected it inside a node (lower plan.{axis.axis}), or plan.{key} = kernel"
+        if transport == "copy_engine" and axis is not None:
+            return key, (
+                f"plan.{key}: copy engines need shared memory, and the {axis.size} ranks of the {axis.axis} axis are on several nodes; "
+                f"expected it inside a node (lower plan.{axis.axis}), or plan.{key} = nccl"
             )
     return None
 
@@ -205,7 +217,7 @@ def _axis_across_nodes(plan: Plan, *axes: AxisName) -> MeshAxis | None:
 
 def why_kernel_gathers(run: RunSpec) -> str | None:
     """Return why the search gathers weights by kernels in every plan, or None where copy engines may; a pin overrides it."""
-    return _why_kernels(run, "gather_engine")
+    return _why_kernels(run, "gather_transport")
 
 
 def why_kernel_token_exchange(run: RunSpec, ranks: int) -> str | None:
@@ -213,9 +225,9 @@ def why_kernel_token_exchange(run: RunSpec, ranks: int) -> str | None:
     if not run.cluster.is_cpu and ranks > COPY_TENSOR_RANKS:
         return (
             f"with more than {COPY_TENSOR_RANKS} tensor ranks copy engines were slower in measurements; "
-            "plan.tensor_engine=copy selects them"
+            "plan.tensor_transport=copy_engine selects them"
         )
-    return _why_kernels(run, "tensor_engine")
+    return _why_kernels(run, "tensor_transport")
 
 
 def _why_kernels(run: RunSpec, key: str) -> str | None:
@@ -225,7 +237,9 @@ def _why_kernels(run: RunSpec, key: str) -> str | None:
     names = [run.cluster.gpu, *(group.gpu for group in run.cluster.groups if group.gpu)]
     other = next((name for name in names if name not in CHIPS or CHIPS[name].generation not in COPY_GENERATIONS), None)
     return (
-        f"copy engines were not measured for them on {other}; plan.{key}=copy selects copy engines" if other else None
+        f"copy engines were not measured for them on {other}; plan.{key}=copy_engine selects copy engines"
+        if other
+        else None
     )
 
 

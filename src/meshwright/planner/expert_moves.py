@@ -27,10 +27,12 @@ def copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
         return
     others = run.model.experts - run.model.experts // _group(plan)
     sizes = sorted({min(others, SLOT_RATIO**power) for power in range(others.bit_length() + 1)})
-    window, keep = pins.expert_window or ExpertPlan(expert=1).window, bool(pins.expert_keep)
+    window, keep = pins.expert_load_window or ExpertPlan(expert=1).load_window, bool(pins.expert_keep)
     for slots in sizes if pins.expert_slots is None else (pins.expert_slots,):
         for policy in (*POLICIES, *(("fixed",) if slots == others and not plan.paired else ())):
-            yield replace(plan, experts=replace(plan.experts, policy=policy, slots=slots, keep=keep, window=window))
+            yield replace(
+                plan, experts=replace(plan.experts, policy=policy, slots=slots, keep=keep, load_window=window)
+            )
 
 
 def owners(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
@@ -38,10 +40,10 @@ def owners(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
     model, pins = run.model, pins_of(run)
     if plan.experts is None or not _spread_by_loads(run, plan) or plan.experts.policy == "fixed":
         return
-    if model.groups_per_token < model.expert_groups or plan.experts.owners != "even":
+    if model.groups_per_token < model.expert_groups or plan.experts.placement != "even":
         return
-    window = pins.expert_window or plan.experts.window
-    variant = replace(plan, experts=replace(plan.experts, owners="heterogeneous", window=window))
+    window = pins.expert_load_window or plan.experts.load_window
+    variant = replace(plan, experts=replace(plan.experts, placement="balanced", load_window=window))
     if untrainable(plan) or not untrainable(variant):
         yield variant
 
@@ -60,7 +62,7 @@ def copies_text(plan: Plan) -> str:
 
 
 def owners_text(plan: Plan) -> str:
-    return plan.experts.owners if plan.experts else "even"
+    return plan.experts.placement if plan.experts else "even"
 
 
 def _spread_by_loads(run: RunSpec, plan: Plan) -> bool:

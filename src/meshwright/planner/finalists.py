@@ -30,13 +30,13 @@ from meshwright.planner.sample_plan import sample_plan
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.step_estimate import most_played
-from meshwright.planner.strategies import Strategy
+from meshwright.planner.strategies import End, Strategy
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
-from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan
+from meshwright.spec.plan import RECOMPUTE_MODES, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
-from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, engine_fields
+from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, transport_fields
 from meshwright.workload.groups import balances_owners, copies_experts
 
 MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
@@ -90,7 +90,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         samples=sample_plan(run, precision),
         layers=pins.layers or (strategy.layer(strategy.high_memory),),
         precision=precision,
-        **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
+        **transport_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
         offload_fraction=offload_fraction_of(run),
         offload_staging=offload_staging_of(run),
         accumulation=accumulation_of(run),
@@ -101,7 +101,9 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         plan = replace(plan, offload_fraction=1.0)
     if pins.layers or strategy.high_memory == strategy.low_memory:
         return plan
-    return _with_fewest_low_memory_layers(run, plan, strategy, budget)
+    plan = _with_fewest_low_memory_layers(run, plan, strategy, budget)
+    offloads = pins.offload_fraction is not None or any(layer.optimizer_offloaded for layer in plan.layers)
+    return plan if offloads else replace(plan, offload_fraction=1.0)
 
 
 def _may_offload_optimizer(plan: Plan, strategy: Strategy) -> bool:
@@ -118,9 +120,14 @@ def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> E
         return plan
     exchange = pins.expert_exchange or plan.exchange
     plan = replace(plan, exchange=exchange, receive_bound=pins.expert_receive_bound)
-    if pins.expert_owners is not None:
-        every = pins.expert_owners_every or plan.owners_every
-        plan = replace(plan, owners=pins.expert_owners, owners_every=every, window=pins.expert_window or plan.window)
+    if pins.expert_placement is not None:
+        every = pins.expert_placement_every or plan.placement_every
+        plan = replace(
+            plan,
+            placement=pins.expert_placement,
+            placement_every=every,
+            load_window=pins.expert_load_window or plan.load_window,
+        )
     if pins.expert_policy in (None, "none"):
         return plan
     owned = run.model.experts // ranks
@@ -130,7 +137,7 @@ def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> E
         policy=pins.expert_policy,
         slots=slots,
         keep=bool(pins.expert_keep),
-        window=pins.expert_window or plan.window,
+        load_window=pins.expert_load_window or plan.load_window,
     )
 
 
@@ -161,22 +168,27 @@ class PlanEstimator:
 class Ranking:
     """Plans by expected step time: their estimates, corrected by the plans of their families whose times are known.
 
-    The estimates of a family deviate by a similar factor, so the ratio of actual to estimated time of the family's last plan corrects the
-    estimates of the others. A family without a known plan takes `sibling_ratio` times the last ratio of its wider family, at most 1, or
-    `default_ratio` if that has none either. If `FEWEST_SLOW` families of the wider one were all slower than estimated, it takes
-    `SLOW_RATIO` times the least of their ratios.
+    A plan has two or three families, the narrowest first. The estimates of a family deviate by a similar factor, so the ratio of actual to
+    estimated time of the family's last plan corrects the estimates of the others. Where the narrowest of three has no known plan, it
+    takes `near_ratio` times the last ratio of the next. A family without a known plan takes `sibling_ratio` times the last ratio of its
+    widest family, at most 1, or `default_ratio` if that has none either. If `FEWEST_SLOW` families of the widest were all slower than
+    estimated, it takes `SLOW_RATIO` times the least of their ratios.
     """
 
     def __init__(
         self,
         estimates: Sequence[float],
-        families: Sequence[tuple[object, object]],
+        families: Sequence[tuple[object, ...]],
         default_ratio: float,
         sibling_ratio: float = 1.0,
+        near_ratio: float = 1.0,
     ) -> None:
-        self.estimate, self.default_ratio, self.sibling_ratio = np.array(estimates, float), default_ratio, sibling_ratio
-        self.family, self.wider = (_number_by_first_appearance([pair[level] for pair in families]) for level in (0, 1))
-        self.family_ratio = np.full(len(estimates), np.nan)
+        self.estimate, self.default_ratio = np.array(estimates, float), default_ratio
+        self.sibling_ratio, self.near_ratio = sibling_ratio, near_ratio
+        self.narrow, self.family, self.wider = (
+            _number_by_first_appearance([levels[level] for levels in families]) for level in (0, -2, -1)
+        )
+        self.narrow_ratio, self.family_ratio = np.full(len(estimates), np.nan), np.full(len(estimates), np.nan)
         self.last_ratio, self.least_ratio = np.full(len(estimates), np.nan), np.full(len(estimates), np.inf)
         self.known_families = np.zeros(len(estimates), int)
         self.seconds = np.full(len(estimates), np.nan)
@@ -203,24 +215,28 @@ class Ranking:
             if count >= min_plans and expected[index] >= fastest * (1 + tolerance):
                 return
             self.seconds[index] = actual = seconds(index)
-            family, wider = self.family[index], self.wider[index]
+            narrow, family, wider = self.narrow[index], self.family[index], self.wider[index]
             if actual < inf:
                 ratio = actual / self.estimate[index]
                 self.known_families[wider] += bool(np.isnan(self.family_ratio[family]))
-                self.family_ratio[family] = self.last_ratio[wider] = ratio
+                self.narrow_ratio[narrow] = self.family_ratio[family] = self.last_ratio[wider] = ratio
                 self.least_ratio[wider] = min(self.least_ratio[wider], ratio)
                 count += 1
                 yield index
-            elif np.isnan(self.family_ratio[family]):
-                self.family_ratio[family] = 1.0
+            else:
+                for ratios, number in ((self.narrow_ratio, narrow), (self.family_ratio, family)):
+                    if np.isnan(ratios[number]):
+                        ratios[number] = 1.0
 
     def _expected(self) -> np.ndarray:
         slow = (self.known_families >= FEWEST_SLOW) & (self.least_ratio > 1)
         fast = self.sibling_ratio * np.minimum(1.0, self.last_ratio)
         siblings = np.where(slow, np.maximum(fast, SLOW_RATIO * self.least_ratio), fast)
         siblings = np.where(np.isnan(siblings), self.default_ratio, siblings)[self.wider]
-        ratio = self.family_ratio[self.family]
-        return self.estimate * np.where(np.isnan(ratio), siblings, ratio)
+        family = self.family_ratio[self.family]
+        family = np.where(np.isnan(family), siblings, self.near_ratio * family)
+        narrow = self.narrow_ratio[self.narrow]
+        return self.estimate * np.where(np.isnan(narrow), family, narrow)
 
 
 def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
@@ -231,7 +247,8 @@ def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
 
 def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -> list[Candidate]:
     """All candidates: the most promising simulated by units, the fastest first, then the others as estimated."""
-    ranked = sorted(estimated, key=_seconds_of)
+    distinct = {candidate.plan.without_prediction: candidate for candidate in estimated}
+    ranked = sorted(distinct.values(), key=_seconds_of)
     simulated: dict[int, Candidate] = {}
 
     def seconds(index: int) -> float:
@@ -341,6 +358,23 @@ def complexity(plan: Plan) -> int:
         + copies_experts(plan)
         + balances_owners(plan)
     )
+
+
+def with_room_used(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
+    """A plan whose layers have two settings, with as few layers of the one that needs less memory as fit into `budget` bytes."""
+
+    def saving(layer: LayerStrategy) -> tuple[object, ...]:
+        return (
+            RECOMPUTE_MODES.index(layer.recompute),
+            layer.reshard,
+            layer.offload in ("optimizer", "both"),
+            layer.offload,
+        )
+
+    settings = sorted({replace(layer, range="all") for layer in plan.layers}, key=saving)
+    if len(settings) == 2 and pins_of(run).layers is None and settings[0].gradients == settings[1].gradients:
+        high, low = (End(layer.reshard, layer.recompute, layer.offload) for layer in settings)
+        yield _with_fewest_low_memory_layers(run, plan, Strategy(high, low, settings[0].gradients), budget)
 
 
 def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -28,7 +28,8 @@ Fits = Callable[[Plan], bool]
 def state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
     """The plan with the least offloaded optimizer state that fits, in thousandths of all.
 
-    Also with more recomputation or offloaded activations: state that stays on the device is not copied, which may pay for it.
+    Also with more recomputation, offloaded activations, or weights that are freed after each use: state that stays on the device is
+    not copied, which may pay for it.
     """
     if budget is None or run.cluster.is_cpu or not _offloads_optimizer(plan):
         return
@@ -36,7 +37,8 @@ def state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pl
     def with_share(layers: tuple[LayerStrategy, ...], share: int) -> Plan:
         return replace(plan, layers=layers, offload_fraction=share / SHARES)
 
-    for layers in (*with_more_recompute(run, plan), *_with_all_activations_offloaded(run, plan)):
+    saving = *_with_all_activations_offloaded(run, plan), *_with_all_freed(run, plan)
+    for layers in (*with_more_recompute(run, plan), *saving):
         shared = partial(with_share, layers)
         share = bisect_left(
             range(1, SHARES), True, key=lambda share: not any(overfull_ranks(run, shared(share), budget))
@@ -139,10 +141,22 @@ def _with_all_activations_offloaded(run: RunSpec, plan: Plan) -> Iterator[tuple[
     pins = pins_of(run)
     if pins.offload is not None or pins.layers is not None or not any(layer.offload == "both" for layer in plan.layers):
         return
-    layers = [replace(layer, offload="both") if layer.optimizer_offloaded else layer for layer in plan.layers]
-    alike = {replace(layer, range="all") for layer in layers}
     if any(layer.offload == "optimizer" for layer in plan.layers):
-        yield tuple(alike) if len(alike) == 1 else tuple(layers)
+        yield _joined(replace(layer, offload="both") if layer.optimizer_offloaded else layer for layer in plan.layers)
+
+
+def _with_all_freed(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
+    """The layers of a plan that keeps the weights of some gathered, with all weights freed after each use."""
+    pins = pins_of(run)
+    if pins.reshard is None and pins.layers is None and len({layer.reshard for layer in plan.layers}) > 1:
+        yield _joined(replace(layer, reshard=True) for layer in plan.layers)
+
+
+def _joined(layers: Iterable[LayerStrategy]) -> tuple[LayerStrategy, ...]:
+    """The layers as one range where they are all alike."""
+    ranges = tuple(layers)
+    alike = {replace(layer, range="all") for layer in ranges}
+    return tuple(alike) if len(alike) == 1 else ranges
 
 
 def _offloads_optimizer(plan: Plan) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshwright.planner.candidate import Candidate, Option, fits, offloads, pins_of
 from meshwright.planner.expert_moves import copies, copies_text, kept_copies, owners, owners_text
 from meshwright.planner.explain import micro_batches_text, on_layers
-from meshwright.planner.finalists import SAME_TIME_TOLERANCE, PlanEstimator, fastest_first, is_large
+from meshwright.planner.finalists import SAME_TIME_TOLERANCE, PlanEstimator, fastest_first, is_large, with_room_used
 from meshwright.planner.memory_moves import (
     Fits,
     fraction_reason,
@@ -28,7 +28,7 @@ from meshwright.planner.space import Points, with_kernel_engines
 from meshwright.planner.strategies import PLAIN
 from meshwright.spec.plan import Gradients, Plan
 from meshwright.spec.run import RunSpec
-from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption, copied_options, engine_fields
+from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption, copied_options, transport_fields
 from meshwright.workload.groups import shard_size
 
 MAX_STARTS, MAX_TRIED = 3, 2
@@ -86,7 +86,7 @@ def _kernels(option: CopyOption) -> Move:
 
     def plans(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
         if option in copied_options(plan):
-            yield replace(plan, **engine_fields(set(copied_options(plan)) - {option}))
+            yield replace(plan, **transport_fields(set(copied_options(plan)) - {option}))
 
     return Move(name=option.transfer_name, keys=(option.key,), plans=plans, starts=1)
 
@@ -98,11 +98,12 @@ MOVES = (
     Move(name="offload_staging", keys=("offload_staging",), plans=staging, why=staging_reason),
     Move(name="accumulation", keys=("accumulation",), plans=sums_on_host, why=sums_reason),
     Move(name="copies of experts:", keys=("expert_policy",), plans=copies, value=copies_text),
-    Move(name="owners of experts:", keys=("expert_owners",), plans=owners, value=owners_text),
+    Move(name="owners of experts:", keys=("expert_placement",), plans=owners, value=owners_text),
     Move(name="kept copies", keys=("expert_keep",), plans=kept_copies),
     Move(name="mlp_tile", keys=("mlp_tile", "layers"), pinned=with_tiles, why=tile_reason),
     _kernels(GATHERS),
     _kernels(TOKENS),
+    Move(name="room", keys=("layers",), plans=with_room_used, starts=1),
 )
 """All moves, in the order in which they are tried and explained."""
 

@@ -55,7 +55,7 @@ KERNEL_REASONS: Mapping[CopyOption, Callable[[RunSpec, Plan], str | None]] = {
 }
 """Functions that return why kernels are used in place of copy engines, where step times did not decide it."""
 TRANSFERS = frozenset(option.transfer_name for option in COPY_OPTIONS)
-ENGINES = {"copy": "copy engines", "kernel": "kernels"}
+TRANSPORT_NAMES = {"copy_engine": "copy engines", "nccl": "kernels"}
 
 
 def reasons(
@@ -117,12 +117,12 @@ def _transport_reasons(best: Candidate, others: Sequence[Candidate], run: RunSpe
         ranks = option.ranks(best.plan)
         if ranks == 1 or option.pin(pins_of(run)) is not None or run.cluster.is_cpu:
             continue
-        why = kernel_reason(run, best.plan) if option.engine(best.plan) == "kernel" else None
+        why = kernel_reason(run, best.plan) if option.transport(best.plan) == "nccl" else None
         comparable = [candidate for candidate in others if option.ranks(candidate.plan) == ranks]
         yield (
             f"{option.transfer_name} by kernels: {why}"
             if why
-            else _compare_values(best, comparable, option.transfer_name, option.engine)
+            else _compare_values(best, comparable, option.transfer_name, option.transport)
         )
 
 
@@ -130,7 +130,7 @@ def _value_text(name: str, value: object) -> str:
     if name == "gradients":
         return f"gradients {GRADIENTS[str(value)]}"
     if name in TRANSFERS:
-        return f"{name} by {ENGINES[str(value)]}"
+        return f"{name} by {TRANSPORT_NAMES[str(value)]}"
     return SINGLE_RANK_NAMES[name] if name in SINGLE_RANK_NAMES and value == 1 else f"{name} {value}"
 
 
@@ -138,7 +138,7 @@ def _other_value_text(name: str, value: object) -> str:
     if name == "gradients":
         return f"with them {GRADIENTS[str(value)]}"
     if name in TRANSFERS:
-        return f"with {ENGINES[str(value)]}"
+        return f"with {TRANSPORT_NAMES[str(value)]}"
     return "without" if name in SINGLE_RANK_NAMES and value == 1 else f"with {value}"
 
 

@@ -1,8 +1,13 @@
-"""Searches for the best plan: estimates all layouts in closed form, simulates the best, takes the simplest of the fastest.
+"""Searches for the best plan of a run, in five steps.
 
-Each step of the search is a module: `space` lists the layouts (points), `sweep` estimates their step times by formulas (the closed form),
-`layout_search` and `finalists` turn the fastest into plans and simulate them, `moves` tries the other options of a plan on the fastest,
-and `reasons` explains the choice.
+1. `space` lists the layouts: mesh, micro-batch and schedule. `sweep` estimates the step time of each by formulas (the closed form).
+2. `layout_search` turns the fastest layouts into plans that fit into memory, and simulates a step of each by whole stages. `finalists`
+   simulates the fastest of these again, unit by unit (a unit is a block of the model).
+3. `moves` changes the other options of the fastest plans, one at a time: offload, reshard, transports and more.
+4. Other values of the layout that an explanation would compare with the choice are searched as if a user had pinned them. Moves start
+   again as long as this finds a plan that is about as fast.
+5. Of the plans within 1% of the fastest it takes the simplest, and before that one that a slower network slows by little (`robust`).
+   `reasons` explains the choice.
 """
 
 from __future__ import annotations
@@ -78,12 +83,14 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
 
 def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
     """`search` of `run`, which has the pins of `requested`, and those that `search` tries."""
-    start, pinned, run = time.perf_counter(), run, searched_run(run)
+    start, pinned = time.perf_counter(), run
+    run = searched_run(run)
     requested = replace(requested, train=run.train)
     space = points(run, trainable=trainable)
     if not len(space):
         raise BadInput(no_layout(run))
-    budget, estimator = memory_budget(run, memory_bytes), PlanEstimator(run)
+    budget = memory_budget(run, memory_bytes)
+    estimator = PlanEstimator(run)
     slowdown = slowdown_function(run, lambda plan: estimator.by_stages(plan).seconds)
     by_seconds = partial(simplest, budget=budget, penalty=partial(offload_penalty, run))
     choose = partial(by_seconds, fragile=lambda plan: slowdown(plan) > FRAGILE)
@@ -92,16 +99,19 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
     candidates = layouts.leading()
     if not candidates:
         raise OutOfResources(nothing_fits(run, layouts.smallest, budget or 0))
-    candidates = found = simulate_leading(estimator, candidates)
-    while any(candidate.simulated for candidate in found):
+    candidates = simulate_leading(estimator, candidates)
+    while True:
         candidates = with_moves(run, candidates, estimator, choose, budget)
-        found = layouts.alternatives(choose(candidates), candidates, requested)
-        candidates = fastest_first([*candidates, *found])
+        beside = layouts.alternatives(choose(candidates), candidates, requested)
+        candidates = fastest_first([*candidates, *beside])
+        if not any(candidate.simulated for candidate in beside):  # none is about as fast as the choice
+            break
 
     best, fastest = choose(candidates), by_seconds(candidates)
     others = tuple(candidate for candidate in candidates if candidate is not best)
     why = reasons(best, others, requested, lambda plan: fits(run, plan, budget))
-    why += (why_robust(best, fastest, slowdown),) if fastest is not best else ()
+    if fastest is not best:
+        why += (why_robust(best, fastest, slowdown),)
     best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (
         replace(candidate, plan=with_hybrid_axis(pinned, without_guess(run, candidate.plan)))

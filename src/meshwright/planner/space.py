@@ -139,7 +139,7 @@ class Points:
 def points(run: RunSpec, *, trainable: bool = False) -> Points:
     """All layouts (points) of the run that obey its pins; with `trainable` only those that this release can train."""
     meshes = tuple(_meshes(run, trainable))
-    if trainable and GATHERS.pin(pins_of(run)) == "copy":
+    if trainable and GATHERS.pin(pins_of(run)) == "copy_engine":
         meshes = tuple(mesh for mesh in meshes if not _shards_cross_nodes(run, mesh)) or meshes
     batch_options = _batch_options(run, trainable)
     by_mesh = [batch_options(mesh.size("pipeline"), mesh.data) for mesh in meshes]
@@ -193,7 +193,7 @@ def _weight_copies(run: RunSpec) -> Callable[[Mesh], bool]:
 
     def copies(mesh: Mesh) -> bool:
         if mesh.size("shard") * mesh.context == 1 or pinned:
-            return pinned == "copy"
+            return pinned == "copy_engine"
         return possible and not _shards_cross_nodes(run, mesh)
 
     return copies
@@ -206,7 +206,7 @@ def _token_copies(run: RunSpec) -> Callable[[Mesh], bool]:
 
     def copies(mesh: Mesh) -> bool:
         if pinned:
-            return pinned == "copy"
+            return pinned == "copy_engine"
         return possible(mesh.size("tensor")) and not mesh.crosses("tensor", run.cluster.ranks_per_node)
 
     return copies

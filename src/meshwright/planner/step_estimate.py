@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 
 from meshwright.schedules.plan_schedule import training_schedule, unit_strategies
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.stage_simulation import Totals, simulate_stages
+from meshwright.simulator.stage_simulation import StageDurations, Totals, simulate_stages
 from meshwright.simulator.step_simulation import stage_program, timing_of
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Timing
@@ -64,14 +65,17 @@ def simulated_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) 
 
 def _stage_simulation(run: RunSpec, plan: Plan) -> Play:
     layers = run.model.layers
-    units = unit_strategies(plan, layers)
+    durations = cache(partial(StageDurations, units=unit_strategies(plan, layers), layered=plan.layered))
 
     def play(short: Plan, short_timing: Timing) -> Totals:
         if plan.paired:  # like half as many micro-batches that are twice as large
             half = replace(short.batch, accumulate=short.batch.accumulate // 2)
             short = replace(short, batch=half, schedule=replace(short.schedule, name="1f1b"))
             short_timing = short_timing.with_larger_micro_batches(2.0)
-        return simulate_stages(stage_program(short, layers), short_timing, units, layered=plan.layered)
+        program = stage_program(short, layers)
+        return simulate_stages(
+            program, durations(short_timing, program.micro_batches if plan.layered else min(2, program.micro_batches))
+        )
 
     return play
 

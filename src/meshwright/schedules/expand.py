@@ -101,4 +101,5 @@ def _units(action: Action | None, units: Sequence[int]) -> list[Action]:
         pairs = [overlap(*pair) for pair in zip(forward, backward, strict=False)]
         return pairs + forward[paired:] + backward[paired:]
     numbers = range(units[action.stage])
-    return [action._replace(unit=unit) for unit in (numbers if action.op in FORWARD else reversed(numbers))]
+    op, stage, micro_batch = action.op, action.stage, action.micro_batch
+    return [Action(op, stage, micro_batch, unit) for unit in (numbers if op in FORWARD else reversed(numbers))]

@@ -85,7 +85,7 @@ def _copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
             costs,
             policy=experts.policy,
             slots=experts.slots,
-            window=experts.window,
+            window=experts.load_window,
             delay=DECISION_DELAY,
         )
     alone = play_loads(steps, even, costs, policy=None, initial=owned(even, ranks), delay=DECISION_DELAY)
@@ -128,8 +128,8 @@ def _earlier_loads(model: ModelSpec, train: TrainSpec, experts: ExpertPlan) -> n
     """Loads `(played layers, experts)` of the window from which owners follow, half of their time before the played steps."""
     assert train.expert_load is not None
     loads = recorded_loads(model, train.expert_load)
-    end = max(1, len(loads) - PLAYED_STEPS - DECISION_DELAY - experts.owners_every // 2)
-    return loads[max(0, end - experts.window) : end, _played_layers(loads)].sum(0)
+    end = max(1, len(loads) - PLAYED_STEPS - DECISION_DELAY - experts.placement_every // 2)
+    return loads[max(0, end - experts.load_window) : end, _played_layers(loads)].sum(0)
 
 
 def _ranks_per_node(plan: Plan, cluster: ClusterSpec) -> int:

@@ -135,18 +135,17 @@ class _Simulation:
 
     def _advance(self, rank: _RankState) -> None:
         actions = self.schedule.actions[rank.number]
-        while rank.position < len(actions):
-            action = actions[rank.position]
+        for action in actions[rank.position :]:
             if not self.handlers[action.op](rank, action):
                 return
             rank.position += 1
 
     def _compute(self, rank: _RankState, action: Action) -> bool:
         transfers: list[Transfer] = []
-        for part in action.parts:
+        for part in action.pair or (action,):
             if not self._add_inputs(rank, part, transfers):
                 return False
-        start = self._wait_for(rank, transfers)
+        start = self._wait_for(rank, transfers) if transfers else rank.compute_free_at
         work = self.durations.compute(action) + self._copy_seconds(rank, action)
         if rank.slow_intervals:
             rank.slow_intervals = [interval for interval in rank.slow_intervals if interval[1] > start]
@@ -308,19 +307,13 @@ class _Simulation:
         rank.closing_seconds += seconds
 
 
-def computes_weight_gradients(schedule: Schedule, part: Action) -> bool:
-    """Whether an action computes weight gradients of its unit. The loss computes its own in the forward (kernels.loss)."""
-    units = schedule.units[part.stage] if schedule.units else 1
-    if part.stage + 1 == schedule.stages and (part.unit or 0) + 1 == units and units > 1:
-        return part.op == "forward"
-    return part.op in ("backward", "backward_weight")
-
-
 def accumulate_seconds_by_action(schedule: Schedule, timing: Timing, rank: int) -> dict[int, float]:
     """By index in a rank's schedule, seconds to accumulate an action's gradients onto those of earlier micro-batches.
 
     Nothing is accumulated where a reduction covers the gradients of one action only.
     """
+    # The loss computes the weight gradients of the last unit in its forward (kernels.loss).
+    last_stage, last_unit = schedule.stages - 1, schedule.units[-1] - 1 if schedule.units else 0
     seconds: dict[int, float] = {}
     not_accumulated: set[int] = set()
     unreduced: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -330,8 +323,9 @@ def accumulate_seconds_by_action(schedule: Schedule, timing: Timing, rank: int) 
             positions = unreduced.pop((action.stage, action.unit or 0), [])
             not_accumulated.update(positions if len(positions) == 1 else ())
         elif action.op in COMPUTE:
-            for part in action.parts:
-                if computes_weight_gradients(schedule, part):
+            for part in action.pair or (action,):
+                in_forward = last_unit and part.unit == last_unit and part.stage == last_stage
+                if part.op == "forward" if in_forward else part.op in ("backward", "backward_weight"):
                     by_unit = timing.accumulate[part.stage]
                     added = sum(by_unit) if part.unit is None else by_unit[part.unit]
                     seconds[position] = seconds.get(position, 0.0) + added

@@ -88,10 +88,9 @@ def compile_program(order: ComputeOrder, micro_batches: int, units: Sequence[int
     return _Compiler(order, micro_batches, units).program()
 
 
-def simulate_stages(program: Program, timing: Timing, units: Units, *, layered: bool) -> Totals:
-    """Simulate one step of the program with the durations of `timing` and the gathers and reductions of `units`."""
-    durations = _StageDurations(timing, units, program.micro_batches, layered)
-    seconds = [durations.of(key) for key in program.duration_keys]
+def simulate_stages(program: Program, durations: StageDurations) -> Totals:
+    """Simulate one step of the program, whose actions take `durations`."""
+    timing, seconds = durations.timing, [durations.of(key) for key in program.duration_keys]
     sizes = timing.boundary_bytes
     links = [timing.between(*ends).seconds(sizes[at] if sizes else 0.0) for *ends, at in program.links]
     ends, starts, messages, exposed = _simulate_steps(program, seconds, links)
@@ -104,7 +103,8 @@ def simulate_stages(program: Program, timing: Timing, units: Units, *, layered: 
         for stages_and_ends in zip(program.placement, backward_ends, strict=True)
     ]
     # If collectives of a rank take longer than its compute, the excess is exposed at the end at the latest.
-    excess = [max(0.0, durations.busiest_lane(program.placement[r]) - compute[r] - exposed[r]) for r in ranks]
+    lanes = [durations.busiest_lane(stages, program.micro_batches) for stages in program.placement]
+    excess = [max(0.0, lanes[r] - compute[r] - exposed[r]) for r in ranks]
     shard = [max(excess[r], tails[r][0]) for r in ranks]
     replicate = [tails[r][1] for r in ranks]
     closing = [timing.norm_seconds + (timing.optim_seconds[r] if timing.optim_seconds else 0.0) for r in ranks]
@@ -164,10 +164,13 @@ def _simulate_steps(
     return ends, starts, exposed_messages, exposed_collectives
 
 
-class _StageDurations:
-    """Durations of stage actions, from those of their units."""
+class StageDurations:
+    """Durations of stage actions, from those of their units: of `timing`, with the gathers and reductions of `units`.
 
-    def __init__(self, timing: Timing, units: Units, micro_batches: int, layered: bool) -> None:
+    Unless the order is `layered`, all steps of more than one micro-batch have the same.
+    """
+
+    def __init__(self, timing: Timing, micro_batches: int, *, units: Units, layered: bool) -> None:
         self.timing, self.units, self.layered = timing, units, layered
         self.micro_batches, self.stages = micro_batches, len(units)
         self._cache: dict[tuple[str, int, Turn], tuple[list[ActionSeconds], ActionSeconds]] = {}
@@ -218,10 +221,10 @@ class _StageDurations:
         last = max(ends)
         return max(0.0, shards_end - last), max(0.0, replicas_end - max(last, shards_end))
 
-    def busiest_lane(self, stages: Sequence[int]) -> float:
-        """Seconds in which a rank's busiest lane of shard collectives is occupied."""
+    def busiest_lane(self, stages: Sequence[int], micro_batches: int) -> float:
+        """Seconds in which a rank's busiest lane of shard collectives is occupied in a step of `micro_batches`."""
         gathers = reductions = 0.0
-        times = 1 if self.layered else self.micro_batches
+        times = 1 if self.layered else micro_batches
         for stage in stages:
             for unit, strategy in enumerate(self.units[stage]):
                 if self.timing.unshard:
@@ -255,7 +258,8 @@ class _StageDurations:
         if not forward and stage == self.stages - 1:  # parameters of the head stay gathered from its forward
             gathered[0] = False
         reduced = [weights and self._reduces(stage, unit, first_or_last) for unit in units]
-        durations = [ActionSeconds()] * len(units)
+        durations = [(0.0, 0.0, 0.0)] * len(units)
+        """By unit: seconds of compute, until its reduction, and of that reduction."""
         exposed, hidden = [0.0] * len(units), [0.0] * len(units)
         pending = 0.0
         """Seconds of the reduction that the previous unit issued."""
@@ -281,14 +285,12 @@ class _StageDurations:
             hidden[waiting_unit] += wait * (following < 2)
             pending = timing.reduce[stage][unit] if reduced[index] and timing.reduce else 0.0
             compute = own_seconds + copies + slowed
-            durations[unit] = ActionSeconds(
-                compute, until_reduction=compute if reduced[index] else 0.0, last_reduction=pending
-            )
+            durations[unit] = compute, compute if reduced[index] else 0.0, pending
         if forward and turn == "first" and stage == 0 and timing.unshard:
             exposed[0] += timing.unshard[0][0]
         return [
-            duration._replace(exposed=exposed[unit], hidden_by_message=hidden[unit])
-            for unit, duration in enumerate(durations)
+            ActionSeconds(compute, exposed[unit], hidden[unit], 0.0, until_reduction, True, last_reduction)
+            for unit, (compute, until_reduction, last_reduction) in enumerate(durations)
         ]
 
     def _gathers(self, stage: int, unit: int, forward: bool, first_or_last: bool) -> bool:

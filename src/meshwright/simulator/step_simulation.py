@@ -152,7 +152,9 @@ def timing_of(
     name, depth, micro_batches, per_rank = schedule_key(plan, model.layers)
     # The placement does not depend on the number of micro-batches.
     placement, _ = cached_compute_order(name, depth, min(micro_batches, SATURATING_MICRO_BATCHES * depth), per_rank)
-    by_rank = [assumed or inputs or cost_inputs for inputs in rank_cost_inputs(model, train, plan, cluster)]
+    by_rank: list[Pricing] = [cost_inputs] * depth
+    if cluster.groups and not assumed:
+        by_rank = [inputs or cost_inputs for inputs in rank_cost_inputs(model, train, plan, cluster)]
     stage_ranks = rank_of(placement)
     stages = [units_of(model, stage) for stage in stages_of(plan, model.layers)]
     tied_copies = stage_ranks[0] != stage_ranks[-1]
@@ -191,7 +193,7 @@ def timing_of(
         copy_in=table(UnitCosts.copy_in),
         accumulate=table(UnitCosts.accumulate),
         single_reduce_buffer=True,
-        shared_communicator=plan.gather_engine == "kernel",
+        shared_communicator=plan.gather_transport == "nccl",
         gather_slowdown=max(costs.slowdown("gather") for costs in ranks),
         reduce_slowdown=max(costs.slowdown("reduce") for costs in ranks),
         replicate_slowdown=max(costs.slowdown("replicate") for costs in ranks),

@@ -24,7 +24,7 @@ class Link:
         return self.latency_seconds + size / self.bytes_per_second
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # a key of caches, and its tables are lists
 class Timing:
     """Durations of a step's actions. A rank here is a pipeline rank and stands for all devices that share its stages.
 

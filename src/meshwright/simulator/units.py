@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
 
 from meshwright.costs.collective_costs import Group, all_reduce, congestion, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
+from meshwright.costs.constants import Constants
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.layer_costs import context_traffic, layer_exposure
 from meshwright.costs.offload_costs import (
     BLOCK_LAUNCH_US,
@@ -95,7 +97,7 @@ class UnitCosts:
         """Seconds of one step that do not depend on the units."""
         network_congestion = congestion(machine, layout, k)
         self._shard_group = rank_group(machine, k, float(shard_size(plan)), layout.shard_step, network_congestion)
-        self._copy_engine = plan.gather_engine == "copy"
+        self._copy_engine = plan.gather_transport == "copy_engine"
         self._copies_experts = number(layout.expert) <= 1
         """Whether the copy engine may gather experts. With expert parallelism kernels gather them, in another group."""
         self._replica_group = rank_group(
@@ -288,10 +290,14 @@ class UnitCosts:
         """Seconds of the link for the activations of one micro-batch in the unit, in one direction."""
         if isinstance(unit, str) or not self._strategy(unit).activations_offloaded:
             return 0.0
-        layout, saved = self.cost_inputs.layout, saved_elements_by_layer(self.model, self.plan)
+        layout = self.cost_inputs.layout
         tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
-        copied = tokens * saved[unit] * bytes_of(self.plan.precision.compute)
+        copied = tokens * self._saved_elements[unit] * bytes_of(self.plan.precision.compute)
         return number(copied / host_rate(self.cost_inputs.machine))
+
+    @cached_property
+    def _saved_elements(self) -> list[float]:
+        return saved_elements_by_layer(self.model, self.plan)
 
     def _exposed_sums(self, unit: Unit, backward: float) -> float:
         """Exposed seconds of copies of the unit's gradient sums beside one of its backwards of `backward` seconds."""
@@ -369,71 +375,122 @@ class UnitCosts:
     @cached_property
     def _ends(self) -> LayerTime:
         """Layer times of which only `embed` and `head` are used."""
-        return layer_times(
-            self.cost_inputs.shape,
-            self.cost_inputs.machine,
-            self._single_rank_layout("none"),
-            self.cost_inputs.constants,
-            module_blocks=0.0,
-        )
-
-    def _single_rank_layout(self, mode: Recompute) -> Layouts:
-        """The layout of one micro-batch on one replica without pipeline or sharding."""
-        layout = self.cost_inputs.layout
-        return replace(
-            layout,
-            pipeline=1.0,
-            virtual=1.0,
-            data=1.0,
-            shards=1.0,
-            zero=0.0,
-            layered=0.0,
-            global_batch=layout.micro_batch,
-            recompute=float(RECOMPUTE_MODES.index(mode)),
-        )
+        inputs = self.cost_inputs
+        return _end_times(inputs.shape, inputs.machine, _single_rank_layout(inputs.layout, "none"), inputs.constants)
 
     def _compute_block(self, mode: Recompute, kind: int, linear: Linear) -> Seconds:
         """Compute seconds of one micro-batch in a block with these settings."""
-        cost_inputs = self.cost_inputs.for_format(linear)
-        machine, k = cost_inputs.machine, cost_inputs.constants
-        layout = self._single_rank_layout(mode)
-        shape = shape_of(self.model, round(number(layout.seq)), kind=kind)
-        times = layer_times(shape, machine, layout, k)
-        exposed = layer_exposure(shape, machine, layout, k, times)
-        tensor, context, expert, host = (
-            number(seconds) for seconds in (exposed.tensor, exposed.context, exposed.expert, exposed.host)
-        )
-        forward = number(times.forward)
+        inputs = self.cost_inputs.for_format(linear)
+        shape = shape_of(self.model, round(number(inputs.layout.seq)), kind=kind)
+        work = _layer_work(shape, inputs.machine, _single_rank_layout(inputs.layout, mode), inputs.constants)
         # Recomputation repeats the forward's collectives in the backward: the forward then has a third of them, else half.
-        forward += tensor * (1 / 3 if mode in RECOMPUTES_PRODUCTS else 1 / 2)
-        forward += number(context_traffic(shape, machine, layout, k)[0])
-        forward += expert * (1 / 3 if mode in RECOMPUTES_PRODUCTS else 1 / 2)
-        work = number(times.forward + times.backward) + tensor + context + expert
-        backward = work - forward
+        share = 1 / 3 if mode in RECOMPUTES_PRODUCTS else 1 / 2
+        forward = work.forward + work.tensor * share + work.context_forward + work.expert * share
+        total = work.total + work.tensor + work.context + work.expert
+        backward = total - forward
         per_layer = self.jitter / self.model.layers
-        scale = (work + host) / work * per_layer
-        weight = min(self._weight_products(cost_inputs, shape), backward)
+        scale = (total + work.host) / total * per_layer
+        weight = min(work.weight_gradients, backward)
         return Seconds(
             forward=forward * scale,
             backward_input=(backward - weight) * scale,
             backward_weight=weight * scale,
             exposed={
-                "tensor": tensor * per_layer,
-                "context": context * per_layer,
-                "expert": expert * per_layer,
+                "tensor": work.tensor * per_layer,
+                "context": work.context * per_layer,
+                "expert": work.expert * per_layer,
                 "host link": 0.0,
-                "host": host * per_layer,
+                "host": work.host * per_layer,
             },
         )
 
-    def _weight_products(self, cost_inputs: Pricing, shape: Shape) -> float:
-        """Seconds of the matrix products that compute the weight gradients of all layers."""
-        speed, width = product_rate(cost_inputs.machine, cost_inputs.constants), cost_inputs.layout.tensor
-        return sum(
-            number(product.layers * speed.seconds(product.k, product.m, product.n, product.count))
-            for product in layer_products(shape, step_shape(shape, cost_inputs.layout), width)
-            if not np.any(shape.frozen)  # the backward of adapters is not split
-        )
+
+@dataclass(frozen=True)
+class _LayerWork:
+    """Seconds of one micro-batch in all layers, if all were like one block: on the device, and exposed communication by axis."""
+
+    forward: float
+    """Seconds on the device, without communication."""
+    total: float
+    """The same for forward and backward."""
+    tensor: float
+    context: float
+    context_forward: float
+    expert: float
+    host: float
+    weight_gradients: float
+    """The part of `total` in the matrix products that compute the gradients of weights."""
+
+
+# Plans of a search often differ in what these do not depend on: schedule, sharding, offload.
+@lru_cache(maxsize=512)
+def _layer_work(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> _LayerWork:
+    times = layer_times(shape, machine, layout, k)
+    exposed = layer_exposure(shape, machine, layout, k, times)
+    rate = product_rate(machine, k)
+    weight_gradients = sum(
+        number(product.layers * rate.seconds(product.k, product.m, product.n, product.count))
+        for product in layer_products(shape, step_shape(shape, layout), layout.tensor)
+        if not np.any(shape.frozen)  # the backward of adapters is not split
+    )
+    return _LayerWork(
+        forward=number(times.forward),
+        total=number(times.forward + times.backward),
+        tensor=number(exposed.tensor),
+        context=number(exposed.context),
+        context_forward=number(context_traffic(shape, machine, layout, k)[0]),
+        expert=number(exposed.expert),
+        host=number(exposed.host),
+        weight_gradients=weight_gradients,
+    )
+
+
+@lru_cache(maxsize=512)
+def _end_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> LayerTime:
+    return layer_times(shape, machine, layout, k, module_blocks=0.0)
+
+
+def _single_rank_layout(layout: Layouts, mode: Recompute) -> Layouts:
+    """The layout of one micro-batch on one replica without pipeline, sharding or offload, for layers that recompute by `mode`."""
+    return replace(
+        layout,
+        pipeline=1.0,
+        virtual=1.0,
+        data=1.0,
+        shards=1.0,
+        zero=0.0,
+        layered=0.0,
+        global_batch=layout.micro_batch,
+        recompute=float(RECOMPUTE_MODES.index(mode)),
+        **_OF_OTHER_COSTS,
+    )
+
+
+_OF_OTHER_COSTS = dict.fromkeys(
+    (
+        "fill",
+        "in_flight",
+        "in_flight_last",
+        "vee",
+        "fullest_layers",
+        "head_layers",
+        "keep_gathered",
+        "gather_once",
+        "reduce_once",
+        "weights_by_copy_engine",
+        "replica_bytes",
+        "offload",
+        "offload_activations",
+        "state_bytes",
+        "staging",
+        "sums_on_host",
+        "shard_stride",
+        "replicate_stride",
+        "pipeline_stride",
+    ),
+    0.0,
+)
+"""Columns on which the compute of a block does not depend: with equal values, plans share it."""
 
 
 def _with_link_time(seconds: Seconds, part: Literal["forward", "backward_input"], added: float) -> Seconds:

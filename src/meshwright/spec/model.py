@@ -561,6 +561,7 @@ def active_parameter_count(spec: ModelSpec) -> int:
     return sum(_active(spec, parameter) for parameter in parameters(spec))
 
 
+@lru_cache(maxsize=64)  # a search asks for it with every plan
 def trained_parameter_count(spec: ModelSpec) -> int:
     """Weights that a run trains: all, or those of its adapters."""
     return sum(parameter.count for parameter in parameters(spec) if not parameter.frozen)

@@ -35,9 +35,9 @@ Moments = Literal["fp32", "bf16", "int8"]
 Accumulation = Literal["device", "bf16", "host"]
 OffloadShare = Annotated[float, Bound(at_least=0, at_most=1)]
 Gigabytes = Annotated[float, Bound(at_least=0, at_most=1e6)]
-Engine = Literal["kernel", "copy"]
+Transport = Literal["nccl", "copy_engine"]
 ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
-ExpertOwners = Literal["even", "heterogeneous"]
+ExpertPlacement = Literal["even", "balanced"]
 ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
 Seconds = Annotated[float, Bound(at_least=0)]
 ReceiveBound = Annotated[float, Bound(at_least=1.0)]
@@ -170,12 +170,12 @@ class ExpertPlan:
     """Experts of other ranks that are present on a rank, per layer, at most; 0 with policy none."""
     keep: bool = False
     """Keep the experts of a layer gathered for the step. Only with copies."""
-    window: Positive = 5
+    load_window: Positive = 5
     """Steps whose loads a decision is made from."""
-    owners: ExpertOwners = "even"
+    placement: ExpertPlacement = "even"
     """Assignment of experts to owner ranks, which hold their master weights and optimizer state."""
-    owners_every: Positive = 100
-    """Steps after which heterogeneous owners may move."""
+    placement_every: Positive = 100
+    """Steps after which balanced experts may move to other ranks."""
     exchange: ExpertExchange = "all_to_all"
     """Transport of tokens between expert ranks."""
     receive_bound: ReceiveBound | None = None
@@ -283,10 +283,10 @@ class Plan:
     """Strategy by layer range; the ranges cover every layer once."""
     precision: Precision = Precision()
     """Number formats."""
-    gather_engine: Engine = "kernel"
-    """Engine of the all-gathers of weights over shard and context ranks."""
-    tensor_engine: Engine = "kernel"
-    """Engine that moves tokens along the tensor axis."""
+    gather_transport: Transport = "nccl"
+    """What carries the all-gathers of weights over shard and context ranks."""
+    tensor_transport: Transport = "nccl"
+    """What carries tokens along the tensor axis."""
     offload_fraction: OffloadShare = 1.0
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device in the same format."""
     offload_staging: Gigabytes = 0.0
@@ -353,13 +353,8 @@ class Plan:
         return {}  # hashing all strategies for every layer would be slow
 
     def strategy_of(self, parameter: str, layers: int) -> LayerStrategy:
-        """The strategy of a parameter, by its name.
-        A block's parameter has the strategy of the block; embedding and positions have the first block's, the final
-        norm and the head the last block's."""
-        module, _, suffix = parameter.partition(".")
-        if module == "layers":
-            return self.strategy(int(suffix.partition(".")[0]), layers)
-        return self.strategy(0 if module in ("embed", "positions") else layers - 1, layers)
+        """The strategy of a parameter, by its name: that of `layer_of` it."""
+        return self.strategy(layer_of(parameter, layers), layers)
 
     def tile(self, layer: int, layers: int) -> int:
         """Tokens of a tile of the feed-forward network of block `layer`; 0 if it has none."""
@@ -380,6 +375,18 @@ class Plan:
 def _by_layer(strategies: tuple[LayerStrategy, ...], layers: int) -> tuple[LayerStrategy, ...]:
     ranges = [(layer_range(strategy.range, layers), strategy) for strategy in strategies]
     return tuple(next(strategy for covered, strategy in ranges if layer in covered) for layer in range(layers))
+
+
+def layer_of(parameter: str, layers: int) -> int:
+    """The block whose strategy a parameter has, by its name.
+
+    A block's parameter has that of the block; embedding and positions have the first block's, the final norm and the head the last
+    block's.
+    """
+    module, _, suffix = parameter.partition(".")
+    if module == "layers":
+        return int(suffix.partition(".")[0])
+    return 0 if module in ("embed", "positions") else layers - 1
 
 
 @cache

@@ -18,9 +18,8 @@ from meshwright.spec.plan import (
     AxisName,
     BatchPlan,
     Compute,
-    Engine,
     ExpertExchange,
-    ExpertOwners,
+    ExpertPlacement,
     ExpertPlan,
     ExpertPolicy,
     Gigabytes,
@@ -41,6 +40,7 @@ from meshwright.spec.plan import (
     SchedulePlan,
     Seconds,
     SlotOffload,
+    Transport,
 )
 
 AXES: tuple[AxisName, ...] = get_args(AxisName)
@@ -109,14 +109,14 @@ class PlanKeys:
     """Experts of other ranks that are present on a rank, per layer, at most."""
     expert_keep: bool | None = None
     """Keep present experts gathered for the step; false frees them after each use and gathers them again for the backward."""
-    expert_window: Positive | None = None
+    expert_load_window: Positive | None = None
     """Steps whose loads decide which experts are present."""
-    expert_owners: ExpertOwners | None = None
+    expert_placement: ExpertPlacement | None = None
     """Assignment of experts to owner ranks, which hold their master weights and optimizer state.
-    even: consecutive experts. heterogeneous: those that balance recent loads, the same number on each rank and layer;
+    even: consecutive experts. balanced: those that balance recent loads, the same number on each rank and layer;
     experts move between ranks where that pays (docs/design/expert.md)."""
-    expert_owners_every: Positive | None = None
-    """Steps after which heterogeneous owners may move."""
+    expert_placement_every: Positive | None = None
+    """Steps after which balanced experts may move to other ranks."""
     expert_exchange: ExpertExchange | None = None
     """Transport of tokens between expert ranks.
     all_to_all: messages of NCCL or Gloo, after the host has read the counts. peer: kernels that write into the other
@@ -167,13 +167,13 @@ class PlanKeys:
     device: on the device, in the stored format. bf16: on the device, rounded to bf16 after each micro-batch. host: in host
     memory in the stored format, on the device from a unit's backward until its reduction and after the last one; the same
     bits as device. Left out, device, or host where that is faster or nothing fits otherwise."""
-    gather_engine: Engine | None = None
-    """Engine of the all-gathers of weights over shard and context ranks.
-    kernel: the communication library, on some of a device's multiprocessors. copy: the devices' copy engines, which
+    gather_transport: Transport | None = None
+    """What carries the all-gathers of weights over shard and context ranks.
+    nccl: the communication library, on some of a device's multiprocessors. copy_engine: the devices' copy engines, which
     leaves all multiprocessors to compute; for shard and context ranks inside a node."""
-    tensor_engine: Engine | None = None
-    """Engine that moves tokens along the tensor axis.
-    kernel: the communication library, before and after each product. copy: the devices' copy engines, overlapped with
+    tensor_transport: Transport | None = None
+    """What carries tokens along the tensor axis.
+    nccl: the communication library, before and after each product. copy_engine: the devices' copy engines, overlapped with
     the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     mlp_tile: NotNegative | None = None
     """Tokens of a tile of the feed-forward networks, with recompute all_but_attention or full; 0: no tiles.
@@ -236,8 +236,8 @@ def plain_keys(plan: Plan) -> dict[str, Any]:
 
 _PRECISION = ("compute", "linear", "gather", "reduce", "reduce_replicas", "moments")
 _SAME = (
-    "gather_engine",
-    "tensor_engine",
+    "gather_transport",
+    "tensor_transport",
     "offload_fraction",
     "offload_staging",
     "accumulation",
@@ -247,7 +247,7 @@ _SAME = (
     "why",
 )
 """Keys that a Plan has under the same name."""
-_EXPERTS = ("policy", "slots", "keep", "window", "owners", "owners_every", "exchange", "receive_bound")
+_EXPERTS = ("policy", "slots", "keep", "load_window", "placement", "placement_every", "exchange", "receive_bound")
 """Fields of an ExpertPlan whose keys begin with `expert_`."""
 
 
@@ -271,13 +271,15 @@ def _expert_keys(experts: ExpertPlan | None) -> dict[str, Any]:
     """The keys of `experts` that have an effect."""
     if experts is None:
         return {}
-    keys = {f"expert_{field}": getattr(experts, field) for field in ("policy", "owners", "exchange", "receive_bound")}
+    keys = {
+        f"expert_{field}": getattr(experts, field) for field in ("policy", "placement", "exchange", "receive_bound")
+    }
     if experts.policy != "none":
         keys |= {f"expert_{field}": getattr(experts, field) for field in ("slots", "keep")}
-    if experts.owners != "even":
-        keys["expert_owners_every"] = experts.owners_every
-    if experts.policy != "none" or experts.owners != "even":
-        keys["expert_window"] = experts.window
+    if experts.placement != "even":
+        keys["expert_placement_every"] = experts.placement_every
+    if experts.policy != "none" or experts.placement != "even":
+        keys["expert_load_window"] = experts.load_window
     return {"expert": experts.expert, **keys}
 
 

@@ -269,7 +269,7 @@ EXPERTS = (
         for key, only in (
             ("expert_slots", _no_copies),
             ("expert_keep", _no_copies),
-            ("expert_window", lambda x: _no_copies(x) and x("expert_owners", "even") == "even"),
+            ("expert_load_window", lambda x: _no_copies(x) and x("expert_placement", "even") == "even"),
         )
     ),
     Rule("expert_receive_bound", None, lambda x: x("expert_exchange", "all_to_all") == "all_to_all",
@@ -278,15 +278,15 @@ EXPERTS = (
         "all_to_all"),
     Rule("expert_exchange", _PEER, lambda x: x("cluster.gpu").lower() == "cpu",
         "all_to_all, as the kernels run on GPUs", "all_to_all"),
-    Rule("expert_owners", "heterogeneous", lambda x: _holders(x) == 1, "even, as every rank has all experts", "even"),
-    Rule("expert_owners", "heterogeneous", lambda x: x("expert_policy") == "fixed",
+    Rule("expert_placement", "balanced", lambda x: _holders(x) == 1, "even, as every rank has all experts", "even"),
+    Rule("expert_placement", "balanced", lambda x: x("expert_policy") == "fixed",
         "even, as policy fixed does not depend on loads", "even"),
-    Rule("expert_owners", "heterogeneous", lambda x: x("model.groups_per_token", 1) < x("model.expert_groups", 1),
+    Rule("expert_placement", "balanced", lambda x: x("model.groups_per_token", 1) < x("model.expert_groups", 1),
         "even, as tokens choose groups of consecutive experts (model.groups_per_token)", "even"),
-    Rule("expert_owners_every", None, lambda x: x("expert_owners", "even") == "even",
-        "no key without plan.expert_owners: heterogeneous"),
-    Rule("expert_owners", "heterogeneous", lambda x: x.some("offload", OPTIMIZER),
-        untrained="expert_owners: heterogeneous with the optimizer's state in host memory", beside=("offload",)),
+    Rule("expert_placement_every", None, lambda x: x("expert_placement", "even") == "even",
+        "no key without plan.expert_placement: balanced"),
+    Rule("expert_placement", "balanced", lambda x: x.some("offload", OPTIMIZER),
+        untrained="expert_placement: balanced with the optimizer's state in host memory", beside=("offload",)),
 )
 
 # Schedules
@@ -563,7 +563,7 @@ ADAPTERS = (
     Rule("mlp_tile", None, _adapted, "0, as tiles do not compute the adapters of model.adapter in this release", "0"),
     Rule("expert_policy", COPY_POLICIES, _adapted,
         "none, as copies of experts are for experts that are trained, and model.adapter freezes them", "none"),
-    Rule("expert_owners", "heterogeneous", _adapted,
+    Rule("expert_placement", "balanced", _adapted,
         "even, as experts move with their optimizer state, which model.adapter leaves out", "even"),
 )
 # fmt: on
@@ -600,15 +600,18 @@ def _places(rule: Rule, given: RuleInput) -> Iterator[tuple[int | None, RuleInpu
 
 def untrained(plan: Plan, key: str | None = None) -> list[str]:
     """What of a plan this release cannot train, in words; with `key` only what concerns that key."""
+    return list(dict.fromkeys(text for of_key, text in untrained_keys(plan) if key in (None, of_key)))
+
+
+def untrained_keys(plan: Plan) -> list[tuple[str, str]]:
+    """(key, text) of what this release cannot train."""
     given = input_of(plan)
-    rules = (rule for rule in UNTRAINED if key is None or rule.key == key)
-    texts = (
-        text_of(rule.untrained, values)
-        for rule in rules
+    return [
+        (rule.key, text_of(rule.untrained, values))
+        for rule in UNTRAINED
         for _, values in _places(rule, given)
         if rule.is_broken(values)
-    )
-    return list(dict.fromkeys(texts))
+    ]
 
 
 def input_of(plan: Plan) -> RuleInput:

@@ -106,7 +106,7 @@ class ExpertDecisions:
         if moves is not None:
             owners = ExpertOwners(
                 shape,
-                every=experts.owners_every,
+                every=experts.placement_every,
                 copied=copied_everywhere(experts.policy, experts.slots, costs, group.size()),
                 ranks_per_node=per_node,
                 first=first,
@@ -130,7 +130,7 @@ class ExpertDecisions:
     def _move_owners(self, owners: ExpertOwners, step: int) -> bool:
         """Balance the owners by the loads of the window before `step`, for which the host waits; returns whether they moved."""
         self._thread.wait()
-        window = [counts for number, counts in self._counts.items() if step - self._plan.window <= number < step]
+        window = [counts for number, counts in self._counts.items() if step - self._plan.load_window <= number < step]
         states = {number: self.state(number) for number in range(step - DELAY, step)}
         order = owners.balance(np.sum(window, axis=0).sum(1)) if window else None
         if order is None:
@@ -168,7 +168,9 @@ class ExpertDecisions:
         decided = {
             number: future.result().present for number, future in self._decided.items() if step < number <= step + DELAY
         }
-        window = [self._counts[number] for number in sorted(self._counts) if step - self._plan.window < number <= step]
+        window = [
+            self._counts[number] for number in sorted(self._counts) if step - self._plan.load_window < number <= step
+        ]
         return {
             "experts": {
                 "shape": list(self.shape),
@@ -212,12 +214,12 @@ class ExpertDecisions:
         if ready is not None:
             ready.synchronize()
         self._counts[step] = host.numpy().reshape(self.shape).astype(np.int64)
-        oldest = step - self._plan.window - 2 * DELAY  # a checkpoint of an earlier step may still need its state
+        oldest = step - self._plan.load_window - 2 * DELAY  # a checkpoint of an earlier step may still need its state
         self._counts = {number: counts for number, counts in self._counts.items() if number > oldest}
         if self._costs is None:
             return self._initial
         due = (step * self._due + np.arange(self._due)) % self.shape[0]
-        window = LoadWindow(self._plan.window)
+        window = LoadWindow(self._plan.load_window)
         for number in sorted(self._counts):
             window.add(self._counts[number][due])
         previous = self._latest.present

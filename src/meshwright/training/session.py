@@ -231,7 +231,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     if assignment.replay_routing is not None:
         session.replay = _replayed_routing(session, Path(assignment.replay_routing))
     moves = None
-    if plan.experts is not None and plan.experts.owners == "heterogeneous":
+    if plan.experts is not None and plan.experts.placement == "balanced":
         moves = ExpertMoves(engine.model, mesh, optimizer, engine.weights)
     session.decisions = ExpertDecisions.open(run, plan, mesh, engine.present_experts, moves)
     if session.replay is not None and session.decisions is not None and session.decisions.owners is not None:

@@ -7,6 +7,7 @@ and outputs of attention (`spec.blocks.memory`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -81,6 +82,8 @@ def elements_per_token(
     `busiest` is that of `mean_saved_elements`. The sums over tiles of the feed-forward are spread over the `tokens` of a micro-batch.
     """
     expert_ranks, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
+    element, share = bytes_of(plan.precision.compute), float(tile_share(plan.mlp_tile, tokens)) if tokens else 1.0
+    sum_bytes_of_element = element * max(tokens, 1.0)
     by_block = dict[tuple[int, Recompute, Linear | None], tuple[float, float]]()
 
     def per_token(layer: int) -> tuple[float, float]:
@@ -88,16 +91,21 @@ def elements_per_token(
         key = model.kind(layer), mode, strategies[layer].linear
         if key not in by_block:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
-            block, index = _block(model, layer, mode)
-            saved = mean_saved_elements(block, index, low, expert_ranks, busiest)
-            share = tile_share(plan.mlp_tile, tokens) if tokens else 1.0
-            temporary = mean_backward_elements(block, index, low, expert_ranks, busiest, share)
-            element = bytes_of(plan.precision.compute)
-            sums = tile_sum_bytes(block, index, share, element) / (element * max(tokens, 1.0))
-            by_block[key] = float(saved), float(temporary + sums)
+            saved, temporary, sums = _elements(*_block(model, layer, mode), low, expert_ranks, busiest, share, element)
+            by_block[key] = saved, temporary + sums / sum_bytes_of_element
         return by_block[key]
 
     return per_token
+
+
+@lru_cache(maxsize=1024)
+def _elements(
+    shape: Shape, mode: int, low: float, expert_ranks: int, busiest: float, share: float, element: int
+) -> tuple[float, float, float]:
+    """Elements of one token that a forward saves and a backward adds; and bytes of sums over tiles, of a whole micro-batch."""
+    saved = mean_saved_elements(shape, mode, low, expert_ranks, busiest)
+    temporary = mean_backward_elements(shape, mode, low, expert_ranks, busiest, share)
+    return float(saved), float(temporary), float(tile_sum_bytes(shape, mode, share, element))
 
 
 def tokens_of(train: TrainSpec, plan: Plan) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-from meshwright.spec.plan import SHARD_AXES, AxisName, Engine, Plan
+from meshwright.spec.plan import SHARD_AXES, AxisName, Plan, Transport
 from meshwright.spec.plan_keys import PlanKeys
 
 
@@ -15,7 +15,7 @@ from meshwright.spec.plan_keys import PlanKeys
 class CopyOption:
     """A transfer that either copy engines or NCCL kernels can carry."""
 
-    key: Literal["gather_engine", "tensor_engine"]
+    key: Literal["gather_transport", "tensor_transport"]
     """The field of a plan and of its pins."""
     column: str
     """The column of a search that is 1 where copy engines carry the transfer."""
@@ -24,27 +24,27 @@ class CopyOption:
     axes: tuple[AxisName, ...]
     """Axes between whose ranks it transfers."""
 
-    def engine(self, plan: Plan) -> Engine:
+    def transport(self, plan: Plan) -> Transport:
         return getattr(plan, self.key)
 
     def ranks(self, plan: Plan) -> int:
         """Ranks between which it transfers."""
         return prod(plan.axis_size(axis) for axis in self.axes)
 
-    def pin(self, pins: PlanKeys) -> Engine | None:
+    def pin(self, pins: PlanKeys) -> Transport | None:
         return getattr(pins, self.key)
 
 
-GATHERS = CopyOption("gather_engine", "copied", "gathers", SHARD_AXES)
-TOKENS = CopyOption("tensor_engine", "tokens copied", "tokens", ("tensor",))
+GATHERS = CopyOption("gather_transport", "copied", "gathers", SHARD_AXES)
+TOKENS = CopyOption("tensor_transport", "tokens copied", "tokens", ("tensor",))
 COPY_OPTIONS: Sequence[CopyOption] = (GATHERS, TOKENS)
 
 
 def copied_options(plan: Plan) -> list[CopyOption]:
     """The options for which `plan` uses copy engines."""
-    return [option for option in COPY_OPTIONS if option.engine(plan) == "copy"]
+    return [option for option in COPY_OPTIONS if option.transport(plan) == "copy_engine"]
 
 
-def engine_fields(copied: Collection[CopyOption]) -> dict[str, Any]:
+def transport_fields(copied: Collection[CopyOption]) -> dict[str, Any]:
     """The fields of a plan in which copy engines carry `copied` and kernels everything else."""
-    return {option.key: "copy" if option in copied else "kernel" for option in COPY_OPTIONS}
+    return {option.key: "copy_engine" if option in copied else "nccl" for option in COPY_OPTIONS}

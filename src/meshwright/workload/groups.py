@@ -28,7 +28,7 @@ def copies_experts(plan: Plan) -> bool:
 
 def balances_owners(plan: Plan) -> bool:
     """Whether owners of experts follow the loads."""
-    return plan.experts is not None and plan.experts.owners != "even"
+    return plan.experts is not None and plan.experts.placement != "even"
 
 
 def stacked_experts(model: ModelSpec, plan: Plan) -> int:

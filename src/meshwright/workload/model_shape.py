@@ -43,7 +43,9 @@ class LinearColumns:
     """Layers of the model that have it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(
+    frozen=True, kw_only=True, eq=False
+)  # a key of caches: a shape has arrays, and `shape_of` returns the same one again
 class Shape:
     """A decoder's dimensions and what its blocks compute and keep. Widths are per token and layer, over all heads."""
 

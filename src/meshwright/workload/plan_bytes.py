@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,10 +18,11 @@ from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import (
     Accumulation,
-    Engine,
     LayerStrategy,
     Plan,
     Precision,
+    Transport,
+    layer_of,
 )
 from meshwright.workload.activations import (
     busiest_rows,
@@ -56,8 +58,8 @@ def formats(
     *,
     cpu: bool,
     replicas: int = 1,
-    engine: Engine = "kernel",
-    tensor_engine: Engine = "kernel",
+    gather_transport: Transport = "nccl",
+    tensor_transport: Transport = "nccl",
     model: ModelSpec | None = None,
     offload_fraction: float = 1.0,
     offload_staging: float = 0.0,
@@ -85,8 +87,8 @@ def formats(
         framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"],
         gathered=1 / compute_bytes if precision.gather == "fp8" else 1.0,
         low=low_share(precision, precision.linear),
-        window=engine == "copy",
-        token_window=tensor_engine == "copy" and not cpu,
+        window=gather_transport == "copy_engine",
+        token_window=tensor_transport == "copy_engine" and not cpu,
         block_states=work.block_states,
         end_states=work.end_states,
         widens=train.optimizer.name in ("sgd", "lamb"),
@@ -163,8 +165,8 @@ def _memory_by_rank(
         plan.precision,
         cpu=cpu,
         replicas=replicas,
-        engine=plan.gather_engine,
-        tensor_engine=plan.tensor_engine,
+        gather_transport=plan.gather_transport,
+        tensor_transport=plan.tensor_transport,
         model=model,
         offload_fraction=plan.offload_fraction,
         offload_staging=plan.offload_staging,
@@ -194,24 +196,29 @@ def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     """Bytes of each node's memory that hold the state of parameters whose optimizer is in host memory."""
     if not any(layer.optimizer_offloaded for layer in plan.layers):
         return 0.0
-    offloaded = sum(
-        parameter.count
-        for parameter in parameters(model)
-        if plan.strategy_of(parameter.name, model.layers).optimizer_offloaded and not parameter.frozen
-    ) * plan.axis_size("replicate")
-    return offloaded * plan.offload_fraction * state_bytes(plan.precision) / nodes
+    strategies = plan.strategies(model.layers)
+    offloaded = sum(count for layer, count in _trained_by_layer(model).items() if strategies[layer].optimizer_offloaded)
+    return offloaded * plan.axis_size("replicate") * plan.offload_fraction * state_bytes(plan.precision) / nodes
 
 
 def gradient_sums_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     """Bytes of each node's memory that hold sums of gradients between micro-batches."""
     if plan.accumulation != "host":
         return 0.0
-    summed = sum(
-        parameter.count
-        for parameter in parameters(model)
-        if plan.sums_shards(plan.strategy_of(parameter.name, model.layers)) and not parameter.frozen
-    )
+    strategies = plan.strategies(model.layers)
+    summed = sum(count for layer, count in _trained_by_layer(model).items() if plan.sums_shards(strategies[layer]))
     return summed * plan.axis_size("replicate") * summed_bytes(plan.precision, "host") / nodes
+
+
+@lru_cache(maxsize=64)
+def _trained_by_layer(model: ModelSpec) -> dict[int, int]:
+    """Trained parameters of each layer, with those of the ends whose strategy they have (`spec.plan.layer_of`)."""
+    counts: dict[int, int] = {}
+    for parameter in parameters(model):
+        if not parameter.frozen:
+            layer = layer_of(parameter.name, model.layers)
+            counts[layer] = counts.get(layer, 0) + parameter.count
+    return counts
 
 
 def _saved_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
