@@ -15,7 +15,9 @@ import pytest
 from meshwright.server.chat_messages import read_messages
 from meshwright.server.chat_template import ChatTemplate
 from meshwright.server.engine_process import Connection
-from meshwright.server.tool_calls import Notation, ToolCallReader, template_notation
+from meshwright.server.notations import NotationKey as Notation
+from meshwright.server.notations import template_notation
+from meshwright.server.output_reader import OutputFormat
 from meshwright.spec.serve import ServeSpec
 from tests.server.helpers import NAME, SIZES, TEMPLATE, byte_tokenizer, running_api, running_server
 
@@ -58,11 +60,10 @@ TEXTS: list[tuple[Notation, str, Expected]] = [
 
 
 def read(notation: Notation, pieces: list[str], **options: Any) -> Expected:
-    reader = ToolCallReader(notation, **options)
-    plain, calls = "", []
-    for index, piece in enumerate(pieces):
-        text, new = reader.add(piece, final=index == len(pieces) - 1)
-        plain, calls = plain + text, calls + new
+    reader = OutputFormat(notation, **options).reader()
+    parts = [part for index, piece in enumerate(pieces) for part in reader.add(piece, final=index == len(pieces) - 1)]
+    plain = "".join(part.text for part in parts if part.kind == "text")
+    calls = [part.call for part in parts if part.call is not None]
     assert [call.index for call in calls] == list(range(len(calls))) and len({call.id for call in calls}) == len(calls)
     return plain, [(call.name, json.loads(call.arguments)) for call in calls]
 
@@ -176,8 +177,10 @@ def test_long_arguments_and_white_space_are_read_once(notation: Notation) -> Non
 
 
 def test_plain_text_is_not_held_back() -> None:
-    reader = ToolCallReader("hermes")
-    assert [reader.add(piece, final=False)[0] for piece in ("Hello", " wor", "ld <", "b>")] == [
+    reader = OutputFormat("hermes").reader()
+    assert [
+        "".join(part.text for part in reader.add(piece, final=False)) for piece in ("Hello", " wor", "ld <", "b>")
+    ] == [
         "Hello",
         " wor",
         "ld",
@@ -190,7 +193,7 @@ def test_plain_text_is_not_held_back() -> None:
     ("template", "notation"),
     [
         ("{{- '<tool_call>\\n{\"name\": ' }}", "hermes"),
-        ("<tool_call>\\n<function=", None),
+        ("<tool_call>\\n<function=", "qwen3_coder"),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name}', "llama3"),
         ("{{- '[TOOL_CALLS] [' }}", "mistral"),
         (TEMPLATE, None),
@@ -254,7 +257,7 @@ def scripted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder: Path = tmp_path_factory.mktemp("scripted")
     byte_tokenizer(*SPECIAL).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    spec = ServeSpec(**SIZES, log_requests=False, tool_calls=notation)
+    spec = ServeSpec(**SIZES, log_requests=False, notation=notation)
     with (
         running_api(folder, spec, lambda connection: say(text, connection)) as (url, _, _),
         openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,

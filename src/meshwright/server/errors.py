@@ -1,4 +1,4 @@
-"""Errors of HTTP requests in OpenAI's form: `{"error": {message, type, param, code}}`."""
+"""Errors of HTTP requests in OpenAI's form, `{"error": {message, type, param, code}}`, and in Anthropic's."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ _TYPES: Mapping[int, str] = {
     503: "service_unavailable_error",
 }
 """Types of errors by HTTP status."""
+_MESSAGES_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Types of errors of Anthropic's API by HTTP status; the others are wrong requests."""
 NO_RETRY = (b"x-should-retry", b"false")
 """Header by which OpenAI's clients do not send the request again."""
 
@@ -68,6 +77,12 @@ class RequestError(Exception):
         """The body of the answer."""
         error = {"message": self.message, "type": _TYPES[self.status], "param": self.param, "code": self.code}
         return json.dumps({"error": error}, allow_nan=False).encode("ascii")
+
+    @property
+    def messages_content(self) -> bytes:
+        """The body of the answer in the form of Anthropic's API."""
+        error = {"type": _MESSAGES_TYPES.get(self.status, "invalid_request_error"), "message": self.message}
+        return json.dumps({"type": "error", "error": error}, allow_nan=False).encode("ascii")
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:

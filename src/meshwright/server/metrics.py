@@ -24,6 +24,8 @@ class ServerMetrics:
         self._ended: Counter[str] = Counter()
         self.task_failures: Counter[str] = Counter()
         """Failures of tasks that run beside requests, by task."""
+        self.ignored: Counter[str] = Counter()
+        """What requests of agents had that is ignored, by the labels of `agent_fields.IGNORED`."""
         self._first_token = _histogram("time_to_first_token_seconds", "Time from a request to its first token.", _LONG)
         self._between = _histogram("inter_token_latency_seconds", "Time between tokens of a text.", _SHORT)
         self._per_token = _histogram(
@@ -102,6 +104,7 @@ class ServerMetrics:
             gauges["kv_peers_usable"] = ("Engines that take prompts of this one.", transfers.usable_peers)
         reasons = [({**self._labels, "finished_reason": reason}, float(n)) for reason, n in self._ended.items()]
         failures = [({**self._labels, "task": task}, float(n)) for task, n in self.task_failures.items()]
+        ignored = [({**self._labels, "part": part}, float(n)) for part, n in self.ignored.items()]
         metrics = [
             *(Metric(PREFIX + name, "gauge", text, [(self._labels, value)]) for name, (text, value) in gauges.items()),
             *(
@@ -109,6 +112,7 @@ class ServerMetrics:
                 for name, (text, value) in counters.items()
             ),
             Metric(f"{PREFIX}request_success_total", "counter", "Texts that have ended, by reason.", reasons),
+            Metric(f"{PREFIX}ignored_parts_total", "counter", "Keys and tools of agents without effect.", ignored),
             Metric(f"{PREFIX}task_failures_total", "counter", "Failures of tasks beside requests.", failures),
         ]
         histograms = (

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from meshwright.config.reference import key_table
+from meshwright.server.agent_fields import IGNORED
 from meshwright.server.app import ADMIN_ROUTES, API_ROUTES
+from meshwright.server.notations import NOTATIONS
 from meshwright.server.text_request import ONLY_DEFAULTS, WITHOUT_EFFECT
 from meshwright.spec.serve import ServeSpec
 
@@ -136,6 +138,34 @@ _ONLY_DEFAULTS = textwrap.fill(
     subsequent_indent="  ",
     break_on_hyphens=False,
 )
+_IGNORED = textwrap.fill(
+    "`ignored_parts_total` counts them by these labels: " + ", ".join(f"`{label}`" for label in IGNORED),
+    118,
+    initial_indent="  ",
+    subsequent_indent="  ",
+)
+
+
+def _notations() -> str:
+    """The table of notations."""
+    lines = ["| notation | reasoning | a call |", "|---|---|---|"]
+    for name, notation in NOTATIONS.items():
+        if name == "array":
+            continue
+        reasoning = "channel `analysis`" if notation.channels else " … ".join(_code(notation.reasoning or ()))
+        opening = "<|channel|>commentary to=functions.NAME<|message|>{…}<|call|>" if notation.channels else ""
+        calls = [f"{next(iter(notation.opening), '')}{pattern}" for pattern in notation.patterns.values()]
+        shown = " or ".join(_code([opening] if opening else calls))
+        lines.append(f"| `{name}` | {reasoning or 'none'} | {shown or 'none'} |")
+    return "\n".join(lines)
+
+
+def _code(texts: Iterable[str]) -> list[str]:
+    shown = [text.replace("|", "\\|").replace("\n", "⏎") for text in texts]
+    return [f"`` {text} ``" if "`" in text else f"`{text}`" for text in shown]
+
+
+_NOTATIONS = _notations()
 _REQUESTS = f"""\
 ## Requests
 
@@ -151,7 +181,7 @@ its value is null.
 - completions: `prompt` (text, token ids, or a list of either), `echo`, `logprobs`, `add_special_tokens`
 - chats: `messages` (text only), `tools`, `tool_choice`, `parallel_tool_calls`, `logprobs`, `top_logprobs`,
   `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, `reasoning_effort` (if the template names
-  it)
+  it, or `enable_thinking` or `thinking`, which every effort but `none` sets)
 - New tokens that the context has no room for are cut (`finish_reason` `length`).
 - Defaults of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` are those of the model's
   `generation_config.json` (`generation_config`). They are printed at the start and listed by `/v1/models`.
@@ -162,13 +192,50 @@ its value is null.
 - A word of `bad_words` is excluded at the beginning of a text or line and after a space.
 - In messages null counts as absent, and keys that templates do not know are left out; `developer` becomes `system` for
   templates without it. Answers of any server can be sent back as they are.
+- A `system` message behind the first messages stays at its place. If the template does not write it there, it becomes a
+  message of the user between `<system-reminder>` and `</system-reminder>`, joined with one beside it if the template
+  wants roles that alternate.
 - `continue_final_message` goes on with the last message, which is the assistant's.
 - `tools` are passed to the template. With `tool_choice` `auto`, calls that the model writes in the server's notation
-  (setting `tool_calls`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the
+  (setting `notation`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the
   arguments. With `required`, or the name of a function, a grammar makes the text a JSON array of calls, whose arguments
   follow their schemas. In a stream each call is one event.
+- Reasoning that the model writes before its answer is returned as `reasoning_content`, and as `reasoning`, apart from
+  the `content`. It is not told apart where a grammar limits the text.
 {_WITHOUT_EFFECT}
 {_ONLY_DEFAULTS}
+
+### Notations
+
+`notation: auto` takes the notation that the chat template describes. The table is in `server/notations.py`.
+
+{_NOTATIONS}
+
+- Where a notation writes values as raw text (qwen3_coder, glm, minimax, seed), the tool's schema says what they are: a
+  parameter that may be a string stays text to the byte, others are read as JSON. Without a schema values are text.
+- A closing mark within a value ends it only where the notation goes on behind it.
+- A call that is cut off, or is none after all, is text.
+- If the prompt ends with the opening of the reasoning, the answer begins within it. An opening of calls ends it too,
+  unless the closing comes later.
+
+### Responses and Messages
+
+`/v1/responses` and `/v1/messages` take the same path as chats: bodies become the keys of a chat, and answers have the
+API's own form, with its events, errors and numbers of tokens. [Agents](../how-to/agents.md) shows clients.
+
+- A key that the server does not know is ignored here, and so are tools that are not the client's functions. The metric
+{_IGNORED}
+- Responses: `input`, `instructions`, `tools` (`function`, `custom`, and both in a `namespace`), `tool_choice`,
+  `parallel_tool_calls`, `text.format`, `reasoning.effort`, `max_output_tokens`, `temperature`, `top_p`, `stream`.
+  Nothing is kept: `previous_response_id`, `conversation`, `prompt` and `background` are refused. The model sees a tool
+  `run` of the namespace `shell` as `shell__run`, and a `custom` tool as a function with the text `input`. Answers do
+  not repeat `tools` and `instructions`.
+- Messages: `system`, `messages`, `tools` (`input_schema`), `tool_choice`, `thinking`, `output_config` (`effort`,
+  `format`), `max_tokens`, `stop_sequences`, `temperature`, `top_p`, `top_k`, `stream`. The key may be in `x-api-key`.
+  A last message of the assistant is continued. Signatures of thinking blocks are empty, and not checked.
+- Claude Code's billing header, the first text of `system`, is left out: it changes each turn, and no prompt would begin
+  as the last one did.
+- `max_tokens` above the setting `max_new_tokens` is cut to it.
 
 ## Answers
 
@@ -182,7 +249,8 @@ its value is null.
 
 ## Errors
 
-`{{"error": {{"message", "type", "param", "code"}}}}`; `param` is the key that is wrong.
+`{{"error": {{"message", "type", "param", "code"}}}}`; `param` is the key that is wrong. Paths below `/v1/messages` have
+`{{"type": "error", "error": {{"type", "message"}}}}`, also with 401, 404, 413, 429 and 503.
 
 | status | meaning |
 |---:|---|
@@ -212,7 +280,8 @@ Some errors have a `code`:
 `text_lost`, the codes of the engine with status 500, and `engine_failed` come with `x-should-retry: false`: the request
 itself may be the cause, and would fail again.
 
-In a stream that has begun an error is an event `data: {{"error": …}}`.
+In a stream that has begun an error is an event `data: {{"error": …}}`; of Responses it is `response.failed`, of Messages
+`error`, and nothing follows.
 """
 
 

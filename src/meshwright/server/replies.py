@@ -21,6 +21,8 @@ BODY_SECONDS = 30.0
 """Longest time that a client may take to send a body."""
 
 
+MESSAGES_PATH = "/v1/messages"
+"""Beginning of the paths of Anthropic's API."""
 MOST_ID_BYTES = 128
 _REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MOST_ID_BYTES)
 
@@ -47,9 +49,10 @@ def json_response(value: Mapping[str, Any], status: int = 200) -> ContentRespons
     return ContentResponse(status, json.dumps(value, allow_nan=False).encode("ascii"), JSON_HEADERS)
 
 
-def error_response(error: RequestError) -> ContentResponse:
-    """An error in OpenAI's form."""
-    return ContentResponse(error.status, error.content, [*JSON_HEADERS, *error.headers])
+def error_response(error: RequestError, path: str) -> ContentResponse:
+    """An error in the form of the API to which a path belongs."""
+    content = error.messages_content if path.startswith(MESSAGES_PATH) else error.content
+    return ContentResponse(error.status, content, [*JSON_HEADERS, *error.headers])
 
 
 def kept_request_id(value: bytes) -> str | None:
