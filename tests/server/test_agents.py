@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.server.agent_fields import IGNORED
 from meshwright.server.chat_template import ChatTemplate
 from meshwright.server.engine_process import Connection
 from meshwright.server.packed_ids import ids_of_text
@@ -39,10 +42,12 @@ class Script:
         self.prompts: list[str] = []
         self.tokens: list[list[int]] = []
         self._answer, self._ending = answer, ending or {"reason": "stop"}
+        self.may_end: threading.Event | None = None
+        """The end of an answer waits for it."""
 
     def say(self, connection: Connection) -> None:
         """Run the engine; three tokens a step."""
-        connection.send({"ready": {"context": 8192, "vocab": 300, "sequences": 8}})
+        connection.send({"ready": {"context": 1 << 18, "vocab": 300, "sequences": 8}})
         try:
             while True:
                 for message in connection.receive(wait=True):
@@ -61,6 +66,8 @@ class Script:
             steps: list[Any] = [[id, new[start : start + 3]] for start in range(0, len(new), 3)]
             steps[0].append({"cached_tokens": CACHED})
             for entry in [*steps, [id, [], length]]:
+                if entry[1] == [] and self.may_end is not None:
+                    self.may_end.wait(60)
                 connection.send({"step": [entry], "figures": [0, 0, 0.0, 0, 0]})
 
 
@@ -256,3 +263,138 @@ def test_late_system_messages_do_not_move_the_prefix(form: str) -> None:
     assert "<system-reminder>\nTwo tools.\n</system-reminder>" in prompts[0]
     if form == "qwen3":
         assert prompts[1].startswith(prompts[0])
+
+
+@pytest.fixture(scope="module")
+def client(server: tuple[str, Script]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_openais_client_assembles_a_stream_and_sends_it_back(client: openai.OpenAI) -> None:
+    ask = {key: value for key, value in CODEX.items() if key not in ("stream", "tools", "client_metadata")}
+    tools = [{"type": "function", "name": "shell__run", "parameters": SCHEMA, "strict": False}]
+    tools.append({"type": "custom", "name": "patch"})
+    with client.responses.stream(**ask, tools=tools) as events:
+        for _ in events:
+            pass
+        answer = events.get_final_response()
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+    assert (answer.output_text, answer.status) == ("Looking.", "completed")
+    call = answer.output[2]
+    assert (call.name, json.loads(call.arguments)) == ("shell__run", LIST)
+    back = [item.model_dump(exclude_unset=True) for item in answer.output]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    whole = client.responses.create(**{**ask, "input": [*ask["input"], *back, output]}, tools=tools)
+    assert whole.output_text == TEXT and whole.usage.output_tokens == len(TEXT.encode())
+    cut = client.responses.create(model=NAME, input=RESULT, max_output_tokens=6)
+    assert (cut.status, cut.incomplete_details.reason, cut.output_text) == ("incomplete", "max_output_tokens", "Done: ")
+
+
+def test_chats_have_reasoning_apart(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "List."}]}
+    message = client.chat.completions.create(**ask).choices[0].message
+    assert message.reasoning_content == THOUGHTS and message.content.startswith("Looking.")
+    pieces = [event.choices[0].delta for event in client.chat.completions.create(**ask, stream=True)]
+    assert "".join(getattr(piece, "reasoning_content", "") for piece in pieces) == THOUGHTS
+    assert "".join(piece.content or "" for piece in pieces) == message.content
+
+
+def custom_call(prompt: str) -> str:
+    return f"<tool_call>{json.dumps({'name': 'patch', 'arguments': {'input': '*** Begin'}})}</tool_call>"
+
+
+def test_a_tool_with_free_text(tmp_path: Path) -> None:
+    with scripted(tmp_path, Script(custom_call)) as url:
+        body = {"model": NAME, "input": "Go.", "tools": [{"type": "custom", "name": "patch"}], "stream": True}
+        events = events_of(post(url, "/v1/responses", body).text)
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", "*** Begin")
+    assert "response.custom_tool_call_input.done" in [event["type"] for event in events]
+
+
+def test_a_stream_that_fails_ends_with_the_events_of_its_api(tmp_path: Path) -> None:
+    ending = {"reason": "failed", "error": "it broke", "code": "request_failed"}
+    script = Script(two_turns, ending)
+    with scripted(tmp_path, script) as url:
+
+        def last_event(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+            script.may_end = threading.Event()
+            with http.stream("POST", url + path, json=body, headers=HEADERS, timeout=60) as answer:
+                pieces = answer.iter_text()
+                begun = next(pieces)
+                script.may_end.set()
+                return events_of(begun + "".join(pieces))[-1]
+
+        last = last_event("/v1/responses", CODEX)
+        assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+        assert last["response"]["error"] == {"code": "request_failed", "message": "the request failed: it broke"}
+        last = last_event("/v1/messages", CLAUDE)
+        assert last == {"type": "error", "error": {"type": "api_error", "message": "the request failed: it broke"}}
+        whole = post(url, "/v1/messages", {**CLAUDE, "stream": False})
+        assert (whole.status_code, whole.json()) == (500, last)
+
+
+def test_ends_of_messages(tmp_path: Path) -> None:
+    with scripted(tmp_path, Script(lambda prompt: "one END two"), notation="none") as url:
+        ask = {"model": NAME, "max_tokens": 50, "messages": [{"role": "user", "content": "Count."}]}
+        for keys, reason, sequence, text in [
+            ({}, "end_turn", None, "one END two"),
+            ({"stop_sequences": ["END"]}, "stop_sequence", "END", "one "),
+            ({"max_tokens": 3}, "max_tokens", None, "one"),
+        ]:
+            found = post(url, "/v1/messages", {**ask, **keys}).json()
+            assert (found["stop_reason"], found["stop_sequence"]) == (reason, sequence)
+            assert found["content"] == [{"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize(
+    ("path", "keys", "says"),
+    [
+        ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id: answers are not kept here"),
+        ("/v1/responses", {"input": [{"role": "king", "content": "x"}]}, "input[0].role: expected user"),
+        ("/v1/responses", {"input": [3]}, "input[0]: expected an object"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens: expected a whole number"),
+        ("/v1/responses", {"tools": [{"type": "function"}]}, "tools[0].name: expected text"),
+        ("/v1/responses", {"tool_choice": {"type": "web_search"}}, "tool_choice: expected"),
+        ("/v1/messages", {"messages": []}, "messages: expected a list"),
+        ("/v1/messages", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: expected user"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ("/v1/messages", {"stop_sequences": [""]}, "stop_sequences: expected texts"),
+        ("/v1/messages", {"tools": [{"name": "f"}]}, "tools[0].input_schema: expected a JSON schema"),
+        ("/v1/messages", {"thinking": {"type": "deep"}}, "thinking.type: expected one of"),
+        ("/v1/messages", {"model": "another"}, "model: there is no such model"),
+        ("/v1/messages/count_tokens", {"messages": 3}, "messages: expected a list"),
+    ],
+)
+def test_mistakes_are_named_in_the_form_of_the_api(
+    server: tuple[str, Script], path: str, keys: dict[str, Any], says: str
+) -> None:
+    valid = {**(CODEX if path == "/v1/responses" else CLAUDE), "stream": False}
+    answer = post(server[0], path, {**valid, **keys})
+    value = answer.json()
+    assert answer.status_code == (404 if "model" in keys else 400) and value["error"]["message"].startswith(says)
+    if path != "/v1/responses":
+        kind = "not_found_error" if "model" in keys else "invalid_request_error"
+        assert (value["type"], value["error"]["type"], {*value["error"]}) == ("error", kind, {"type", "message"})
+
+
+def test_what_agents_send_without_effect_is_counted(server: tuple[str, Script]) -> None:
+    for path, body in (("/v1/responses", CODEX), ("/v1/messages", CLAUDE)):
+        post(server[0], path, {**body, "stream": False, "never_heard_of": {"x": 1}})
+    text = http.get(f"{server[0]}/metrics").text
+    found = set(re.findall(r'meshwright:ignored_parts_total\{.*part="(\w+)"', text))
+    assert {"another_key", "another_tool", "billing_header", "client_metadata", "context_management"} <= found
+    assert found <= set(IGNORED)
+
+
+def test_a_key_may_be_anthropics(tmp_path: Path) -> None:
+    with scripted(tmp_path, Script(two_turns), api_key="secret") as url:
+        body = json.dumps(CLAUDE)
+        head = {"content-type": "application/json"}
+        for key, status in (("secret", 200), ("wrong", 401), (None, 401)):
+            given = {} if key is None else {"x-api-key": key}
+            answer = http.post(f"{url}/v1/messages", content=body, headers={**head, **given}, timeout=60)
+            assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "authentication_error"
