@@ -194,6 +194,7 @@ def test_codex_completes_a_task(server: tuple[str, Script]) -> None:
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == TEXT
     assert script.prompts[-1].startswith(script.prompts[-2]), "the second prompt begins with the first"
     assert ANSWERS[0] in script.prompts[-1]
+    assert re.search(r'own_answers_total\{.*result="same"\} [1-9]', http.get(f"{url}/metrics").text)
 
 
 def test_claude_code_completes_a_task(server: tuple[str, Script]) -> None:

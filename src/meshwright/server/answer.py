@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,19 @@ class TextAnswer:
     """
 
     def __init__(
-        self, client: EngineClient, tokens: TokenBytes, request: TextRequest, body: Body, context: int
+        self,
+        client: EngineClient,
+        tokens: TokenBytes,
+        request: TextRequest,
+        body: Body,
+        context: int,
+        keep: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
+        """`keep` gets all tokens of the only text once it has ended, unless at a stop string."""
         self._client, self._tokens, self._request, self._body = client, tokens, request, body
-        self._context = context
+        self._context, self._keep = context, keep
+        self._drawn: list[int] = []
+        """Tokens of the text, if they are kept."""
         self._ids: list[int] = []
         count = len(request.prompts) * request.count
         self._stop_search = StringSearch(request.stop_strings) if request.stop_strings else None
@@ -135,8 +144,13 @@ class TextAnswer:
         """Return what the news add to a text; a stop string also ends it in the engine."""
         output = self._outputs[index]
         text, parts = (output.add(news), None) if self._readers is None else self._read(index, news)
+        if self._keep is not None:
+            for item in news:
+                self._drawn += item.tokens
         if output.finish_reason is not None:
             self._open -= 1
+            if self._keep is not None and not isinstance(output.stop_reason, str):
+                self._keep(self._drawn)
             if news[-1].reason is None:
                 self._client.abort([self._ids[index]], "stop")
         logprobs = output.logprobs() if self._request.stream else None

@@ -8,7 +8,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ from meshwright.server.engine_client import EngineClient
 from meshwright.server.errors import RequestError
 from meshwright.server.messages_body import MessagesBody
 from meshwright.server.model_files import ModelFiles, check_same_texts
+from meshwright.server.own_answers import OwnAnswers
 from meshwright.server.replies import JSON_HEADERS, ContentResponse, client_left, json_response, read_body
 from meshwright.server.request_reader import RequestReader, chat_template
 from meshwright.server.responses_body import ResponsesBody
@@ -62,6 +63,7 @@ class Api:
         self.role: Role = spec.role
         self._created = int(time.time())
         self._tokens = TokenBytes(files.tokenizer)
+        self._own_answers = OwnAnswers(self._tokens)
         self._unique = secrets.token_hex(6)
         self._numbers = itertools.count()
 
@@ -127,6 +129,7 @@ class Api:
 
     async def metrics(self, request: Request) -> ASGIApp:
         """Figures for Prometheus."""
+        self.client.metrics.own_answers = self._own_answers.results
         content = self.client.metrics.text(self.client.figures, self.client.transfers).encode()
         return ContentResponse(200, content, [(b"content-type", CONTENT_TYPE.encode("ascii"))])
 
@@ -199,7 +202,11 @@ class Api:
         self.client.metrics.ignored.update(shared.ignored)
         number = f"{self._unique}{next(self._numbers):x}"
         shown = body(number, int(time.time()), self.name, shared)
-        answer = TextAnswer(self.client, self._tokens, shared, shown, self._sizes.context)
+        keep = None
+        if body is not CompletionBody and len(shared.prompts) * shared.count == 1:
+            (prompt,) = shared.prompts = [self._own_answers.replaced(shared.prompts[0], shared.salt)]
+            keep = partial(self._own_answers.keep, prompt, salt=shared.salt)
+        answer = TextAnswer(self.client, self._tokens, shared, shown, self._sizes.context, keep)
         request.scope["meshwright"] = {"prompt_tokens": shared.prompt_tokens, "answer": answer}
         return answer
 
