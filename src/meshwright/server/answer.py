@@ -14,7 +14,7 @@ from meshwright.serve.text import text_stream
 from meshwright.server.bodies import Body, Piece, joined, usage
 from meshwright.server.engine_client import EngineClient, EngineRequest, News, Subscription
 from meshwright.server.errors import RequestError
-from meshwright.server.output_reader import Part
+from meshwright.server.output_reader import OutputReader, Part
 from meshwright.server.replies import JSON_HEADERS, client_left
 from meshwright.server.text_output import TextOutput
 from meshwright.server.text_request import TextRequest
@@ -157,11 +157,22 @@ class TextAnswer:
         return Piece(text, logprobs, parts, output.finish_reason, output.stop_reason)
 
     def _read(self, index: int, news: list[News]) -> tuple[str, list[Part]]:
-        """Return what the news add to a text, and its parts; the tokens of reasoning count one by one."""
+        """Return what the news add to a text, and its parts."""
         assert self._readers is not None
         output, reader, format = self._outputs[index], self._readers[index], self._request.output
+        if reader.may_reason:
+            text, parts = self._read_reasoning(output, reader, news)
+        else:
+            text = output.add(news)
+            parts = reader.add(text, final=output.finish_reason is not None)
+        if reader.count and output.finish_reason == "stop" and not (format and format.named):
+            output.finish_reason = "tool_calls"
+        return text, parts
+
+    def _read_reasoning(self, output: TextOutput, reader: OutputReader, news: list[News]) -> tuple[str, list[Part]]:
+        """The same while there may be reasoning, whose tokens are counted one by one."""
         texts, parts = list[str](), list[Part]()
-        for some in _one_by_one(news) if reader.may_reason else [news]:
+        for some in _one_by_one(news):
             before, reasoned = output.tokens, reader.reasoning
             texts.append(output.add(some))
             parts += reader.add(texts[-1], final=output.finish_reason is not None)
@@ -169,8 +180,6 @@ class TextAnswer:
                 self._reasoning_tokens += output.tokens - before
             if output.finish_reason is not None:
                 break
-        if reader.count and output.finish_reason == "stop" and not (format and format.named):
-            output.finish_reason = "tool_calls"
         return "".join(texts), parts
 
     async def _send_whole(self, send: Send) -> None:

@@ -34,6 +34,15 @@ class Piece(NamedTuple):
             return self.parts
         return (Part("text", self.text),) if self.text else ()
 
+    def goes_on(self, kind: str) -> str | None:
+        """The text of a piece that only goes on with a part of this kind, as most do; else None."""
+        parts = self.parts
+        if self.finish_reason is not None:
+            return None
+        if parts is None:
+            return self.text if kind == "text" else None
+        return parts[0].text if len(parts) == 1 and parts[0].kind == kind and kind != "call" else None
+
     @property
     def end(self) -> str:
         """The members of JSON about log probabilities and the end."""

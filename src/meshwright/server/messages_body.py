@@ -42,6 +42,8 @@ class MessagesBody:
 
     def event(self, index: int, piece: Piece, tokens: Mapping[str, Any] | None = None) -> bytes:
         """The events with a piece of the answer."""
+        if (text := piece.goes_on(self._open)) is not None:
+            return f"{self._delta}{text_as_json(text)}}}}}\n\n".encode("ascii")
         events = []
         for part in piece.all_parts:
             if part.kind == "call":

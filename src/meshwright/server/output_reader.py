@@ -88,6 +88,8 @@ class OutputReader:
         self._parts: list[Part] = []
         self._idle: StringSearch | None = None
         """The search for what may end the text, while nothing is held but white space."""
+        self._plain = False
+        """Whether all that follows is text."""
         self.count = 0
         """Calls so far."""
         self.reasoning = format.inside
@@ -100,7 +102,9 @@ class OutputReader:
 
     def add(self, text: str, *, final: bool) -> list[Part]:
         """The parts that are certain now; `final`: no more text follows."""
-        if self._idle is not None and text and not text[-1].isspace() and not self._idle.may_begin(text):
+        if self._plain:
+            return [Part("text", text)] if text else []
+        if self._idle is not None and not self._idle.may_begin(text):
             self._show(text)
         elif text:
             self._send(text)
@@ -188,10 +192,18 @@ class OutputReader:
 
     def _content(self) -> Wait:
         """Read text and calls to the end of the answer."""
+        if not self._openings and not self._source.rest:
+            self._flush()
+            self._plain = not self._source.final
         while (opening := (yield from self._until(_search(self._openings), self._show, plain=True))) is not None:
             yield from self._calls(opening)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Pass white space on that was held."""
         if self._space:
             self._parts.append(Part("text", "".join(self._space)))
+            self._space.clear()
 
     def _calls(self, opening: str) -> Wait:
         """Read calls as long as they come; `opening` has been taken. What is no call is text again."""
@@ -266,14 +278,12 @@ class OutputReader:
 
     def _show(self, text: str) -> None:
         """Pass text on, without the white space at its end."""
-        shown = text.rstrip()
-        if shown:
+        end = len(text.rstrip())
+        if end:
             self._shown = True
-            if self._space:
-                shown = "".join(self._space) + shown
-                self._space.clear()
-            self._parts.append(Part("text", shown))
-        self._hold(text[len(text.rstrip()) :])
+            self._parts.append(Part("text", "".join(self._space) + text[:end]))
+            self._space.clear()
+        self._hold(text[end:])
 
     def _reason(self, text: str) -> None:
         """Pass reasoning on, without the newlines at its beginning and end."""

@@ -51,6 +51,8 @@ class ResponsesBody:
 
     def event(self, index: int, piece: Piece, tokens: Mapping[str, Any] | None = None) -> bytes:
         """The events with a piece of the answer."""
+        if (text := piece.goes_on(self._open)) is not None:
+            return self._piece(text).encode("ascii")
         events = []
         for part in piece.all_parts:
             if part.call is not None:
@@ -58,14 +60,19 @@ class ResponsesBody:
                 continue
             if part.kind != self._open:
                 events.append(self._begin(part))
-            self._texts.append(part.text)
-            head, tail = self._delta
-            events.append(f"{head}{text_as_json(part.text)}{tail}{self._sequence}}}\n\n")
-            self._sequence += 1
+            events.append(self._piece(part.text))
         if piece.finish_reason is not None:
             events.append(self._end())
             self._reason = piece.finish_reason
         return "".join(events).encode("ascii")
+
+    def _piece(self, text: str) -> str:
+        """The event with a piece of the open item."""
+        self._texts.append(text)
+        head, tail = self._delta
+        event = f"{head}{text_as_json(text)}{tail}{self._sequence}}}\n\n"
+        self._sequence += 1
+        return event
 
     def last(self, tokens: Mapping[str, Any]) -> bytes:
         """The event with the whole answer."""
