@@ -95,6 +95,29 @@ class RequestError(Exception):
         return headers
 
 
+MESSAGES_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
+"""Beginnings of the paths of Anthropic's API and of OpenAI's Responses API."""
+LAST_SEQUENCE = 2**31 - 1
+"""Number of an event of a Responses stream that who writes it has not counted; numbers rise."""
+
+
+def content_of(error: RequestError, path: str) -> bytes:
+    """The body of an error in the form of the API that a path belongs to."""
+    return error.messages_content if path.startswith(MESSAGES_PATH) else error.content
+
+
+def failure_event(error: RequestError, path: str) -> bytes:
+    """The event that ends a stream of a path after a failure, where nothing of the answer is known."""
+    if path.startswith(MESSAGES_PATH):
+        return b"event: error\ndata: %b\n\n" % error.messages_content
+    if path.startswith(RESPONSES_PATH):
+        shown = {"code": error.code or "server_error", "message": error.message}
+        response = {"id": "", "object": "response", "status": "failed", "output": [], "error": shown}
+        event = {"type": "response.failed", "response": response, "sequence_number": LAST_SEQUENCE}
+        return b"event: response.failed\ndata: %b\n\n" % json.dumps(event).encode("ascii")
+    return b"data: %b\n\n" % error.content
+
+
 def wrong(param: str, expected: str, got: object) -> RequestError:
     """The error for a value of the body that is not as expected."""
     return RequestError(400, f"{param}: expected {expected}, got {shown(got)}", param=param)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.server.bodies import Piece
-from meshwright.server.errors import RequestError
+from meshwright.server.errors import MESSAGES_PATH, RequestError, failure_event
 from meshwright.server.output_reader import Part
 from meshwright.server.text_request import TextRequest
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
@@ -71,7 +71,7 @@ class MessagesBody:
 
     def failure(self, error: RequestError) -> bytes:
         """The error as the last event."""
-        return b"event: error\ndata: %b\n\n" % error.messages_content
+        return failure_event(error, MESSAGES_PATH)
 
     def whole(self, texts: Sequence[Piece], tokens: Mapping[str, Any]) -> bytes:
         """The whole message."""

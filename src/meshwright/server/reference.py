@@ -86,8 +86,8 @@ Kubernetes has, is several servers.
 
 - A request that a server refuses with 429 or 503 goes to another, but after 503 `engine_failed` to none: the request
   may be the cause. If the connection breaks before the first byte of the answer, it goes to one other server only; if
-  that one is lost too, the answer is 503 `server_lost`. After the first byte a stream ends with an event
-  `{"error": …}` of that code.
+  that one is lost too, the answer is 503 `server_lost`. After the first byte a stream ends with the event of its API
+  for that error.
 - If no answer begins within `--first-seconds`, it is 503 `late`. Both codes come with `x-should-retry: false`: OpenAI's
   clients do not send the request again, which might cost the next server.
 - A server that misses a check of its health gets no new requests; those that it has go on. They are given up after a

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.server.errors import RequestError
+from meshwright.server.errors import RequestError, content_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -21,8 +21,6 @@ BODY_SECONDS = 30.0
 """Longest time that a client may take to send a body."""
 
 
-MESSAGES_PATH = "/v1/messages"
-"""Beginning of the paths of Anthropic's API."""
 MOST_ID_BYTES = 128
 _REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MOST_ID_BYTES)
 
@@ -51,8 +49,7 @@ def json_response(value: Mapping[str, Any], status: int = 200) -> ContentRespons
 
 def error_response(error: RequestError, path: str) -> ContentResponse:
     """An error in the form of the API to which a path belongs."""
-    content = error.messages_content if path.startswith(MESSAGES_PATH) else error.content
-    return ContentResponse(error.status, content, [*JSON_HEADERS, *error.headers])
+    return ContentResponse(error.status, content_of(error, path), [*JSON_HEADERS, *error.headers])
 
 
 def kept_request_id(value: bytes) -> str | None:
