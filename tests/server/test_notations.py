@@ -22,6 +22,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "write_file",
+            "description": "Writes a file.",
             "parameters": {"properties": {"path": {"type": "string"}, "text": {"type": ["string", "null"]}}},
         },
     },
@@ -29,6 +30,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "run",
+            "description": "Runs.",
             "parameters": {
                 "properties": {
                     "count": {"type": "integer"},
@@ -42,7 +44,7 @@ TOOLS = [
             },
         },
     },
-    {"type": "function", "function": {"name": "get_time"}},
+    {"type": "function", "function": {"name": "get_time", "description": "Now."}},
 ]
 TYPES = parameter_types(TOOLS)
 Call = tuple[str, dict[str, Any]]
@@ -190,6 +192,7 @@ TEXTS: list[tuple[NotationKey, str, Read]] = [
     ("llama3", json.dumps({"name": RUN[0], "parameters": RUN[1]}), Read("", "", [RUN])),
     ("llama4", python(*BOTH), Read("", "", BOTH)),
     ("llama4", f"Well.<|python_start|>{python(RUN)}<|python_end|>", Read("", "Well.", [RUN])),
+    ("lfm2", f"{THINK}<|tool_call_start|>{python(*BOTH)}<|tool_call_end|>", Read(THOUGHTS, "", BOTH)),
     ("llama4", object_of(RUN), Read("", "", [RUN])),
     ("llama4", "[1, 2] and [f(x)]", Read("", "[1, 2] and [f(x)]", [])),
     ("harmony", harmony(THOUGHTS, "Well.", *BOTH), Read(THOUGHTS, "Well.", BOTH)),
@@ -296,6 +299,7 @@ def test_failed_calls_cost_no_more_than_their_text() -> None:
         ("<tool_call>{name}<arg_key>", "glm"),
         ("<|tool_call>call:", "gemma"),
         ("<minimax:tool_call>", "minimax"),
+        ("<|tool_call_start|>", "lfm2"),
         ("<think>\\n\\n</think>", "think"),
     ],
 )

@@ -318,7 +318,7 @@ def _closing(mark: str) -> StringSearch:
 
 def typed_value(text: str, types: Collection[str]) -> Any:
     """The value that the text of a parameter stands for, by the JSON types that its schema allows; text that is none of them stays."""
-    if "null" in types and text.strip() == "null":
+    if "null" in types and text.strip() in ("null", "None"):
         return None
     if "string" in types:
         return text
@@ -368,10 +368,15 @@ def _named_call(text: str) -> tuple[str, str]:
     return name, json.dumps(arguments, ensure_ascii=False)
 
 
+_PYTHON_TEXT = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+
+
 def _python_calls(text: str) -> list[ReadCall]:
     """The calls of a Python list such as `[f(a=1), g(b="x")]`. Raises NoCall for anything else."""
+    # Templates write the newlines of a text as they are.
+    text = _PYTHON_TEXT.sub(lambda found: found[0].replace("\n", "\\n").replace("\r", "\\r"), text.strip())
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text, mode="eval").body
         calls = [_python_call(call) for call in tree.elts] if isinstance(tree, ast.List) else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise NoCall from None
@@ -456,7 +461,7 @@ def _gemma_parsed(parts: list[tuple[str, str]]) -> Any:
     if kind == "text":
         return text
     if kind == "word":
-        return typed_value(text.strip(), ())
+        return typed_value(text.strip(), ("null", "boolean"))
     if text == "[":
         items: list[Any] = []
         _gemma_items(parts, "]", lambda: items.append(_gemma_parsed(parts)))

@@ -26,6 +26,7 @@ NotationName = Literal[
     "harmony",
     "llama3",
     "llama4",
+    "lfm2",
     "mistral",
     "gemma",
     "minimax",
