@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128
 
@@ -22,8 +22,6 @@ MOST_TOKENS = 1 << 20
 """Tokens of all answers that are kept; the oldest go first."""
 MOST_OF_BLOCK = 32
 """Answers to prompts whose whole blocks are the same."""
-Result = Literal["same", "taken", "other_text"]
-"""What a prompt has behind an earlier one: the answer's tokens anyway, other tokens of its text, or another text."""
 
 
 class _Answer(NamedTuple):
@@ -43,8 +41,9 @@ class OwnAnswers:
         self._tokens = tokens
         self._answers: OrderedDict[bytes, list[_Answer]] = OrderedDict()
         self._size = 0
-        self.results: Counter[Result] = Counter()
-        """How often a prompt began with an earlier one, by what came behind it."""
+        self.results: Counter[str] = Counter()
+        """How often a prompt began with an earlier one, by what came behind it: `same`, the answer's tokens anyway; `taken`, its text in
+        other tokens; `other_text`, another text."""
 
     def keep(self, prompt: Sequence[int], answer: Sequence[int], salt: str) -> None:
         """Keep an answer. Only prompts of equal salt get its tokens."""

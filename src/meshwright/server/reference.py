@@ -181,7 +181,7 @@ its value is null.
 - completions: `prompt` (text, token ids, or a list of either), `echo`, `logprobs`, `add_special_tokens`
 - chats: `messages` (text only), `tools`, `tool_choice`, `parallel_tool_calls`, `logprobs`, `top_logprobs`,
   `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, `reasoning_effort` (if the template names
-  it, or `enable_thinking` or `thinking`, which every effort but `none` sets)
+  it)
 - New tokens that the context has no room for are cut (`finish_reason` `length`).
 - Defaults of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` are those of the model's
   `generation_config.json` (`generation_config`). They are printed at the start and listed by `/v1/models`.
@@ -200,8 +200,11 @@ its value is null.
   (setting `notation`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the
   arguments. With `required`, or the name of a function, a grammar makes the text a JSON array of calls, whose arguments
   follow their schemas. In a stream each call is one event.
+- Of a template that has the variable `enable_thinking` or `thinking` instead, `reasoning_effort` `none` switches the
+  reasoning off, and every other effort on.
 - Reasoning that the model writes before its answer is returned as `reasoning_content`, and as `reasoning`, apart from
-  the `content`. It is not told apart where a grammar limits the text.
+  the `content`. A grammar leaves no room for it: then it is switched off if the template has a variable for that, and
+  the request does not set it.
 {_WITHOUT_EFFECT}
 {_ONLY_DEFAULTS}
 

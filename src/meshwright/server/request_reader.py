@@ -106,7 +106,8 @@ class RequestReader:
             raise RequestError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
         request = read_shared(fields, limits, logprobs=(most or 0) if wanted else None, new_tokens=None)
         tools = read_tools(fields)
-        write = _prompt_writer(fields, template, tools, self._spelled)
+        limited = request.grammar is not None or tools.schema is not None
+        write = _prompt_writer(fields, template, tools, self._spelled, limited=limited)
         if of_agent:
             fields.ignore(EFFORT)
         fields.finish(ONLY_DEFAULTS)
@@ -245,9 +246,11 @@ def chat_template(spec: ServeSpec, files: ModelFiles) -> ChatTemplate | None:
 
 
 def _prompt_writer(
-    fields: Fields, template: ChatTemplate, tools: Tools, spelled: SpelledTokens
+    fields: Fields, template: ChatTemplate, tools: Tools, spelled: SpelledTokens, *, limited: bool = False
 ) -> Callable[[], ChatText]:
     """Read the keys of a chat that its prompt depends on; returns a function that renders the prompt.
+
+    `limited`: a grammar limits the text, which then has no room for reasoning, so that it is switched off unless asked for.
 
     Rendering is the expensive part, so the caller checks the other keys first.
     """
@@ -263,8 +266,8 @@ def _prompt_writer(
         raise wrong("chat_template_kwargs", "an object", variables)
     if template.knows(EFFORT) and (effort := fields.text(EFFORT, None)) is not None:
         variables = {EFFORT: effort, **(variables or {})}
-    elif fields.has(EFFORT) and (names := [name for name in SWITCHES if template.knows(name)]):
-        effort = fields.text(EFFORT, None)
+    elif (fields.has(EFFORT) or limited) and (names := [name for name in SWITCHES if template.knows(name)]):
+        effort = fields.text(EFFORT, "none")
         variables = {**dict.fromkeys(names, effort != "none"), **(variables or {})}
     write = template.continued if continued else partial(template.render, add_generation_prompt=opens_answer)
     return partial(spelled.write, write, messages, tools.tools, variables)
