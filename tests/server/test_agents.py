@@ -366,6 +366,7 @@ def test_ends_of_messages(tmp_path: Path) -> None:
         ("/v1/messages", {"tools": [{"name": "f"}]}, "tools[0].input_schema: expected a JSON schema"),
         ("/v1/messages", {"thinking": {"type": "deep"}}, "thinking.type: expected one of"),
         ("/v1/messages", {"model": "another"}, "model: there is no such model"),
+        ("/v1/messages", {"system": "a" * (1 << 18)}, "prompt is too long: messages: the prompt has"),
         ("/v1/messages/count_tokens", {"messages": 3}, "messages: expected a list"),
     ],
 )

@@ -223,6 +223,7 @@ def _items(pattern: str) -> Sequence[tuple[str, str]]:
     return items
 
 
+_NAME = re.compile(r"""[^\s<>{}()\[\]"']{1,256}""")
 _WORD = re.compile(r"[\w.:/-]{0,256}")
 
 
@@ -252,8 +253,12 @@ def read_calls(source: Source, notation: Notation, types: Types) -> Wait:
         elif kind == "params":
             assert notation.parameters is not None
             arguments = yield from _parameters(source, notation.parameters, types.get(name, {}))
-    if not name:
+    if not _NAME.fullmatch(name):
         raise NoCall
+    if parts[-1][0] == "params":  # nothing else says that the last argument has come
+        yield from source.space()
+        if (yield from source.begins(notation.after)) is None:
+            raise NoCall
     return [ReadCall(name, arguments)]
 
 

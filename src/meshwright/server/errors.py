@@ -31,6 +31,8 @@ NO_RETRY = (b"x-should-retry", b"false")
 """Header by which OpenAI's clients do not send the request again."""
 
 
+TOO_LONG = "context_length_exceeded"
+"""Code of the error for a prompt that leaves no room for a new token."""
 FAILURES: Mapping[str, tuple[int, str]] = {
     "grammar": (422, "{}"),
     "not_finite": (500, "the request failed: {}"),
@@ -80,8 +82,9 @@ class RequestError(Exception):
 
     @property
     def messages_content(self) -> bytes:
-        """The body of the answer in the form of Anthropic's API."""
-        error = {"type": _MESSAGES_TYPES.get(self.status, "invalid_request_error"), "message": self.message}
+        """The body of the answer in the form of Anthropic's API, whose clients shorten a conversation at this message."""
+        message = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
+        error = {"type": _MESSAGES_TYPES.get(self.status, "invalid_request_error"), "message": message}
         return json.dumps({"type": "error", "error": error}, allow_nan=False).encode("ascii")
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.policies.batch_request import LARGEST_PRIORITY, LONGEST_SALT
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.bad_words import word_tokens
-from meshwright.server.errors import RequestError, wrong
+from meshwright.server.errors import TOO_LONG, RequestError, wrong
 from meshwright.server.fields import LARGEST_INTEGER, Fields, checked_text
 from meshwright.server.grammar_request import read_grammar
 from meshwright.server.model_files import ModelFiles
@@ -220,7 +220,7 @@ def too_long(tokens: str, context: int, key: str) -> RequestError:
         400,
         f"{key}: the prompt has {tokens} tokens, and the context is {context}; shorten it to {context - 1}",
         param=key,
-        code="context_length_exceeded",
+        code=TOO_LONG,
     )
 
 
