@@ -36,6 +36,7 @@ API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]
     ("GET", "/v1/models/{name:path}", Api.model),
     ("POST", "/tokenize", Api.tokenize),
     ("POST", "/detokenize", Api.detokenize),
+    ("GET", "/tokenizer_info", Api.tokenizer_info),
     ("GET", "/health", Api.health),
     ("GET", "/version", Api.version),
     ("GET", "/metrics", Api.metrics),
