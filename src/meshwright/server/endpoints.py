@@ -118,10 +118,9 @@ class Api:
 
     async def tokenizer_info(self, request: Request) -> ASGIApp:
         """The tokens that begin, end and fill texts, and the chat template, as lm-eval asks for them."""
-        named = {name: self.files.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")}
         length = None if self.client.ready is None else self.client.ready["context"]
-        shown = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, **named}
-        return json_response({**shown, "chat_template": self.files.chat_template})
+        shown = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+        return json_response({**shown, **self.files.special_tokens, "chat_template": self.files.chat_template})
 
     async def health(self, request: Request) -> ASGIApp:
         """200 while requests are taken, else 503 with the reason."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from meshwright.spec.serve import NotationName
 
@@ -25,6 +25,17 @@ class Parameters:
     """What can follow `closing`, white space aside: each entry is marks that come one after the other."""
     newlines: bool = False
     """Whether a newline on each side of a value belongs to the notation."""
+
+
+class Forced(NamedTuple):
+    """What is around calls that a grammar asks for, where ordinary text makes them: objects of name and arguments."""
+
+    before: str
+    after: str
+    between: str
+    """Text between two calls."""
+    arguments: str = "arguments"
+    """Key of the arguments."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,8 @@ class Notation:
     """Whether the marks of reasoning are special tokens, which texts else leave out."""
     numbered: bool = False
     """Whether the name is an id `functions.NAME:NUMBER`, as the template expects it back."""
+    forced: Forced | None = None
+    """How calls are written that a request forces; None: as `array`."""
     channels: bool = False
     """Whether the answer is messages in channels (harmony), which have marks of their own."""
 
@@ -69,7 +82,12 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
     "array": Notation({"": "{call}"}, before=("[", ","), after=("]",), first="["),
     "think": Notation(reasoning=THINK),
     "hermes": Notation(
-        {"": "{call}"}, ("<tool_call>",), before=("<tool_call>",), after=("</tool_call>",), reasoning=THINK
+        {"": "{call}"},
+        ("<tool_call>",),
+        before=("<tool_call>",),
+        after=("</tool_call>",),
+        reasoning=THINK,
+        forced=Forced("<tool_call>\n", "\n</tool_call>", "\n"),
     ),
     "qwen3_coder": Notation(
         {"": _FUNCTION},
@@ -128,7 +146,13 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
         numbered=True,
     ),
     "harmony": Notation(channels=True, special=True),
-    "llama3": Notation({"": "{call}"}, ("<|python_tag|>",), before=("<|python_tag|>", ";"), first="{"),
+    "llama3": Notation(
+        {"": "{call}"},
+        ("<|python_tag|>",),
+        before=("<|python_tag|>", ";"),
+        first="{",
+        forced=Forced("", "", "; ", "parameters"),
+    ),
     "llama4": Notation(
         {"": "{call}", "[": "{python}"},
         ("<|python_start|>",),

@@ -198,13 +198,14 @@ its value is null.
 - `continue_final_message` goes on with the last message, which is the assistant's.
 - `tools` are passed to the template. With `tool_choice` `auto`, calls that the model writes in the server's notation
   (setting `notation`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the
-  arguments. With `required`, or the name of a function, a grammar makes the text a JSON array of calls, whose arguments
-  follow their schemas. In a stream each call is one event.
+  arguments. With `required`, or the name of a function, a grammar makes the text calls whose arguments follow their
+  schemas: in the notation itself of `hermes` and `llama3`, else as a JSON array. In a stream each call is one event.
 - Of a template that has the variable `enable_thinking` or `thinking` instead, `reasoning_effort` `none` switches the
   reasoning off, and every other effort on.
 - Reasoning that the model writes before its answer is returned as `reasoning_content`, and as `reasoning`, apart from
   the `content`. A grammar leaves no room for it: then it is switched off if the template has a variable for that, and
-  the request does not set it.
+  the request does not set it. If the prompt has begun it all the same, a JSON schema, or calls in the notation itself,
+  begin behind its end.
 {_WITHOUT_EFFECT}
 {_ONLY_DEFAULTS}
 

@@ -14,10 +14,11 @@ from meshwright.server.chat_messages import read_messages
 from meshwright.server.chat_template import ChatTemplate
 from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields, checked_text, parse_object
+from meshwright.server.forced_calls import behind_reasoning, calls_grammar
 from meshwright.server.grammar_request import schema_grammar
 from meshwright.server.messages_request import counted, read_messages_body
 from meshwright.server.model_files import ModelFiles
-from meshwright.server.notations import NOTATIONS, template_notation
+from meshwright.server.notations import NOTATIONS, Forced, template_notation
 from meshwright.server.output_reader import OutputFormat
 from meshwright.server.responses_request import read_responses_body, shown_request
 from meshwright.server.text_request import (
@@ -29,7 +30,7 @@ from meshwright.server.text_request import (
     token_ids,
     too_long,
 )
-from meshwright.server.tools import Tools, parameter_types, read_tools
+from meshwright.server.tools import Tools, calls_schema, parameter_types, read_tools
 from meshwright.spec.errors import attach_key
 from meshwright.spec.serve import NotationName, ServeSpec
 
@@ -106,12 +107,12 @@ class RequestReader:
             raise RequestError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
         request = read_shared(fields, limits, logprobs=(most or 0) if wanted else None, new_tokens=None)
         tools = read_tools(fields)
-        limited = request.grammar is not None or tools.schema is not None
+        limited = request.grammar is not None or tools.forced is not None
         write = _prompt_writer(fields, template, tools, self._spelled, limited=limited)
         if of_agent:
             fields.ignore(EFFORT)
         fields.finish(ONLY_DEFAULTS)
-        force_calls(request, tools)
+        self._force_calls(request, tools)
         prompt = write()
         if fits:
             self._check_length(prompt.text, "messages")
@@ -181,19 +182,44 @@ class RequestReader:
             raise RequestError(400, f"messages: {message}", param="messages")
         return self._template
 
+    def _force_calls(self, request: TextRequest, tools: Tools) -> None:
+        """Set the grammar of texts that must be calls. Raises RequestError if the request has a grammar of its own."""
+        if tools.forced is None:
+            return
+        if request.grammar is not None:
+            key = request.grammar_key
+            raise RequestError(400, f"{key}: excludes a tool_choice that needs calls", param=key)
+        request.grammar_key = "tools"
+        if self._forced is None:
+            request.grammar = schema_grammar(calls_schema(tools.forced, several=tools.parallel), "tools")
+        else:
+            request.grammar = calls_grammar(tools.forced, self._forced, several=tools.parallel)
+
+    @property
+    def _forced(self) -> Forced | None:
+        """How the model's notation writes calls that a request forces."""
+        return None if self._notation is None else NOTATIONS[self._notation].forced
+
     def _output(self, request: TextRequest, tools: Tools, prompt: str) -> OutputFormat | None:
-        """How the answers to a prompt are read."""
-        if tools.schema is not None:
+        """How the answers to a prompt are read. A grammar begins behind reasoning that the prompt has begun."""
+        forced, marks = tools.forced is not None, self._reasoning_marks
+        if forced and self._forced is None:
             return OutputFormat("array", parallel=tools.parallel, named=tools.named, reasons=False)
-        if self._notation is None or request.grammar is not None:
+        inside = marks is not None and prompt.rstrip().endswith(marks[0])
+        if self._notation is None:
             return None
         notation = NOTATIONS[self._notation]
+        if request.grammar is not None:
+            inside = inside and (forced or request.grammar[0] == "json_schema")
+            if marks is not None and inside:
+                request.grammar = behind_reasoning(request.grammar, marks[1])
+            if not (forced or inside):
+                return None
+            return OutputFormat(self._notation, forced, tools.parallel, tools.named, reasons=inside, inside=inside)
         calls = tools.tools is not None and (bool(notation.patterns) or notation.channels)
-        marks = self._reasoning_marks
         if not (calls or notation.channels or marks):
             return None
         types = {} if notation.parameters is None or not calls else parameter_types(tools.tools or ())
-        inside = marks is not None and prompt.rstrip().endswith(marks[0])
         return OutputFormat(
             self._notation, calls, tools.parallel, types=types, reasons=marks is not None, inside=inside
         )
@@ -271,16 +297,6 @@ def _prompt_writer(
         variables = {**dict.fromkeys(names, effort != "none"), **(variables or {})}
     write = template.continued if continued else partial(template.render, add_generation_prompt=opens_answer)
     return partial(spelled.write, write, messages, tools.tools, variables)
-
-
-def force_calls(request: TextRequest, tools: Tools) -> None:
-    """Set the grammar of texts that must be calls. Raises RequestError if the request has a grammar of its own."""
-    if tools.schema is None:
-        return
-    if request.grammar is not None:
-        key = request.grammar_key
-        raise RequestError(400, f"{key}: excludes a tool_choice that needs calls", param=key)
-    request.grammar, request.grammar_key = schema_grammar(tools.schema, "tools"), "tools"
 
 
 def _notation(spec: ServeSpec, template: str | None) -> NotationName | None:

@@ -1,4 +1,4 @@
-"""The tools of a chat, which of them the model may call, and the schema of calls that it must make."""
+"""The tools of a chat, which of them the model may call, and which it must."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Tools:
 
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tools for the chat template; None if the model may call none."""
-    schema: Mapping[str, Any] | None = None
-    """JSON schema of the calls, if there must be some."""
+    forced: Sequence[Mapping[str, Any]] | None = None
+    """Functions of which some must be called; None: none must."""
     parallel: bool = True
     """Whether there may be several calls."""
     named: bool = False
@@ -50,7 +50,7 @@ def read_tools(fields: Fields) -> Tools:
     elif choice != "required":
         return Tools(value, parallel=parallel)
     several = parallel and named is None
-    return Tools(value, _calls_schema(functions, several=several), several, named is not None)
+    return Tools(value, functions, several, named is not None)
 
 
 def _named(choice: object) -> str | None:
@@ -73,8 +73,11 @@ def _function(tool: object, key: str) -> Mapping[str, Any]:
     return function
 
 
-def _calls_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
-    """The schema of an array of calls; definitions of the parameters move to its root, where `#/$defs/…` finds them."""
+def calls_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
+    """The schema of an array of calls; definitions of the parameters move to its root, where `#/$defs/…` finds them.
+
+    Raises RequestError if two functions define a name differently.
+    """
     definitions: dict[str, dict[str, Any]] = {}
     forms = []
     for function in functions:
