@@ -36,14 +36,15 @@ CACHED = 7
 class Script:
     """What an engine says, and what it got."""
 
-    def __init__(self, answer: Callable[[str], str], ending: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, answer: Callable[[str], str]) -> None:
         """`answer` is the answer to the text of a prompt."""
         self.tokenizer = byte_tokenizer(*SPECIAL)
         self.prompts: list[str] = []
         self.tokens: list[list[int]] = []
-        self._answer, self._ending = answer, ending or {"reason": "stop"}
-        self.may_end: threading.Event | None = None
+        self._answer, self.ending = answer, {"reason": "stop"}
+        self.may_end = threading.Event()
         """The end of an answer waits for it."""
+        self.may_end.set()
 
     def say(self, connection: Connection) -> None:
         """Run the engine; three tokens a step."""
@@ -60,13 +61,13 @@ class Script:
         self.tokens.append(list(ids_of_text(request["tokens"])))
         self.prompts.append(self.tokenizer.decode(self.tokens[-1], skip_special_tokens=False))
         new = self.tokenizer.encode(self._answer(self.prompts[-1])).ids
-        length = {"reason": "length"} if len(new) > request["new_tokens"] else self._ending
+        length = {"reason": "length"} if len(new) > request["new_tokens"] else self.ending
         new = new[: request["new_tokens"]]
         for id in request["ids"]:
             steps: list[Any] = [[id, new[start : start + 3]] for start in range(0, len(new), 3)]
             steps[0].append({"cached_tokens": CACHED})
             for entry in [*steps, [id, [], length]]:
-                if entry[1] == [] and self.may_end is not None:
+                if not entry[1]:
                     self.may_end.wait(60)
                 connection.send({"step": [entry], "figures": [0, 0, 0.0, 0, 0]})
 
@@ -82,13 +83,16 @@ def scripted(folder: Path, script: Script, form: str = "qwen3", **settings: Any)
         yield url
 
 
-def two_turns(prompt: str) -> str:
-    return ANSWERS[RESULT in prompt]
+def answer_to(prompt: str) -> str:
+    """The answer of the script, by the question in the prompt."""
+    if "Patch." in prompt:
+        return f"<tool_call>{json.dumps({'name': 'patch', 'arguments': {'input': '*** Begin'}})}</tool_call>"
+    return "one END two" if "Count." in prompt else ANSWERS[RESULT in prompt]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
-    script = Script(two_turns)
+    script = Script(answer_to)
     with scripted(tmp_path_factory.mktemp("agents"), script) as url:
         yield url, script
 
@@ -301,52 +305,47 @@ def test_chats_have_reasoning_apart(client: openai.OpenAI) -> None:
     assert "".join(piece.content or "" for piece in pieces) == message.content
 
 
-def custom_call(prompt: str) -> str:
-    return f"<tool_call>{json.dumps({'name': 'patch', 'arguments': {'input': '*** Begin'}})}</tool_call>"
-
-
-def test_a_tool_with_free_text(tmp_path: Path) -> None:
-    with scripted(tmp_path, Script(custom_call)) as url:
-        body = {"model": NAME, "input": "Go.", "tools": [{"type": "custom", "name": "patch"}], "stream": True}
-        events = events_of(post(url, "/v1/responses", body).text)
+def test_a_tool_with_free_text(server: tuple[str, Script]) -> None:
+    body = {"model": NAME, "input": "Patch.", "tools": [{"type": "custom", "name": "patch"}], "stream": True}
+    events = events_of(post(server[0], "/v1/responses", body).text)
     (item,) = events[-1]["response"]["output"]
     assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", "*** Begin")
     assert "response.custom_tool_call_input.done" in [event["type"] for event in events]
 
 
-def test_a_stream_that_fails_ends_with_the_events_of_its_api(tmp_path: Path) -> None:
-    ending = {"reason": "failed", "error": "it broke", "code": "request_failed"}
-    script = Script(two_turns, ending)
-    with scripted(tmp_path, script) as url:
+def test_a_stream_that_fails_ends_with_the_events_of_its_api(
+    server: tuple[str, Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, script = server
+    monkeypatch.setattr(script, "ending", {"reason": "failed", "error": "it broke", "code": "request_failed"})
 
-        def last_event(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-            script.may_end = threading.Event()
-            with http.stream("POST", url + path, json=body, headers=HEADERS, timeout=60) as answer:
-                pieces = answer.iter_text()
-                begun = next(pieces)
-                script.may_end.set()
-                return events_of(begun + "".join(pieces))[-1]
+    def last_event(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        monkeypatch.setattr(script, "may_end", threading.Event())
+        with http.stream("POST", url + path, json=body, headers=HEADERS, timeout=60) as answer:
+            pieces = answer.iter_text()
+            begun = next(pieces)
+            script.may_end.set()
+            return events_of(begun + "".join(pieces))[-1]
 
-        last = last_event("/v1/responses", CODEX)
-        assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
-        assert last["response"]["error"] == {"code": "request_failed", "message": "the request failed: it broke"}
-        last = last_event("/v1/messages", CLAUDE)
-        assert last == {"type": "error", "error": {"type": "api_error", "message": "the request failed: it broke"}}
-        whole = post(url, "/v1/messages", {**CLAUDE, "stream": False})
-        assert (whole.status_code, whole.json()) == (500, last)
+    last = last_event("/v1/responses", CODEX)
+    assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "request_failed", "message": "the request failed: it broke"}
+    last = last_event("/v1/messages", CLAUDE)
+    assert last == {"type": "error", "error": {"type": "api_error", "message": "the request failed: it broke"}}
+    whole = post(url, "/v1/messages", {**CLAUDE, "stream": False})
+    assert (whole.status_code, whole.json()) == (500, last)
 
 
-def test_ends_of_messages(tmp_path: Path) -> None:
-    with scripted(tmp_path, Script(lambda prompt: "one END two"), notation="none") as url:
-        ask = {"model": NAME, "max_tokens": 50, "messages": [{"role": "user", "content": "Count."}]}
-        for keys, reason, sequence, text in [
-            ({}, "end_turn", None, "one END two"),
-            ({"stop_sequences": ["END"]}, "stop_sequence", "END", "one "),
-            ({"max_tokens": 3}, "max_tokens", None, "one"),
-        ]:
-            found = post(url, "/v1/messages", {**ask, **keys}).json()
-            assert (found["stop_reason"], found["stop_sequence"]) == (reason, sequence)
-            assert found["content"] == [{"type": "text", "text": text}]
+def test_ends_of_messages(server: tuple[str, Script]) -> None:
+    ask = {"model": NAME, "max_tokens": 50, "messages": [{"role": "user", "content": "Count."}]}
+    for keys, reason, sequence, text in [
+        ({}, "end_turn", None, "one END two"),
+        ({"stop_sequences": ["END"]}, "stop_sequence", "END", "one "),
+        ({"max_tokens": 3}, "max_tokens", None, "one"),
+    ]:
+        found = post(server[0], "/v1/messages", {**ask, **keys}).json()
+        assert (found["stop_reason"], found["stop_sequence"]) == (reason, sequence)
+        assert found["content"] == [{"type": "text", "text": text}]
 
 
 @pytest.mark.parametrize(
@@ -392,7 +391,7 @@ def test_what_agents_send_without_effect_is_counted(server: tuple[str, Script]) 
 
 
 def test_a_key_may_be_anthropics(tmp_path: Path) -> None:
-    with scripted(tmp_path, Script(two_turns), api_key="secret") as url:
+    with scripted(tmp_path, Script(answer_to), api_key="secret") as url:
         body = json.dumps(CLAUDE)
         head = {"content-type": "application/json"}
         for key, status in (("secret", 200), ("wrong", 401), (None, 401)):
