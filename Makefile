@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+AGENTS := .venv-agents
 INTEROP := .venv-interop
 MODELS := .venv-models
 OLDEST := .venv-oldest
@@ -19,7 +20,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-fuzz test-attack test-families test-models test-interop lint docs examples features golden test-golden bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-oldest test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples features golden test-golden bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -98,6 +99,17 @@ test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $< --constraint $(word 2,$^)
+	@touch $@
+
+# Codex and Claude Code, 760 MB of npm packages whose install scripts do not run; two minutes.
+test-agents: $(VENV)/.installed-test $(AGENTS)/.installed
+	$(BIN)/python -m tests.agents.check $(AGENTS)
+
+$(AGENTS)/.installed: tests/agents/package.json
+	@rm -rf $(AGENTS)
+	@mkdir $(AGENTS)
+	@cp $< $(AGENTS)
+	@npm install --prefix $(AGENTS) --ignore-scripts --no-audit --no-fund --silent
 	@touch $@
 
 # The oldest transformers that must load our folders; torch and all others are the project's.

@@ -15,23 +15,35 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshwright.data.token_bytes import TokenBytes
 from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import text_stream
-from meshwright.server.bodies import ChatBody, Piece
+from meshwright.server.bodies import ChatBody, Piece, joined
 from meshwright.server.engine_client import News
+from meshwright.server.output_reader import OutputFormat, Part
 from meshwright.server.text_output import TextOutput
-from meshwright.server.tool_calls import ToolCallReader
+from meshwright.server.text_request import TextRequest
 
 LENGTHS = (100, 1_000, 10_000, 100_000)
 END = "<|endoftext|>"
 TOP = 5
 """Likeliest tokens of each new one, with log probabilities."""
 STOPS = ["\n\nUser:", "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxy", "###", "</answer>"]
+
+REQUEST = TextRequest(
+    count=1,
+    new_tokens=1,
+    sampling={},
+    logprobs=None,
+    stop_ids=(),
+    stop_strings=(),
+    grammar=None,
+    stream=True,
+    include_usage=False,
+)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -54,7 +66,7 @@ def answer_seconds(
     logprobs: bool = False,
 ) -> float:
     """Seconds for all tokens of a text, as events or as one answer."""
-    body = ChatBody("1", 0, "model")
+    body = ChatBody("1", 0, "model", REQUEST)
     top = [(token, -float(token)) for token in range(1, 1 + TOP)]
     begin = time.perf_counter()
     output = TextOutput(
@@ -62,21 +74,22 @@ def answer_seconds(
         StopStrings(StringSearch(stops)) if stops else None,
         body.logprobs(tokens, 0) if logprobs else None,
     )
-    reader = ToolCallReader("hermes") if calls else None
-    pieces, found, size = [], [], 0
+    reader = OutputFormat("hermes").reader() if calls else None
+    pieces: list[str] = []
+    found: list[Part] = []
+    size = 0
     for index, token in enumerate(ids):
         reason = "length" if index == len(ids) - 1 else None
         text = output.add([News(0, [token], reason, logprobs=[(-0.5, top)] if logprobs else ())])
-        new: Sequence[Any] = ()
-        if reader is not None:
-            text, new = reader.add(text, final=reason is not None)
+        parts = None if reader is None else reader.add(text, final=reason is not None)
         if whole:
             pieces.append(text)
-            found += new
-        elif text or new or reason is not None:
-            size += len(body.event(0, Piece(text, output.logprobs(), new, output.finish_reason)))
+            found += parts or ()
+        elif (text if parts is None else parts) or reason is not None:
+            size += len(body.event(0, Piece(text, output.logprobs(), parts, output.finish_reason)))
     if whole:
-        size = len(body.whole([Piece("".join(pieces), output.logprobs(whole=True), found, "length")], {}))
+        read = None if reader is None else joined(found)
+        size = len(body.whole([Piece("".join(pieces), output.logprobs(whole=True), read, "length")], {}))
     seconds = time.perf_counter() - begin
     if output.tokens != len(ids) or not size or (calls and reader is not None and reader.count != 1):
         raise RuntimeError("the text was not answered as a whole")

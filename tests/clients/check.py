@@ -3,8 +3,8 @@
     python -m tests.clients.check BIN      # BIN: the folder with `python`, `guidellm` and `lm_eval`
 
 GuideLLM sends a fixed number of requests at some concurrency; none may fail. lm-eval runs a task of its own file through
-`local-completions`; it must score all its documents. LangChain, litellm and instructor hold chats with chat templates in the forms of
-Qwen3, Llama 3 and Mistral: calls of tools come from an engine that says what is written in a script, all else from a tiny model.
+`local-completions`; it must score all its documents. LangChain, litellm, instructor and anthropic hold chats with chat templates in the
+forms of Qwen3, Llama 3 and Mistral: calls of tools come from an engine that says what is written in a script, all else from a tiny model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.server.helpers import NAME, running_server, write_folder
 from tests.server.scripted_engine import scripted_server
 from tests.server.test_process import served
 
-LIBRARIES = ("langchain", "litellm", "instructor")
+LIBRARIES = ("langchain", "litellm", "instructor", "anthropic")
 CONTEXT = 3072
 """The tools of a chat are long in a tokenizer of bytes."""
 REQUESTS, STREAMS, DOCUMENTS = 40, 8, 6

@@ -47,6 +47,13 @@ TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1
 SHARED_COMMAND = "meshwright quickstart"
 """Runs once for all pages."""
 NOT_RUN = {
+    ("docs/how-to/agents.md", "meshwright serve my-model --name my-model --context 131072"),
+    ("docs/how-to/agents.md", 'MESHWRIGHT_API_KEY=any codex exec "Say what this folder is for."'),
+    (
+        "docs/how-to/agents.md",
+        "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_AUTH_TOKEN=any ANTHROPIC_MODEL=my-model \\",
+    ),
+    ("docs/how-to/agents.md", "from anthropic import Anthropic"),
     ("docs/how-to/hugging-face.md", "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2"),
     ("docs/how-to/hugging-face.md", "from transformers import AutoModelForCausalLM, AutoTokenizer"),
     ("docs/how-to/hugging-face.md", "meshwright train run.yaml model.init=hf:gemma-3-4b-it"),

@@ -9,6 +9,14 @@ from random import Random
 from typing import Any
 
 COMPLETIONS, CHATS, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+MOST_TOKENS = {
+    COMPLETIONS: ("max_tokens", "max_completion_tokens"),
+    CHATS: ("max_tokens", "max_completion_tokens"),
+    RESPONSES: ("max_output_tokens",),
+    MESSAGES: ("max_tokens",),
+}
+"""Keys that bound the texts of a path."""
 NEW_TOKENS = 8
 """Largest `max_tokens` that a body has, but of streams that are left after their first token."""
 VOCAB = 257
@@ -82,7 +90,69 @@ SHARED: dict[str, Sequence[Any]] = {
     "structured_outputs": ({"json": SCHEMA}, {"regex": "a+"}, {"choice": ["a", "b"]}),
     **WITHOUT_EFFECT,
 }
+TEXT_BLOCK = {"type": "text", "text": "Hello?", "cache_control": {"type": "ephemeral"}}
+TOOL_USE = {"type": "tool_use", "id": "call00001", "name": "weather", "input": {"city": "Rome"}}
+OF_MESSAGES: dict[str, Sequence[Any]] = {
+    "model": ("tiny",),
+    "system": ("Be short.", [TEXT_BLOCK], [{"type": "text", "text": "x-anthropic-billing-header: a=b;"}, TEXT_BLOCK]),
+    "messages": (
+        [USER],
+        [{"role": "user", "content": [TEXT_BLOCK, TEXT_BLOCK]}, {"role": "system", "content": "Now."}],
+        [
+            USER,
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, TOOL_USE]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call00001", "content": [TEXT_BLOCK]}]},
+        ],
+        [USER, {"role": "assistant", "content": "It is"}],
+    ),
+    "tools": ([{"name": "weather", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}], []),
+    "tool_choice": ({"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": "weather"}),
+    "thinking": ({"type": "adaptive"}, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}),
+    "output_config": ({"effort": "high"}, {"format": {"type": "json_schema", "schema": SCHEMA}}),
+    "metadata": ({"user_id": "1"},),
+}
+FUNCTION_CALL = {"type": "function_call", "id": "fc_1", "call_id": "call00001", "name": "weather", "arguments": "{}"}
 KEYS: dict[str, dict[str, Sequence[Any]]] = {
+    MESSAGES: {
+        **OF_MESSAGES,
+        "temperature": (0, 1),
+        "top_p": (0.5, 1),
+        "top_k": (1, 40),
+        "stop_sequences": (["e"], []),
+        "stream": (True, False),
+    },
+    COUNT: OF_MESSAGES,
+    RESPONSES: {
+        "model": ("tiny",),
+        "input": (
+            "Hello?",
+            [USER],
+            [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]}, USER],
+            [
+                USER,
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+                FUNCTION_CALL,
+                {"type": "function_call_output", "call_id": "call00001", "output": "22 degrees"},
+                {"type": "web_search_call"},
+            ],
+        ),
+        "instructions": ("Be short.",),
+        "tools": (
+            [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}],
+            [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}, {"type": "web_search"}],
+            [{"type": "custom", "name": "patch"}],
+        ),
+        "tool_choice": ("auto", "none", "required", {"type": "function", "name": "weather"}),
+        "parallel_tool_calls": (True, False),
+        "text": ({"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}, {"format": {"type": "text"}}),
+        "reasoning": ({"effort": "low", "summary": "auto"}, {"effort": "none"}),
+        "temperature": (0, 1),
+        "top_p": (0.5, 1),
+        "stream": (True, False),
+        "store": (False,),
+        "include": (["reasoning.encrypted_content"],),
+        "previous_response_id": ("resp_1",),
+    },
     COMPLETIONS: {
         **SHARED,
         "prompt": ("Once", ["one", "two"], [1, 2, 3], [[1, 2], [3]]),
@@ -121,7 +191,17 @@ KEYS: dict[str, dict[str, Sequence[Any]]] = {
     DETOKENIZE: {"model": ("tiny",), "tokens": ([72, 105], [], list(range(VOCAB)))},
 }
 """Every key of a path with valid values. `max_tokens` and `max_completion_tokens` are set by `_bound`."""
-NEEDED = {COMPLETIONS: "prompt", CHATS: "messages", TOKENIZE: "prompt", DETOKENIZE: "tokens"}
+NEEDED = {
+    RESPONSES: "input",
+    MESSAGES: "messages",
+    COUNT: "messages",
+    COMPLETIONS: "prompt",
+    CHATS: "messages",
+    TOKENIZE: "prompt",
+    DETOKENIZE: "tokens",
+}
+WEIGHTS = {COMPLETIONS: 30, CHATS: 30, RESPONSES: 14, MESSAGES: 14, COUNT: 3, TOKENIZE: 6, DETOKENIZE: 3}
+"""How often a path is asked."""
 
 NUMBERS: Sequence[Any] = (
     0,
@@ -319,7 +399,7 @@ class FuzzRequest:
 def body_request(seed: int, number: int) -> FuzzRequest:
     """Body `number` of a run: a valid one, or one with mutations of its values, its keys or its bytes."""
     random = Random(f"body {seed} {number}")
-    path = random.choices((COMPLETIONS, CHATS, TOKENIZE, DETOKENIZE), (42, 42, 10, 6))[0]
+    path = random.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
     body = _valid(random, path)
     kind = random.random()
     if kind > 0.35:
@@ -343,7 +423,7 @@ def _valid(random: Random, path: str) -> dict[str, Any]:
 def _mutate(random: Random, path: str, body: dict[str, Any]) -> None:
     """Change one value or key of the body, at any depth."""
     if random.random() < 0.45 or not body:  # every key has its turn, whatever the body has
-        body[random.choice([*sorted(KEYS[path]), "max_tokens", "max_completion_tokens"])] = _odd(random)
+        body[random.choice([*sorted(KEYS[path]), *MOST_TOKENS.get(path, ())])] = _odd(random)
         return
     container, key = random.choice([*_parts(body)])
     form = random.randrange(8)
@@ -394,9 +474,9 @@ def _bound(random: Random, path: str, body: dict[str, Any]) -> bool:
 
     It leaves where a number of tokens is large, which a server may cut instead of refusing it.
     """
-    if path not in (COMPLETIONS, CHATS):
+    if path not in MOST_TOKENS:
         return False
-    keys = ("max_tokens", "max_completion_tokens")
+    keys = MOST_TOKENS[path]
     given = [body.get(key) for key in keys]
     if all(value is None for value in given):
         body[random.choice(keys)] = random.randint(1, NEW_TOKENS)

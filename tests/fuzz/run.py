@@ -49,7 +49,7 @@ SHORTER_SECONDS = 5.0
 """Time to look for a shorter body with the same fault."""
 BUSY_WITNESSES = 10
 """Times of the witness that stand for a second on a busy machine."""
-SETTINGS = ("--no-log-requests", "--context", "384", "--cache-blocks", "1200", "--tool-calls", "hermes")
+SETTINGS = ("--no-log-requests", "--context", "384", "--cache-blocks", "1200", "--notation", "hermes")
 WITNESS = FuzzRequest(0, COMPLETIONS, json.dumps({"prompt": "A witness", "max_tokens": 8, "temperature": 0}).encode())
 REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (COMPLETIONS, {"prompt": "Once upon a time", "temperature": 0}),

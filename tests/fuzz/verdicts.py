@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tests.fuzz.bodies import COMPLETIONS, DETOKENIZE, TOKENIZE, FuzzRequest
+from tests.fuzz.bodies import COMPLETIONS, COUNT, DETOKENIZE, MESSAGES, RESPONSES, TOKENIZE, FuzzRequest
 
 FIRST_SECONDS = 1.0
 """Longest time to a refusal, a first token or a whole answer."""
@@ -20,6 +20,9 @@ LONGEST_SECONDS = 30.0
 ALLOWED_SERVER_ERRORS = ("text_unavailable",)
 """Codes of errors 5xx that a request did not cause."""
 REASONS = ("stop", "length", "tool_calls")
+STOP_REASONS = ("end_turn", "max_tokens", "stop_sequence", "tool_use")
+LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed", "message_stop", "error")
+"""Events that end a stream of the Responses or the Messages API."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,12 @@ def fault(request: FuzzRequest, answer: Answer, *, seconds: float = FIRST_SECOND
     if answer.lost:
         return answer.lost
     try:
-        found = (
-            _fault_of_stream(answer, request) if answer.body.startswith(b"data: ") else _fault_of_whole(request, answer)
-        )
+        if answer.body.startswith(b"event: "):
+            found = _fault_of_events(answer, request)
+        elif answer.body.startswith(b"data: "):
+            found = _fault_of_stream(answer, request)
+        else:
+            found = _fault_of_whole(request, answer)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return f"status {answer.status}, the answer has another form: {type(error).__name__}: {error}"
     if found is None and answer.first_seconds > seconds:
@@ -96,7 +102,13 @@ def fault(request: FuzzRequest, answer: Answer, *, seconds: float = FIRST_SECOND
 def _fault_of_whole(request: FuzzRequest, answer: Answer) -> str | None:
     value = _parsed(answer.body)
     if answer.status != 200:
-        return _fault_of_error(answer.status, value["error"])
+        return _fault_of_error(answer.status, _openai_form(value))
+    if request.path == COUNT:
+        return None if value["input_tokens"] > 0 else "count of tokens is wrong"
+    if request.path == MESSAGES:
+        return None if value["stop_reason"] in STOP_REASONS else f"stop_reason is {value['stop_reason']}"
+    if request.path == RESPONSES:
+        return None if value["status"] in ("completed", "incomplete") else f"status is {value['status']}"
     if request.path == TOKENIZE:
         return None if value["count"] == len(value["tokens"]) else "count of tokens is wrong"
     if request.path == DETOKENIZE:
@@ -109,6 +121,32 @@ def _fault_of_whole(request: FuzzRequest, answer: Answer) -> str | None:
     usage = value["usage"]
     if usage["total_tokens"] != usage["prompt_tokens"] + usage["completion_tokens"]:
         return f"usage does not add up: {usage}"
+    return None
+
+
+def _openai_form(value: dict[str, Any]) -> dict[str, Any]:
+    """The error of an answer in OpenAI's form. That of Anthropic's API names its key in the message only."""
+    if "type" not in value:
+        return value["error"]
+    return {**value["error"], "param": value["error"]["message"].partition(":")[0], "code": None}
+
+
+def _fault_of_events(answer: Answer, request: FuzzRequest) -> str | None:
+    """The fault of a stream of the Responses or the Messages API."""
+    blocks = [block for block in answer.body.split(b"\n\n") if block]
+    events = [_parsed(block.partition(b"\ndata: ")[2]) for block in (blocks[:1] if request.leaves else blocks)]
+    for block, event in zip(blocks, events, strict=False):
+        if block.partition(b"\n")[0] != b"event: " + event["type"].encode():
+            return f"the event {event['type']} has another name"
+    if request.leaves:
+        return None
+    last = events[-1]
+    if last["type"] not in LAST_EVENTS or sum(event["type"] in LAST_EVENTS for event in events) != 1:
+        return f"a stream ends with {last['type']}"
+    if last["type"] in ("error", "response.failed"):
+        error = _openai_form(last) if last["type"] == "error" else last["response"]["error"]
+        if error["code"] not in (None, "grammar"):
+            return f"an error event: {error['message'][:200]}"
     return None
 
 

@@ -200,6 +200,8 @@ def test_tokens_and_models(client: openai.OpenAI, server: RunningServer) -> None
     ids = byte_tokenizer().encode(PROMPT).ids
     answer = http.post(f"{server.url}/tokenize", json={"prompt": PROMPT}).json()
     assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), SIZES["context"])
+    info = http.get(f"{server.url}/tokenizer_info").json()
+    assert (info["eos_token"], info["chat_template"], info["model_max_length"]) == (END, TEMPLATE, SIZES["context"])
     assert http.post(f"{server.url}/detokenize", json={"tokens": [*ids, 0]}).json() == {"prompt": PROMPT + END}
 
 

@@ -75,7 +75,7 @@ def test_a_loopback_server_takes_requests_for_every_loopback_address(host: str, 
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "headers": [(b"host", host.encode())]}
+        scope = {"type": "http", "path": "/health", "headers": [(b"host", host.encode())]}
         await HostCheck(app)(scope, cast(Any, None), send)
         return int(sent[0]["status"])
 

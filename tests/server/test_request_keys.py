@@ -312,6 +312,16 @@ def test_variables_reach_the_template(files: ModelFiles) -> None:
     assert text_of(reader, **quiet).endswith("<think>\n\n</think>\n\n") and "think" not in text_of(reader)
     asked = reader.tokenize(json.dumps({**ASK, **quiet}).encode())
     assert byte_tokenizer().decode(json.loads(asked)["tokens"]) == text_of(reader, **quiet)
+    closed = "<think>\n\n</think>\n\n"
+    limited = {"response_format": {"type": "json_object"}}
+    for keys, ends in [
+        ({"reasoning_effort": "none"}, True),
+        ({"reasoning_effort": "high"}, False),
+        (limited, True),
+        ({**limited, "reasoning_effort": "high"}, False),
+        ({**limited, "chat_template_kwargs": {"enable_thinking": True}}, False),
+    ]:
+        assert text_of(reader, **keys).endswith(closed) is ends, keys
     effort = reader_of(replace(files, chat_template="{{ reasoning_effort | default('none') }}"))
     assert [text_of(effort, **keys) for keys in ({}, {"reasoning_effort": "high"})] == ["none", "high"]
 

@@ -92,13 +92,21 @@ def test_a_client_learns_that_no_server_can_answer() -> None:
     asyncio.run(check())
 
 
-def test_a_stream_whose_server_is_lost_ends_with_an_error() -> None:
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        (b"/v1/completions", b'data: {"error": {"message": "the server was lost; try again"'),
+        (b"/v1/responses", b'event: response.failed\ndata: {"type": "response.failed", "response": {'),
+        (b"/v1/messages?beta=true", b'event: error\ndata: {"type": "error", "error": {"type": "overloaded_error"'),
+    ],
+)
+def test_a_stream_whose_server_is_lost_ends_with_an_error(path: bytes, event: bytes) -> None:
     async def check() -> None:
         begun = STREAM[: -len(b"0\r\n\r\n")]
         async with routed(Server(begun, ends=True)) as (router, port):
-            content = await exchange(port, request())
+            content = await exchange(port, request(path=path))
             assert content.startswith(begun) and content.endswith(b"\n\n\r\n0\r\n\r\n")
-            assert b'data: {"error": ' in content and b"server_lost" in content and router.broken == 1
+            assert event in content and router.broken == 1
         async with routed(Server(begun[:-3], ends=True)) as (router, port):
             assert await exchange(port, request()) == begun[:-3]
 

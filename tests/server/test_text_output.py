@@ -16,6 +16,7 @@ from meshwright.serve.text import text_stream
 from meshwright.server.bodies import ChatBody, CompletionBody, Piece
 from meshwright.server.engine_client import News, Reason
 from meshwright.server.text_output import TextOutput
+from meshwright.server.text_request import TextRequest
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs
 from tests.serve.test_text import FORMS, TEXTS, decoded, tokenizer_of
 
@@ -127,11 +128,24 @@ def test_a_stop_token_of_the_request_is_the_reason_of_the_end(token: int, report
     assert (output.finish_reason, output.stop_reason, output.cached_tokens) == ("stop", reported, 3)
 
 
+REQUEST = TextRequest(
+    count=1,
+    new_tokens=1,
+    sampling={},
+    logprobs=None,
+    stop_ids=(),
+    stop_strings=(),
+    grammar=None,
+    stream=True,
+    include_usage=False,
+)
+
+
 @pytest.mark.parametrize("body", [CompletionBody, ChatBody])
 def test_bodies_are_json(body: type[CompletionBody]) -> None:
     shown, pieces = (
-        body("1", 2, "a model"),
-        [Piece('é "\ud800', None, (), "stop", "st\n"), Piece("", "[]", (), "length")],
+        body("1", 2, "a model", REQUEST),
+        [Piece('é "\ud800', None, None, "stop", "st\n"), Piece("", "[]", None, "length")],
     )
     whole = json.loads(shown.whole(pieces, {"total_tokens": 3}))
     assert [choice["stop_reason"] for choice in whole["choices"]] == ["st\n", None] and whole[

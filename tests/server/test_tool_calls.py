@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ import pytest
 from meshwright.server.chat_messages import read_messages
 from meshwright.server.chat_template import ChatTemplate
 from meshwright.server.engine_process import Connection
-from meshwright.server.tool_calls import Notation, ToolCallReader, template_notation
+from meshwright.server.model_files import read_model_files
+from meshwright.server.notations import NotationKey as Notation
+from meshwright.server.notations import template_notation
+from meshwright.server.output_reader import OutputFormat
+from meshwright.server.request_reader import RequestReader, chat_template
 from meshwright.spec.serve import ServeSpec
-from tests.server.helpers import NAME, SIZES, TEMPLATE, byte_tokenizer, running_api, running_server
+from tests.server.helpers import NAME, SIZES, TEMPLATE, byte_tokenizer, running_api, running_server, write_folder
 
 openai = pytest.importorskip("openai")
 PARIS, ROME = {"city": "Paris", "days": [1, 2]}, {"city": "Rom {}</tool_call", "note": 'a "b" \\ é'}
@@ -58,11 +63,10 @@ TEXTS: list[tuple[Notation, str, Expected]] = [
 
 
 def read(notation: Notation, pieces: list[str], **options: Any) -> Expected:
-    reader = ToolCallReader(notation, **options)
-    plain, calls = "", []
-    for index, piece in enumerate(pieces):
-        text, new = reader.add(piece, final=index == len(pieces) - 1)
-        plain, calls = plain + text, calls + new
+    reader = OutputFormat(notation, **options).reader()
+    parts = [part for index, piece in enumerate(pieces) for part in reader.add(piece, final=index == len(pieces) - 1)]
+    plain = "".join(part.text for part in parts if part.kind == "text")
+    calls = [part.call for part in parts if part.call is not None]
     assert [call.index for call in calls] == list(range(len(calls))) and len({call.id for call in calls}) == len(calls)
     return plain, [(call.name, json.loads(call.arguments)) for call in calls]
 
@@ -176,8 +180,10 @@ def test_long_arguments_and_white_space_are_read_once(notation: Notation) -> Non
 
 
 def test_plain_text_is_not_held_back() -> None:
-    reader = ToolCallReader("hermes")
-    assert [reader.add(piece, final=False)[0] for piece in ("Hello", " wor", "ld <", "b>")] == [
+    reader = OutputFormat("hermes").reader()
+    assert [
+        "".join(part.text for part in reader.add(piece, final=False)) for piece in ("Hello", " wor", "ld <", "b>")
+    ] == [
         "Hello",
         " wor",
         "ld",
@@ -190,7 +196,7 @@ def test_plain_text_is_not_held_back() -> None:
     ("template", "notation"),
     [
         ("{{- '<tool_call>\\n{\"name\": ' }}", "hermes"),
-        ("<tool_call>\\n<function=", None),
+        ("<tool_call>\\n<function=", "qwen3_coder"),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name}', "llama3"),
         ("{{- '[TOOL_CALLS] [' }}", "mistral"),
         (TEMPLATE, None),
@@ -254,7 +260,7 @@ def scripted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder: Path = tmp_path_factory.mktemp("scripted")
     byte_tokenizer(*SPECIAL).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    spec = ServeSpec(**SIZES, log_requests=False, tool_calls=notation)
+    spec = ServeSpec(**SIZES, log_requests=False, notation=notation)
     with (
         running_api(folder, spec, lambda connection: say(text, connection)) as (url, _, _),
         openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
@@ -284,13 +290,15 @@ def test_the_client_puts_streamed_calls_together(scripted: Any) -> None:
     assert [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls] == calls
 
 
-@pytest.fixture(scope="module")
-def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+@pytest.fixture(scope="module", params=["none", "hermes", "llama3"])
+def client(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[openai.OpenAI]:
     """A client of a model whose template leaves out the tools, which are longer than its context."""
     short = shutil.copytree(folder, tmp_path_factory.mktemp("forced") / NAME)
     (short / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with (
-        running_server(short) as server,
+        running_server(short, notation=request.param) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client,
     ):
         yield client
@@ -299,6 +307,7 @@ def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[o
 @pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs the extra grammar")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
 def test_a_request_can_force_calls(client: openai.OpenAI, choice: Any) -> None:
+    """In the notation of the model, or else as an array."""
     (answer,) = client.chat.completions.create(
         **ASK, tool_choice=choice, parallel_tool_calls=False, seed=2, max_tokens=150, temperature=0.5
     ).choices
@@ -307,6 +316,31 @@ def test_a_request_can_force_calls(client: openai.OpenAI, choice: Any) -> None:
     (call,) = answer.message.tool_calls
     assert call.function.name in (("weather", "look_up") if choice == "required" else ("look_up",))
     assert json.loads(call.function.arguments)["digit"] in (1, 2, 3)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs the extra grammar")
+def test_a_grammar_begins_behind_reasoning_that_the_prompt_has_begun(tmp_path: Path) -> None:
+    from meshwright.serve.compiled_grammar import Grammar, compiled, llguidance
+
+    files = read_model_files(write_folder(tmp_path / NAME))
+    files = replace(files, chat_template="{{ messages[0].content }}<think>\n{# <tool_call> #}")
+    reader = RequestReader(ServeSpec(), NAME, files, chat_template(ServeSpec(), files), 4096, 257)
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    forms: list[tuple[dict[str, Any], str]] = [
+        ({"tool_choice": "required"}, f"<tool_call>\n{body(('look_up', {'digit': 2}))}\n</tool_call>"),
+        ({"tools": None, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, '{"a": true}'),
+    ]
+    for keys, text in forms:
+        request = reader.chat(json.dumps({**ASK, **keys}).encode())
+        assert request.grammar is not None and request.output is not None and request.output.inside
+        library, tokenizer = llguidance(), byte_tokenizer()
+        tokens = library.LLTokenizer(tokenizer.to_str(), eos_token=[0])
+        whole = f"So: <b>\n</think>\n\n{text}"
+        matcher = compiled(library, tokens, Grammar(*request.grammar))  # type: ignore[arg-type]
+        ids = tokenizer.encode(whole).ids
+        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        parts = request.output.reader().add(whole, final=True)
+        assert parts[0].text == "So: <b>" and parts[-1].kind == ("call" if "tools" not in keys else "text")
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.token_bytes import TokenBytes
 from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import text_stream
-from meshwright.server.bodies import DONE, CompletionBody, Piece, usage
+from meshwright.server.bodies import Body, Piece, joined, usage
 from meshwright.server.engine_client import EngineClient, EngineRequest, News, Subscription
 from meshwright.server.errors import RequestError
+from meshwright.server.output_reader import OutputReader, Part
 from meshwright.server.replies import JSON_HEADERS, client_left
 from meshwright.server.text_output import TextOutput
 from meshwright.server.text_request import TextRequest
-from meshwright.server.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -33,15 +34,25 @@ class TextAnswer:
     """
 
     def __init__(
-        self, client: EngineClient, tokens: TokenBytes, request: TextRequest, body: CompletionBody, context: int
+        self,
+        client: EngineClient,
+        tokens: TokenBytes,
+        request: TextRequest,
+        body: Body,
+        context: int,
+        keep: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
+        """`keep` gets all tokens of the only text once it has ended, unless at a stop string."""
         self._client, self._tokens, self._request, self._body = client, tokens, request, body
-        self._context = context
+        self._context, self._keep = context, keep
+        self._drawn: list[int] = []
+        """Tokens of the text, if they are kept."""
         self._ids: list[int] = []
         count = len(request.prompts) * request.count
         self._stop_search = StringSearch(request.stop_strings) if request.stop_strings else None
         self._outputs = [self._output(index) for index in range(count)]
-        self._readers = None if request.calls is None else [request.calls.reader() for _ in range(count)]
+        self._readers = None if request.output is None else [request.output.reader() for _ in range(count)]
+        self._reasoning_tokens = 0
         self._open = count
         """Texts that have not ended."""
         self._subscription = Subscription(whole=not request.stream and not request.stop_strings)
@@ -49,7 +60,7 @@ class TextAnswer:
     def _output(self, index: int) -> TextOutput:
         """The decoder of a text."""
         request, search = self._request, self._stop_search
-        special = request.special_tokens or request.calls is not None
+        special = request.special_tokens or (request.output is not None and request.output.special)
         return TextOutput(
             text_stream(request.prompts[index // request.count], self._tokens, special=special),
             None if search is None else StopStrings(search, include=request.include_stop),
@@ -66,7 +77,8 @@ class TextAnswer:
     def _usage(self) -> dict[str, Any]:
         """The numbers of tokens so far; the texts of one prompt share its tokens."""
         cached = sum(output.cached_tokens for output in self._outputs[:: self._request.count])
-        return usage(self._request.prompt_tokens, self.new_tokens, cached)
+        reasoning = None if self._readers is None else self._reasoning_tokens
+        return usage(self._request.prompt_tokens, self.new_tokens, cached, reasoning)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._submit()
@@ -130,32 +142,64 @@ class TextAnswer:
 
     def _add(self, index: int, news: list[News]) -> Piece:
         """Return what the news add to a text; a stop string also ends it in the engine."""
-        output, calls = self._outputs[index], []
-        text = output.add(news)
-        if self._readers is not None:
-            reader, request = self._readers[index], self._request
-            text, calls = reader.add(text, final=output.finish_reason is not None)
-            if reader.count and output.finish_reason == "stop" and not (request.calls and request.calls.named):
-                output.finish_reason = "tool_calls"
+        output = self._outputs[index]
+        text, parts = (output.add(news), None) if self._readers is None else self._read(index, news)
+        if self._keep is not None:
+            for item in news:
+                self._drawn += item.tokens
         if output.finish_reason is not None:
             self._open -= 1
+            if self._keep is not None and not isinstance(output.stop_reason, str):
+                self._keep(self._drawn)
             if news[-1].reason is None:
                 self._client.abort([self._ids[index]], "stop")
         logprobs = output.logprobs() if self._request.stream else None
-        return Piece(text, logprobs, calls, output.finish_reason, output.stop_reason)
+        return Piece(text, logprobs, parts, output.finish_reason, output.stop_reason)
+
+    def _read(self, index: int, news: list[News]) -> tuple[str, list[Part]]:
+        """Return what the news add to a text, and its parts."""
+        assert self._readers is not None
+        output, reader, format = self._outputs[index], self._readers[index], self._request.output
+        if reader.may_reason:
+            text, parts = self._read_reasoning(output, reader, news)
+        else:
+            text = output.add(news)
+            parts = reader.add(text, final=output.finish_reason is not None)
+        if reader.count and output.finish_reason == "stop" and not (format and format.named):
+            output.finish_reason = "tool_calls"
+        return text, parts
+
+    def _read_reasoning(self, output: TextOutput, reader: OutputReader, news: list[News]) -> tuple[str, list[Part]]:
+        """The same while there may be reasoning, whose tokens are counted one by one."""
+        texts, parts = list[str](), list[Part]()
+        for some in _one_by_one(news):
+            before, reasoned = output.tokens, reader.reasoning
+            texts.append(output.add(some))
+            parts += reader.add(texts[-1], final=output.finish_reason is not None)
+            if reasoned or reader.reasoning:
+                self._reasoning_tokens += output.tokens - before
+            if output.finish_reason is not None:
+                break
+        return "".join(texts), parts
 
     async def _send_whole(self, send: Send) -> None:
         texts = [[self._echo(index)] for index in range(len(self._outputs))]
-        calls: list[list[ToolCall]] = [[] for _ in self._outputs]
+        parts: list[list[Part]] = [[] for _ in self._outputs]
         while self._open:
             for index, news in (await self._next()).items():
                 if self._outputs[index].finish_reason is None:
                     piece = self._add(index, news)
                     texts[index].append(piece.text)
-                    calls[index] += piece.calls
+                    parts[index] += piece.parts or ()
         whole = [
-            Piece("".join(text), output.logprobs(whole=True), called, output.finish_reason, output.stop_reason)
-            for output, text, called in zip(self._outputs, texts, calls, strict=True)
+            Piece(
+                "".join(text),
+                output.logprobs(whole=True),
+                None if self._readers is None else joined(found),
+                output.finish_reason,
+                output.stop_reason,
+            )
+            for output, text, found in zip(self._outputs, texts, parts, strict=True)
         ]
         content = self._body.whole(whole, self._usage())
         headers = [*JSON_HEADERS, (b"content-length", str(len(content)).encode("ascii"))]
@@ -166,6 +210,8 @@ class TextAnswer:
         """Send the events; `send_body` is the quicker way for all but the head."""
         news = await self._next()  # a refused request is answered by its status
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+        for index, of_text in news.items():
+            self._outputs[index].cached_tokens = of_text[0].cached_tokens
         opening = b"".join(self._opening(index) for index in range(len(self._outputs)))
         if opening:
             await send_body({"type": "http.response.body", "body": opening, "more_body": True})
@@ -177,18 +223,15 @@ class TextAnswer:
                     break
                 news = await self._next()
         except RequestError as error:  # the status is sent already
-            await send_body({"type": "http.response.body", "body": b"data: %b\n\n" % error.content, "more_body": True})
+            ending = self._body.failure(error)
         else:
-            if self._request.include_usage:
-                event = self._body.usage_event(self._usage())
-                await send_body({"type": "http.response.body", "body": event, "more_body": True})
-        await send_body({"type": "http.response.body", "body": DONE})
+            ending = self._body.last(self._usage())
+        await send_body({"type": "http.response.body", "body": ending})
 
     def _opening(self, index: int) -> bytes:
         """The events that begin a text."""
-        tokens = self._continuous_usage()
-        opening, echo = self._body.first(index, tokens), self._echo(index)
-        return opening + self._body.event(index, Piece(echo), tokens) if echo else opening
+        opening, echo = self._body.first(index, self._usage()), self._echo(index)
+        return opening + self._body.event(index, Piece(echo), self._continuous_usage()) if echo else opening
 
     def _events(self, news: dict[int, list[News]]) -> bytes:
         """The events for news; texts that have ended already get none."""
@@ -196,7 +239,8 @@ class TextAnswer:
         for index, of_text in news.items():
             if self._outputs[index].finish_reason is None:
                 piece = self._add(index, of_text)
-                if piece.text or piece.logprobs or piece.calls or piece.finish_reason is not None:
+                found = piece.text if piece.parts is None else piece.parts
+                if found or piece.logprobs or piece.finish_reason is not None:
                     events.append(self._body.event(index, piece, self._continuous_usage()))
         return b"".join(events)
 
@@ -208,6 +252,15 @@ class TextAnswer:
         """The prompt's text, if the answer repeats it."""
         echoes = self._request.echoes
         return echoes[index // self._request.count] if echoes else ""
+
+
+def _one_by_one(news: list[News]) -> Iterator[list[News]]:
+    """The same news with one token each."""
+    for item in news:
+        for number in range(len(item.tokens) - 1):
+            yield [News(item.index, item.tokens[number : number + 1], logprobs=item.logprobs[number : number + 1])]
+        last = len(item.tokens) - 1
+        yield [item._replace(tokens=item.tokens[last:], logprobs=item.logprobs[last:])] if last > 0 else [item]
 
 
 class _ClientGone(Exception):

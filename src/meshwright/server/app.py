@@ -29,10 +29,14 @@ API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]
     ("GET", "/", Api.page),
     ("POST", "/v1/completions", Api.completions),
     ("POST", "/v1/chat/completions", Api.chat_completions),
+    ("POST", "/v1/responses", Api.responses),
+    ("POST", "/v1/messages", Api.messages),
+    ("POST", "/v1/messages/count_tokens", Api.count_tokens),
     ("GET", "/v1/models", Api.models),
     ("GET", "/v1/models/{name:path}", Api.model),
     ("POST", "/tokenize", Api.tokenize),
     ("POST", "/detokenize", Api.detokenize),
+    ("GET", "/tokenizer_info", Api.tokenizer_info),
     ("GET", "/health", Api.health),
     ("GET", "/version", Api.version),
     ("GET", "/metrics", Api.metrics),
@@ -66,14 +70,14 @@ def admin_app(api: Api) -> ASGIApp:
 
 
 def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]]]) -> Starlette:
-    """A Starlette application with routes (method, path, endpoint), whose errors are in OpenAI's form."""
+    """A Starlette application with routes (method, path, endpoint), whose errors are in the form of their API."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.routing import Route
 
     async def refused(request: Request, error: Exception) -> Any:
         assert isinstance(error, RequestError)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     async def not_routed(request: Request, error: Exception) -> Any:
         assert isinstance(error, HTTPException)
@@ -81,10 +85,10 @@ def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[A
         text = {404: "there is no such path", 405: "the path has another method"}.get(status, "the request is wrong")
         allowed = sorted((error.headers or {}).get("Allow", "").split(", ")) if status == 405 else []
         headers = [(b"allow", ", ".join(allowed).encode("ascii"))] if allowed else []
-        return error_response(RequestError(status, text, headers=headers))
+        return error_response(RequestError(status, text, headers=headers), request.url.path)
 
     async def failed(request: Request, error: Exception) -> Any:
-        return error_response(RequestError(500, f"internal error: {type(error).__name__}"))
+        return error_response(RequestError(500, f"internal error: {type(error).__name__}"), request.url.path)
 
     handlers: Any = {RequestError: refused, HTTPException: not_routed, Exception: failed}
     found = [Route(path, endpoint, methods=[method]) for method, path, endpoint in routes]
@@ -107,11 +111,14 @@ class KeyCheck:
             return
         scheme = "Basic" if scope["path"] in self._basic else "Bearer"
         error = RequestError(401, "expected the header Authorization: Bearer KEY with the server's key", scheme=scheme)
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope["path"])(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
         assert self._key is not None
-        value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        headers = dict(scope["headers"])
+        if b"authorization" not in headers:  # clients of Anthropic's API
+            return hmac.compare_digest(headers.get(b"x-api-key", b"").strip(), self._key)
+        value = headers[b"authorization"]
         scheme, _, given = value.partition(b" ")
         if scheme.lower() == b"basic" and scope["path"] in self._basic:
             try:
@@ -134,7 +141,8 @@ class HostCheck:
             host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             if not is_loopback(name.lower().removeprefix("[").removesuffix("]")):
-                await error_response(RequestError(400, "host: expected localhost or 127.0.0.1"))(scope, receive, send)
+                error = RequestError(400, "host: expected localhost or 127.0.0.1")
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

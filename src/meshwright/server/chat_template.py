@@ -31,6 +31,10 @@ class _Habits(NamedTuple):
     """Content of a message that has calls only."""
     short_ids: bool = False
     """Whether ids of calls have nine letters or digits."""
+    late_system: bool = True
+    """Whether messages of the role system are written where they stand, also within the conversation."""
+    alternates: bool = False
+    """Whether two messages of the user must not follow one another."""
 
 
 class ChatTemplate(chat_template.ChatTemplate):
@@ -55,7 +59,7 @@ class ChatTemplate(chat_template.ChatTemplate):
     ) -> str:
         """The prompt of a chat. Raises RequestError if the template refuses the messages."""
         habits = self._habits_with_tools if tools else self._habits
-        fitted = [_fitted(message, habits) for message in messages]
+        fitted = _all_fitted(messages, habits)
         try:
             text = super().render(fitted, tools, variables, add_generation_prompt=add_generation_prompt)
         except chat_template.TemplateRefusal as error:
@@ -101,24 +105,36 @@ class ChatTemplate(chat_template.ChatTemplate):
         """The habits with which the template writes a small chat in full; OpenAI's form if there are none."""
 
         def shows(messages: Sequence[Mapping[str, Any]], habits: _Habits, *texts: str) -> bool:
+            """Whether the template writes these texts, in this order."""
             fitted = [_fitted(message, habits) for message in messages]
             try:
                 text = chat_template.ChatTemplate.render(self, fitted, tools, add_generation_prompt=False)
             except chat_template.TemplateRefusal:
                 return False
-            return all(part in text for part in texts)
+            places = [text.find(part) for part in texts]
+            return places == sorted(places) and places[:1] != [-1]
 
         developer = _DEVELOPER.search(source) is not None and shows(
             [{"role": "developer", "content": "instruction"}, _QUESTION], _Habits(developer=True), "instruction"
         )
+        late = shows(_LATE, _Habits(), *(message["content"] for message in _LATE))
+        alternates = not shows(_TWO, _Habits(), *(message["content"] for message in _TWO))
         forms = itertools.product((False, True), ("", None), (False, True))
-        for habits in (_Habits(developer, *form) for form in forms):
+        for habits in (_Habits(developer, *form, late, alternates) for form in forms):
             if shows(_CALLED, habits, "called_function", "argument_value"):
                 return habits
-        return _Habits(developer)
+        return _Habits(developer, late_system=late, alternates=alternates)
 
 
 _QUESTION = {"role": "user", "content": "question"}
+_TWO = (_QUESTION, {"role": "user", "content": "second"})
+_LATE = (
+    {"role": "system", "content": "first"},
+    {"role": "user", "content": "question"},
+    {"role": "system", "content": "instruction"},
+    {"role": "assistant", "content": "reply"},
+    {"role": "user", "content": "thanks"},
+)
 _TOOL = {"type": "function", "function": {"name": "tool", "description": "", "parameters": {"type": "object"}}}
 _CALL = {
     "id": "call_0123456789",
@@ -130,6 +146,33 @@ _CALLED = (
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "content": "result", "tool_call_id": _CALL["id"]},
 )
+
+
+def _all_fitted(messages: Sequence[Mapping[str, Any]], habits: _Habits) -> list[Mapping[str, Any]]:
+    """The messages in the form that a template with these habits expects; those of system stay at their places."""
+    fitted: list[Mapping[str, Any]] = []
+    begun = False
+    for message in messages:
+        message = _fitted(message, habits)
+        system = message["role"] in ("system", "developer")
+        begun = begun or not system
+        if not (system and begun) or habits.late_system:
+            fitted.append(message)
+            continue
+        reminder = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+        fitted.append({"role": "user", "content": reminder})
+    return _without_pairs(fitted) if habits.alternates and not habits.late_system else fitted
+
+
+def _without_pairs(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, where one of the user that follows another is joined with it."""
+    joined: list[Mapping[str, Any]] = []
+    for message in messages:
+        if joined and message["role"] == joined[-1]["role"] == "user":
+            joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _fitted(message: Mapping[str, Any], habits: _Habits) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,12 +16,16 @@ from meshwright import __version__
 from meshwright.data.token_bytes import TokenBytes
 from meshwright.events.exposition import CONTENT_TYPE
 from meshwright.server.answer import TextAnswer
-from meshwright.server.bodies import ChatBody, CompletionBody
+from meshwright.server.bodies import Body, ChatBody, CompletionBody
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.errors import RequestError
+from meshwright.server.messages_body import MessagesBody
 from meshwright.server.model_files import ModelFiles, check_same_texts
+from meshwright.server.own_answers import OwnAnswers
 from meshwright.server.replies import JSON_HEADERS, ContentResponse, client_left, json_response, read_body
 from meshwright.server.request_reader import RequestReader, chat_template
+from meshwright.server.responses_body import ResponsesBody
+from meshwright.server.text_process import RENDERS
 from meshwright.server.text_request import TextRequest
 from meshwright.server.text_workers import Sizes, TextWorkers
 from meshwright.spec.deployment import Role
@@ -59,6 +63,7 @@ class Api:
         self.role: Role = spec.role
         self._created = int(time.time())
         self._tokens = TokenBytes(files.tokenizer)
+        self._own_answers = OwnAnswers(self._tokens)
         self._unique = secrets.token_hex(6)
         self._numbers = itertools.count()
 
@@ -76,6 +81,20 @@ class Api:
         """The next message of a chat, by the model's chat template."""
         self._refuse_if_full(1)
         return self._answer(await self._read(request, RequestReader.chat), ChatBody, request)
+
+    async def responses(self, request: Request) -> ASGIApp:
+        """The next answer of a conversation, in the form of OpenAI's Responses API; nothing is kept."""
+        self._refuse_if_full(1)
+        return self._answer(await self._read(request, RequestReader.responses), ResponsesBody, request)
+
+    async def messages(self, request: Request) -> ASGIApp:
+        """The next message of a chat, in the form of Anthropic's Messages API."""
+        self._refuse_if_full(1)
+        return self._answer(await self._read(request, RequestReader.messages), MessagesBody, request)
+
+    async def count_tokens(self, request: Request) -> ASGIApp:
+        """The number of tokens of a prompt of /v1/messages."""
+        return ContentResponse(200, await self._read(request, RequestReader.count_tokens), JSON_HEADERS)
 
     async def models(self, request: Request) -> ASGIApp:
         """The model that is served."""
@@ -97,6 +116,12 @@ class Api:
         """The text of `tokens`."""
         return ContentResponse(200, await self._read(request, RequestReader.detokenize), JSON_HEADERS)
 
+    async def tokenizer_info(self, request: Request) -> ASGIApp:
+        """The tokens that begin, end and fill texts, and the chat template, as lm-eval asks for them."""
+        length = None if self.client.ready is None else self.client.ready["context"]
+        shown = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+        return json_response({**shown, **self.files.special_tokens, "chat_template": self.files.chat_template})
+
     async def health(self, request: Request) -> ASGIApp:
         """200 while requests are taken, else 503 with the reason."""
         state = self.state
@@ -110,6 +135,7 @@ class Api:
 
     async def metrics(self, request: Request) -> ASGIApp:
         """Figures for Prometheus."""
+        self.client.metrics.own_answers = self._own_answers.results
         content = self.client.metrics.text(self.client.figures, self.client.transfers).encode()
         return ContentResponse(200, content, [(b"content-type", CONTENT_TYPE.encode("ascii"))])
 
@@ -139,7 +165,7 @@ class Api:
             wait = None if state == "failed" else RETRY_SECONDS
             raise RequestError(503, f"the server is {state}", code=state, retry_after=wait)
         body = await read_body(request, self.spec.max_body_bytes)
-        may_render = self.has_template and read in (RequestReader.chat, RequestReader.tokenize)
+        may_render = self.has_template and read in RENDERS
         if len(body) <= OWN_BODY and not may_render:
             return read(self._reader, body)
         reading = asyncio.ensure_future(self.workers.read(read, body, self._sizes))
@@ -173,15 +199,20 @@ class Api:
             message = f"{max(waiting, 0)} requests are waiting; try again later"
             raise RequestError(429, message, retry_after=RETRY_SECONDS)
 
-    def _answer(self, shared: TextRequest, body: type[CompletionBody], request: Request) -> TextAnswer:
+    def _answer(self, shared: TextRequest, body: type[Body], request: Request) -> TextAnswer:
         """The answer to a request that has passed all checks; the queue must have room for it."""
         if self.role == "prefill":
             self.client.metrics.rejected += 1
             raise RequestError(503, "this engine computes prompts for others", code="role", retry_after=RETRY_SECONDS)
         self._refuse_if_full(len(shared.prompts) * shared.count)
+        self.client.metrics.ignored.update(shared.ignored)
         number = f"{self._unique}{next(self._numbers):x}"
-        shown = body(number, int(time.time()), self.name, with_usage=shared.include_usage)
-        answer = TextAnswer(self.client, self._tokens, shared, shown, self._sizes.context)
+        shown = body(number, int(time.time()), self.name, shared)
+        keep = None
+        if body is not CompletionBody and len(shared.prompts) * shared.count == 1:
+            (prompt,) = shared.prompts = [self._own_answers.replaced(shared.prompts[0], shared.salt)]
+            keep = partial(self._own_answers.keep, prompt, salt=shared.salt)
+        answer = TextAnswer(self.client, self._tokens, shared, shown, self._sizes.context, keep)
         request.scope["meshwright"] = {"prompt_tokens": shared.prompt_tokens, "answer": answer}
         return answer
 

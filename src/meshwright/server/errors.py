@@ -1,4 +1,4 @@
-"""Errors of HTTP requests in OpenAI's form: `{"error": {message, type, param, code}}`."""
+"""Errors of HTTP requests in OpenAI's form, `{"error": {message, type, param, code}}`, and in Anthropic's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,21 @@ _TYPES: Mapping[int, str] = {
     503: "service_unavailable_error",
 }
 """Types of errors by HTTP status."""
+_MESSAGES_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Types of errors of Anthropic's API by HTTP status; the others are wrong requests."""
 NO_RETRY = (b"x-should-retry", b"false")
 """Header by which OpenAI's clients do not send the request again."""
 
 
+TOO_LONG = "context_length_exceeded"
+"""Code of the error for a prompt that leaves no room for a new token."""
 FAILURES: Mapping[str, tuple[int, str]] = {
     "grammar": (422, "{}"),
     "not_finite": (500, "the request failed: {}"),
@@ -70,6 +81,13 @@ class RequestError(Exception):
         return json.dumps({"error": error}, allow_nan=False).encode("ascii")
 
     @property
+    def messages_content(self) -> bytes:
+        """The body of the answer in the form of Anthropic's API, whose clients shorten a conversation at this message."""
+        message = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
+        error = {"type": _MESSAGES_TYPES.get(self.status, "invalid_request_error"), "message": message}
+        return json.dumps({"type": "error", "error": error}, allow_nan=False).encode("ascii")
+
+    @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Further headers of the answer."""
         headers = list(self._headers)
@@ -78,6 +96,29 @@ class RequestError(Exception):
         if self.status == 401:
             headers.append((b"www-authenticate", self.scheme.encode("ascii")))
         return headers
+
+
+MESSAGES_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
+"""Beginnings of the paths of Anthropic's API and of OpenAI's Responses API."""
+LAST_SEQUENCE = 2**31 - 1
+"""Number of an event of a Responses stream that who writes it has not counted; numbers rise."""
+
+
+def content_of(error: RequestError, path: str) -> bytes:
+    """The body of an error in the form of the API that a path belongs to."""
+    return error.messages_content if path.startswith(MESSAGES_PATH) else error.content
+
+
+def failure_event(error: RequestError, path: str) -> bytes:
+    """The event that ends a stream of a path after a failure, where nothing of the answer is known."""
+    if path.startswith(MESSAGES_PATH):
+        return b"event: error\ndata: %b\n\n" % error.messages_content
+    if path.startswith(RESPONSES_PATH):
+        shown = {"code": error.code or "server_error", "message": error.message}
+        response = {"id": "", "object": "response", "status": "failed", "output": [], "error": shown}
+        event = {"type": "response.failed", "response": response, "sequence_number": LAST_SEQUENCE}
+        return b"event: response.failed\ndata: %b\n\n" % json.dumps(event).encode("ascii")
+    return b"data: %b\n\n" % error.content
 
 
 def wrong(param: str, expected: str, got: object) -> RequestError:

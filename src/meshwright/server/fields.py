@@ -83,11 +83,15 @@ class Fields:
         """Accept keys that have no effect."""
         self._known.update(keys)
 
+    @property
+    def unread(self) -> list[str]:
+        """The keys that nothing has read."""
+        return [key for key in self._values if key not in self._known]
+
     def finish(self, defaults: Mapping[str, Any] = {}) -> None:
         """Raise the error for the first key that nothing has read; those of `defaults` may have their value there."""
-        for key, value in self._values.items():
-            if key in self._known:
-                continue
+        for key in self.unread:
+            value = self._values[key]
             name = self._inside + key[:60]
             if key not in defaults:
                 near = nearest(key, self._known)

@@ -36,7 +36,7 @@ def read_grammar(fields: Fields) -> GrammarRequest | None:
 
 def schema_grammar(schema: Any, key: str) -> tuple[str, str]:
     """Notation and text of the grammar of a schema, which `key` of the body asks for. Raises RequestError if it is too long."""
-    return "json_schema", _of_length(json.dumps(schema), key)
+    return "json_schema", text_of_length(json.dumps(schema), key)
 
 
 def _response_format(fields: Fields) -> GrammarRequest | None:
@@ -85,7 +85,7 @@ def _schema(value: Any, key: str) -> tuple[str, str]:
     schema = value
     if isinstance(value, str):
         try:
-            schema = json.loads(_of_length(value, key))
+            schema = json.loads(text_of_length(value, key))
         except (ValueError, RecursionError):
             schema = None
     if not isinstance(schema, dict):
@@ -94,7 +94,7 @@ def _schema(value: Any, key: str) -> tuple[str, str]:
 
 
 def _regex(value: Any, key: str) -> tuple[str, str]:
-    return "regex", _of_length(_checked(value, key), key)
+    return "regex", text_of_length(_checked(value, key), key)
 
 
 def _choice(value: Any, key: str) -> tuple[str, str]:
@@ -102,14 +102,14 @@ def _choice(value: Any, key: str) -> tuple[str, str]:
     if not isinstance(value, list) or not value:
         raise wrong(key, "a list of texts", value)
     texts = [_MEANING.sub(r"\\\g<0>", _checked(text, key)) for text in value]
-    return "regex", _of_length("|".join(texts), key)
+    return "regex", text_of_length("|".join(texts), key)
 
 
 def _lark(value: Any, key: str) -> tuple[str, str]:
     text = _checked(value, key)
     if "::=" in text:
         raise wrong(key, 'a grammar in Lark\'s notation, as start: "yes" | "no"', value)
-    return "lark", _of_length(text, key)
+    return "lark", text_of_length(text, key)
 
 
 _FORMS: Mapping[str, Callable[[Any, str], tuple[str, str]]] = {
@@ -126,7 +126,8 @@ def _checked(value: object, key: str) -> str:
     return checked_text(value, key)
 
 
-def _of_length(text: str, key: str) -> str:
+def text_of_length(text: str, key: str) -> str:
+    """The text of a schema, regular expression or grammar, which `key` of the body gives. Raises RequestError if it is too long."""
     if len(text) > LONGEST_SCHEMA:
         raise wrong(key, f"at most {LONGEST_SCHEMA} characters", text)
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from meshwright.events.exposition import Histogram, Metric, exposition
 from meshwright.serve.figures import EngineFigures
@@ -24,6 +25,10 @@ class ServerMetrics:
         self._ended: Counter[str] = Counter()
         self.task_failures: Counter[str] = Counter()
         """Failures of tasks that run beside requests, by task."""
+        self.ignored: Counter[str] = Counter()
+        """What requests of agents had that is ignored, by the labels of `agent_fields.IGNORED`."""
+        self.own_answers: Mapping[str, int] = {}
+        """How often a prompt began with an earlier one, by whether the answer to it followed (`own_answers.py`)."""
         self._first_token = _histogram("time_to_first_token_seconds", "Time from a request to its first token.", _LONG)
         self._between = _histogram("inter_token_latency_seconds", "Time between tokens of a text.", _SHORT)
         self._per_token = _histogram(
@@ -102,6 +107,8 @@ class ServerMetrics:
             gauges["kv_peers_usable"] = ("Engines that take prompts of this one.", transfers.usable_peers)
         reasons = [({**self._labels, "finished_reason": reason}, float(n)) for reason, n in self._ended.items()]
         failures = [({**self._labels, "task": task}, float(n)) for task, n in self.task_failures.items()]
+        ignored = [({**self._labels, "part": part}, float(n)) for part, n in self.ignored.items()]
+        own = [({**self._labels, "result": result}, float(n)) for result, n in self.own_answers.items()]
         metrics = [
             *(Metric(PREFIX + name, "gauge", text, [(self._labels, value)]) for name, (text, value) in gauges.items()),
             *(
@@ -109,6 +116,8 @@ class ServerMetrics:
                 for name, (text, value) in counters.items()
             ),
             Metric(f"{PREFIX}request_success_total", "counter", "Texts that have ended, by reason.", reasons),
+            Metric(f"{PREFIX}ignored_parts_total", "counter", "Keys and tools of agents without effect.", ignored),
+            Metric(f"{PREFIX}own_answers_total", "counter", "Prompts with an earlier prompt, by what follows it.", own),
             Metric(f"{PREFIX}task_failures_total", "counter", "Failures of tasks beside requests.", failures),
         ]
         histograms = (

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from meshwright.config.reference import key_table
+from meshwright.server.agent_fields import IGNORED
 from meshwright.server.app import ADMIN_ROUTES, API_ROUTES
+from meshwright.server.notations import NOTATIONS
 from meshwright.server.text_request import ONLY_DEFAULTS, WITHOUT_EFFECT
 from meshwright.spec.serve import ServeSpec
 
@@ -84,8 +86,8 @@ Kubernetes has, is several servers.
 
 - A request that a server refuses with 429 or 503 goes to another, but after 503 `engine_failed` to none: the request
   may be the cause. If the connection breaks before the first byte of the answer, it goes to one other server only; if
-  that one is lost too, the answer is 503 `server_lost`. After the first byte a stream ends with an event
-  `{"error": …}` of that code.
+  that one is lost too, the answer is 503 `server_lost`. After the first byte a stream ends with the event of its API
+  for that error.
 - If no answer begins within `--first-seconds`, it is 503 `late`. Both codes come with `x-should-retry: false`: OpenAI's
   clients do not send the request again, which might cost the next server.
 - A server that misses a check of its health gets no new requests; those that it has go on. They are given up after a
@@ -136,6 +138,34 @@ _ONLY_DEFAULTS = textwrap.fill(
     subsequent_indent="  ",
     break_on_hyphens=False,
 )
+_IGNORED = textwrap.fill(
+    "`ignored_parts_total` counts them by these labels: " + ", ".join(f"`{label}`" for label in IGNORED),
+    118,
+    initial_indent="  ",
+    subsequent_indent="  ",
+)
+
+
+def _notations() -> str:
+    """The table of notations."""
+    lines = ["| notation | reasoning | a call |", "|---|---|---|"]
+    for name, notation in NOTATIONS.items():
+        if name == "array":
+            continue
+        reasoning = "channel `analysis`" if notation.channels else " … ".join(_code(notation.reasoning or ()))
+        opening = "<|channel|>commentary to=functions.NAME<|message|>{…}<|call|>" if notation.channels else ""
+        calls = [f"{next(iter(notation.opening), '')}{pattern}" for pattern in notation.patterns.values()]
+        shown = " or ".join(_code([opening] if opening else calls))
+        lines.append(f"| `{name}` | {reasoning or 'none'} | {shown or 'none'} |")
+    return "\n".join(lines)
+
+
+def _code(texts: Iterable[str]) -> list[str]:
+    shown = [text.replace("|", "\\|").replace("\n", "⏎") for text in texts]
+    return [f"`` {text} ``" if "`" in text else f"`{text}`" for text in shown]
+
+
+_NOTATIONS = _notations()
 _REQUESTS = f"""\
 ## Requests
 
@@ -162,13 +192,54 @@ its value is null.
 - A word of `bad_words` is excluded at the beginning of a text or line and after a space.
 - In messages null counts as absent, and keys that templates do not know are left out; `developer` becomes `system` for
   templates without it. Answers of any server can be sent back as they are.
+- A `system` message behind the first messages stays at its place. If the template does not write it there, it becomes a
+  message of the user between `<system-reminder>` and `</system-reminder>`, joined with one beside it if the template
+  wants roles that alternate.
 - `continue_final_message` goes on with the last message, which is the assistant's.
 - `tools` are passed to the template. With `tool_choice` `auto`, calls that the model writes in the server's notation
-  (setting `tool_calls`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the
-  arguments. With `required`, or the name of a function, a grammar makes the text a JSON array of calls, whose arguments
-  follow their schemas. In a stream each call is one event.
+  (setting `notation`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the
+  arguments. With `required`, or the name of a function, a grammar makes the text calls whose arguments follow their
+  schemas: in the notation itself of `hermes` and `llama3`, else as a JSON array. In a stream each call is one event.
+- Of a template that has the variable `enable_thinking` or `thinking` instead, `reasoning_effort` `none` switches the
+  reasoning off, and every other effort on.
+- Reasoning that the model writes before its answer is returned as `reasoning_content`, and as `reasoning`, apart from
+  the `content`. A grammar leaves no room for it: then it is switched off if the template has a variable for that, and
+  the request does not set it. If the prompt has begun it all the same, a JSON schema, or calls in the notation itself,
+  begin behind its end.
 {_WITHOUT_EFFECT}
 {_ONLY_DEFAULTS}
+
+### Notations
+
+`notation: auto` takes the notation that the chat template describes. The table is in `server/notations.py`.
+
+{_NOTATIONS}
+
+- Where a notation writes values as raw text (qwen3_coder, glm, minimax, seed), the tool's schema says what they are: a
+  parameter that may be a string stays text to the byte, others are read as JSON. Without a schema values are text.
+- A closing mark within a value ends it only where the notation goes on behind it.
+- A call that is cut off, or is none after all, is text.
+- If the prompt ends with the opening of the reasoning, the answer begins within it. An opening of calls ends it too,
+  unless the closing comes later.
+
+### Responses and Messages
+
+`/v1/responses` and `/v1/messages` take the same path as chats: bodies become the keys of a chat, and answers have the
+API's own form, with its events, errors and numbers of tokens. [Agents](../how-to/agents.md) shows clients.
+
+- A key that the server does not know is ignored here, and so are tools that are not the client's functions. The metric
+{_IGNORED}
+- Responses: `input`, `instructions`, `tools` (`function`, `custom`, and both in a `namespace`), `tool_choice`,
+  `parallel_tool_calls`, `text.format`, `reasoning.effort`, `max_output_tokens`, `temperature`, `top_p`, `stream`.
+  Nothing is kept: `previous_response_id`, `conversation`, `prompt` and `background` are refused. The model sees a tool
+  `run` of the namespace `shell` as `shell__run`, and a `custom` tool as a function with the text `input`. Answers do
+  not repeat `tools` and `instructions`.
+- Messages: `system`, `messages`, `tools` (`input_schema`), `tool_choice`, `thinking`, `output_config` (`effort`,
+  `format`), `max_tokens`, `stop_sequences`, `temperature`, `top_p`, `top_k`, `stream`. The key may be in `x-api-key`.
+  A last message of the assistant is continued. Signatures of thinking blocks are empty, and not checked.
+- Claude Code's billing header, the first text of `system`, is left out: it changes each turn, and no prompt would begin
+  as the last one did.
+- `max_tokens` above the setting `max_new_tokens` is cut to it.
 
 ## Answers
 
@@ -182,7 +253,8 @@ its value is null.
 
 ## Errors
 
-`{{"error": {{"message", "type", "param", "code"}}}}`; `param` is the key that is wrong.
+`{{"error": {{"message", "type", "param", "code"}}}}`; `param` is the key that is wrong. Paths below `/v1/messages` have
+`{{"type": "error", "error": {{"type", "message"}}}}`, also with 401, 404, 413, 429 and 503.
 
 | status | meaning |
 |---:|---|
@@ -212,7 +284,8 @@ Some errors have a `code`:
 `text_lost`, the codes of the engine with status 500, and `engine_failed` come with `x-should-retry: false`: the request
 itself may be the cause, and would fail again.
 
-In a stream that has begun an error is an event `data: {{"error": …}}`.
+In a stream that has begun an error is an event `data: {{"error": …}}`; of Responses it is `response.failed`, of Messages
+`error`, and nothing follows.
 """
 
 

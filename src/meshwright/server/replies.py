@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.server.errors import RequestError
+from meshwright.server.errors import RequestError, content_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -47,9 +47,9 @@ def json_response(value: Mapping[str, Any], status: int = 200) -> ContentRespons
     return ContentResponse(status, json.dumps(value, allow_nan=False).encode("ascii"), JSON_HEADERS)
 
 
-def error_response(error: RequestError) -> ContentResponse:
-    """An error in OpenAI's form."""
-    return ContentResponse(error.status, error.content, [*JSON_HEADERS, *error.headers])
+def error_response(error: RequestError, path: str) -> ContentResponse:
+    """An error in the form of the API to which a path belongs."""
+    return ContentResponse(error.status, content_of(error, path), [*JSON_HEADERS, *error.headers])
 
 
 def kept_request_id(value: bytes) -> str | None:

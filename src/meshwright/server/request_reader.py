@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 from meshwright.data.spelled_tokens import ChatText, SpelledTokens
+from meshwright.server.agent_fields import AgentFields
 from meshwright.server.chat_messages import read_messages
 from meshwright.server.chat_template import ChatTemplate
 from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields, checked_text, parse_object
+from meshwright.server.forced_calls import behind_reasoning, calls_grammar
 from meshwright.server.grammar_request import schema_grammar
+from meshwright.server.messages_request import counted, read_messages_body
 from meshwright.server.model_files import ModelFiles
+from meshwright.server.notations import NOTATIONS, Forced, template_notation
+from meshwright.server.output_reader import OutputFormat
+from meshwright.server.responses_request import read_responses_body, shown_request
 from meshwright.server.text_request import (
     ONLY_DEFAULTS,
     Limits,
@@ -24,10 +30,9 @@ from meshwright.server.text_request import (
     token_ids,
     too_long,
 )
-from meshwright.server.tool_calls import CallFormat, Notation, template_notation
-from meshwright.server.tools import Tools, read_tools
+from meshwright.server.tools import Tools, calls_schema, parameter_types, read_tools
 from meshwright.spec.errors import attach_key
-from meshwright.spec.serve import ServeSpec
+from meshwright.spec.serve import NotationName, ServeSpec
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` in /v1/completions."""
@@ -35,6 +40,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 EFFORT = "reasoning_effort"
 """Key of a chat that is a variable of some templates."""
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which other templates let a model reason or not: any effort but "none" does."""
 
 
 class RequestReader:
@@ -49,7 +56,10 @@ class RequestReader:
         self._files, self._template = files, template
         self._tokenizer = files.tokenizer
         self._limits = Limits(spec, model, files, context, vocab)
-        self._notation = _notation(spec, files.tool_template or files.chat_template)
+        source = files.tool_template or files.chat_template
+        self._notation = _notation(spec, source)
+        marks = None if self._notation is None else NOTATIONS[self._notation].reasoning
+        self._reasoning_marks = marks if marks is not None and any(mark in (source or "") for mark in marks) else None
 
     @cached_property
     def _spelled(self) -> SpelledTokens:
@@ -82,7 +92,14 @@ class RequestReader:
 
     def chat(self, body: bytes) -> TextRequest:
         """The request of a body of /v1/chat/completions."""
-        fields, limits = parse_object(body), self._limits
+        return self._chat(parse_object(body))
+
+    def _chat(self, fields: Fields, *, of_agent: bool = False, fits: bool = True) -> TextRequest:
+        """The request of a chat, whose keys are those of /v1/chat/completions.
+
+        `of_agent`: an effort of reasoning that the template does not know is ignored. Without `fits` the prompt may be too long.
+        """
+        limits = self._limits
         template = self._chat_template()
         most = fields.integer("top_logprobs", 0, limits.spec.max_logprobs, None)
         wanted = fields.flag("logprobs")
@@ -90,13 +107,44 @@ class RequestReader:
             raise RequestError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
         request = read_shared(fields, limits, logprobs=(most or 0) if wanted else None, new_tokens=None)
         tools = read_tools(fields)
-        self._expect_calls(request, tools)
-        write = _prompt_writer(fields, template, tools, self._spelled)
+        limited = request.grammar is not None or tools.forced is not None
+        write = _prompt_writer(fields, template, tools, self._spelled, limited=limited)
+        if of_agent:
+            fields.ignore(EFFORT)
         fields.finish(ONLY_DEFAULTS)
+        self._force_calls(request, tools)
         prompt = write()
-        self._check_length(prompt.text, "messages")
+        if fits:
+            self._check_length(prompt.text, "messages")
+        request.output = self._output(request, tools, prompt.text)
         request.prompts = [self._spelled.encode(prompt)]
-        check_prompts(request, limits, "messages")
+        if fits:
+            check_prompts(request, limits, "messages")
+        return request
+
+    def responses(self, body: bytes) -> TextRequest:
+        """The request of a body of /v1/responses."""
+        return self._of_agent(found := read_responses_body(parse_object(body)), shown_request(found))
+
+    def messages(self, body: bytes) -> TextRequest:
+        """The request of a body of /v1/messages."""
+        return self._of_agent(read_messages_body(parse_object(body)))
+
+    def count_tokens(self, body: bytes) -> bytes:
+        """The answer to a body of /v1/messages/count_tokens."""
+        return counted(self._of_agent(read_messages_body(parse_object(body)), fits=False).prompt_tokens)
+
+    def _of_agent(self, body: AgentFields, shown: Mapping[str, Any] | None = None, *, fits: bool = True) -> TextRequest:
+        """The request of an agent's body; `shown` is what the answer repeats of it. Without `fits` the prompt may be too long."""
+        most = self._limits.spec.max_new_tokens
+        if most is not None and isinstance(given := body.chat.get("max_tokens"), int) and given > most:
+            body.chat["max_tokens"] = most  # agents ask for a fixed number
+        try:
+            request = self._chat(Fields(body.chat), of_agent=True, fits=fits)
+        except RequestError as error:
+            raise body.renamed(error) from None
+        request.ignored, request.tool_names = body.ignored, body.tool_names
+        request.shown = shown or {}
         return request
 
     def tokenize(self, body: bytes) -> bytes:
@@ -134,19 +182,47 @@ class RequestReader:
             raise RequestError(400, f"messages: {message}", param="messages")
         return self._template
 
-    def _expect_calls(self, request: TextRequest, tools: Tools) -> None:
-        """Set how tool calls are read from a request's texts, and the grammar of texts that must be calls.
+    def _force_calls(self, request: TextRequest, tools: Tools) -> None:
+        """Set the grammar of texts that must be calls. Raises RequestError if the request has a grammar of its own."""
+        if tools.forced is None:
+            return
+        if request.grammar is not None:
+            key = request.grammar_key
+            raise RequestError(400, f"{key}: excludes a tool_choice that needs calls", param=key)
+        request.grammar_key = "tools"
+        if self._forced is None:
+            request.grammar = schema_grammar(calls_schema(tools.forced, several=tools.parallel), "tools")
+        else:
+            request.grammar = calls_grammar(tools.forced, self._forced, several=tools.parallel)
 
-        Raises RequestError if the request has a grammar of its own and must be answered by calls.
-        """
-        if tools.schema is not None:
-            if request.grammar is not None:
-                key = request.grammar_key
-                raise RequestError(400, f"{key}: excludes a tool_choice that needs calls", param=key)
-            request.grammar, request.grammar_key = schema_grammar(tools.schema, "tools"), "tools"
-            request.calls = CallFormat("array", tools.parallel, tools.named)
-        elif tools.tools is not None and request.grammar is None and self._notation is not None:
-            request.calls = CallFormat(self._notation, tools.parallel)
+    @property
+    def _forced(self) -> Forced | None:
+        """How the model's notation writes calls that a request forces."""
+        return None if self._notation is None else NOTATIONS[self._notation].forced
+
+    def _output(self, request: TextRequest, tools: Tools, prompt: str) -> OutputFormat | None:
+        """How the answers to a prompt are read. A grammar begins behind reasoning that the prompt has begun."""
+        forced, marks = tools.forced is not None, self._reasoning_marks
+        if forced and self._forced is None:
+            return OutputFormat("array", parallel=tools.parallel, named=tools.named, reasons=False)
+        inside = marks is not None and prompt.rstrip().endswith(marks[0])
+        if self._notation is None:
+            return None
+        notation = NOTATIONS[self._notation]
+        if request.grammar is not None:
+            inside = inside and (forced or request.grammar[0] == "json_schema")
+            if marks is not None and inside:
+                request.grammar = behind_reasoning(request.grammar, marks[1])
+            if not (forced or inside):
+                return None
+            return OutputFormat(self._notation, forced, tools.parallel, tools.named, reasons=inside, inside=inside)
+        calls = tools.tools is not None and (bool(notation.patterns) or notation.channels)
+        if not (calls or notation.channels or marks):
+            return None
+        types = {} if notation.parameters is None or not calls else parameter_types(tools.tools or ())
+        return OutputFormat(
+            self._notation, calls, tools.parallel, types=types, reasons=marks is not None, inside=inside
+        )
 
     def _listed(self, value: object) -> list[Any]:
         """The prompts of a body: `value` is text, a list of texts, token ids, or a list of lists of them."""
@@ -196,9 +272,11 @@ def chat_template(spec: ServeSpec, files: ModelFiles) -> ChatTemplate | None:
 
 
 def _prompt_writer(
-    fields: Fields, template: ChatTemplate, tools: Tools, spelled: SpelledTokens
+    fields: Fields, template: ChatTemplate, tools: Tools, spelled: SpelledTokens, *, limited: bool = False
 ) -> Callable[[], ChatText]:
     """Read the keys of a chat that its prompt depends on; returns a function that renders the prompt.
+
+    `limited`: a grammar limits the text, which then has no room for reasoning, so that it is switched off unless asked for.
 
     Rendering is the expensive part, so the caller checks the other keys first.
     """
@@ -214,12 +292,15 @@ def _prompt_writer(
         raise wrong("chat_template_kwargs", "an object", variables)
     if template.knows(EFFORT) and (effort := fields.text(EFFORT, None)) is not None:
         variables = {EFFORT: effort, **(variables or {})}
+    elif (fields.has(EFFORT) or limited) and (names := [name for name in SWITCHES if template.knows(name)]):
+        effort = fields.text(EFFORT, "none")
+        variables = {**dict.fromkeys(names, effort != "none"), **(variables or {})}
     write = template.continued if continued else partial(template.render, add_generation_prompt=opens_answer)
     return partial(spelled.write, write, messages, tools.tools, variables)
 
 
-def _notation(spec: ServeSpec, template: str | None) -> Notation | None:
-    """The notation of tool calls by the settings or the chat template."""
-    if spec.tool_calls != "auto":
-        return None if spec.tool_calls == "none" else spec.tool_calls
+def _notation(spec: ServeSpec, template: str | None) -> NotationName | None:
+    """The notation of reasoning and calls by the settings or the chat template."""
+    if spec.notation != "auto":
+        return None if spec.notation == "none" else spec.notation
     return None if template is None else template_notation(template)

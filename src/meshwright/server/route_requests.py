@@ -34,7 +34,7 @@ class RoutedRequest:
     head: bytes = b""
     """Head of the request, with the empty line behind it."""
     key: bytes = b""
-    """Key in the header `authorization`, after `Bearer`."""
+    """Key in the header `authorization`, after `Bearer`, or else in `x-api-key`."""
     id: str | None = None
     """The client's `x-request-id`."""
     length: int = 0
@@ -181,6 +181,8 @@ def read_head(head: bytes, most_body: int) -> RoutedRequest:
         elif name == b"authorization":
             scheme, _, key = value.partition(b" ")
             request.key = key.strip() if scheme.lower() == b"bearer" else b""
+        elif name == b"x-api-key":
+            request.key = request.key or value
         elif name == b"x-request-id":
             request.id = kept_request_id(value)
         elif name == b"connection":

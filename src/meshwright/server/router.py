@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import cast
 
 from meshwright.connections.limits import ROUTE
-from meshwright.server.errors import NO_RETRY, RequestError
+from meshwright.server.errors import NO_RETRY, RequestError, content_of, failure_event
 from meshwright.server.instances import Instance
 from meshwright.server.replies import shown_path
 from meshwright.server.response_frames import BadAnswer, ResponseFrames
@@ -227,12 +227,19 @@ class ClientConnection(asyncio.Protocol):
         if self.request is None and not self.transport.is_closing():
             self._read_request()
 
-    def break_off(self, event: bytes) -> None:
-        """End an answer that its server has not ended."""
+    def break_off(self, *, between_chunks: bool) -> None:
+        """End an answer that its server has not ended, by an event of its API if that can follow."""
         self._router.broken += 1
         self._log(self._id(), "the server was lost in the answer")
-        self.transport.write(event)
+        if between_chunks:
+            event = failure_event(_LOST, self._path)
+            self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
         self.finish(keeps_open=False)
+
+    @property
+    def _path(self) -> str:
+        """Path of the request."""
+        return "" if self.request is None else self.request.path.decode("latin-1")
 
     def _time_out(self) -> None:
         if (server := self.server) is not None:
@@ -242,7 +249,7 @@ class ClientConnection(asyncio.Protocol):
         self._refuse(RequestError(503, f"no answer within {seconds:g} s", code="late", headers=[NO_RETRY]))
 
     def _refuse(self, error: RequestError) -> None:
-        self._answer(error.status, b"application/json", error.content, error.headers)
+        self._answer(error.status, b"application/json", content_of(error, self._path), error.headers)
 
     def _answer(
         self, status: int, type: bytes, content: bytes, headers: list[tuple[bytes, bytes]] | None = None
@@ -401,7 +408,7 @@ class ServerConnection(asyncio.Protocol):
         elif frames.ends_with_connection:
             client.finish(keeps_open=False)
         else:
-            client.break_off(_LOST_EVENT if frames.between_chunks else b"")
+            client.break_off(between_chunks=frames.between_chunks)
 
     def cancel(self) -> None:
         """End the request, whose client has left, and the connection, so that the server stops."""
@@ -434,7 +441,5 @@ def _lost() -> RequestError:
     return RequestError(503, text, code="server_lost", headers=[NO_RETRY])
 
 
-_LOST = RequestError(503, "the server was lost; try again", code="server_lost").content
-_LOST_DATA = b"data: %b\n\n" % _LOST
-_LOST_EVENT = b"%x\r\n%b\r\n0\r\n\r\n" % (len(_LOST_DATA), _LOST_DATA)
-"""The last chunk of a stream whose server was lost."""
+_LOST = RequestError(503, "the server was lost; try again", code="server_lost")
+"""The error of a stream whose server was lost."""

@@ -11,7 +11,7 @@ import resource
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +30,21 @@ from meshwright.spec.serve import ServeSpec
 Work = Callable[[RequestReader, bytes], TextRequest | bytes]
 WORK: Mapping[str, Work] = {
     work.__name__: work
-    for work in (RequestReader.completion, RequestReader.chat, RequestReader.tokenize, RequestReader.detokenize)
+    for work in (
+        RequestReader.completion,
+        RequestReader.chat,
+        RequestReader.responses,
+        RequestReader.messages,
+        RequestReader.count_tokens,
+        RequestReader.tokenize,
+        RequestReader.detokenize,
+    )
 }
 """Work that a text process can do with a body, by name."""
+RENDERS: Sequence[Work] = [
+    work for work in WORK.values() if work not in (RequestReader.completion, RequestReader.detokenize)
+]
+"""Work that may render a chat template."""
 LEAST_LIMIT_BYTES = 4 << 30
 """Lower bound of a job's memory limit."""
 LIMIT_PER_BODY_BYTE = 400

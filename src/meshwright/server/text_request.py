@@ -9,12 +9,12 @@ from typing import Any
 from meshwright.policies.batch_request import LARGEST_PRIORITY, LONGEST_SALT
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.bad_words import word_tokens
-from meshwright.server.errors import RequestError, wrong
+from meshwright.server.errors import TOO_LONG, RequestError, wrong
 from meshwright.server.fields import LARGEST_INTEGER, Fields, checked_text
 from meshwright.server.grammar_request import read_grammar
 from meshwright.server.model_files import ModelFiles
+from meshwright.server.output_reader import OutputFormat
 from meshwright.server.packed_ids import ID_BYTES, packed_ids, unpacked_ids
-from meshwright.server.tool_calls import CallFormat
 from meshwright.spec.errors import BadInput
 from meshwright.spec.serve import ServeSpec
 
@@ -107,10 +107,16 @@ class TextRequest:
     """The prompts' own texts, with which the texts begin; empty if they do not."""
     grammar_key: str = "response_format"
     """Key of the body that asks for the grammar."""
-    calls: CallFormat | None = None
-    """How tool calls are found in the texts; None if they are not."""
+    output: OutputFormat | None = None
+    """How reasoning and tool calls are found in the texts; None if they are not."""
     special_tokens: bool = False
     """Whether the text has special tokens."""
+    ignored: Sequence[str] = ()
+    """What of the body was ignored: labels of `agent_fields.IGNORED`."""
+    tool_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Type, name and namespace of a tool for the client, by the name that the model sees, if that is another."""
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    """What the answer of an API repeats of its request."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -132,8 +138,8 @@ class TextRequest:
         fields["prompts"] = prompts
         if fields["grammar"] is not None:
             fields["grammar"] = tuple(fields["grammar"])
-        if fields["calls"] is not None:
-            fields["calls"] = CallFormat(*fields["calls"])
+        if fields["output"] is not None:
+            fields["output"] = OutputFormat(*fields["output"])
         return cls(**fields)
 
 
@@ -214,7 +220,7 @@ def too_long(tokens: str, context: int, key: str) -> RequestError:
         400,
         f"{key}: the prompt has {tokens} tokens, and the context is {context}; shorten it to {context - 1}",
         param=key,
-        code="context_length_exceeded",
+        code=TOO_LONG,
     )
 
 

@@ -21,7 +21,7 @@ from meshwright.server.errors import NO_RETRY, RequestError
 from meshwright.server.model_files import ModelFiles
 from meshwright.server.request_reader import RequestReader
 from meshwright.server.text_frames import TextFrame, TextFrameReader, frame_head
-from meshwright.server.text_process import Setup, Work, memory_error
+from meshwright.server.text_process import RENDERS, Setup, Work, memory_error
 from meshwright.server.text_request import TextRequest
 from meshwright.spec.fields import to_plain
 from meshwright.spec.serve import ServeSpec
@@ -240,7 +240,7 @@ class _Lane:
         self._restart()
 
     def _too_slow(self, job: _Job) -> RequestError:
-        if len(job.body) <= SHORT_BODY and job.work in (RequestReader.chat, RequestReader.tokenize):
+        if len(job.body) <= SHORT_BODY and job.work in RENDERS:
             message = f"messages: the chat template took longer than {self._seconds:g} s"
             return RequestError(422, message, param="messages", code="text_timeout")
         message = f"the body took longer than {self._seconds:g} s to be read; shorten it"

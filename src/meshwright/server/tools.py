@@ -1,4 +1,4 @@
-"""The tools of a chat, which of them the model may call, and the schema of calls that it must make."""
+"""The tools of a chat, which of them the model may call, and which it must."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields
 
 MOST_TOOLS = 128
+MOST_REFERENCES = 4
+"""References and alternatives within one another that are followed for the type of a parameter."""
 _CHOICES = ("none", "auto", "required")
 
 
@@ -19,8 +21,8 @@ class Tools:
 
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tools for the chat template; None if the model may call none."""
-    schema: Mapping[str, Any] | None = None
-    """JSON schema of the calls, if there must be some."""
+    forced: Sequence[Mapping[str, Any]] | None = None
+    """Functions of which some must be called; None: none must."""
     parallel: bool = True
     """Whether there may be several calls."""
     named: bool = False
@@ -48,7 +50,7 @@ def read_tools(fields: Fields) -> Tools:
     elif choice != "required":
         return Tools(value, parallel=parallel)
     several = parallel and named is None
-    return Tools(value, _calls_schema(functions, several=several), several, named is not None)
+    return Tools(value, functions, several, named is not None)
 
 
 def _named(choice: object) -> str | None:
@@ -71,8 +73,11 @@ def _function(tool: object, key: str) -> Mapping[str, Any]:
     return function
 
 
-def _calls_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
-    """The schema of an array of calls; definitions of the parameters move to its root, where `#/$defs/…` finds them."""
+def calls_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
+    """The schema of an array of calls; definitions of the parameters move to its root, where `#/$defs/…` finds them.
+
+    Raises RequestError if two functions define a name differently.
+    """
     definitions: dict[str, dict[str, Any]] = {}
     forms = []
     for function in functions:
@@ -89,3 +94,43 @@ def _calls_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> d
     items = forms[0] if len(forms) == 1 else {"anyOf": forms}
     most = {} if several else {"maxItems": 1}
     return {"type": "array", "items": items, "minItems": 1, **most, **definitions}
+
+
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
+    """The JSON types that the schema of each function allows for each of its parameters; no entry where it does not say."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for tool in tools:
+        function = tool["function"]
+        schema = function.get("parameters") or {}
+        properties = schema.get("properties")
+        if isinstance(properties, dict):
+            of_function = {name: _types(value, schema) for name, value in properties.items()}
+            found[function["name"]] = {name: types for name, types in of_function.items() if types}
+    return found
+
+
+def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[str]:
+    """The JSON types of a schema, through references within `root` and alternatives."""
+    if not isinstance(schema, dict) or depth > MOST_REFERENCES:
+        return []
+    types = schema.get("type")
+    if isinstance(types, str):
+        return [types]
+    if isinstance(types, list):
+        return [name for name in types if isinstance(name, str)]
+    if isinstance(reference := schema.get("$ref"), str):
+        target: Any = root
+        for step in reference.removeprefix("#/").split("/"):
+            target = target.get(step) if isinstance(target, dict) else None
+        return _types(target, root, depth + 1)
+    options = [option for key in ("anyOf", "oneOf", "allOf") for option in _listed(schema.get(key))]
+    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    names = [name for option in options for name in _types(option, root, depth + 1)]
+    return [
+        *names,
+        *("string" if isinstance(value, str) else "null" if value is None else "number" for value in values),
+    ]
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -14,6 +14,25 @@ from meshwright.spec.fields import Bound, NotNegative, Positive
 MTP = "mtp"
 """Value of `draft_model` that selects the model's own modules for multi-token prediction."""
 Port = Annotated[int, Bound(at_least=0, at_most=65_535)]
+NotationName = Literal[
+    "think",
+    "hermes",
+    "qwen3_coder",
+    "glm",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "kimi_k2",
+    "harmony",
+    "llama3",
+    "llama4",
+    "lfm2",
+    "mistral",
+    "gemma",
+    "minimax",
+    "seed",
+]
+"""How a model writes its reasoning and its calls of tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +55,8 @@ class HttpSettings:
     """File with the Jinja template of chats; that of the model's folder if none."""
     generation_config: Literal["auto", "none"] = "auto"
     """Whether sampling values of the folder's generation_config.json are defaults of requests: auto takes them, none does not."""
-    tool_calls: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"
-    """Notation of tool calls in the model's texts; auto detects it from the chat template, none leaves them in the text."""
+    notation: Literal["auto", "none", NotationName] = "auto"
+    """How the model writes reasoning and tool calls; auto detects it from the chat template, none leaves both in the text."""
     follow: bool = False
     """Whether each new checkpoint of a run is served as soon as it is committed."""
     follow_seconds: Annotated[float, Bound(more_than=0)] = 5.0

@@ -1,0 +1,496 @@
+"""Reads one call of a tool after its opening, by the pattern of its notation, while the text arrives in pieces."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+from meshwright.serve.stops import StringSearch
+from meshwright.server.notations import Notation, Parameters, Sequences
+
+Wait = Generator[None, str, Any]
+"""A reader that stops at each `yield` until the next piece of text is sent to it."""
+LONGEST_NAME = 256
+"""Characters of a name at most; those of white space before a mark too."""
+Types = Mapping[str, Mapping[str, Collection[str]]]
+"""JSON types of the parameters of each function, as its schema names them."""
+
+
+class NoCall(Exception):
+    """Text that is no call after all."""
+
+
+class ReadCall(NamedTuple):
+    """A call as it was written."""
+
+    name: str
+    arguments: str
+    """Text of a JSON object."""
+
+
+class Source:
+    """The text of an answer that arrives in pieces. Each character is taken once."""
+
+    def __init__(self) -> None:
+        self.rest = ""
+        """Text that has come and is not taken."""
+        self.final = False
+        """Whether no more text follows."""
+        self.held: list[str] = []
+        """What was taken of something that may be no call."""
+
+    def more(self) -> Wait:
+        """Wait for further text; returns False at the end of the answer."""
+        if self.final:
+            return False
+        self.rest += yield
+        return not self.final
+
+    def any(self) -> Wait:
+        """Wait until there is text that is not taken; returns False at the end of the answer."""
+        while not self.rest:
+            if not (yield from self.more()):
+                return False
+        return True
+
+    def take(self, count: int) -> str:
+        """Take characters, which are held."""
+        text, self.rest = self.rest[:count], self.rest[count:]
+        self.held.append(text)
+        return text
+
+    def space(self) -> Wait:
+        """Take white space."""
+        while (yield from self.any()):
+            end = len(self.rest) - len(self.rest.lstrip())
+            self.take(end)
+            if self.rest:
+                return
+
+    def begins(self, marks: Sequence[str]) -> Wait:
+        """Return the first of these marks that comes next, nothing taken; None if none does."""
+        while True:
+            for mark in marks:
+                if self.rest.startswith(mark):
+                    return mark
+                if mark.startswith(self.rest) and not self.final:
+                    break
+            else:
+                return None
+            yield from self.more()
+
+    def mark(self, mark: str) -> Wait:
+        """Take a mark, with white space before it. Raises NoCall if it does not come."""
+        yield from self.space()
+        if (yield from self.begins((mark,))) is None:
+            raise NoCall
+        self.take(len(mark))
+
+    def name(self, stops: Sequence[str]) -> Wait:
+        """Take the text before the first of these stops. Raises NoCall if it is long."""
+        while True:
+            ends = [end for stop in stops if (end := self.rest.find(stop)) >= 0]
+            if ends and min(ends) <= LONGEST_NAME:
+                return self.take(min(ends)).strip()
+            if len(self.rest) > LONGEST_NAME + max(map(len, stops)) or not (yield from self.more()):
+                raise NoCall
+
+    def continues(self, sequences: Sequences) -> Wait:
+        """Return whether one of these sequences of marks comes next, nothing taken; the end of the answer may cut it behind its first."""
+        while True:
+            states = [_sequence_state(self.rest, sequence) for sequence in sequences]
+            if any(state is True for state in states):
+                return True
+            if not any(state is None for state in states) or len(self.rest) > LONGEST_NAME:
+                return False
+            if not (yield from self.more()):
+                text = self.rest.lstrip()
+                return any(text.startswith(sequence[0]) for sequence in sequences)
+
+    def value(self, search: StringSearch, following: Sequences) -> Wait:
+        """Take a value up to the closing mark that `search` finds, which one of `following` follows; returns its text."""
+        pieces: list[str] = []
+        state = 0
+        while (yield from self.any()):
+            state, end, found = search.advance(state, self.rest)
+            pieces.append(self.take(end))
+            if found is None:
+                continue
+            state = 0
+            if (yield from self.continues(following)):
+                text = "".join(pieces)
+                return text[: len(text) - len(found)]
+        raise NoCall
+
+    def bracketed(self, scanner: ObjectEnd, opening: str = "{") -> Wait:
+        """Take a value that begins with this bracket, up to the end that the scanner finds; returns its text. Raises NoCall."""
+        yield from self.space()
+        if not self.rest.startswith(opening):
+            raise NoCall
+        pieces: list[str] = []
+        while (yield from self.any()):
+            end = scanner.find(self.rest)
+            if end == 0:
+                raise NoCall
+            pieces.append(self.take(len(self.rest) if end is None else end))
+            if end is not None:
+                return "".join(pieces)
+        raise NoCall
+
+
+def _sequence_state(text: str, marks: Sequence[str]) -> bool | None:
+    """Whether the text begins with these marks, white space aside; None if it may still."""
+    for mark in marks:
+        text = text.lstrip()
+        if not text.startswith(mark):
+            return None if mark.startswith(text) else False
+        text = text[len(mark) :]
+    return True
+
+
+class ObjectEnd:
+    """Search for the end of a bracketed value in a text that comes in pieces, the first of which begins with it."""
+
+    def __init__(self, strings: str, escape: str, inside: str, outside: str) -> None:
+        """`strings` are characters that begin and end texts in which brackets do not count and `escape` protects the next character.
+
+        `inside` and `outside` are patterns for the characters that need attention in such texts and elsewhere.
+        """
+        self._strings, self._escape = strings, escape
+        self._inside, self._outside = re.compile(inside), re.compile(outside)
+        self._depth, self._string, self._escaped = 0, "", False
+
+    @classmethod
+    def json(cls) -> ObjectEnd:
+        """The search for the end of a JSON value; outside of texts all but white space, numbers and words needs attention."""
+        return cls('"', "\\", r'["\\\x00-\x1f]', r"[^ \t\n\r:,+\-.0-9Eaeflnrstu]")
+
+    @classmethod
+    def python(cls) -> ObjectEnd:
+        """The search for the end of a list in Python."""
+        return cls("\"'", "\\", r"[\"'\\]", r"[\"'()\[\]{}]")
+
+    def find(self, text: str) -> int | None:
+        """Return where the value ends in this piece; None if it goes on, 0 if it is none."""
+        position = 0
+        while True:
+            if self._escaped and text[position:]:
+                self._escaped, position = False, position + 1
+            found = (self._inside if self._string else self._outside).search(text, position)
+            if found is None:
+                return None
+            position = found.end()
+            character = found[0]
+            if self._string:
+                if character == self._string:
+                    self._string = ""
+                elif character == self._escape:
+                    self._escaped = True
+                elif character not in self._strings:
+                    return 0
+            elif character in self._strings:
+                if not self._depth:
+                    return 0
+                self._string = character
+            elif character in "{[(":
+                self._depth += 1
+            elif character in "}])":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return position if self._depth == 0 else 0
+            else:
+                return 0
+
+
+_FIELD = re.compile(r"\{(\?[^}]*|[a-z]+)\}")
+
+
+@lru_cache(maxsize=256)
+def _items(pattern: str) -> Sequence[tuple[str, str]]:
+    """The parts of a pattern in order: ("text", TEXT), ("optional", TEXT) or (FIELD, "")."""
+    items: list[tuple[str, str]] = []
+    for index, part in enumerate(_FIELD.split(pattern)):
+        if index % 2 and part.startswith("?"):
+            items.append(("optional", part[1:]))
+        elif index % 2:
+            items.append((part, ""))
+        elif part:
+            items.append(("text", part))
+    return items
+
+
+_NAME = re.compile(r"""[^\s<>{}()\[\]"']{1,256}""")
+_WORD = re.compile(r"[\w.:/-]{0,256}")
+
+
+def read_calls(source: Source, notation: Notation, types: Types) -> Wait:
+    """Return the calls, one or more, of the pattern that comes next; marks before and after it are not part of it. Raises NoCall."""
+    pattern = notation.patterns.get(source.rest[:1], notation.patterns[""])
+    parts = _items(pattern)
+    if parts[0][0] == "name" and not source.held:
+        raise NoCall  # any word could be a name
+    name, arguments = "", "{}"
+    for index, (kind, text) in enumerate(parts):
+        if kind == "text":
+            yield from source.mark(text.strip())
+        elif kind == "optional":
+            yield from _optional(source, text)
+        elif kind == "name":
+            name = yield from _name(source, notation, parts[index + 1 :])
+        elif kind == "call":
+            written = yield from source.bracketed(ObjectEnd.json())
+            name, arguments = _named_call(written)
+        elif kind == "json":
+            arguments = object_text((yield from source.bracketed(ObjectEnd.json())))
+        elif kind == "python":
+            return _python_calls((yield from source.bracketed(ObjectEnd.python(), "[")))
+        elif kind == "gemma":
+            arguments = json.dumps(_gemma_value((yield from _gemma_text(source))), ensure_ascii=False)
+        elif kind == "params":
+            assert notation.parameters is not None
+            arguments = yield from _parameters(source, notation.parameters, types.get(name, {}))
+    if not _NAME.fullmatch(name):
+        raise NoCall
+    if parts[-1][0] == "params":  # nothing else says that the last argument has come
+        yield from source.space()
+        if (yield from source.begins(notation.after)) is None:
+            raise NoCall
+    return [ReadCall(name, arguments)]
+
+
+def _name(source: Source, notation: Notation, after: Sequence[tuple[str, str]]) -> Wait:
+    """Take the name of a function, which ends where the next part of the pattern begins."""
+    yield from source.space()
+    kind, text = after[0]
+    if kind == "text":
+        return (yield from source.name([text[0] if text[0] == "\n" else text]))
+    if kind == "params":
+        assert notation.parameters is not None
+        opening = notation.parameters.opening.partition("{")[0]
+        return (yield from source.name(["\n", opening, *notation.after]))
+    return (yield from _word(source))
+
+
+def _optional(source: Source, mark: str) -> Wait:
+    """Take a mark that may be left out, and a word behind it that is no bracket."""
+    if (yield from source.begins((mark,))) is None:
+        return
+    source.take(len(mark))
+    if mark == "[CALL_ID]":
+        yield from _word(source)
+
+
+def _word(source: Source) -> Wait:
+    """Take letters, digits and what else names have."""
+    while (match := _WORD.match(source.rest)) is not None and match.end() == len(source.rest):
+        if len(source.rest) >= LONGEST_NAME or not (yield from source.more()):
+            raise NoCall
+    assert match is not None, "the pattern matches everywhere"
+    return source.take(match.end())
+
+
+def _parameters(source: Source, parameters: Parameters, types: Mapping[str, Collection[str]]) -> Wait:
+    """Take arguments that are written one by one, as long as they come; returns the text of a JSON object."""
+    parts, search = _items(parameters.opening), _closing(parameters.closing)
+    values: dict[str, Any] = {}
+    while True:
+        yield from source.space()
+        if (yield from source.begins((parts[0][1],))) is None:
+            return json.dumps(values, ensure_ascii=False)
+        fields: dict[str, str] = {}
+        for index, (kind, text) in enumerate(parts):
+            if kind == "text":
+                yield from source.mark(text)
+            elif kind != "optional":
+                fields[kind] = yield from source.name([parts[index + 1][1]])
+        value = yield from source.value(search, parameters.next)
+        if parameters.newlines:
+            value = value.removeprefix("\n").removesuffix("\n")
+        known = types.get(fields["key"], ("string",))
+        if "string" in fields:  # the text itself says whether it is one
+            known = ("string",) if fields["string"] == "true" else ("object",)
+        values[fields["key"]] = typed_value(value, known)
+
+
+@lru_cache(maxsize=64)
+def _closing(mark: str) -> StringSearch:
+    return StringSearch((mark,))
+
+
+def typed_value(text: str, types: Collection[str]) -> Any:
+    """The value that the text of a parameter stands for, by the JSON types that its schema allows; text that is none of them stays."""
+    if "null" in types and text.strip() in ("null", "None"):
+        return None
+    if "string" in types:
+        return text
+    if "boolean" in types and text.strip() in ("True", "False"):
+        return text.strip() == "True"
+    try:
+        return _DECODER.decode(text.strip())
+    except (ValueError, RecursionError):
+        return text
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        raise NoCall from None
+
+
+def object_text(text: str) -> str:
+    """The text itself. Raises NoCall if it is no JSON object."""
+    if not isinstance(_decoded(text), dict):
+        raise NoCall
+    return text
+
+
+def _named_call(text: str) -> tuple[str, str]:
+    """Name and arguments of a call that is one object. Raises NoCall if it is none."""
+    value = _decoded(text)
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
+        raise NoCall
+    key = "arguments" if "arguments" in value else "parameters"
+    if key not in value:
+        raise NoCall
+    arguments = value[key]
+    if isinstance(arguments, str):
+        arguments = _decoded(arguments)
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise NoCall
+    return name, json.dumps(arguments, ensure_ascii=False)
+
+
+_PYTHON_TEXT = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+
+
+def _python_calls(text: str) -> list[ReadCall]:
+    """The calls of a Python list such as `[f(a=1), g(b="x")]`. Raises NoCall for anything else."""
+    # Templates write the newlines of a text as they are.
+    text = _PYTHON_TEXT.sub(lambda found: found[0].replace("\n", "\\n").replace("\r", "\\r"), text.strip())
+    try:
+        tree = ast.parse(text, mode="eval").body
+        calls = [_python_call(call) for call in tree.elts] if isinstance(tree, ast.List) else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise NoCall from None
+    if not calls:
+        raise NoCall
+    return calls
+
+
+def _python_call(call: ast.expr) -> ReadCall:
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("a call has arguments by name")
+    arguments = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise ValueError("a call has arguments by name")
+        arguments[keyword.arg] = _python_value(keyword.value)
+    return ReadCall(ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+
+
+def _python_value(value: ast.expr) -> Any:
+    """The value of a literal, in which `true`, `false` and `null` may stand as in JSON."""
+    if isinstance(value, ast.Name) and value.id in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[value.id]
+    if isinstance(value, ast.List):
+        return [_python_value(item) for item in value.elts]
+    if isinstance(value, ast.Dict):
+        keys = [ast.literal_eval(key) for key in value.keys if key is not None]
+        return {str(key): _python_value(item) for key, item in zip(keys, value.values, strict=True)}
+    found = ast.literal_eval(value)
+    if not isinstance(found, str | int | float | bool | None):
+        raise ValueError("a literal of JSON")
+    return found
+
+
+_QUOTE = '<|"|>'
+_GEMMA_OUTSIDE, _GEMMA_STRING = StringSearch((_QUOTE, "{", "}", "[", "]")), StringSearch((_QUOTE,))
+
+
+def _gemma_text(source: Source) -> Wait:
+    """Take an object of arguments in Gemma's syntax, whose texts are between `<|"|>`."""
+    yield from source.space()
+    pieces: list[str] = []
+    depth = state = 0
+    in_text = False
+    while (yield from source.any()):
+        if not pieces and not source.rest.startswith("{"):
+            raise NoCall
+        state, end, found = (_GEMMA_STRING if in_text else _GEMMA_OUTSIDE).advance(state, source.rest)
+        pieces.append(source.take(end))
+        if found is None:
+            continue
+        state = 0
+        if found == _QUOTE:
+            in_text = not in_text
+        else:
+            depth += 1 if found in "{[" else -1
+            if not depth:
+                return "".join(pieces)
+    raise NoCall
+
+
+_GEMMA_PART = re.compile(r'\s*(?:<\|"\|>(?P<text>.*?)<\|"\|>|(?P<mark>[{}\[\],:])|(?P<word>[^{}\[\],:<]+))', re.DOTALL)
+
+
+def _gemma_value(text: str) -> Any:
+    """The value of Gemma's syntax. Raises NoCall if it is none."""
+    parts = [
+        (found.lastgroup or "", found[found.lastgroup or 0]) for found in _GEMMA_PART.finditer(text) if found.lastgroup
+    ]
+    parts.reverse()
+    try:
+        value = _gemma_parsed(parts)
+    except (IndexError, RecursionError):
+        raise NoCall from None
+    if parts or not isinstance(value, dict):
+        raise NoCall
+    return value
+
+
+def _gemma_parsed(parts: list[tuple[str, str]]) -> Any:
+    kind, text = parts.pop()
+    if kind == "text":
+        return text
+    if kind == "word":
+        return typed_value(text.strip(), ("null", "boolean"))
+    if text == "[":
+        items: list[Any] = []
+        _gemma_items(parts, "]", lambda: items.append(_gemma_parsed(parts)))
+        return items
+    if text != "{":
+        raise NoCall
+    members: dict[str, Any] = {}
+
+    def member() -> None:
+        key = parts.pop()[1].strip()
+        if parts.pop() != ("mark", ":"):
+            raise NoCall
+        members[key] = _gemma_parsed(parts)
+
+    _gemma_items(parts, "}", member)
+    return members
+
+
+def _gemma_items(parts: list[tuple[str, str]], closing: str, read: Callable[[], None]) -> None:
+    """Read items with commas between them, up to the closing bracket."""
+    while parts[-1] != ("mark", closing):
+        read()
+        if parts[-1] == ("mark", ","):
+            parts.pop()
+        elif parts[-1] != ("mark", closing):
+            raise NoCall
+    parts.pop()

@@ -1,0 +1,133 @@
+"""Answers of /v1/messages in Anthropic's form, whole and as events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.server.bodies import Piece
+from meshwright.server.errors import MESSAGES_PATH, RequestError, failure_event
+from meshwright.server.output_reader import Part
+from meshwright.server.text_request import TextRequest
+from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
+
+_DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+_OPENINGS = {
+    "text": '{"type":"text","text":""}',
+    "reasoning": '{"type":"thinking","thinking":"","signature":""}',
+}
+
+
+class MessagesBody:
+    """One answer of /v1/messages."""
+
+    logprobs: type[CompletionLogprobs | ChatLogprobs] = ChatLogprobs
+    """Form of log probabilities; this API shows none."""
+
+    def __init__(self, number: str, created: int, model: str, request: TextRequest) -> None:
+        self._base = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": model}
+        self._index = -1
+        """Number of the newest block."""
+        self._open = ""
+        """Kind of the block that has begun and not ended."""
+        self._delta = ""
+        """The beginning of an event with a piece of that block."""
+        self._stop: tuple[str, str | None] = ("end_turn", None)
+
+    def first(self, index: int, tokens: Mapping[str, Any]) -> bytes:
+        """The event that begins the message."""
+        message = {**self._base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(tokens)}
+        return _event("message_start", f'"message":{json.dumps(message)}').encode("ascii")
+
+    def event(self, index: int, piece: Piece, tokens: Mapping[str, Any] | None = None) -> bytes:
+        """The events with a piece of the answer."""
+        if (text := piece.goes_on(self._open)) is not None:
+            return f"{self._delta}{text_as_json(text)}}}}}\n\n".encode("ascii")
+        events = []
+        for part in piece.all_parts:
+            if part.kind == "call":
+                events.append(self._call(part))
+                continue
+            if part.kind != self._open:
+                events.append(self._begin(part.kind, _OPENINGS[part.kind]))
+                form, key = _DELTAS[part.kind]
+                self._delta = (
+                    f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{self._index},'
+                    f'"delta":{{"type":"{form}","{key}":'
+                )
+            events.append(f"{self._delta}{text_as_json(part.text)}}}}}\n\n")
+        if piece.finish_reason is not None:
+            events.append(self._end())
+            self._stop = _stop(piece)
+        return "".join(events).encode("ascii")
+
+    def last(self, tokens: Mapping[str, Any]) -> bytes:
+        """The reason of the end, and the numbers of tokens."""
+        reason, sequence = self._stop
+        delta = json.dumps({"stop_reason": reason, "stop_sequence": sequence})
+        usage = json.dumps(_usage(tokens))
+        return (_event("message_delta", f'"delta":{delta},"usage":{usage}') + _event("message_stop")).encode("ascii")
+
+    def failure(self, error: RequestError) -> bytes:
+        """The error as the last event."""
+        return failure_event(error, MESSAGES_PATH)
+
+    def whole(self, texts: Sequence[Piece], tokens: Mapping[str, Any]) -> bytes:
+        """The whole message."""
+        (piece,) = texts
+        reason, sequence = _stop(piece)
+        content = [_block(part) for part in piece.all_parts]
+        ends = {"stop_reason": reason, "stop_sequence": sequence, "usage": _usage(tokens)}
+        return json.dumps({**self._base, "content": content, **ends}).encode("ascii")
+
+    def _begin(self, kind: str, block: str) -> str:
+        """The events that end the last block and begin another."""
+        ending = self._end()
+        self._index, self._open = self._index + 1, kind
+        return ending + _event("content_block_start", f'"index":{self._index},"content_block":{block}')
+
+    def _end(self) -> str:
+        """The event that ends the last block, if one is open."""
+        if not self._open:
+            return ""
+        self._open = ""
+        return _event("content_block_stop", f'"index":{self._index}')
+
+    def _call(self, part: Part) -> str:
+        assert part.call is not None
+        block = {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
+        delta = json.dumps({"type": "input_json_delta", "partial_json": part.call.arguments})
+        begun = self._begin("call", json.dumps(block))
+        return begun + _event("content_block_delta", f'"index":{self._index},"delta":{delta}') + self._end()
+
+
+def _event(name: str, members: str = "") -> str:
+    return f'event: {name}\ndata: {{"type":"{name}"{"," if members else ""}{members}}}\n\n'
+
+
+def _block(part: Part) -> dict[str, Any]:
+    if part.call is not None:
+        called = {"id": part.call.id, "name": part.call.name, "input": json.loads(part.call.arguments)}
+        return {"type": "tool_use", **called}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "text", "text": part.text}
+
+
+def _stop(piece: Piece) -> tuple[str, str | None]:
+    """Reason of an end and the stop string, as Anthropic's API names them."""
+    if piece.finish_reason == "stop" and isinstance(piece.stop_reason, str):
+        return "stop_sequence", piece.stop_reason
+    return {"length": "max_tokens", "tool_calls": "tool_use"}.get(piece.finish_reason or "", "end_turn"), None
+
+
+def _usage(tokens: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of tokens; those of the prompt that came from the cache count apart."""
+    cached = tokens["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": tokens["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": tokens["completion_tokens"],
+    }

@@ -1,0 +1,348 @@
+"""Splits a model's answer into reasoning, text and calls of tools as it arrives, in the notation of the model's family."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from meshwright.serve.stops import StringSearch
+from meshwright.server.call_syntax import NoCall, ReadCall, Source, Types, Wait, object_text, read_calls
+from meshwright.server.notations import NOTATIONS, NotationKey
+
+PartKind = Literal["reasoning", "text", "call"]
+MOST_REREAD = 256 << 10
+"""Characters of what began as a call and was none, after which an answer has no more calls."""
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool."""
+
+    index: int
+    """Number of the call within the answer, from 0."""
+    id: str
+    name: str
+    arguments: str
+    """Arguments as the text of a JSON object."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The call in a whole answer, in OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class Part(NamedTuple):
+    """A part of an answer: a piece of reasoning or of text, or a whole call."""
+
+    kind: PartKind
+    text: str
+    call: ToolCall | None = None
+
+
+class OutputFormat(NamedTuple):
+    """How the answers of a request are read."""
+
+    notation: NotationKey
+    calls: bool = True
+    """Whether there may be calls."""
+    parallel: bool = True
+    """Whether an answer may have several calls; else only the first counts."""
+    named: bool = False
+    """Whether the request names the function: then a call is no reason for the end of a text."""
+    types: Types = {}
+    """JSON types of the parameters of each function, for notations that write values as raw text."""
+    reasons: bool = True
+    """Whether there may be reasoning."""
+    inside: bool = False
+    """Whether the prompt has begun the reasoning."""
+
+    @property
+    def special(self) -> bool:
+        """Whether special tokens of the answer belong to the notation."""
+        return self.calls or NOTATIONS[self.notation].special
+
+    def reader(self) -> OutputReader:
+        """A reader for one answer."""
+        return OutputReader(self)
+
+
+class OutputReader:
+    """Reads one answer. Text that is no call after all stays text.
+
+    The result does not depend on the pieces in which the answer comes. Each character is looked at a few times at most: only the text of
+    what may be a call is held, and parsed once; beyond `MOST_REREAD` characters of failed calls all is text.
+    """
+
+    def __init__(self, format: OutputFormat) -> None:
+        self._format, self._notation = format, NOTATIONS[format.notation]
+        self._source = Source()
+        self._space: list[str] = []
+        """White space that is left out if a call, or the end of the reasoning, follows."""
+        self._shown = self._reasoned = False
+        """Whether there was text; whether there was reasoning."""
+        self._openings = self._notation.opening if format.calls else ()
+        self._reread = 0
+        """Characters of failed calls."""
+        self._parts: list[Part] = []
+        self._idle: StringSearch | None = None
+        """The search for what may end the text, while nothing is held but white space."""
+        self._plain = False
+        """Whether all that follows is text."""
+        self.count = 0
+        """Calls so far."""
+        self.reasoning = format.inside
+        """Whether the text so far ends within reasoning."""
+        self.may_reason = format.reasons
+        """Whether reasoning may still come."""
+        self._ids: set[str] = set()
+        self._reading = self._channels() if self._notation.channels else self._answer()
+        next(self._reading)
+
+    def add(self, text: str, *, final: bool) -> list[Part]:
+        """The parts that are certain now; `final`: no more text follows."""
+        if self._plain:
+            return [Part("text", text)] if text else []
+        if self._idle is not None and not self._idle.may_begin(text):
+            self._show(text)
+        elif text:
+            self._send(text)
+        if final:
+            self._source.final = True
+            self._send("")
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _send(self, text: str) -> None:
+        try:
+            self._reading.send(text)
+        except StopIteration:
+            assert self._source.final, "an answer is read to its end"
+
+    def _answer(self) -> Wait:
+        """Read reasoning, if it comes first, then text and calls."""
+        source, markers = self._source, self._notation.reasoning if self._format.reasons else None
+        if self._format.inside:
+            assert markers is not None, "the prompt has begun reasoning"
+            space = yield from self._reasoning(markers[1])
+        else:
+            space = yield from self._leading_space()
+            if markers is not None and (yield from source.begins(markers[:1])) is not None:
+                source.rest = source.rest[len(markers[0]) :]
+                space = yield from self._reasoning(markers[1])
+        self.may_reason = False
+        self._hold(space)
+        if self._format.calls and source.rest and source.rest[0] in self._notation.first:
+            yield from self._calls("")
+        yield from self._content()
+
+    def _leading_space(self) -> Wait:
+        """Take the white space that comes next; returns it."""
+        source, taken = self._source, list[str]()
+        while (yield from source.any()):
+            end = len(source.rest) - len(source.rest.lstrip())
+            taken.append(source.rest[:end])
+            source.rest = source.rest[end:]
+            if source.rest:
+                break
+        return "".join(taken)
+
+    def _until(self, search: StringSearch, pass_on: Callable[[str], None], *, plain: bool = False) -> Wait:
+        """Pass text on up to the next mark that `search` finds; returns the mark, or None at the end of the answer."""
+        source, state, tail = self._source, 0, ""
+        while True:
+            if plain and not state and not source.rest:
+                self._idle = search
+            more = yield from source.any()
+            self._idle = None
+            if not more:
+                break
+            state, end, found = search.advance(state, source.rest)
+            text = tail + source.rest[:end]
+            source.rest = source.rest[end:]
+            certain = len(text) - (search.length[state] if found is None else len(found))
+            tail = text[certain:]
+            if certain:
+                pass_on(text[:certain])
+            if found is not None:
+                return found
+        if tail:
+            pass_on(tail)
+        return None
+
+    def _reasoning(self, end: str) -> Wait:
+        """Read reasoning; returns the white space behind it that belongs to the text.
+
+        An opening of calls ends it too, unless its end comes later.
+        """
+        source, inside = self._source, _search((end, *self._openings))
+        self.reasoning = True
+        found = yield from self._until(inside, self._reason)
+        if found is not None and found != end:
+            held = [found]
+            found = yield from self._until(_search((end,)), held.append)
+            if found is None:
+                source.rest = "".join(held)
+            else:
+                self._reason("".join(held))
+        self.reasoning = False
+        self._space.clear()
+        return (yield from self._leading_space()).lstrip("\n")
+
+    def _content(self) -> Wait:
+        """Read text and calls to the end of the answer."""
+        if not self._openings and not self._source.rest:
+            self._flush()
+            self._plain = not self._source.final
+        while (opening := (yield from self._until(_search(self._openings), self._show, plain=True))) is not None:
+            yield from self._calls(opening)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Pass white space on that was held."""
+        if self._space:
+            self._parts.append(Part("text", "".join(self._space)))
+            self._space.clear()
+
+    def _calls(self, opening: str) -> Wait:
+        """Read calls as long as they come; `opening` has been taken. What is no call is text again."""
+        source, after_call = self._source, False
+        if opening in self._notation.before:
+            source.held.append(opening)
+        else:
+            source.rest = opening + source.rest
+        while True:
+            try:
+                if not (yield from self._marks(after_call=after_call)):
+                    if after_call and not any(text in self._openings for text in source.held):
+                        source.held.clear()
+                        self._space.clear()
+                        return
+                    raise NoCall
+                calls = yield from read_calls(source, self._notation, self._format.types)
+            except NoCall:
+                self._give_up(after_call=after_call)
+                return
+            for call in calls:
+                self._add_call(call)
+            self._space.clear()
+            source.held.clear()
+            after_call = True
+
+    def _marks(self, *, after_call: bool) -> Wait:
+        """Take white space and marks around calls; returns False at the end of the answer."""
+        source, notation = self._source, self._notation
+        while True:
+            space = yield from self._leading_space()
+            if space:
+                (source.held if source.held else self._space).append(space)
+            if not source.rest:
+                return False
+            closing = notation.after if after_call and not source.held else ()
+            mark = yield from source.begins([*notation.before, *closing])
+            if mark is None:
+                return True
+            if mark in notation.before:
+                source.take(len(mark))
+            else:
+                source.rest = source.rest[len(mark) :]
+                self._space.clear()
+
+    def _give_up(self, *, after_call: bool) -> None:
+        """Read on behind the first opening of what is held: it is no call."""
+        source, held = self._source, "".join(self._source.held)
+        if after_call and not (held or self._shown):
+            self._space.clear()
+        source.held.clear()
+        self._reread += len(held)
+        if self._reread > MOST_REREAD:
+            self._openings = ()
+        ends = [at + len(opening) for opening in self._notation.opening if (at := held.find(opening)) >= 0]
+        end = min(ends, default=0)
+        if end:
+            self._show(held[:end])
+        source.rest = held[end:] + source.rest
+
+    def _add_call(self, call: ReadCall) -> None:
+        if self.count and not self._format.parallel:
+            return
+        # Templates of Mistral's models accept ids of nine letters or digits only.
+        id, name = secrets.token_hex(5)[:9], call.name
+        if self._notation.numbered:
+            name = call.name.removeprefix("functions.").rpartition(":")[0] or call.name
+            id = id if call.name in self._ids else call.name
+            self._ids.add(id)
+        self._parts.append(Part("call", "", ToolCall(self.count, id, name, call.arguments)))
+        self.count += 1
+
+    def _show(self, text: str) -> None:
+        """Pass text on, without the white space at its end."""
+        end = len(text.rstrip())
+        if end:
+            self._shown = True
+            self._parts.append(Part("text", "".join(self._space) + text[:end]))
+            self._space.clear()
+        self._hold(text[end:])
+
+    def _reason(self, text: str) -> None:
+        """Pass reasoning on, without the newlines at its beginning and end."""
+        if not self._reasoned:
+            text = text.lstrip("\n")
+            self._reasoned = bool(text)
+        shown = text.rstrip("\n")
+        if shown:
+            self._parts.append(Part("reasoning", "".join(self._space) + shown))
+            self._space.clear()
+        self._hold(text[len(shown) :])
+
+    def _hold(self, space: str) -> None:
+        if space:
+            self._space.append(space)
+
+    def _channels(self) -> Wait:
+        """Read messages in channels (harmony): `<|channel|>NAME to=RECIPIENT<|message|>TEXT<|end|>`, one after the other."""
+        source, ends = self._source, _search(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
+        while True:
+            space = yield from self._leading_space()
+            if not source.rest:
+                return
+            if (yield from source.begins(("<|start|>", "<|channel|>", "to="))) is None:
+                self._hold(space)
+                break
+            header: list[str] = []
+            if (yield from self._until(_search(("<|message|>",)), header.append)) is None:
+                return
+            recipient = _RECIPIENT.search("".join(header))
+            channel = _CHANNEL.search("".join(header))
+            body: list[str] = []
+            if recipient is not None and self._format.calls:
+                found = yield from self._until(ends, body.append)
+                self._add_channel_call(recipient[1], "".join(body))
+            elif channel is not None and channel[1] == "analysis":
+                self._hold("\n\n" if self._reasoned else "")
+                self.reasoning = True
+                found = yield from self._until(ends, self._reason)
+                self.reasoning = False
+            else:
+                self._hold("\n\n" if self._shown else "")
+                found = yield from self._until(ends, self._show)
+            self._space.clear()
+            if found in ("<|start|>", "<|channel|>"):
+                source.rest = found + source.rest
+        yield from self._content()
+
+    def _add_channel_call(self, recipient: str, text: str) -> None:
+        try:
+            self._add_call(ReadCall(recipient.removeprefix("functions."), object_text(text.strip())))
+        except NoCall:
+            self._show(text)
+
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+@lru_cache(maxsize=256)
+def _search(marks: Sequence[str]) -> StringSearch:
+    return StringSearch(marks)

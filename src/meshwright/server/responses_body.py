@@ -1,0 +1,200 @@
+"""Answers of /v1/responses in OpenAI's form, whole and as events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.server.bodies import Piece, joined
+from meshwright.server.errors import RequestError
+from meshwright.server.output_reader import Part, ToolCall
+from meshwright.server.responses_request import CUSTOM
+from meshwright.server.text_request import TextRequest
+from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
+
+_NAMES = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
+
+
+class ResponsesBody:
+    """One answer of /v1/responses."""
+
+    logprobs: type[CompletionLogprobs | ChatLogprobs] = ChatLogprobs
+    """Form of log probabilities; this API shows none."""
+
+    def __init__(self, number: str, created: int, model: str, request: TextRequest) -> None:
+        self._number, self._tool_names = number, request.tool_names
+        self._base: dict[str, Any] = {
+            "id": f"resp_{number}",
+            "object": "response",
+            "created_at": created,
+            "model": model,
+        }
+        self._base |= {"error": None, "incomplete_details": None, **request.shown}
+        self._sequence = 0
+        """Number of the next event."""
+        self._items: list[dict[str, Any]] = []
+        """The items that have ended."""
+        self._open = ""
+        """Kind of the item that has begun and not ended."""
+        self._texts: list[str] = []
+        """The pieces of its text."""
+        self._delta = ("", "")
+        """What is before and behind the text in the event of a piece, without its number."""
+        self._reason = ""
+
+    def first(self, index: int, tokens: Mapping[str, Any]) -> bytes:
+        """The events that begin the answer."""
+        response = self._response("in_progress")
+        names = ("response.created", "response.in_progress")
+        return "".join([self._event(name, {"response": response}) for name in names]).encode("ascii")
+
+    def event(self, index: int, piece: Piece, tokens: Mapping[str, Any] | None = None) -> bytes:
+        """The events with a piece of the answer."""
+        if (text := piece.goes_on(self._open)) is not None:
+            return self._piece(text).encode("ascii")
+        events = []
+        for part in piece.all_parts:
+            if part.call is not None:
+                events.append(self._call(part.call))
+                continue
+            if part.kind != self._open:
+                events.append(self._begin(part))
+            events.append(self._piece(part.text))
+        if piece.finish_reason is not None:
+            events.append(self._end())
+            self._reason = piece.finish_reason
+        return "".join(events).encode("ascii")
+
+    def _piece(self, text: str) -> str:
+        """The event with a piece of the open item."""
+        self._texts.append(text)
+        head, tail = self._delta
+        event = f"{head}{text_as_json(text)}{tail}{self._sequence}}}\n\n"
+        self._sequence += 1
+        return event
+
+    def last(self, tokens: Mapping[str, Any]) -> bytes:
+        """The event with the whole answer."""
+        response = self._ended(self._items, self._reason, tokens)
+        return self._event(f"response.{response['status']}", {"response": response}).encode("ascii")
+
+    def failure(self, error: RequestError) -> bytes:
+        """The event that ends a failed answer."""
+        response = self._response("failed")
+        response["error"] = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", {"response": response}).encode("ascii")
+
+    def whole(self, texts: Sequence[Piece], tokens: Mapping[str, Any]) -> bytes:
+        """The whole answer."""
+        (piece,) = texts
+        items = [
+            self._call_item(part.call, index) if part.call is not None else self._text_item(part, index)
+            for index, part in enumerate(joined(piece.all_parts))
+        ]
+        return json.dumps(self._ended(items, piece.finish_reason or "", tokens)).encode("ascii")
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return {**self._base, "status": status, "output": [*self._items], "usage": None}
+
+    def _ended(self, items: Sequence[Any], reason: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer after its end."""
+        response = {**self._response("completed"), "output": [*items], "usage": _usage(tokens)}
+        if reason == "length":
+            response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return response
+
+    def _event(self, name: str, members: Mapping[str, Any]) -> str:
+        content = json.dumps({"type": name, **members, "sequence_number": self._sequence})
+        self._sequence += 1
+        return f"event: {name}\ndata: {content}\n\n"
+
+    def _id(self, kind: str, index: int) -> str:
+        """The id of an item."""
+        return f"{ {'text': 'msg', 'reasoning': 'rs', 'call': 'fc'}[kind] }_{self._number}_{index}"
+
+    def _begin(self, part: Part) -> str:
+        """The events that end the last item and begin one with text or reasoning."""
+        events = [self._end()]
+        self._open, index = part.kind, len(self._items)
+        item = self._text_item(Part(part.kind, ""), index)
+        id, name = item["id"], _NAMES[part.kind]
+        where = {"item_id": id, "output_index": index, "content_index": 0}
+        begun = {**item, "content": []} | ({} if part.kind == "reasoning" else {"status": "in_progress"})
+        events.append(self._event("response.output_item.added", {"output_index": index, "item": begun}))
+        events.append(self._event("response.content_part.added", {**where, "part": item["content"][0]}))
+        fixed = json.dumps({"type": f"{name}.delta", **where})[:-1]
+        tail = ', "logprobs": []' if part.kind == "text" else ""
+        self._delta = f'event: {name}.delta\ndata: {fixed}, "delta": ', f'{tail}, "sequence_number": '
+        return "".join(events)
+
+    def _end(self) -> str:
+        """The events that end the last item, if one is open."""
+        if not self._open:
+            return ""
+        kind, index = self._open, len(self._items)
+        text, name = "".join(self._texts), _NAMES[kind]
+        self._texts.clear()
+        self._open = ""
+        item = self._text_item(Part("text" if kind == "text" else "reasoning", text), index)
+        where = {"item_id": item["id"], "output_index": index, "content_index": 0}
+        self._items.append(item)
+        logprobs = {"logprobs": []} if kind == "text" else {}
+        return "".join(
+            [
+                self._event(f"{name}.done", {**where, "text": text, **logprobs}),
+                self._event("response.content_part.done", {**where, "part": item["content"][0]}),
+                self._event("response.output_item.done", {"output_index": index, "item": item}),
+            ]
+        )
+
+    def _call(self, call: ToolCall) -> str:
+        """The events of a call."""
+        events = [self._end()]
+        index = len(self._items)
+        item = self._call_item(call, index)
+        custom = item["type"] == "custom_tool_call"
+        key, name = (
+            ("input", "response.custom_tool_call_input")
+            if custom
+            else ("arguments", "response.function_call_arguments")
+        )
+        where = {"item_id": item["id"], "output_index": index}
+        begun = {**item, key: "", "status": "in_progress"}
+        events.append(self._event("response.output_item.added", {"output_index": index, "item": begun}))
+        events.append(self._event(f"{name}.delta", {**where, "delta": item[key]}))
+        named = {} if custom else {"name": item["name"]}
+        events.append(self._event(f"{name}.done", {**where, **named, key: item[key]}))
+        events.append(self._event("response.output_item.done", {"output_index": index, "item": item}))
+        self._items.append(item)
+        return "".join(events)
+
+    def _call_item(self, call: ToolCall, index: int) -> dict[str, Any]:
+        """A call, with its tool named as the client does."""
+        tool = self._tool_names.get(call.name, {"type": "function", "name": call.name, "namespace": ""})
+        item = {"id": self._id("call", index), "call_id": call.id, "name": tool["name"], "status": "completed"}
+        if tool["namespace"]:
+            item["namespace"] = tool["namespace"]
+        if tool["type"] == "custom":
+            return {"type": "custom_tool_call", **item, "input": str(json.loads(call.arguments).get(CUSTOM, ""))}
+        return {"type": "function_call", **item, "arguments": call.arguments}
+
+    def _text_item(self, part: Part, index: int) -> dict[str, Any]:
+        """A message or reasoning with its text."""
+        id = self._id(part.kind, index)
+        if part.kind == "reasoning":
+            content: list[Any] = [{"type": "reasoning_text", "text": part.text}]
+            return {"type": "reasoning", "id": id, "summary": [], "content": content, "encrypted_content": None}
+        content = [{"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}]
+        return {"type": "message", "id": id, "status": "completed", "role": "assistant", "content": content}
+
+
+def _usage(tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of tokens."""
+    return {
+        "input_tokens": tokens["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": tokens["prompt_tokens_details"]["cached_tokens"]},
+        "output_tokens": tokens["completion_tokens"],
+        "output_tokens_details": tokens.get("completion_tokens_details", {"reasoning_tokens": 0}),
+        "total_tokens": tokens["total_tokens"],
+    }
