@@ -258,3 +258,9 @@ def test_templates_without_marks(tmp_path: Path) -> None:
     """The range of an answer is found as in chats."""
     manifest = prepared(tmp_path, [PAIRS["texts"]], plain(CHATML)).manifests[TRAIN]
     assert manifest.preferences is not None and manifest.trained_tokens
+
+
+def test_the_page_has_every_form() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "preferences.md").read_text(encoding="utf-8")
+    for form in FORMS:
+        assert f"| {form.name} | {', '.join(f'`{key}`' for key in form.keys)} | {form.meaning} |" in page

@@ -158,8 +158,8 @@ def test_swapping_the_answers_negates_the_margin(seed: int, loss: Loss) -> None:
         of_batch = objective(spec)
         of_batch.loss(*row(pairs, sums))
         figures.append(of_batch.figures(of_batch.take().tolist()))
-    assert figures[0]["margin"] == pytest.approx(-figures[1]["margin"])  # type: ignore[operator]
-    assert figures[0]["accuracy"] == pytest.approx(1 - figures[1]["accuracy"])  # type: ignore[operator]
+    assert figures[0]["margin"] == pytest.approx(-figures[1]["margin"])
+    assert figures[0]["accuracy"] == pytest.approx(1 - figures[1]["accuracy"])
 
 
 def test_figures_by_source() -> None:

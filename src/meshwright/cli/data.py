@@ -250,12 +250,13 @@ def _open_target(
     target: Path, seq_len: int | None, global_batch: int | None, seed: int | None
 ) -> tuple[DataSource, TrainSpec]:
     """The data of a run file, run folder or data directory, and the settings that give the samples of its steps."""
-    from meshwright.data.source import open_data
+    from meshwright.data.source import open_data, preference_of
     from meshwright.spec.job import DataSpec, TrainSpec
 
     config = target if target.suffix in (".yaml", ".yml") else target / "config.yaml"
     if config != target and not config.is_file():
-        data = open_data(DataSpec(mix={str(target): 1.0}), seq_len=seq_len or 2048, seed=seed or 0)
+        mix, preference = {str(target): 1.0}, preference_of(target)
+        data = open_data(DataSpec(mix=mix), seq_len=seq_len or 2048, seed=seed or 0, preference=preference)
         return data, TrainSpec(steps=1, global_batch=global_batch or 8)
     options = {"--seq-len": seq_len, "--global-batch": global_batch, "--seed": seed}
     refused = [name for name, value in options.items() if value is not None]
@@ -267,7 +268,7 @@ def _open_target(
     run = load_run(config)
     if run.rl is not None:
         raise BadInput(f"{config}: a run with rl trains on answers that it samples; show the folder of its questions")
-    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed)
+    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, preference=run.preference)
     checkpoint, record = recorded_corpus(target) if config != target else (None, None)
     if checkpoint is not None:
         source.restore_order(record)

@@ -42,7 +42,7 @@ def preference(run: RunValues) -> Iterator[Mistake]:
         if loss is not None and loss not in losses and run(f"preference.{key}") not in (None, DEFAULTS[key]):
             yield run.mistake(f"preference.{key}", f"no such key, as preference.loss {loss} does not read it", "none")
     reference = run("preference.reference")
-    if reference in (None, START):
+    if reference in (None, START) or loss not in READ_BY["reference"]:
         return
     if not reference.startswith(("hf:", "checkpoint:")):
         yield run.mistake("preference.reference", "start, hf:DIR or checkpoint:DIR", START)

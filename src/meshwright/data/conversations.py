@@ -35,9 +35,11 @@ class PackingCounts:
     left_out: int
     lost_tokens: int
     fill: float
+    what: str = "conversations"
+    """What is packed: conversations, or answers to prompts."""
 
     def __str__(self) -> str:
-        packed = f"{self.conversations:,} conversations fill {self.sequences:,} sequences"
+        packed = f"{self.conversations:,} {self.what} fill {self.sequences:,} sequences"
         if not self.lost_tokens:
             return packed
         left_out = (

@@ -5,6 +5,7 @@ Windows have equal lengths and are packed by best fit, so ranks and micro-batche
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ class PreferenceWindows(ConversationWindows):
         self._numbers = np.flatnonzero(~long)
         self.together = together
         self._pack(stream, seq_len, filler, starts[~long], lengths[~long], together)
+        self.counts = replace(self.counts, what="answers")
         self.left_out = int(long.sum()) // together
 
     @property

@@ -25,6 +25,7 @@ from meshwright.data.manifest import (
     PreparedDirectory,
     documents_path,
     held_out_beside,
+    locate,
     open_directory,
 )
 from meshwright.data.packing import Packed, StreamWindows, TokenStream, pack
@@ -129,6 +130,15 @@ def open_data(
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
     """Whether `open_data(..., split="validation")` would succeed; without `data.validation` the text must fill a sample."""
     return bool(_validation_paths(spec, stdlib, seq_len))
+
+
+def preference_of(path: Path) -> PreferenceSpec | None:
+    """The settings that read the good and bad answers of the prepared data at `path`; None if it has none. Raises BadInput and Damaged."""
+    directory, foreign = locate(path)
+    found = None if foreign else Manifest.read(directory).preferences
+    return (
+        None if found is None else PreferenceSpec(loss="dpo" if found.kind == "pairs" else "kto", too_long="leave_out")
+    )
 
 
 class Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,11 +127,11 @@ class PreferenceObjective:
         self.sums.zero_()
         return taken
 
-    def figures(self, sums: Sequence[float]) -> dict[str, object]:
+    def figures(self, sums: Sequence[float]) -> dict[str, Any]:
         """The figures of sums over all ranks; with several sources also those of each."""
         width = len(SUMS)
         rows = {name: sums[width * i : width * (i + 1)] for i, name in enumerate(self._sources)}
-        found: dict[str, object] = dict(self._of([sum(column) for column in zip(*rows.values(), strict=True)]))
+        found: dict[str, Any] = dict(self._of([sum(column) for column in zip(*rows.values(), strict=True)]))
         if len(rows) > 1:
             found["preferences_by_source"] = {name: self._of(row) for name, row in rows.items() if row[0] + row[1]}
         return found

@@ -20,6 +20,7 @@ from meshwright.data.loader import Batch, DataSource, MicroBatch
 from meshwright.data.preference_windows import PreferenceWindows
 from meshwright.data.source import MISMATCHED, Source
 from meshwright.events.span import NullRecorder
+from meshwright.models.decoder import Decoder
 from meshwright.parallel.objective import StepObjective
 from meshwright.preferences.objective import PreferenceObjective, answers_of
 from meshwright.preferences.reference import (
@@ -210,6 +211,32 @@ class PreferenceRun:
             yield
         finally:
             executor.on_action = before
+
+
+PAIRS = PreferenceSpec(loss="simpo", too_long="leave_out")
+"""Reads pairs to compare their answers without a reference."""
+
+
+@torch.no_grad()
+def evaluate_pairs(model: Decoder, held_out: HeldOut, *, micro_batch: int, device: torch.device) -> Evaluation:
+    """How often a whole model finds the chosen answer of a pair likelier per token; the loss is that of chosen answers, nat per token.
+
+    `held_out` was opened with `PAIRS`.
+    """
+    objective = PreferenceObjective(PAIRS, held_out.source.order.names, device)
+    tied = model.embed.weight if model.head.weight is None else None
+    for indices in held_out.samples.values():
+        size = {"micro_batch": micro_batch, "at_once": 1}
+        for batches in window_passes(_Drawn(held_out, indices), len(indices), device, rank=0, ranks=1, **size):
+            for batch in batches:
+                assert batch.targets is not None
+                hidden = model.hidden(batch.tokens, batch.positions, batch.documents)
+                objective.loss(model.head.log_probabilities(hidden, batch.targets, tied), batch)
+    sums = objective.take().tolist()
+    found, counts = objective.figures(sums), objective.counts(sums)
+    means = {f"{name}_logprob": float(found[f"{name}_reward"]) / PAIRS.scale for name in ("chosen", "rejected")}
+    shown = {name: found[name] for name in ("pairs", "likelier", "chosen_tokens", "rejected_tokens")}
+    return Evaluation(-means["chosen_logprob"], round(counts.tokens), None, preferences=shown | means)
 
 
 SPARE_STEPS = 16
