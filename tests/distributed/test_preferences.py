@@ -141,6 +141,21 @@ def test_kto(pool: Pool, pairs: Path, tmp_path: Path, corpus: str) -> None:
     assert judged(runs[0])[-1][1].preferences["accuracy"] > 0.9
 
 
+@pytest.mark.slow
+def test_figures_of_each_source(pool: Pool, pairs: Path, tmp_path: Path) -> None:
+    names = [str(pairs.parent / name) for name in ("data", "more")]
+    mix = f'data.mix={{"{names[0]}": 1, "{names[1]}": 1}}'
+    results = trained(pool, pairs, tmp_path, *ranks(2), mix)
+    for step in results[0].steps:
+        by_source = step["preferences_by_source"]
+        assert sum(each["pairs"] for each in by_source.values()) == step["pairs"] and by_source.keys() <= {*names}
+    (_, first), (_, last) = judged(results)
+    assert first.loss == pytest.approx(math.log(2), rel=1e-5)
+    assert {
+        name: each["accuracy"] > 0.9 for name, each in last.preferences["preferences_by_source"].items()
+    } == dict.fromkeys(names, True)
+
+
 def test_only_the_answers_that_a_run_reads_are_computed(pool: Pool, pairs: Path, tmp_path: Path) -> None:
     import numpy as np
 
@@ -158,3 +173,11 @@ def test_only_the_answers_that_a_run_reads_are_computed(pool: Pool, pairs: Path,
     whole = read_reference(file, documents)
     assert whole is not None and np.isfinite(whole).sum() > np.isfinite(known).sum()
     np.testing.assert_array_equal(whole[np.isfinite(known)], known[np.isfinite(known)])
+    forget(pairs)
+    trained(pool, pairs, tmp_path / "packed", *ranks(1), "train.seq_len=64", "train.steps=1", "train.warmup_steps=0")
+    (file,) = [path for path in stored(pairs) if path.parent.name == "train"]
+    packed = read_reference(file, documents)
+    assert packed is not None  # the same answers, of which a sequence has others beside them
+    both = np.isfinite(packed) & np.isfinite(whole)
+    assert both.sum() > 10
+    np.testing.assert_allclose(packed[both], whole[both], rtol=1e-5)

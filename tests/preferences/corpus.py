@@ -38,7 +38,10 @@ def write_records(file: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def make_preferences(folder: Path) -> Path:
-    """The run file `tiny.yaml` in `folder`, over pairs prepared beside it in `data`; `labels` has the same answers one by one."""
+    """The run file `tiny.yaml` in `folder`, over pairs prepared beside it in `data`; `labels` has the same answers one by one.
+
+    `more` has other pairs.
+    """
     file = folder / "tiny.yaml"
     if not file.exists():
         tokens = make_tiny(folder / "text").parent / "data"
@@ -52,7 +55,8 @@ def make_preferences(folder: Path) -> Path:
             for pair in pairs
             for key in ("chosen", "rejected")
         ]
-        for name, records in (("data", pairs), ("labels", labels)):
+        more = [question(number) for number in range(80, 120)]
+        for name, records in (("data", pairs), ("labels", labels), ("more", more)):
             source = write_records(folder / f"{name}.jsonl", records)
             prepare([str(source)], str(base), folder / name, chat=ChatRequest(preferences=True), held_out=0.2)
         file.write_text(RUN_FILE.format(data=folder / "data"), encoding="utf-8")

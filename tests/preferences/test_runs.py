@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from meshwright.cli.compare import compared_runs
+from meshwright.data.source import open_data
 from meshwright.launch.fine_tuning import fine_tuning_lines
 from meshwright.launch.prepare import check_init, open_run_data
+from meshwright.models.decoder import Decoder
+from meshwright.models.initial_values import initialise
 from meshwright.observe.comparison import comparison_sheet, table_rows
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
 from meshwright.observe.report import write_report
@@ -30,6 +34,8 @@ from meshwright.preferences.reference import (
     write_reference,
 )
 from meshwright.spec.errors import BadInput, Damaged
+from meshwright.training.evaluate import HeldOut
+from meshwright.training.preferences import PAIRS, evaluate_pairs
 from tests.launch.test_corpus import other_tokenizer
 from tests.observe.test_report import config, plan
 from tests.preferences.corpus import make_preferences
@@ -153,3 +159,23 @@ def test_keys_follow_from_weights_corpus_and_dtype(pairs: Path) -> None:
     }
     assert len(keys) == 5
     assert reference_key(tiny_run(pairs, "preference.beta=1"), chosen, first, "corpus") in keys
+
+
+def test_packed_pairs_have_the_log_probabilities_of_single_ones(pairs: Path) -> None:
+    """Of a model, through `meshwright eval`'s comparison: each answer by itself, from position 0, with all logits."""
+    run = tiny_run(pairs)
+    model = Decoder(run.model).requires_grad_(False)
+    initialise(model, run.model, seed=3)
+    source = open_data(run.data, seq_len=48, seed=0, split="validation", preference=PAIRS)
+    figures = evaluate_pairs(model, HeldOut.of(source, None), micro_batch=3, device=torch.device("cpu")).preferences
+    (stream,) = (each.stream for each in source.sources.values())
+    means = []
+    for start, length in zip(*(each.tolist() for each in stream.document_ranges()), strict=True):
+        tokens = torch.from_numpy(stream.read(start, start + length))
+        trained = torch.from_numpy(stream.read_weights(start, start + length) != 0)[1:]
+        values = model(tokens[None, :-1])[0].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        means.append(values[trained].mean().item())
+    chosen, rejected = np.array(means[::2]), np.array(means[1::2])
+    assert figures["pairs"] == len(chosen) > 5 and figures["likelier"] == np.mean(chosen > rejected)
+    assert figures["chosen_logprob"] == pytest.approx(chosen.mean(), rel=1e-5)
+    assert figures["rejected_logprob"] == pytest.approx(rejected.mean(), rel=1e-5)

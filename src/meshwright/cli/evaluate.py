@@ -187,15 +187,14 @@ def _has_pairs(run: RunSpec | None, spec: DataSpec) -> bool:
     from meshwright.data.manifest import held_out_beside
     from meshwright.data.source import preference_of
 
-    found = None if run is None else run.preference
-    if spec.validation is not None and spec.validation != STDLIB:
-        path = Path(spec.validation)
-        found = preference_of(held_out_beside(path) or path)
-    if found is not None and not found.paired:
+    of_run = [] if run is None or run.preference is None else list(run.data.mix)
+    paths = [Path(name) for name in ([spec.validation] if spec.validation is not None else of_run) if name != STDLIB]
+    found = [each for path in paths if (each := preference_of(held_out_beside(path) or path))]
+    if any(not each.paired for each in found):
         raise BadInput(
             "the held-out answers have labels: expected pairs, whose two answers are compared, or text or chats"
         )
-    return found is not None
+    return bool(found)
 
 
 def check_format(model: Path, spec: DataSpec, seq_len: int) -> None:

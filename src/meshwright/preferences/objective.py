@@ -30,6 +30,10 @@ SUMS = (
 is likelier per token; how far the answers' log-probabilities per token are from the reference's; and z of the step for each answer."""
 
 
+GRAIN = 2.0**-40
+"""Log-probabilities of tokens are rounded to multiples of this: sums of them down to −4,096 nat are exact in fp64."""
+
+
 class Counts(NamedTuple):
     """What the figures of a step are of: pairs, with kto answers; and the tokens of the answers."""
 
@@ -46,17 +50,22 @@ class Answers(NamedTuple):
 
 
 def answers_of(log_probabilities: Tensor, batch: MicroBatch) -> Answers:
-    """The sums over the answers of a micro-batch of `DataSource.preference_columns`; tokens of prompts and fillers add nothing."""
+    """The sums over the answers of a micro-batch of `DataSource.preference_columns`; tokens of prompts and fillers add nothing.
+
+    A sum has the same bits in any order, and so in any packing and at every start of a run on GPUs: its terms are multiples of `GRAIN`.
+    """
     assert batch.documents is not None and batch.targets is not None
     signs = batch.columns["signs"].double()
     rows, count = signs.shape
     trained = batch.targets >= 0
+    values = torch.where(trained, log_probabilities, 0.0).double()
+    exact = (values.detach() / GRAIN).round() * GRAIN + (
+        values - values.detach()
+    )  # the difference is 0, with a gradient
     # A last document fills the window. It is no answer.
     totals, tokens = (
-        values.new_zeros(rows, count + 1, dtype=torch.float64).scatter_add(1, batch.documents, values.double())[
-            :, :count
-        ]
-        for values in (torch.where(trained, log_probabilities, 0.0), trained)
+        signs.new_zeros(rows, count + 1).scatter_add(1, batch.documents, terms)[:, :count]
+        for terms in (exact, trained.double())
     )
     return Answers(totals, tokens, signs)
 
@@ -119,7 +128,8 @@ class PreferenceObjective:
             (good + bad) * distance,
             (good + bad) * (self.shift / self._spec.scale),
         ]
-        self.sums.index_add_(0, sources, torch.stack([each.sum(1) for each in per_row], dim=1))
+        in_source = sources[None] == torch.arange(len(self._sources), device=sources.device)[:, None]
+        self.sums += in_source.double() @ torch.stack([each.sum(1) for each in per_row], dim=1)
 
     def take(self) -> Tensor:
         """The sums `(sources · SUMS,)`, which begin anew."""

@@ -79,7 +79,7 @@ class PreferenceRun:
         for batch, values in _log_probabilities(self._session, [_mismatched(batch) for batch in batches]):
             found = answers_of(values, batch)
             known = found.tokens > 0
-            sums[0] += (found.totals - batch.columns["mismatched_reference"])[known].sum()
+            sums[0] += torch.where(known, found.totals - batch.columns["mismatched_reference"], 0.0).sum()
             sums[1] += known.sum()
         mesh = self._session.mesh
         total, count = mesh.sum_over_all(counted_once(sums, mesh))
