@@ -141,6 +141,33 @@ def test_kto(pool: Pool, pairs: Path, tmp_path: Path, corpus: str) -> None:
     assert judged(runs[0])[-1][1].preferences["accuracy"] > 0.9
 
 
+OTHERS = {
+    "offloaded optimizer": [*ranks(2), "plan.offload=optimizer", "plan.compute=bf16"],
+    "frozen in fp8": [*ranks(1), "plan.compute=bf16", "plan.linear=fp8_tensorwise", "plan.micro_batch=1", LORA],
+    "experts": [
+        *ranks(2),
+        *("model.family=mixtral", "model.experts=4", "model.experts_per_token=2", "model.expert_hidden=32"),
+        "plan.expert=2",
+    ],
+    "deterministic": [*ranks(2), "train.deterministic=true"],
+    "kto, pipeline": [*staged(2, "1f1b"), "preference.loss=kto"],
+    "kto, tensor": ["cluster.gpus_per_node=2", "plan.tensor=2", "preference.loss=kto"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_reference_is_the_model_at_the_start_in_other_plans(
+    pool: Pool, pairs: Path, tmp_path: Path, name: str
+) -> None:
+    forget(pairs)
+    results = trained(pool, pairs, tmp_path, *OTHERS[name])
+    expected = 0.5 if name.startswith("kto") else math.log(2)
+    assert figures(results, "loss")[0] == pytest.approx(expected, rel=1e-3)
+    assert figures(results, "margin")[0] == pytest.approx(0, abs=1e-2)
+    assert judged(results)[-1][1].preferences["accuracy"] > 0.9
+
+
 @pytest.mark.slow
 def test_figures_of_each_source(pool: Pool, pairs: Path, tmp_path: Path) -> None:
     names = [str(pairs.parent / name) for name in ("data", "more")]
