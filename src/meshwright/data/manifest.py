@@ -75,7 +75,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Preferences:
+class PreferenceCounts:
     """The answers of a directory of preferences: of pairs, a good and a bad one in turn, or with labels, in any order."""
 
     kind: Literal["pairs", "labels"]
@@ -103,7 +103,7 @@ class Manifest:
     text_format: TextFormat | None = None
     unended_answers: Count = 0
     trained_tokens: Count | None = None
-    preferences: Preferences | None = None
+    preferences: PreferenceCounts | None = None
 
     @property
     def tokens(self) -> int:

@@ -15,7 +15,7 @@ from meshwright.data.packing import TokenStream, WindowTokens
 from meshwright.spec.errors import Damaged
 
 
-class Answers(NamedTuple):
+class WindowAnswers(NamedTuple):
     """The answers of a window in order: their numbers in the stream, int64, and 1 for a good one, -1 for a bad one, float32."""
 
     numbers: np.ndarray
@@ -55,7 +55,7 @@ class PreferenceWindows(ConversationWindows):
         """Answers of the window that has most."""
         return int(np.diff(self._bounds).max(initial=0))
 
-    def answers(self, window: int) -> Answers:
+    def answers(self, window: int) -> WindowAnswers:
         """The answers of a window. Raises Damaged where a pair is no good answer and a bad one."""
         places = self._by_window[self._bounds[window] : self._bounds[window + 1]]
         starts, lengths = self._conversations(window)
@@ -65,7 +65,7 @@ class PreferenceWindows(ConversationWindows):
             raise Damaged(
                 f"{self._stream.files[0].bin_path.parent}: expected good and bad answers in turn; prepare again"
             )
-        return Answers(self._numbers[places], np.where(bad, -1, 1).astype(np.float32))
+        return WindowAnswers(self._numbers[places], np.where(bad, -1, 1).astype(np.float32))
 
     def answers_of(self, windows: np.ndarray) -> np.ndarray:
         """The numbers of the answers of these windows in the stream."""

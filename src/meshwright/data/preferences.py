@@ -17,7 +17,7 @@ from meshwright.data.chat_forms import COMMON_KEYS, BadChat
 from meshwright.data.corpus import Document
 from meshwright.data.indexed import IndexedFile
 from meshwright.data.inputs import InputFile
-from meshwright.data.manifest import Preferences, Shard
+from meshwright.data.manifest import PreferenceCounts, Shard
 from meshwright.data.preference_forms import FORMS, Kind, PreferenceForm, no_preference_form, preference_form_of
 from meshwright.data.records import BadDocument, Record
 from meshwright.data.token_weights import WeightFile
@@ -86,7 +86,7 @@ class PreferenceReader(ChatReader):
         return Chat(messages, weights, tools)
 
 
-def count_preferences(kind: Kind, shards: Iterable[tuple[Path, Shard]]) -> Preferences:
+def count_preferences(kind: Kind, shards: Iterable[tuple[Path, Shard]]) -> PreferenceCounts:
     """The good and bad answers of the shards of a directory."""
     counts: Counter[bool] = Counter()
     for directory, shard in shards:
@@ -95,4 +95,4 @@ def count_preferences(kind: Kind, shards: Iterable[tuple[Path, Shard]]) -> Prefe
         weights, bounds = WeightFile(directory / shard.name, file.tokens, shard.weights), file.document_bounds()
         for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             counts[bool(weights.read(start, stop).min() < 0)] += 1
-    return Preferences(kind, counts[False], counts[True])
+    return PreferenceCounts(kind, counts[False], counts[True])

@@ -34,14 +34,14 @@ GRAIN = 2.0**-40
 """Log-probabilities of tokens are rounded to multiples of this: sums of them down to −4,096 nat are exact in fp64."""
 
 
-class Counts(NamedTuple):
+class JudgedCounts(NamedTuple):
     """What the figures of a step are of: pairs, with kto answers; and the tokens of the answers."""
 
     judged: float
     tokens: float
 
 
-class Answers(NamedTuple):
+class AnswerSums(NamedTuple):
     """The answers of a micro-batch, all `(batch, answers)` fp64: log-probabilities, numbers of tokens, and 1, -1 or 0 for none."""
 
     totals: Tensor
@@ -49,7 +49,7 @@ class Answers(NamedTuple):
     signs: Tensor
 
 
-def answers_of(log_probabilities: Tensor, batch: MicroBatch) -> Answers:
+def answers_of(log_probabilities: Tensor, batch: MicroBatch) -> AnswerSums:
     """The sums over the answers of a micro-batch of `DataSource.preference_columns`; tokens of prompts and fillers add nothing.
 
     A sum has the same bits in any order, and so in any packing and at every start of a run on GPUs: its terms are multiples of `GRAIN`.
@@ -67,7 +67,7 @@ def answers_of(log_probabilities: Tensor, batch: MicroBatch) -> Answers:
         signs.new_zeros(rows, count + 1).scatter_add(1, batch.documents, terms)[:, :count]
         for terms in (exact, trained.double())
     )
-    return Answers(totals, tokens, signs)
+    return AnswerSums(totals, tokens, signs)
 
 
 class PreferenceObjective:
@@ -146,10 +146,10 @@ class PreferenceObjective:
             found["preferences_by_source"] = {name: self._of(row) for name, row in rows.items() if row[0] + row[1]}
         return found
 
-    def counts(self, sums: Sequence[float]) -> Counts:
+    def counts(self, sums: Sequence[float]) -> JudgedCounts:
         """The counts in sums over all ranks, of all sources together."""
         total = {name: sum(sums[i :: len(SUMS)]) for i, name in enumerate(SUMS)}
-        return Counts(total["judged"], total["good_tokens"] + total["bad_tokens"])
+        return JudgedCounts(total["judged"], total["good_tokens"] + total["bad_tokens"])
 
     def _of(self, row: Sequence[float]) -> dict[str, float]:
         total = dict(zip(SUMS, row, strict=True))
