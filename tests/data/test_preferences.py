@@ -201,9 +201,9 @@ def many(count: int) -> list[dict[str, Any]]:
 
 def test_pairs_stay_together(tmp_path: Path) -> None:
     """In shards that are closed after any document, in splits, and in windows, each pair once an epoch."""
-    manifests = prepared(tmp_path, many(60), held_out=0.3, shard_tokens=90).manifests
+    manifests = prepared(tmp_path, many(24), held_out=0.3, shard_tokens=90).manifests
     assert all(shard.documents % 2 == 0 for manifest in manifests.values() for shard in manifest.shards)
-    assert len(manifests[TRAIN].shards) > 3 and sum(manifest.documents for manifest in manifests.values()) == 120
+    assert len(manifests[TRAIN].shards) > 3 and sum(manifest.documents for manifest in manifests.values()) == 48
     for split, documents in (("train", manifests[TRAIN].documents), ("validation", manifests["held_out"].documents)):
         data = opened(tmp_path, 150, split)
         columns = data.samples(range(data.windows)).columns
