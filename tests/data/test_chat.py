@@ -283,6 +283,7 @@ def test_show_displays_the_mask(tmp_path: Path) -> None:
         "truncated": len(long) - len(left_out),
         "left_out": len(left_out),
         "lost_tokens": lost,
+        "what": "conversations",
     }
     assert len(long) > len(left_out) > 0
     for sample in shown["samples"]:

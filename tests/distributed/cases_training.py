@@ -97,10 +97,10 @@ def run(
 
     play = session.engine.executor.play
 
-    def play_and_ask(*arguments: Any) -> torch.Tensor:
+    def play_and_ask(*arguments: Any, **named: Any) -> torch.Tensor:
         if session.step == stop_at - 1 and world.rank == stop_rank:
             stop.flag = flag
-        return play(*arguments)
+        return play(*arguments, **named)
 
     session.engine.executor.play = play_and_ask
     if poison and world.rank == poison_rank:

@@ -24,10 +24,12 @@ from meshwright.models.prediction import further_tokens
 from meshwright.parallel.objective import Objective
 from meshwright.parallel.world import World
 from meshwright.policies.sample_balance import RankPool, balance_samples
+from meshwright.preferences.objective import PreferenceObjective
 from meshwright.spec.errors import BadInput
 from meshwright.spec.hybrid import slot_numbering
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
+from meshwright.spec.preference import PreferenceSpec
 from tests.distributed import test_hybrid as hybrid
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, LLAMA, TRAIN, assemble_whole, batch, trained_weights, worst
@@ -73,11 +75,23 @@ class Pairs:
         return -logsigmoid(BETA * (ratios[::2] - ratios[1::2])).sum()
 
 
-OBJECTIVES: dict[str, Objective | None] = {"weights": None, "mean": Mean(), "pairs": Pairs()}
+def preferences() -> PreferenceObjective:
+    return PreferenceObjective(PreferenceSpec(beta=BETA, sft=0.1), ["a"], torch.device("cpu"))
+
+
+OBJECTIVES: dict[str, Objective | None] = {
+    "weights": None,
+    "mean": Mean(),
+    "pairs": Pairs(),
+    "preferences": preferences(),
+}
 
 
 class Columns(NamedTuple):
-    """All sequences of the step: `(BATCH, seq)`, the reference `(BATCH,)`."""
+    """All sequences of the step: `(BATCH, seq)`, the reference `(BATCH,)`; of the documents `(BATCH, seq)` signs and references.
+
+    Documents 2k and 2k + 1 of a sequence are a pair where both have a target.
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -85,13 +99,23 @@ class Columns(NamedTuple):
     documents: Tensor
     weights: Tensor
     reference: Tensor
+    signs: Tensor
+    references: Tensor
 
 
 def columns(spec: ModelSpec) -> Columns:
     drawn = batch(0, spec)
     draw = torch.Generator().manual_seed(5)
     weights = torch.randn(BATCH, spec.max_seq_len, generator=draw)
-    return Columns(*drawn, weights.where(drawn[1] >= 0, 0), 5 * torch.randn(BATCH, generator=draw).double())
+    reference, signs = 5 * torch.randn(BATCH, generator=draw).double(), torch.zeros(BATCH, spec.max_seq_len)
+    targets, documents = drawn[1], drawn[3]
+    for row in range(BATCH):
+        trained = documents[row][targets[row] >= 0].tolist()
+        for first in range(0, int(documents[row].max()), 2):
+            if {first, first + 1} <= {*trained}:
+                signs[row, first : first + 2] = torch.tensor([1.0, -1.0])
+    references = 5 * torch.randn(signs.shape, generator=draw).double()
+    return Columns(*drawn, weights.where(targets >= 0, 0), reference, signs, references)
 
 
 @cache
@@ -102,7 +126,16 @@ def one_device(spec: ModelSpec, kind: str) -> dict[str, Any]:
     trained, count = step.targets >= 0, int((step.targets >= 0).sum())
     values = logits.log_softmax(-1).gather(-1, step.targets.clamp_min(0)[..., None])[..., 0]
     values = values.masked_fill(~trained, 0)
-    if kind == "pairs":
+    if kind == "preferences":
+        losses = []
+        for row, pair in (step.signs > 0).nonzero().tolist():
+            chosen, rejected = (values[row][trained[row] & (step.documents[row] == each)] for each in (pair, pair + 1))
+            references = step.references[row, pair : pair + 2]
+            margin = BETA * (chosen.sum() - references[0] - rejected.sum() + references[1])
+            losses.append(-logsigmoid(margin) - 0.1 * chosen.mean())
+        assert len(losses) > 3
+        loss = torch.stack(losses).mean()
+    elif kind == "pairs":
         ratios = values.sum(1) - step.reference
         loss = -logsigmoid(BETA * (ratios[::2] - ratios[1::2])).mean()
     else:
@@ -116,9 +149,13 @@ def micro_batches(spec: ModelSpec, plan: Plan, data_rank: int, data_ranks: int, 
     share, size = BATCH // data_ranks, plan.batch.micro_batch
     found = []
     for first in range(data_rank * share, (data_rank + 1) * share, size):
-        tokens, targets, positions, documents, weights, reference = (c[first : first + size] for c in columns(spec))
+        tokens, targets, positions, documents, weights, reference, signs, references = (
+            c[first : first + size] for c in columns(spec)
+        )
         valid, given = int((targets >= 0).sum()), weights if kind == "weights" else None
         whole = {"reference": reference}
+        if kind == "preferences":
+            whole = {"reference": references, "signs": signs, "sources": torch.zeros(len(tokens), dtype=torch.long)}
         found.append(MicroBatch(tokens, targets, positions, documents, valid, weights=given, columns=whole))
     return found
 
@@ -151,8 +188,12 @@ def on_ranks(world: World, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
             recorder=NullRecorder(),
             before_update=keep,
             objective=objective,
+            take_sums=objective.take if isinstance(objective, PreferenceObjective) else None,
         )
         results[kind] = {"gradients": results[kind], "loss": figures.values[0].item()}
+        if isinstance(objective, PreferenceObjective):
+            assert figures.sums is not None
+            results["pairs seen"] = objective.counts(figures.sums.tolist()).judged
     schedule = engine.evaluation_schedule(len(batches))
     values = engine.executor.log_probabilities(schedule, batches, NullRecorder())
     first = mesh.data_rank * (BATCH // mesh.data_ranks)
@@ -173,6 +214,7 @@ def test_every_axis_equals_one_device(pool: Pool, case: Case) -> None:
         assert seen == set(want["gradients"])
     sequences = set()
     for result in ranks:
+        assert result["pairs seen"] == (columns(spec).signs > 0).sum()
         for first, values in result["values"].items():
             torch.testing.assert_close(values, want["values"][first : first + len(values)])
             sequences |= {*range(first, first + len(values))}

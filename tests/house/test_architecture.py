@@ -39,6 +39,7 @@ LAYERS = {
     "training": 4,
     "serve": 4,
     "rl": 4,
+    "preferences": 4,
     "launch": 5,
     "chaos": 5,
     "server": 5,
@@ -55,6 +56,7 @@ SAME_LAYER = {
     ("workload", "schedules"),
     ("workload", "config"),
     ("training", "rl"),
+    ("training", "preferences"),
     ("rl", "serve"),
 }
 TORCH_FREE = (

@@ -37,22 +37,22 @@ class Initial:
 
 
 @contextmanager
-def initial_weights(spec: ModelSpec, init: str) -> Iterator[Initial | None]:
-    """The weights that `init` (a run's `model.init`) names, open within a `with` block; None for `scratch`.
+def initial_weights(spec: ModelSpec, init: str, key: str = "model.init") -> Iterator[Initial | None]:
+    """The weights that `init` (the value of a run's `key`) names, open within a `with` block; None for `scratch`.
 
     Raises BadInput when they do not exist or do not fit the model, and Damaged when a file is damaged.
     """
     source, _, folder = init.partition(":")
     spec = without_adapter(spec)
     if source == "hf":
-        stored_spec, weights = _find_weights(init, import_hf, folder)
-        _check_shapes(init, spec, {parameter.name: parameter.shape for parameter in parameters(stored_spec)})
+        stored_spec, weights = _find_weights(f"{key} {init}", import_hf, folder)
+        _check_shapes(f"{key} {init}", spec, {parameter.name: parameter.shape for parameter in parameters(stored_spec)})
         yield Initial(weights.read_rows, tuple(f"{folder}: {note}" for note in weights.notes))
     elif source == "checkpoint":
-        newest = _find_weights(init, partial(choose_newest, contents=False), folder)
-        notes = () if newest.warning is None else (f"model.init: {newest.warning}",)
+        newest = _find_weights(f"{key} {init}", partial(choose_newest, contents=False), folder)
+        notes = () if newest.warning is None else (f"{key}: {newest.warning}",)
         with checkpoint_weights(newest.path) as weights:
-            _check_shapes(init, spec, weights.shapes)
+            _check_shapes(f"{key} {init}", spec, weights.shapes)
             yield Initial(weights.read_rows, notes)
     else:
         yield None
@@ -113,21 +113,21 @@ def _base_name(run: RunSpec) -> str:
     return f"a model from seed {run.seed}" if run.model.init == "scratch" else f"model.init {run.model.init}"
 
 
-def check_initial(spec: ModelSpec, init: str) -> None:
+def check_initial(spec: ModelSpec, init: str, key: str = "model.init") -> None:
     """Raise the error that `initial_weights` would raise, before training starts."""
-    with initial_weights(spec, init):
+    with initial_weights(spec, init, key):
         pass
 
 
-def _find_weights(init: str, find: Callable[[Path], Weights], folder: str) -> Weights:
-    """Call `find` with the folder; add the key `model.init` to the message of a BadInput."""
+def _find_weights(named: str, find: Callable[[Path], Weights], folder: str) -> Weights:
+    """Call `find` with the folder; a BadInput begins with `named`, the key and its value."""
     try:
         return find(Path(folder))
     except BadInput as error:
-        raise BadInput(f"model.init {init}: {error}") from error
+        raise BadInput(f"{named}: {error}") from error
 
 
-def _check_shapes(init: str, spec: ModelSpec, stored: Mapping[str, tuple[int, ...]]) -> None:
+def _check_shapes(named: str, spec: ModelSpec, stored: Mapping[str, tuple[int, ...]]) -> None:
     """Raise BadInput for the first parameter that only the model or only the stored weights have, or of another shape.
 
     The model may have fewer prediction modules.
@@ -137,4 +137,4 @@ def _check_shapes(init: str, spec: ModelSpec, stored: Mapping[str, tuple[int, ..
     wrong = next((name for name in [*expected, *further] if expected.get(name) != stored.get(name)), None)
     if wrong is not None:
         there, here = stored.get(wrong, "missing"), expected.get(wrong, "missing")
-        raise BadInput(f"model.init {init}: {wrong} is {there} there and {here} in this run's model")
+        raise BadInput(f"{named}: {wrong} is {there} there and {here} in this run's model")

@@ -37,16 +37,29 @@ ChatOption = Annotated[
         "template of the tokenizer's folder makes their text; only what --train-roles write is trained on.",
     ),
 ]
+PreferencesOption = Annotated[
+    bool,
+    typer.Option(
+        "--preferences",
+        help="Records are good and bad answers: prompt, chosen and rejected, or prompt, completion and label, among other forms. A run "
+        "with `preference` trains on them.",
+    ),
+]
 TemplateOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="With --chat: template in place of the folder's.")
+    Path | None, typer.Option(metavar="FILE", help="With --chat or --preferences: template in place of the folder's.")
 ]
 RolesOption = Annotated[
     str | None,
-    typer.Option(metavar="ROLES", help="With --chat: roles to train on, with commas between; assistant by default."),
+    typer.Option(
+        metavar="ROLES",
+        help="With --chat or --preferences: roles to train on, with commas between; assistant by default.",
+    ),
 ]
 UnendedOption = Annotated[
     Unended | None,
-    typer.Option(help="With --chat: refuse or accept answers that do not end with a special token; refuse by default."),
+    typer.Option(
+        help="With --chat or --preferences: refuse or accept answers that do not end with a special token; refuse by default."
+    ),
 ]
 
 
@@ -94,6 +107,7 @@ def prepare_command(
         ),
     ] = None,
     chat: ChatOption = False,
+    preferences: PreferencesOption = False,
     chat_template: TemplateOption = None,
     train_roles: RolesOption = None,
     unended_answers: UnendedOption = None,
@@ -135,7 +149,15 @@ def prepare_command(
     from meshwright.data.request import ChatRequest
     from meshwright.spec.errors import Damaged
 
-    if not chat and any(option is not None for option in (chat_template, train_roles, unended_answers)):
+    if chat and preferences:
+        raise BadInput(
+            "--chat and --preferences: records are one or the other; prepare them each with an --out of its own"
+        )
+    if preferences and text_key is not None:
+        raise BadInput("--text-key: is for text and chats; the form of preferences shows in their keys")
+    if not (chat or preferences) and any(
+        option is not None for option in (chat_template, train_roles, unended_answers)
+    ):
         raise BadInput("--chat-template, --train-roles and --unended-answers: are for chats; add --chat")
     roles = tuple(role.strip() for role in (train_roles or "assistant").split(","))
 
@@ -148,7 +170,7 @@ def prepare_command(
         on_bad=on_bad.value,
         eos=eos,
         shard_tokens=shard_tokens,
-        chat=ChatRequest(roles, chat_template) if chat else None,
+        chat=ChatRequest(roles, chat_template, preferences) if chat or preferences else None,
         unended_answers="accept" if unended_answers is Unended.accept else "refuse",
         workers=workers,
         shown=True,
@@ -228,12 +250,13 @@ def _open_target(
     target: Path, seq_len: int | None, global_batch: int | None, seed: int | None
 ) -> tuple[DataSource, TrainSpec]:
     """The data of a run file, run folder or data directory, and the settings that give the samples of its steps."""
-    from meshwright.data.source import open_data
+    from meshwright.data.source import open_data, preference_of
     from meshwright.spec.job import DataSpec, TrainSpec
 
     config = target if target.suffix in (".yaml", ".yml") else target / "config.yaml"
     if config != target and not config.is_file():
-        data = open_data(DataSpec(mix={str(target): 1.0}), seq_len=seq_len or 2048, seed=seed or 0)
+        mix, preference = {str(target): 1.0}, preference_of(target)
+        data = open_data(DataSpec(mix=mix), seq_len=seq_len or 2048, seed=seed or 0, preference=preference)
         return data, TrainSpec(steps=1, global_batch=global_batch or 8)
     options = {"--seq-len": seq_len, "--global-batch": global_batch, "--seed": seed}
     refused = [name for name, value in options.items() if value is not None]
@@ -245,7 +268,7 @@ def _open_target(
     run = load_run(config)
     if run.rl is not None:
         raise BadInput(f"{config}: a run with rl trains on answers that it samples; show the folder of its questions")
-    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed)
+    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, preference=run.preference)
     checkpoint, record = recorded_corpus(target) if config != target else (None, None)
     if checkpoint is not None:
         source.restore_order(record)
@@ -267,6 +290,7 @@ def _summary(prepared: Prepared) -> dict[str, Any]:
         "text_format": None if text is None else text.to_plain(),
         **({} if answers is None else {"answers": _ends(answers), "unended_answers": answers.unended}),
         **({} if (chats := prepared.chats) is None else {"chats": vars(chats)}),
+        **({} if manifest.preferences is None else {"preferences": manifest.preferences.kind}),
         "bad": {"count": left_out.bad.count, "first": left_out.bad.first},
         "not_read": left_out.not_read,
         "reused": prepared.reused,
@@ -286,6 +310,12 @@ def _sentences(prepared: Prepared) -> str:
     for split, manifest in prepared.manifests.items():
         ratio = manifest.text_bytes / manifest.tokens
         size = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {ratio:.2f} bytes per token"
+        if (counts := manifest.preferences) is not None:
+            size += (
+                f"; {counts.good:,} pairs"
+                if counts.kind == "pairs"
+                else f"; {counts.good:,} good and {counts.bad:,} bad answers"
+            )
         lines.append(f"  {split}: {size}")
     manifest = next(iter(prepared.manifests.values()))
     if manifest.not_read:
@@ -300,7 +330,10 @@ def _sentences(prepared: Prepared) -> str:
         counts = [f"{text} ({count:,})" for text, count in _ends(answers).items()]
         counts += [f"no special token ({answers.unended:,})"] if answers.unended else []
         lines.append(f"  answers end with {', '.join(counts)}")
-    lines.append(f"Train on it with  data: {{mix: {prepared.out}}}")
+    more = ""
+    if manifest.preferences is not None:
+        more = f"  preference: {{loss: {'dpo' if manifest.preferences.kind == 'pairs' else 'kto'}}}"
+    lines.append(f"Train on it with  data: {{mix: {prepared.out}}}{more}")
     return "\n".join(lines)
 
 

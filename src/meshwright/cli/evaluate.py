@@ -13,6 +13,7 @@ import typer
 
 from meshwright.cli.options import Json, model_folder, say
 from meshwright.cli.spread import PlanFile, ask_ranks, found_weights, model_in
+from meshwright.data.inputs import STDLIB
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.data.loader import MicroBatch
     from meshwright.models.decoder import Decoder
     from meshwright.spec.job import DataSpec
+    from meshwright.spec.run import RunSpec
     from meshwright.training.evaluate import Evaluation
 
 Model = Annotated[
@@ -67,6 +69,8 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out text: loss in nats per token, perplexity, and bits per byte of the text.
 
+    On held-out pairs of answers: how often the chosen one is likelier.
+
     Runs on one device (a GPU if there is one), or over several devices with --plan.
 
     Examples:
@@ -87,6 +91,9 @@ def evaluate(
     result = _evaluate(folder, weights, data, seq_len, batch, tokens, plan, adapter)
     if not result.tokens:
         raise BadInput("the samples have no token that is trained on; raise --tokens or --seq-len")
+    if result.preferences:
+        print(json.dumps({**result.preferences, **facts}) if as_json else _of_pairs(result))
+        return
     answer = {
         "loss": result.loss,
         "perplexity": result.perplexity,
@@ -106,6 +113,16 @@ def evaluate(
         print(f"  {name}: loss {loss:.4f}{bits}")
 
 
+def _of_pairs(result: Evaluation) -> str:
+    figures = result.preferences
+    lengths = f"{figures['chosen_tokens']:.1f} and {figures['rejected_tokens']:.1f} tokens"
+    logprobs = f"{figures['chosen_logprob']:.4f} and {figures['rejected_logprob']:.4f} nats per token"
+    return (
+        f"the chosen answer is likelier per token in {figures['likelier']:.1%} of {figures['pairs']:,.0f} pairs\n"
+        f"  chosen and rejected answers: log-probability {logprobs}, {lengths}"
+    )
+
+
 def _evaluate(
     model: Path,
     weights: Path,
@@ -123,6 +140,7 @@ def _evaluate(
     from meshwright.serve import text_losses
     from meshwright.spec.job import DataSpec, TrainSpec
     from meshwright.training.evaluate import HeldOut, evaluate_plain
+    from meshwright.training.preferences import PAIRS, evaluate_pairs
 
     config = model / "config.yaml"
     run = load_resolved(config) if config.exists() else None
@@ -137,7 +155,10 @@ def _evaluate(
     length = seq_len or (run.train.seq_len if run else min(TrainSpec.seq_len, longest))
     if length > longest:
         raise BadInput(f"--seq-len {length}: expected at most {longest}, the context of {model} (model.max_seq_len)")
-    if data is not None:
+    pairs = _has_pairs(run, spec)
+    if pairs and plan is not None:
+        raise BadInput("--plan: pairs are compared on one device; leave it out")
+    if data is not None and not pairs:
         check_format(model, spec, length)
     if plan is not None:
         from meshwright.training.spread import Measurement
@@ -148,12 +169,32 @@ def _evaluate(
         return measured
     device, dtype = device_and_dtype()
     decoder = load_model(weights, device, dtype, contents=False, adapter=adapter)
-    source = open_data(spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation")
+    preference = PAIRS if pairs else None
+    source = open_data(
+        spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation", preference=preference
+    )
     print(f"evaluating on {device}", file=sys.stderr)
+    if pairs:
+        return evaluate_pairs(decoder, HeldOut.of(source, spec.validation_tokens), micro_batch=batch, device=device)
     long = length > text_losses.CHUNK_TOKENS and not source.document_mask and spec.packing != "none"
     loss = _loss_in_chunks(decoder, length) if long else None
     held_out = HeldOut.of(source, spec.validation_tokens, batch * length if spec.packing == "none" else None)
     return evaluate_plain(decoder, held_out, micro_batch=batch, device=device, loss=loss)
+
+
+def _has_pairs(run: RunSpec | None, spec: DataSpec) -> bool:
+    """Whether the validation data are pairs of answers. Raises BadInput for labelled answers, which are not compared."""
+    from meshwright.data.manifest import held_out_beside
+    from meshwright.data.source import preference_of
+
+    of_run = [] if run is None or run.preference is None else list(run.data.mix)
+    paths = [Path(name) for name in ([spec.validation] if spec.validation is not None else of_run) if name != STDLIB]
+    found = [each for path in paths if (each := preference_of(held_out_beside(path) or path))]
+    if any(not each.paired for each in found):
+        raise BadInput(
+            "the held-out answers have labels: expected pairs, whose two answers are compared, or text or chats"
+        )
+    return bool(found)
 
 
 def check_format(model: Path, spec: DataSpec, seq_len: int) -> None:

@@ -96,10 +96,12 @@ def _plain(chip: str) -> str:
 
 def _resolve_run_name(document: Document, runs: Path) -> None:
     """Resolves `checkpoint:NAME` to the run of that name, if there is no folder NAME in the current directory."""
-    source, _, name = str(document.data["model"].get("init")).partition(":")
-    plain = re.fullmatch(r"[\w.-]+", name)
-    if source == "checkpoint" and plain and not os.path.exists(name) and os.path.isdir(runs / name):
-        document.data["model"]["init"] = f"checkpoint:{runs / name}"
+    for section, key in (("model", "init"), ("preference", "reference")):
+        values = document.data.get(section)
+        source, _, name = str(values.get(key) if isinstance(values, dict) else None).partition(":")
+        plain = re.fullmatch(r"[\w.-]+", name)
+        if source == "checkpoint" and plain and not os.path.exists(name) and os.path.isdir(runs / name):
+            document.data[section][key] = f"checkpoint:{runs / name}"
 
 
 def _resolve_expert_load(document: Document, runs: Path) -> None:

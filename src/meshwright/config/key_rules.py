@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config.optimizer_rules import decay_patterns, final_learning_rate
+from meshwright.config.preference_rules import preference
 from meshwright.config.rl_rules import rl
 from meshwright.config.run_values import RunValues, Values
 from meshwright.config.sample_rules import samples
@@ -78,6 +79,7 @@ def cross_checks(document: Document, unusable: set[KeyPath], plan_file: Values |
         _deterministic,
         samples,
         _rl,
+        preference,
         _prometheus,
         _chip,
         _emulated,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -32,7 +32,7 @@ from meshwright.data.chat_template import (
 )
 from meshwright.data.corpus import Document, FromFile, checked_document
 from meshwright.data.file_formats import LAYOUTS
-from meshwright.data.inputs import InputFile, NotRead
+from meshwright.data.inputs import InputFile, NotRead, Reason
 from meshwright.data.message_ranges import ASSISTANT, END_OF_REASONING, InexactTemplate, MessageRanges, Span
 from meshwright.data.records import BadDocument, Record, first_records, read_records
 from meshwright.data.spelled_tokens import SpelledTokens
@@ -49,7 +49,15 @@ CHAT_ENDINGS = [ending for ending, layout in LAYOUTS.items() if layout in ("line
 """Endings of files that may have chats; csv has text only."""
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train")
 """Keys of a message; it may also have any that the template names."""
-UNUSED_KEYS = ("functions", "function_call", "documents", "chat_template_kwargs", "history")
+UNUSED_KEYS = (
+    "functions",
+    "function_call",
+    "documents",
+    "chat_template_kwargs",
+    "history",
+    "label",
+    "rejected_response",
+)
 """Keys of a chat that other programs read, and that would be lost."""
 ALMOST = 0.85
 """Similarity from which an unknown key of a chat is a misspelling."""
@@ -131,6 +139,10 @@ class ChatCounts:
 class ChatReader:
     """Reads the chats of files. `roles` are those to train on."""
 
+    unknown_form: Reason = "no chats"
+    default_form: Any = MESSAGES
+    """The form of a file without records."""
+
     def __init__(self, files: ChatFiles, roles: Sequence[str], tokenizer: Tokenizer, now_ns: int) -> None:
         """`now_ns` is the time that the template can show: the same for each run, so that its output is.
 
@@ -154,50 +166,73 @@ class ChatReader:
         if not reads_chats(file):
             yield NotRead(file.name, "format not read", f"chats are in {', '.join(CHAT_ENDINGS)} files", file.size)
             return
-        form, first = MESSAGES, None
+        form, first = self.default_form, None
         for record in first_records(file):
             first = first or record
-            if (found := form_of(record, key)) is not None:
+            if (found := self.form_of(record, key)) is not None:
                 form, first = found, None
                 break
         if first is not None:
-            yield NotRead(file.name, "no chats", no_form(first, key), file.size)
+            yield NotRead(file.name, self.unknown_form, self.no_form(first, key), file.size)
             return
         for record in read_records(file, form.keys[0], (*form.keys, *form.also, *COMMON_KEYS, *UNUSED_KEYS)):
             if not isinstance(record, Record):
                 yield record
                 continue
             try:
-                chat = self._chat(record, form)
-                document = self._document(file, record, chat)
+                yield from self._documents(file, record, form)
             except BadChat as error:
                 yield BadDocument(record.where, str(error))
-                continue
-            if isinstance(document, Document):
-                self.counts.forms[form.name] += 1
-                self.counts.roles.update(message["role"] for message in chat.messages)
-                self.counts.without_reasoning += _reasoning(chat.messages) not in document.text
-            yield document
+
+    def form_of(self, names: Collection[str], key: str | None) -> Any:
+        """The form of records with these keys; None if it is none."""
+        return form_of(names, key)
+
+    def no_form(self, record: Mapping[str, Any], key: str | None) -> str:
+        """Why a record is of no form."""
+        return no_form(record, key)
+
+    def _documents(self, file: InputFile, record: Record, form: Any) -> Iterator[Document | BadDocument]:
+        """The documents of a record of this form. Raises BadChat before the first."""
+        chat = self._chat(record, form)
+        document = self._document(file, record, chat)
+        if isinstance(document, Document):
+            self.counts.forms[form.name] += 1
+            self._count(chat, document)
+        yield document
+
+    def _count(self, chat: Chat, document: Document) -> None:
+        self.counts.roles.update(message["role"] for message in chat.messages)
+        self.counts.without_reasoning += _reasoning(chat.messages) not in document.text
 
     def _chat(self, record: Record, form: ChatForm) -> Chat:
         """The chat of a record. Raises BadChat."""
-        tools, key = _tools(record.fields.get("tools")), form.keys[0]
-        known = (*form.keys, *form.also, *COMMON_KEYS, "id")
-        for name in (name for name, value in record.fields.items() if value is not None and name not in known):
-            near = nearest(name, (*known, "train"), ALMOST)
-            if name in UNUSED_KEYS or near is not None:
-                hint = f" (nearest: {near!r})" if near else ""
-                raise BadChat(f"{name}: unknown key{hint}; a chat has {', '.join(map(repr, known))}")
-        if tools and not self._named_by_template("tools", True):
-            raise BadChat(f"tools: the chat template of {self.name} does not write them")
+        tools, key = self._tools(record.fields.get("tools")), form.keys[0]
+        self._check_record(record, (*form.keys, *form.also, *COMMON_KEYS, "id"))
         of_chat = _weight(record.fields.get("weight"), "weight")
         messages, weights = [], []
         for index, message in enumerate(form.messages(record.fields)):
             where = f"{key}[{index}]"
-            messages.append(_message(message, where))
+            messages.append(checked_message(message, where))
             self._check_keys(messages[-1], where, bool(tools))
             weights.append(of_chat * self._weight(messages[-1], where))
         return Chat(messages, weights, tools)
+
+    def _tools(self, value: Any) -> list[dict[str, Any]] | None:
+        """The tools of a chat. Raises BadChat for others than a list, and where the template does not write them."""
+        tools = _tools(value)
+        if tools and not self._named_by_template("tools", True):
+            raise BadChat(f"tools: the chat template of {self.name} does not write them")
+        return tools
+
+    def _check_record(self, record: Record, known: Sequence[str]) -> None:
+        """Raise BadChat if a record has a key that is lost, or is almost one of those `known`."""
+        for name in (name for name, value in record.fields.items() if value is not None and name not in known):
+            near = nearest(name, (*known, "train"), ALMOST)
+            if name in UNUSED_KEYS or near is not None:
+                hint = f" (nearest: {near!r})" if near else ""
+                hint += "; --preferences reads it" if name in ("label", "rejected_response") else ""
+                raise BadChat(f"{name}: unknown key{hint}; a chat has {', '.join(map(repr, known))}")
 
     def _check_keys(self, message: Mapping[str, Any], where: str, with_tools: bool) -> None:
         """Raise BadChat if a message has a key that is lost."""
@@ -349,7 +384,7 @@ def _reasoning(messages: Sequence[Mapping[str, Any]]) -> str:
     return (named or inside).strip()
 
 
-def _message(value: Any, where: str) -> dict[str, Any]:
+def checked_message(value: Any, where: str) -> dict[str, Any]:
     """A message without keys that are null, except its content; text parts of a content are joined. Raises BadChat."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise BadChat(f"{where}: expected an object with a role")

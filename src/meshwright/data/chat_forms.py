@@ -48,11 +48,11 @@ class ChatForm:
     def messages(self, record: Mapping[str, Any]) -> list[Any]:
         """The messages of a record, with those of a list as they are. Raises BadChat."""
         found = self.read(record, self.keys[0])
-        return [_message("system", _text(record, "system")), *found] if record.get("system") else found
+        return [message("system", text_of(record, "system")), *found] if record.get("system") else found
 
 
-def _listed(record: Mapping[str, Any], key: str) -> list[Any]:
-    """The list of messages under a key, those with `from` and `value` as messages with role and content."""
+def listed(record: Mapping[str, Any], key: str) -> list[Any]:
+    """The list of messages under a key, those with `from` and `value` as messages with role and content. Raises BadChat."""
     value = record.get(key)
     if not isinstance(value, list) or not value:
         raise BadChat(f"{key}: expected a list of messages")
@@ -64,9 +64,9 @@ def _listed(record: Mapping[str, Any], key: str) -> list[Any]:
 
 def _instructed(record: Mapping[str, Any], key: str) -> list[Any]:
     """The question under a key, a blank line and `input` if there is one; and the answer under `output`."""
-    more = _text(record, "input") if record.get("input") is not None else ""
-    question = _text(record, key) + (f"\n\n{more}" if more else "")
-    return [_message("user", question), _message("assistant", _text(record, "output"))]
+    more = text_of(record, "input") if record.get("input") is not None else ""
+    question = text_of(record, key) + (f"\n\n{more}" if more else "")
+    return [message("user", question), message("assistant", text_of(record, "output"))]
 
 
 def _prompted(record: Mapping[str, Any], key: str) -> list[Any]:
@@ -74,16 +74,16 @@ def _prompted(record: Mapping[str, Any], key: str) -> list[Any]:
     messages = []
     for name, role in ((key, "user"), ("completion", "assistant")):
         given_as_list = isinstance(record.get(name), list)
-        messages += _listed(record, name) if given_as_list else [_message(role, _text(record, name))]
+        messages += listed(record, name) if given_as_list else [message(role, text_of(record, name))]
     return messages
 
 
 MESSAGES = ChatForm(
-    "messages", ("messages",), "a list of objects with `role` and `content`, as of OpenAI's API", _listed
+    "messages", ("messages",), "a list of objects with `role` and `content`, as of OpenAI's API", listed
 )
 FORMS = (
     MESSAGES,
-    ChatForm("ShareGPT", ("conversations",), "a list of objects with `from` (human, gpt, …) and `value`", _listed),
+    ChatForm("ShareGPT", ("conversations",), "a list of objects with `from` (human, gpt, …) and `value`", listed),
     ChatForm(
         "Alpaca",
         ("instruction", "output"),
@@ -145,12 +145,14 @@ def _sent(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _text(record: Mapping[str, Any], key: str) -> str:
+def text_of(record: Mapping[str, Any], key: str) -> str:
+    """The text under a key. Raises BadChat."""
     value = record.get(key)
     if not isinstance(value, str):
         raise BadChat(f"{key}: expected text, got {type(value).__name__}")
     return value
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def message(role: str, content: str) -> dict[str, Any]:
+    """A message."""
     return {"role": role, "content": content}

@@ -9,7 +9,7 @@ lengths alone, so every rank and every start packs alike, and each epoch reads e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,9 +35,11 @@ class PackingCounts:
     left_out: int
     lost_tokens: int
     fill: float
+    what: str = "conversations"
+    """What is packed: conversations, or answers to prompts."""
 
     def __str__(self) -> str:
-        packed = f"{self.conversations:,} conversations fill {self.sequences:,} sequences"
+        packed = f"{self.conversations:,} {self.what} fill {self.sequences:,} sequences"
         if not self.lost_tokens:
             return packed
         left_out = (
@@ -54,7 +56,6 @@ class ConversationWindows:
     """The conversations of a stream in windows of `seq_len` inputs; `filler` is the id of the token after the last one."""
 
     def __init__(self, stream: TokenStream, seq_len: int, filler: int) -> None:
-        self._stream, self._seq_len, self._filler = stream, seq_len, filler
         starts, whole = stream.document_ranges()
         room = seq_len + 1
         long = np.flatnonzero(whole > room)
@@ -63,16 +64,24 @@ class ConversationWindows:
         ]
         used = whole >= FEWEST_TOKENS
         used[untrained] = False
-        self._document_starts, self._lengths = starts[used], np.minimum(whole[used], room)
-        window = best_fit(self._lengths, room)
+        self._pack(stream, seq_len, filler, starts[used], np.minimum(whole[used], room))
+        truncated, lost = len(long) - len(untrained), int(whole[whole >= FEWEST_TOKENS].sum() - self._lengths.sum())
+        self.counts = replace(self.counts, truncated=truncated, left_out=len(untrained), lost_tokens=lost)
+
+    def _pack(
+        self, stream: TokenStream, seq_len: int, filler: int, starts: np.ndarray, lengths: np.ndarray, together: int = 1
+    ) -> None:
+        """Pack documents of these `starts` and `lengths`, of which so many consecutive ones are `together` in a window."""
+        self._stream, self._seq_len, self._filler = stream, seq_len, filler
+        self._document_starts, self._lengths = starts, lengths
+        window = best_fit(lengths.reshape(-1, together).sum(1), seq_len + 1)
         count = int(window.max(initial=-1)) + 1
         # Long conversations fill the first windows; in another order the first ones are a sample of all.
-        window = permute(window, count, "windows") if count else window
+        window = np.repeat(permute(window, count, "windows") if count else window, together)
         self._by_window = np.argsort(window, kind="stable")
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))]).astype(np.int64)
-        truncated, lost = len(long) - len(untrained), int(whole[whole >= FEWEST_TOKENS].sum() - self._lengths.sum())
-        fill = int(self._lengths.sum()) / max(count * room, 1)
-        self.counts = PackingCounts(len(self._lengths), count, truncated, len(untrained), lost, fill)
+        fill = int(lengths.sum()) / max(count * (seq_len + 1), 1)
+        self.counts = PackingCounts(len(lengths), count, 0, 0, 0, fill)
 
     @property
     def count(self) -> int:

@@ -29,6 +29,7 @@ Reason = Literal[
     "format not read",
     "no column",
     "no chats",
+    "no preferences",
     "damaged",
     "broken link",
     "link loop",

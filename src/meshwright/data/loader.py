@@ -157,6 +157,7 @@ class Windows:
             attention_work=sum(int((np.bincount(sequence) ** 2).sum()) for sequence in batch.documents),
             real=None if batch.real is None else torch.from_numpy(batch.real),
             weights=None if batch.weights is None else torch.from_numpy(batch.weights),
+            columns={name: torch.from_numpy(column) for name, column in batch.columns.items()},
         )
 
 

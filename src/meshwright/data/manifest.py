@@ -35,9 +35,9 @@ TOKENIZER = "tokenizer.json"
 INPUTS = "inputs.jsonl"
 UNFINISHED = "unfinished.json"
 TRAIN, HELD_OUT = "train", "held_out"
-VERSION, WITH_MASKS, WITH_WEIGHTS = 1, 2, 3
-"""Versions of a manifest: of text, of chats with masks, and of chats with a shard of weights. Readers of an earlier one would train on
-every token, or give each the weight 1."""
+VERSION, WITH_MASKS, WITH_WEIGHTS, WITH_PREFERENCES = 1, 2, 3, 4
+"""Versions of a manifest: of text, of chats with masks, of chats with a shard of weights, and of preferences. Readers of an earlier one
+would train on every token, give each the weight 1, or train on bad answers."""
 TOKEN_DTYPES = ("uint16", "int32")
 Count = Annotated[int, Bound(at_least=0, at_most=1 << 60)]
 
@@ -75,12 +75,22 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class PreferenceCounts:
+    """The answers of a directory of preferences: of pairs, a good and a bad one in turn, or with labels, in any order."""
+
+    kind: Literal["pairs", "labels"]
+    good: Count
+    bad: Count
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Record of one prepared directory. `request` is the command that made it, `skipped` the number of bad documents.
 
     `inputs` is the digest of `inputs.jsonl`, None in directories of earlier releases; `not_read` has the files and bytes that were not
     read, by reason. `text_format` is None in directories of earlier releases; `unended_answers` counts answers of chats without end token.
-    `trained_tokens` counts the tokens of chats that are trained on; None for text, and in directories of earlier releases.
+    `trained_tokens` counts the tokens of chats that are trained on; None for text, and in directories of earlier releases. With
+    `preferences` each document is a prompt with one answer, whose tokens have the weight 1 if it is good and -1 if not.
     """
 
     tokenizer: TokenizerRecord
@@ -93,6 +103,7 @@ class Manifest:
     text_format: TextFormat | None = None
     unended_answers: Count = 0
     trained_tokens: Count | None = None
+    preferences: PreferenceCounts | None = None
 
     @property
     def tokens(self) -> int:
@@ -114,6 +125,8 @@ class Manifest:
     @property
     def version(self) -> int:
         kinds = {shard.weights for shard in self.shards}
+        if self.preferences is not None:
+            return WITH_PREFERENCES
         return WITH_WEIGHTS if "weights" in kinds else WITH_MASKS if "mask" in kinds else VERSION
 
     def write(self, directory: Path) -> None:
@@ -121,6 +134,8 @@ class Manifest:
         totals = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
         text_format = None if self.text_format is None else self.text_format.to_plain()
         values = {"version": self.version, **totals, **asdict(self), "text_format": text_format}
+        if self.preferences is None:
+            del values["preferences"]
         text = json.dumps(values, indent=1)
         write_durable(directory / MANIFEST, text.encode() + b"\n")
 
@@ -357,8 +372,8 @@ def _digest_or_none(path: Path) -> str | None:
 
 def _parse(data: dict[str, Any], where: str) -> Manifest:
     """The manifest in plain data. Raises ValueError that names the first value that is no part of one, Damaged for its text format."""
-    if data["version"] not in (VERSION, WITH_MASKS, WITH_WEIGHTS):
-        raise ValueError(f"version {data['version']}, this release reads versions {VERSION} to {WITH_WEIGHTS}")
+    if data["version"] not in range(VERSION, WITH_PREFERENCES + 1):
+        raise ValueError(f"version {data['version']}, this release reads versions {VERSION} to {WITH_PREFERENCES}")
     totals = {key: data.get(key) for key in ("tokens", "documents", "text_bytes")}
     known = {field.name for field in fields(Manifest)} - {"text_format"}
     manifest = from_checked_plain(Manifest, {key: data[key] for key in data.keys() & known})

@@ -29,6 +29,7 @@ from meshwright.data.input_stream import Contents
 from meshwright.data.inputs import HARMLESS, InputFile, NotRead, check_text_key, list_inputs
 from meshwright.data.left_out import LeftOut, not_read_words
 from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest, Shard
+from meshwright.data.preferences import PreferenceReader, count_preferences
 from meshwright.data.progress import progress
 from meshwright.data.request import (
     SHARD_TOKENS,
@@ -144,8 +145,9 @@ def _run(
     shown: bool,
 ) -> Prepared:
     if preparation.on_bad == "refuse":
-        _refuse_bad(files, not_read, _reader(preparation, files)[0])
-    read, chats = _reader(preparation, files)
+        _refuse_bad(files, not_read, _read_of(preparation, _reader(preparation, files))[0])
+    reader = _reader(preparation, files)
+    read, chats = _read_of(preparation, reader)
     tokenizer = _tokenizer(preparation, files, shown)
     dtype = token_dtype(tokenizer.record.vocab_size)
     journal = recover_journal(preparation.out)
@@ -172,6 +174,10 @@ def _run(
         shards = {split: writer.shards for split, writer in writers.items()}
         answers = _count_answers(preparation, shards, tokenizer)
         text = text.with_answer_ends(answers.counts)
+    preferences = {}
+    if isinstance(reader, PreferenceReader) and reader.kind is not None:
+        for split, directory in preparation.directories().items():
+            preferences[split] = count_preferences(reader.kind, ((directory, shard) for shard in writers[split].shards))
     figures = {
         reason: {"files": each["files"], "bytes": each["bytes"]} for reason, each in sorted(left_out.not_read.items())
     }
@@ -189,6 +195,7 @@ def _run(
             text_format=text,
             unended_answers=0 if answers is None else answers.unended,
             trained_tokens=None if answers is None else answers.trained[preparation.directories()[split]],
+            preferences=preferences.get(split),
         )
         for split, writer in writers.items()
     }
@@ -282,12 +289,20 @@ def _write_shards(
         writer.finish_shard()
 
 
-def _reader(preparation: Preparation, files: list[InputFile]) -> tuple[Read, ChatCounts | None]:
-    """The function that reads the documents of a file, and the counts of chats that it keeps."""
-    key, chat_files = preparation.text_key, preparation.chat_files()
+def _reader(preparation: Preparation, files: list[InputFile]) -> ChatReader | None:
+    """The reader of chats or preferences; None for text."""
+    chat_files = preparation.chat_files()
     if chat_files is None or preparation.chat is None or preparation.loaded is None:
+        return None
+    of_records = PreferenceReader if preparation.chat.preferences else ChatReader
+    return of_records(chat_files, preparation.chat.roles, preparation.loaded.tokenizer, newest_input_ns(files))
+
+
+def _read_of(preparation: Preparation, reader: ChatReader | None) -> tuple[Read, ChatCounts | None]:
+    """The function that reads the documents of a file, and the counts of chats that it keeps."""
+    key = preparation.text_key
+    if reader is None:
         return lambda file: read_documents(file, key), None
-    reader = ChatReader(chat_files, preparation.chat.roles, preparation.loaded.tokenizer, newest_input_ns(files))
     messages = None if key == FORM_OF_RECORDS else key
     return lambda file: reader.read(file, messages), reader.counts
 

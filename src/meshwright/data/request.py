@@ -32,10 +32,14 @@ LATER_KEYS = ("document_end", "begin")
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Records are chats: the roles to train on, and a template in place of the tokenizer folder's."""
+    """Records are chats: the roles to train on, and a template in place of the tokenizer folder's.
+
+    With `preferences` a record has answers to a prompt that are good or bad (`data.preference_forms`).
+    """
 
     roles: tuple[str, ...] = (ASSISTANT,)
     template: Path | None = None
+    preferences: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class Preparation:
         end = None if text is None else text.document_end
         chat = self.chat_files()
         roles = () if self.chat is None else self.chat.roles
+        preferences = {"preferences": True} if self.chat is not None and self.chat.preferences else {}
         return {
             "inputs": list(self.inputs),
             "input_files": len(files),
@@ -119,7 +124,9 @@ class Preparation:
             "held_out": self.held_out,
             "text_key": self.text_key,
             "shard_tokens": self.shard_tokens,
-            "chat": None if chat is None else {"template_digest": chat.digest, "train_roles": list(roles)},
+            "chat": None
+            if chat is None
+            else {"template_digest": chat.digest, "train_roles": list(roles)} | preferences,
         }
 
 

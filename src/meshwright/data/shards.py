@@ -93,7 +93,7 @@ class SplitWriter:
             self._weights.append(encoded.weights)
         self._text_bytes += encoded.text_bytes
         self._through = number
-        if self._writer.tokens >= self.shard_tokens:
+        if self._writer.tokens >= self.shard_tokens and not encoded.document.goes_on:
             self.finish_shard()
 
     def finish_shard(self) -> None:

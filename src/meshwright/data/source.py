@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
@@ -25,9 +25,11 @@ from meshwright.data.manifest import (
     PreparedDirectory,
     documents_path,
     held_out_beside,
+    locate,
     open_directory,
 )
 from meshwright.data.packing import Packed, StreamWindows, TokenStream, pack
+from meshwright.data.preference_windows import PreferenceWindows, TooLong, padded
 from meshwright.data.single_conversations import Conversation, SingleConversations
 from meshwright.data.slots import TokenReader
 from meshwright.data.text_format import TextFormat
@@ -38,8 +40,11 @@ from meshwright.policies.sample_order import InTurn, Mixture
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.folder_files import parse_json
 from meshwright.spec.job import DataSpec, Packing
+from meshwright.spec.preference import PreferenceSpec
 
 Split = Literal["train", "validation"]
+MISMATCHED = ("tokens", "targets", "positions", "documents")
+"""Columns of a window whose answers are those to other prompts."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class Batch:
     """Samples as int64 arrays of `(samples, seq)`; `targets` is -1 where nothing is to be learned.
 
     `real` `(samples, seq)`, bool, is false for tokens that only fill a window; None if no source can have such tokens. `weights`
-    `(samples, seq)`, float32, are those of the targets in the loss; None if no source has others than 0 and 1.
+    `(samples, seq)`, float32, are those of the targets in the loss; None if no source has others than 0 and 1. `columns` have what
+    an objective reads, of preferences those of `DataSource.preference_columns`.
     """
 
     tokens: np.ndarray
@@ -56,6 +62,7 @@ class Batch:
     documents: np.ndarray
     real: np.ndarray | None = None
     weights: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def open_data(
@@ -68,14 +75,15 @@ def open_data(
     stdlib: Path | None = None,
     verifier: ShardVerifier | None = None,
     conversations: bool = False,
+    preference: PreferenceSpec | None = None,
 ) -> DataSource:
     """Open what `spec` names: the mixture to train on, or with `split="validation"` the text kept apart, source after source, the documents
     of each in the order of `ContentOrder`. Its samples are documents with `data.packing: none`, else windows of `seq_len` tokens.
 
     `vocab_size` is the model's: a tokenizer with more tokens is refused here, a larger token id when it is read.
     `stdlib` is the folder for the source `stdlib` (the user's cache when None). `verifier` gets each shard when its first
-    sample is read. With `conversations` the samples are single conversations of chats (`DataSource.conversation`). Raises BadInput and
-    Damaged (see `data.damaged`).
+    sample is read. With `conversations` the samples are single conversations of chats (`DataSource.conversation`). `preference` is that of
+    a run whose data have good and bad answers. Raises BadInput and Damaged (see `data.damaged`).
     """
     paths = _train_paths(spec, stdlib) if split == "train" else _validation_paths(spec, stdlib, seq_len)
     if not paths:
@@ -84,7 +92,7 @@ def open_data(
         missing = f"no {HELD_OUT} of more than {_fewest_tokens(spec, seq_len)} tokens beside {beside}"
         raise BadInput(f"no validation data: {missing}; {hint}")
     packing = spec.packing if split == "train" or spec.packing == "none" else "stream"
-    by_content = split == "validation"
+    by_content = split == "validation" and preference is None
     sources = [
         Source(
             name,
@@ -93,14 +101,22 @@ def open_data(
             packing,
             by_content=by_content,
             conversations=conversations,
+            preference=preference,
         )
         for name, path in paths.items()
     ]
+    if split == "train" and preference is not None:
+        _check_labels(sources, preference)
     _check_tokenizers(sources, vocab_size)
     if split == "train":
         _check_different(sources)
     chats = any(source.stream.masked for source in sources)
     document_mask = chats or packing == "none" if spec.document_mask is None else spec.document_mask
+    if preference is not None and not document_mask:
+        raise BadInput(
+            "data.document_mask: expected true, as answers of one sequence do not see each other",
+            key="data.document_mask",
+        )
     weights = {name: spec.mix.get(name, 1.0) for name in paths}
     windows = {source.name: source.windows for source in sources}
     order: Mixture | InTurn = InTurn(windows)
@@ -114,6 +130,15 @@ def open_data(
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
     """Whether `open_data(..., split="validation")` would succeed; without `data.validation` the text must fill a sample."""
     return bool(_validation_paths(spec, stdlib, seq_len))
+
+
+def preference_of(path: Path) -> PreferenceSpec | None:
+    """The settings that read the good and bad answers of the prepared data at `path`; None if it has none. Raises BadInput and Damaged."""
+    directory, foreign = locate(path)
+    found = None if foreign else Manifest.read(directory).preferences
+    return (
+        None if found is None else PreferenceSpec(loss="dpo" if found.kind == "pairs" else "kto", too_long="leave_out")
+    )
 
 
 class Source:
@@ -132,11 +157,23 @@ class Source:
         *,
         by_content: bool = False,
         conversations: bool = False,
+        preference: PreferenceSpec | None = None,
     ) -> None:
         self.name, self.directory, self.seq_len = name, directory, seq_len
+        _check_kind(directory, preference)
         files, weights = [shard.file for shard in directory.shards], [shard.weights for shard in directory.shards]
         self.stream = (ContentOrder if by_content else TokenStream)(files, weights)
-        self.layout = SingleConversations(self.stream) if conversations else self._layout(packing)
+        self.layout = (
+            SingleConversations(self.stream)
+            if conversations
+            else self._layout(packing)
+            if preference is None
+            else self._answers(preference)
+        )
+        self.reference: np.ndarray | None = None
+        """Of preferences: the log-probability of each answer under the reference, `(documents,)` float64; NaN where it is not known."""
+        self.mismatched_reference: np.ndarray | None = None
+        """The same of the answer that `PreferenceWindows.mismatched` has in the document's place."""
         self.windows = self.layout.count
         if isinstance(self.layout, SingleConversations):
             if self.windows == 0:
@@ -147,6 +184,11 @@ class Source:
                     key="train.seq_len",
                 )
         if self.windows == 0:
+            if preference is not None:
+                raise BadInput(
+                    f"{directory.path}: no pair or answer fits in train.seq_len {seq_len}; raise it",
+                    key="train.seq_len",
+                )
             if self.packing is not None:
                 few = f"no chat has a token to train on in its first train.seq_len {seq_len}"
                 raise BadInput(f"{directory.path}: {few}; raise it or add chats")
@@ -166,6 +208,30 @@ class Source:
             return ConversationWindows(self.stream, self.seq_len, self.directory.manifest.tokenizer.eos)
         return (DocumentSamples if packing == "none" else StreamWindows)(self.stream, self.seq_len)
 
+    def _answers(self, preference: PreferenceSpec) -> PreferenceWindows:
+        manifest = self.directory.manifest
+        assert manifest is not None, "a manifest tells preferences"
+        together, leaves_out = 2 if preference.paired else 1, preference.too_long == "leave_out"
+        try:
+            return PreferenceWindows(self.stream, self.seq_len, manifest.tokenizer.eos, together, leaves_out=leaves_out)
+        except TooLong as error:
+            what = "pair" if together == 2 else "answer"
+            file, identity = self._name_of_document(error.first)
+            raise BadInput(
+                f"{file} [{identity}]: a {what} of {error.tokens:,} tokens, its prompt included, and train.seq_len is {self.seq_len:,}; "
+                f"{error.count:,} {what}s of {self.directory.path} are longer than that: raise train.seq_len, or leave them out with "
+                "preference.too_long: leave_out",
+                key="train.seq_len",
+            ) from None
+
+    def _name_of_document(self, number: int) -> tuple[str, int | str]:
+        """File and id of a document by its number in the stream, in the order of the shards."""
+        for shard in self.directory.shards:
+            if number < shard.file.documents:
+                return _DocumentNames(documents_path(shard.file.stem))[number]
+            number -= shard.file.documents
+        raise IndexError(number)
+
     @property
     def tokens(self) -> int:
         return len(self.stream)
@@ -174,6 +240,13 @@ class Source:
     def packing(self) -> PackingCounts | None:
         """Counts of the packed conversations of chats; None for text."""
         return self.layout.counts if isinstance(self.layout, ConversationWindows) else None
+
+    @property
+    def packed(self) -> str:
+        """What windows have whole, for the record of a checkpoint."""
+        if not isinstance(self.layout, PreferenceWindows):
+            return "whole conversations"
+        return "whole pairs" if self.layout.together == 2 else "whole answers"
 
     def check_sizes(self) -> None:
         """Raise Damaged if a file's size differs from its size at opening and in its manifest."""
@@ -219,7 +292,14 @@ class DataSource:
         self._limit = vocab_size
         self._fills = any(source.packing is not None for source in sources)
         """Whether windows of a source may end with tokens that only fill them."""
-        self._weighted = any(source.stream.weighted for source in sources)
+        self._answers = max(
+            (source.layout.most_answers for source in sources if isinstance(source.layout, PreferenceWindows)),
+            default=0,
+        )
+        """Answers of the window that has most; 0 without preferences."""
+        self._weighted = not self._answers and any(source.stream.weighted for source in sources)
+        self.mismatched = False
+        """Whether samples of preferences have the columns of mismatched answers."""
         self._verifier = verifier
         self._used: set[int] = set()
         """Numbers of the shards given to the verifier, over all sources."""
@@ -298,7 +378,7 @@ class DataSource:
             source.name: {"content": source.directory.content_digest, "tokenizer": source.directory.tokenizer_digest}
             | _identity(source.directory)
             | ({} if self.order is self._by_path else {"order": source.directory.order_digest})
-            | ({} if source.packing is None else {"packing": "whole conversations"})
+            | ({} if source.packing is None else {"packing": source.packed})
             for source in self._ordered
         }
 
@@ -343,7 +423,11 @@ class DataSource:
 
         Raises Damaged when a token id does not fit the model's vocabulary, naming file and offset.
         """
-        packed = [self._sample(source, window) for source, window in self._locate_samples(indices)]
+        return self.batch(self._locate_samples(indices))
+
+    def batch(self, places: Sequence[tuple[Source, int]]) -> Batch:
+        """These windows of sources, in the order given. Raises Damaged as `samples` does."""
+        packed = [self._sample(source, window) for source, window in places]
         return Batch(
             tokens=np.stack([sample.tokens for sample in packed]),
             targets=np.stack([sample.targets for sample in packed]),
@@ -351,7 +435,45 @@ class DataSource:
             documents=np.stack([sample.documents for sample in packed]),
             real=self._real(packed) if self._fills else None,
             weights=self._weights(packed) if self._weighted else None,
+            columns=self.preference_columns(places) if self._answers else {},
         )
+
+    def preference_columns(self, places: Sequence[tuple[Source, int]]) -> dict[str, np.ndarray]:
+        """Columns of windows of preferences, for at most A answers in each: document k of a window is its answer k.
+
+        `answers` `(samples, A)` int64: their numbers in the source, -1 for none; `signs` `(samples, A)` float32: 1, -1, or 0 for none;
+        `sources` `(samples,)` int64. With references `reference` `(samples, A)` float64. With `mismatched`: `mismatched_tokens`,
+        `_targets`, `_positions` and `_documents` `(samples, seq)` int64, and `mismatched_reference`.
+        """
+        count, rows = self._answers, []
+        for source, window in places:
+            assert isinstance(source.layout, PreferenceWindows)
+            found = source.layout.answers(window)
+            row: dict[str, np.ndarray] = {
+                "answers": padded(found.numbers, count, -1),
+                "signs": padded(found.signs, count, 0),
+                "sources": np.array(self._ordered.index(source)),
+            }
+            if source.reference is not None:
+                row["reference"] = self._known(source, source.reference, found.numbers)
+            if self.mismatched:
+                moved = source.layout.mismatched(window)
+                other = pack(moved.tokens, moved.begins, True, moved.weights)
+                row |= {f"mismatched_{name}": getattr(other, name) for name in MISMATCHED}
+                if source.mismatched_reference is not None:
+                    row["mismatched_reference"] = self._known(source, source.mismatched_reference, found.numbers)
+            rows.append(row)
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _known(self, source: Source, reference: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """The log-probabilities of these answers, padded. Raises BadInput where one is not known."""
+        found = reference[numbers]
+        if np.isnan(found).any():
+            raise BadInput(
+                f"{source.name}: an answer has no reference log-probability, as the run left out samples before; start the same command "
+                "again, which computes it"
+            )
+        return padded(found, self._answers, 0.0)
 
     def _weights(self, packed: Sequence[Packed]) -> np.ndarray:
         """The weights of the targets in the loss, `(samples, seq)` float32."""
@@ -447,6 +569,48 @@ class DataSource:
         expected = "an id that is not negative" if self._limit is None else f"an id below model.vocab_size {limit}"
         offset = file.token_offset(token)
         raise Damaged(f"{file.bin_path}: offset {offset}: expected {expected}, found token {tokens[at]}")
+
+
+def _check_kind(directory: PreparedDirectory, preference: PreferenceSpec | None) -> None:
+    """Raise BadInput where the run does not train on what the directory has: answers with preferences, or others."""
+    found = None if directory.manifest is None else directory.manifest.preferences
+    if preference is None and found is not None:
+        raise BadInput(
+            f"{directory.path}: has good and bad answers, on which a run with `preference` trains, for example preference: {{loss: dpo}}",
+            key="data.mix",
+        )
+    if preference is None:
+        return
+    if found is None:
+        raise BadInput(
+            f"{directory.path}: has no preferences, which a run with `preference` needs; prepare good and bad answers with "
+            "`meshwright data prepare --preferences`",
+            key="data.mix",
+        )
+    if preference.paired and found.kind == "labels":
+        raise BadInput(
+            f"{directory.path}: has labelled answers, and preference.loss {preference.loss} compares pairs; set preference.loss to kto",
+            key="preference.loss",
+        )
+
+
+def _check_labels(sources: Sequence[Source], preference: PreferenceSpec) -> None:
+    """Raise BadInput for `kto` with answers of one label, or with windows of one answer each."""
+    if preference.paired:
+        return
+    counts = [source.directory.manifest.preferences for source in sources if source.directory.manifest]
+    good, bad = (sum(getattr(count, name) for count in counts if count) for name in ("good", "bad"))
+    if not good or not bad:
+        label = "good" if good else "bad"
+        raise BadInput(
+            f"data.mix: all {good + bad:,} answers are {label}; kto needs answers of both labels, as it compares each with the others",
+            key="data.mix",
+        )
+    if all(isinstance(source.layout, PreferenceWindows) and source.layout.most_answers < 2 for source in sources):
+        raise BadInput(
+            "train.seq_len: no two answers fit in a sequence, and kto compares with answers to other prompts in it; raise it",
+            key="train.seq_len",
+        )
 
 
 def _identity(directory: PreparedDirectory) -> dict[str, str | None]:

@@ -25,6 +25,7 @@ PHASES: dict[str, str] = {
     "data": "opening the corpora",
     "optimizer": "the optimizer and its moments",
     "load": "loading a checkpoint or initial weights",
+    "reference": "with preference: log-probabilities of the answers under the reference that are not stored yet",
     "report": "metrics, terminal, sinks",
     "first batch": "wait for the first batch",
     "first step": "first step, with compilation, kernel selection and communicator set-up",

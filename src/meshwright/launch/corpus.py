@@ -23,16 +23,18 @@ STATE_BYTES = 256 << 20
 Note = Callable[[str], None]
 
 
-def check_tokenizer(run: RunSpec, source: DataSource, note: Note) -> None:
-    """Raise BadInput if the initial weights were trained with another tokenizer than the corpus.
+def check_tokenizer(
+    run: RunSpec, source: DataSource, note: Note, key: str = "model.init", init: str | None = None
+) -> None:
+    """Raise BadInput if the weights that `init` names were trained with another tokenizer than the corpus.
 
-    `data.tokenizer_mismatch=accept` reports it instead.
+    `init` is the value of `key`, None that of `model.init`. `data.tokenizer_mismatch=accept` reports it instead.
     """
-    init = run.model.init
+    init = init or run.model.init
     initial_vocabulary = _vocabulary_of(init)
     corpus_vocabulary = read_vocabulary(source.tokenizer_file.parent) if source.tokenizer_file else None
     if initial_vocabulary is None or corpus_vocabulary is None:
-        owner = f"model.init {init}" if initial_vocabulary is None else f"the corpus {', '.join(run.data.mix)}"
+        owner = f"{key} {init}" if initial_vocabulary is None else f"the corpus {', '.join(run.data.mix)}"
         note(f"{owner} has no tokenizer.json, so the tokenizers of weights and corpus are not compared")
         return
     same_vocabulary = initial_vocabulary.digest == corpus_vocabulary.digest
@@ -46,7 +48,7 @@ def check_tokenizer(run: RunSpec, source: DataSource, note: Note) -> None:
         else initial_vocabulary.difference(corpus_vocabulary)
     )
     difference = (
-        f"model.init {init}: tokenizer {initial_vocabulary.file} (digest {initial_vocabulary.digest}) and the corpus' "
+        f"{key} {init}: tokenizer {initial_vocabulary.file} (digest {initial_vocabulary.digest}) and the corpus' "
         f"{corpus_vocabulary.file} (digest {corpus_vocabulary.digest}) differ: {words}"
     )
     if run.data.tokenizer_mismatch == "refuse":

@@ -1,9 +1,11 @@
-"""What a start says about fine-tuning on chats: packing and trained tokens (SFT) or questions and answers (RL), rate, validation."""
+"""What a start says about fine-tuning on chats: packing and trained tokens (SFT), questions (RL) or pairs, the rate, and validation."""
 
 from __future__ import annotations
 
+from meshwright.data.preference_windows import PreferenceWindows
 from meshwright.data.source import DataSource, has_validation
 from meshwright.spec.job import TrainSpec
+from meshwright.spec.preference import START, PreferenceSpec
 from meshwright.spec.rl import RlSpec
 from meshwright.spec.run import RunSpec
 
@@ -15,6 +17,11 @@ def fine_tuning_lines(run: RunSpec, source: DataSource) -> list[str]:
     """Lines for a run whose data have chats; none without chats. Passes and document mask are in `prepare.data_line`."""
     if not source.has_chats:
         return []
+    if run.preference is not None:
+        return [
+            *_preference_lines(run, run.preference, source),
+            *(f"preference: {each}" for each in _rate_and_validation(run)),
+        ]
     lines = []
     for name, each in source.sources.items():
         if (packing := each.packing) is None:
@@ -30,7 +37,43 @@ def fine_tuning_lines(run: RunSpec, source: DataSource) -> list[str]:
         )
     lines += [] if run.rl is None else [_rollout_words(run.train, run.rl)]
     kind = "SFT" if run.rl is None else "RL"
-    return [*lines, f"{kind}: {learning_rate_words(run.train)}", f"{kind}: {_validation_words(run)}"]
+    return [*lines, *(f"{kind}: {each}" for each in _rate_and_validation(run))]
+
+
+def _rate_and_validation(run: RunSpec) -> list[str]:
+    return [learning_rate_words(run.train), _validation_words(run)]
+
+
+def _preference_lines(run: RunSpec, preference: PreferenceSpec, source: DataSource) -> list[str]:
+    """What a step holds, the loss, and where the reference's log-probabilities are."""
+    lines, what, units = [], "pairs" if preference.paired else "answers", 0.0
+    windows = sum(each.windows for each in source.sources.values())
+    for name, each in source.sources.items():
+        layout, packing = each.layout, each.packing
+        if packing is None or not isinstance(layout, PreferenceWindows):
+            continue
+        count = packing.conversations // layout.together
+        units += count
+        left_out = f"; {layout.left_out:,} longer ones are left out" if layout.left_out else ""
+        fill = f"fill {packing.sequences:,} sequences to {packing.fill:.0%} (best fit)"
+        lines.append(f"preference: {name}: {count:,} {what} {fill}{left_out}")
+    a_step = units / max(windows, 1) * run.train.global_batch
+    lines.append(
+        f"preference: a step has {run.train.global_batch:,} sequences with about {a_step:,.0f} {what}; {_loss_words(preference)}"
+    )
+    if preference.has_reference:
+        model = "the model at the start" if preference.reference == START else preference.reference
+        lines.append(
+            f"preference: log-probabilities of {model} are computed once, before the first step, and kept beside the corpus"
+        )
+    return lines
+
+
+def _loss_words(preference: PreferenceSpec) -> str:
+    words = f"{preference.loss}, beta {preference.scale:g}"
+    words += f", margin {preference.ahead:g}" if preference.loss == "simpo" else ""
+    words += f", label_smoothing {preference.label_smoothing:g}" if preference.label_smoothing else ""
+    return words + (f", and {preference.sft:g} of the loss per token of chosen answers" if preference.sft else "")
 
 
 def _rollout_words(train: TrainSpec, rl: RlSpec) -> str:
@@ -46,8 +89,11 @@ def learning_rate_words(train: TrainSpec) -> str:
 
 
 def _validation_words(run: RunSpec) -> str:
+    judged = run.preference is not None
     if not has_validation(run.data, run.train.seq_len):
-        return "no held-out chats; `meshwright data prepare --held-out 0.05` keeps some apart"
+        return f"no held-out {'answers' if judged else 'chats'}; `meshwright data prepare --held-out 0.05` keeps some apart"
     every = run.train.validate_every
     when = f"every {every:,} steps and at the end" if every else "at the end (train.validate_every)"
+    if judged:
+        return f"accuracy and margin of held-out answers before the first step, and {when}"
     return f"held-out loss per trained token {when}"

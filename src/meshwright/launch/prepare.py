@@ -55,6 +55,7 @@ from meshwright.spec.errors import BadConfig, BadInput, Damaged, MeshwrightError
 from meshwright.spec.fields import to_sealed_json
 from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.plan import Plan
+from meshwright.spec.preference import START
 from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import Assignment, ModelSection, RunSpec
 
@@ -186,6 +187,7 @@ def open_run_data(run: RunSpec) -> DataSource:
         seed=run.seed,
         vocab_size=run.model.vocab_size or None,
         conversations=run.rl is not None,
+        preference=run.preference,
     )
 
 
@@ -199,7 +201,14 @@ def check_validation(run: RunSpec, note: Note) -> None:
             )
         return
     vocabulary = run.model.vocab_size or None
-    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=vocabulary, split="validation")
+    source = open_data(
+        run.data,
+        seq_len=run.train.seq_len,
+        seed=run.seed,
+        vocab_size=vocabulary,
+        split="validation",
+        preference=run.preference,
+    )
     training = open_run_data(run)
     for name, held_out in source.sources.items():
         for trained in training.sources.values():
@@ -537,18 +546,22 @@ def prepare_run(
 
 
 def check_init(run: RunSpec, note: Note) -> None:
-    """Raise BadInput if the initial weights are missing, are another model's, or have another tokenizer than the corpus."""
+    """Raise BadInput if the initial weights or those of a reference are missing, are another model's, or have another tokenizer."""
     if run.model.adapter is not None and run.model.adapter.init is not None:
         from meshwright.checkpoint.stored_model import check_adapters  # needs torch
 
         for sentence in check_adapters(run.model):
             note(sentence)
-    if run.model.init != "scratch":
-        from meshwright.checkpoint.initial import check_initial  # needs torch
+    inits = {"model.init": run.model.init}
+    if run.preference is not None and run.preference.reference != START:
+        inits["preference.reference"] = run.preference.reference
+    for key, init in inits.items():
+        if init != "scratch":
+            from meshwright.checkpoint.initial import check_initial  # needs torch
 
-        check_initial(run.model, run.model.init)
-        if not lacks_stdlib(run):
-            check_tokenizer(run, open_run_data(run), note)
+            check_initial(run.model, init, key)
+            if not lacks_stdlib(run):
+                check_tokenizer(run, open_run_data(run), note, key, init)
 
 
 def check_host_memory(run: RunSpec, plan: Plan) -> None:

@@ -15,6 +15,7 @@ from meshwright.observe.report_benchmarks import metric_texts
 from meshwright.observe.report_charts import (
     MOST_POINTS,
     MOST_VALIDATIONS,
+    PREFERENCE_CHARTS,
     Sheet,
     at_steps,
     axis_between,
@@ -162,6 +163,8 @@ def comparison_sheet(runs: Sequence[ComparedRun]) -> Sheet:
         _step_chart(runs, indices, "lr", "Learning rate", "", "scientific", smooth=False),
     ]
     charts[1:1] = _validation_charts(runs)
+    for key, title, unit, form in PREFERENCE_CHARTS:
+        charts.append(_step_chart(runs, indices, key, title, f"{unit}, smoothed", form))
     labels = {"step": "Steps", "tokens": "Tokens", "time": "Time", "flops": "FLOPs"}
     axes = [
         axis_between(
@@ -261,6 +264,10 @@ def _figures(run: RunFolder) -> dict[str, float | None]:
         "loss": recent_mean(column(run.steps, "loss")),
         "validation_loss": number(validations[-1]["loss"]) if validations else None,
         "validation_step": float(validations[-1]["step"]) if validations else None,
+        **{
+            f"held_out_{key}": number(validations[-1].get(key)) if validations else None
+            for key in ("accuracy", "margin")
+        },
         "best_validation_loss": min((float(record["loss"]) for record in validations), default=None),
         "tokens": tokens,
         "flops": flops * tokens if flops and tokens else None,
@@ -278,6 +285,8 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("validation_loss", "validation loss, last", "{:.4f}".format),
     ("validation_step", "its step", "{:,.0f}".format),
     ("best_validation_loss", "validation loss, lowest", "{:.4f}".format),
+    ("held_out_accuracy", "held-out accuracy, last", number_text.percent),
+    ("held_out_margin", "held-out margin, last", "{:.4g}".format),
     ("tokens", "tokens", number_text.short),
     ("flops", "training FLOPs, causal", number_text.scientific),
     ("seconds", "time in steps", number_text.duration),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.events.span import PHASES
 from meshwright.observe import number_text
@@ -24,6 +24,11 @@ from meshwright.observe.runfolder import Record, RunFolder, column, number
 from meshwright.observe.svg import Axis, Chart, Format, Series, Table
 from meshwright.spec.cluster import ClusterSpec
 
+PREFERENCE_CHARTS: tuple[tuple[str, str, str, Format], ...] = (
+    ("accuracy", "Accuracy", "share of pairs in the right order, with kto of answers on the right side", "percent"),
+    ("margin", "Margin", "reward of chosen answers less that of rejected ones", "short"),
+)
+"""Figure, title, unit and form."""
 MOST_POINTS, MOST_COLUMNS, MOST_VALIDATIONS = 1500, 160, 500
 """Most points of a curve, columns of a stacked chart, and validation points: more cannot be told apart on a page."""
 RECENT_VALUES = 10
@@ -58,6 +63,7 @@ def sheet(run: RunFolder) -> Sheet:
     }
     charts = [
         *_rewards(run, indices),
+        *_preferences(run, indices, validations),
         _loss(run, indices, validations),
         *_throughput(run, indices),
         _phases(run),
@@ -82,6 +88,30 @@ def _rewards(run: RunFolder, indices: Sequence[int]) -> Iterator[Chart | None]:
         "divergence of their probabilities, nat per token",
         "scientific",
     )
+
+
+def _preferences(run: RunFolder, indices: Sequence[int], validations: Sequence[Record]) -> Iterator[Chart | None]:
+    """The charts of a run on good and bad answers, each with the figures of held-out ones."""
+    if run.steps[-1].get("margin") is None:
+        return
+    for key, title, unit, form in PREFERENCE_CHARTS:
+        chart = _curve(run, indices, key, title, unit, form, noisy=True)
+        held_out = column(validations, key)
+        if chart is not None and has_numbers(held_out):
+            points = Series("held out", "c-validation", "validation", held_out, "points")
+            chart = replace(chart, series=(*chart.series, points))
+        yield chart
+    series = [
+        Series(name, colour, "steps", trend(values, indices))
+        for key, name, colour in (("chosen_reward", "chosen", "c-loss"), ("rejected_reward", "rejected", "c-backward"))
+        if has_numbers(values := column(run.steps, key))
+    ]
+    yield Chart("rewards", "Rewards of answers", "trend of the means", "short", tuple(series), from_zero=False)
+
+
+def loss_unit(run: RunFolder) -> str:
+    """What the training loss is a mean of."""
+    return "nat per token" if not run.steps or run.steps[-1].get("margin") is None else "per pair, with kto per answer"
 
 
 def steady_median(values: Values) -> float | None:
@@ -110,7 +140,7 @@ def _loss(run: RunFolder, indices: Sequence[int], validations: Sequence[Record])
     entropy = number(run.summary.get("unigram_entropy_nats"))
     reference = ("unigram entropy of the held-out text", entropy) if entropy is not None else None
     chart = Chart(
-        "loss", "Loss", "nat per token", "loss", tuple(series), from_zero=False, height=300, reference=reference
+        "loss", "Loss", loss_unit(run), "loss", tuple(series), from_zero=False, height=300, reference=reference
     )
     return chart if has_numbers(losses) else None
 

@@ -39,6 +39,7 @@ def tiles(run: RunFolder) -> str:
     tiles_or_none = [
         _loss_tile(run),
         _validation_tile(run),
+        _accuracy_tile(run),
         _speed_tile(run),
         _mfu_tile(run),
         _token_tile(run),
@@ -76,6 +77,20 @@ def _validation_tile(run: RunFolder) -> Tile:
     if entropy is not None:
         words.append(f"{abs(entropy - loss):.2f} {'below' if loss < entropy else 'above'} unigram entropy")
     return "Validation loss", f"{loss:.3f}", "; ".join(words)
+
+
+def _accuracy_tile(run: RunFolder) -> Tile:
+    """The accuracy of held-out answers, before the first step and now."""
+    known = [
+        (record["step"], value) for record in run.validations if (value := number(record.get("accuracy"))) is not None
+    ]
+    if not known:
+        return None
+    margin = number(run.validations[-1].get("margin"))
+    words = [f"of step {known[-1][0]:,}"]
+    words += [f"{known[0][1]:.1%} after step {known[0][0]:,}"] if len(known) > 1 else []
+    words += [f"margin {margin:.3g}"] if margin is not None else []
+    return "Held-out accuracy", f"{known[-1][1]:.1%}", "; ".join(words)
 
 
 def _speed_tile(run: RunFolder) -> Tile:

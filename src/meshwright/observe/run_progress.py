@@ -24,6 +24,8 @@ FIRST_LINES = 5
 """Steps at the start of a run that print a line each."""
 REMEMBERED_STEPS = 50
 """Newest steps whose mean duration predicts the remaining time."""
+JUDGED = (("accuracy", "accuracy"), ("margin", "margin"), ("likelier", "likelier"))
+"""Figures of preferences, and their names here."""
 DROPPED_FIRST = ("tok/s/rank", "mem", "lr", "MFU", "grad", "val", "tok/s")
 """Figures that a step line leaves out, in this order, where it is longer than the terminal is wide; the display below has them."""
 RARER_LINES = (
@@ -71,6 +73,7 @@ class Progress:
             sources = f" ({', '.join(by_source)})" if by_source else ""
             bits, tokens = record.get("bits_per_byte"), record.get("tokens")
             more = f" | {bits:.4f} bits per byte" if bits else ""
+            more += "".join(f" | {name} {_number(record[key], '.3f')}" for key, name in JUDGED if key in record)
             more += f" | {number_text.short(tokens)} tokens" if tokens else ""
             self.note(f"step {record['step']:,} | validation loss {_number(record.get('loss'), '.4f')}{sources}{more}")
         else:
@@ -179,6 +182,7 @@ class Progress:
         figures: list[tuple[str, str | None]] = [
             ("reward", _text_or_none(record.get("reward"), "{:.3f}".format)),
             ("loss", _number(record.get("loss"), ".4f")),
+            *((name, _text_or_none(record.get(key), "{:.3f}".format)) for key, name in JUDGED[:2]),
             ("tokens/answer", _text_or_none(record.get("answer_tokens"), "{:.1f}".format)),
             *([(f"val@{self._validation[0]}", _number(self._validation[1], ".4f"))] if self._validation else []),
             ("tok/s", number_text.short(speed) if speed else None),

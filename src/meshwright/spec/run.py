@@ -13,6 +13,7 @@ from meshwright.spec.job import CheckpointSpec, DataSpec, ObserveSpec, Supervisi
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_keys import PlanKeys
+from meshwright.spec.preference import PreferenceSpec
 from meshwright.spec.rl import RlSpec
 
 
@@ -44,6 +45,8 @@ class RunSpec:
     """Batch, optimizer and training schedule."""
     rl: RlSpec | None = None
     """Reinforcement learning: the model answers the questions of `data.mix`, and its better answers become likelier."""
+    preference: PreferenceSpec | None = None
+    """Learning from preferences: good answers of `data.mix` become likelier than bad ones to the same prompt."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     """The devices; `auto`, also when it is left out, uses the devices of this machine."""
     plan: PlanKeys | str = "auto"

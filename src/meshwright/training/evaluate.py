@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from meshwright.data.loader import Batch, DataSource, Loader, MicroBatch, Windows, scheduled_micro_batches
+from meshwright.data.loader import Batch, DataSource, Loader, MicroBatch, Samples, Windows, scheduled_micro_batches
 from meshwright.data.sample_steps import SampleSteps
 from meshwright.data.slots import TokenReader
 from meshwright.data.validation import validation_samples
@@ -39,6 +40,8 @@ class Evaluation:
     bits_per_byte: float | None
     by_source: dict[str, float] = field(default_factory=dict)
     bits_by_source: dict[str, float] = field(default_factory=dict)
+    preferences: dict[str, Any] = field(default_factory=dict)
+    """Figures of good and bad answers; `loss` is then that of a pair or an answer."""
 
     @property
     def perplexity(self) -> float:
@@ -168,33 +171,37 @@ def _sums(
     return torch.stack(by_source)
 
 
-def _window_passes(
-    held_out: HeldOut,
-    indices: np.ndarray,
-    device: torch.device,
-    *,
-    rank: int,
-    ranks: int,
-    micro_batch: int,
-    at_once: int,
+def window_passes(
+    samples: Samples, count: int, device: torch.device, *, rank: int, ranks: int, micro_batch: int, at_once: int
 ) -> Iterator[list[MicroBatch]]:
-    """A data rank's micro-batches of each pass over samples of equal length; those beyond the last sample have no targets."""
+    """A data rank's micro-batches of each pass over `count` samples of equal length, which repeat after the last one.
+
+    Those beyond the last sample have no targets and no answers.
+    """
     share = at_once * micro_batch
-    windows = Windows(
-        _SourceSamples(held_out.source, indices),
-        global_batch=ranks * share,
-        data_rank=rank,
-        data_ranks=ranks,
-        micro_batch=micro_batch,
-    )
+    windows = Windows(samples, global_batch=ranks * share, data_rank=rank, data_ranks=ranks, micro_batch=micro_batch)
+    if not count:
+        return
     with Loader(windows, device=device) as loader:
-        for first in range(0, len(indices), ranks * share):
+        for first in range(0, count, ranks * share):
             batches = next(loader)
-            remaining = len(indices) - first - rank * share
+            remaining = count - first - rank * share
             for number, batch in enumerate(batches):
                 assert batch.targets is not None, "a loader's batches have targets"
-                batch.targets[max(remaining - number * micro_batch, 0) :] = -1
+                beyond = max(remaining - number * micro_batch, 0)
+                batch.targets[beyond:] = -1
+                if "signs" in batch.columns:
+                    batch.columns["signs"][beyond:] = 0
+                if "mismatched_targets" in batch.columns:
+                    batch.columns["mismatched_targets"][beyond:] = -1
             yield batches
+
+
+def _window_passes(
+    held_out: HeldOut, indices: np.ndarray, device: torch.device, **size: int
+) -> Iterator[list[MicroBatch]]:
+    """A data rank's micro-batches of each pass over samples of equal length."""
+    return window_passes(_SourceSamples(held_out.source, indices), len(indices), device, **size)
 
 
 def _document_passes(

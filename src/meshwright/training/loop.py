@@ -13,10 +13,12 @@ from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Loader
 from meshwright.observe.prediction_account import Account
 from meshwright.optim.schedule import learning_rate
+from meshwright.parallel.objective import Objective
 from meshwright.spec.errors import Interrupted, MeshwrightError, Preempted
 from meshwright.training.accounting import Accounting
 from meshwright.training.evaluate import Evaluation, evaluate
 from meshwright.training.numerics import Rollback
+from meshwright.training.preferences import PreferenceRun
 from meshwright.training.reporting import Reporter
 from meshwright.training.rollback import roll_back
 from meshwright.training.saving import Saver
@@ -55,6 +57,8 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     saver = Saver.open(session, reporter)
     check = StateCheck.open(session, reporter, saver)
     _note_new_length(session, reporter)
+    if session.preferences is not None:
+        last = _begin_preferences(session, reporter, session.preferences)
     with session.recording():
         while session.step < session.run.train.steps:
             try:
@@ -83,7 +87,9 @@ def _train_steps(
 ) -> Evaluation | None:
     """Run the remaining steps and return the last validation. Raises Rollback where the run has to go back."""
     run, last = session.run, None
-    figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire)
+    preferences = session.preferences
+    of_sums = None if preferences is None else preferences.objective.figures
+    figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire, of_sums)
 
     def flag() -> int:
         """This rank's flag for all ranks at the end of the current step."""
@@ -121,6 +127,17 @@ def _train_steps(
                 figures.pause()
             saver.report()
     return last
+
+
+def _begin_preferences(session: Session, reporter: Reporter, preferences: PreferenceRun) -> Evaluation | None:
+    """Report what the start has computed, and validate before the first step: later figures are compared with these."""
+    if preferences.note is not None:
+        reporter.event(session.step, preferences.note)
+    if session.step:
+        return None
+    session.progress.begin("validate", session.step)
+    with reporter.pause("validation", session):
+        return _validate(session, reporter)
 
 
 def _account(
@@ -206,7 +223,9 @@ def _one_step(
         moved = session.decisions.begin_step(step)
         if moved and check is not None:
             check.skip_comparison()
-    rollouts = session.rollouts
+    rollouts, preferences = session.rollouts, session.preferences
+    if preferences is not None:
+        preferences.begin_step(micro_batches)
     with nullcontext() if rollouts is None else rollouts.tempered(session.engine.model.head):
         result = train_step(
             session.engine,
@@ -220,8 +239,9 @@ def _one_step(
             stop_flag=flag,
             before_update=None if check is None else check.before_update,
             decisions=session.decisions,
-            objective=None if rollouts is None else rollouts.objective,
+            objective=_objective(session),
             updates=rollouts is None or not rollouts.empty,
+            take_sums=None if preferences is None else preferences.objective.take,
         )
     recorder.end_step()
     session.end_step(step, read.samples)
@@ -235,6 +255,12 @@ def _one_step(
         host |= sample_figures(step, read.lengths, read.padding)
     for record in figures.push(step, result, host, read.lengths, len(range(*read.samples))):
         _report(session, accounting, saver, check, record)
+
+
+def _objective(session: Session) -> Objective | None:
+    """The loss that takes the place of the tokens' cross-entropy; None without."""
+    of_run = session.preferences if session.rollouts is None else session.rollouts
+    return None if of_run is None else of_run.objective
 
 
 def _read(
@@ -263,6 +289,12 @@ def _report(session: Session, accounting: Accounting, saver: Saver, check: State
 def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
     if session.held_out is None:
         return None
+    if session.preferences is not None:
+        with session.recorder.span("validate"):
+            judged = session.preferences.evaluate()
+        if judged is not None:
+            reporter.validation(session.step, judged)
+        return judged
     with session.recorder.span("validate"):
         result = evaluate(
             session.engine,

@@ -144,11 +144,9 @@ class Reporter:
 
     def validation(self, step: int, result: Evaluation) -> None:
         """Report a validation after `step`."""
-        more: dict[str, Any] = {
-            "perplexity": result.perplexity,
-            "bits_per_byte": result.bits_per_byte,
-            "tokens": result.tokens,
-        }
+        more: dict[str, Any] = {"tokens": result.tokens, **result.preferences}
+        if not result.preferences:
+            more |= {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
         more |= {"by_source": result.by_source} if result.by_source else {}
         more |= {"bits_per_byte_by_source": result.bits_by_source} if result.bits_by_source else {}
         if self._metrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +50,7 @@ from meshwright.training.evaluate import HeldOut
 from meshwright.training.expert_decisions import ExpertDecisions
 from meshwright.training.expert_moves import ExpertMoves
 from meshwright.training.numerics import NumericalPolicy
+from meshwright.training.preferences import PreferenceRun
 from meshwright.training.resume import Tier, resume
 from meshwright.training.run_state import load_adapters, load_base, load_initial, run_state
 
@@ -97,6 +98,8 @@ class Session:
     steps_before: int | None = None
     rollouts: Rollouts | None = None
     """Reads the steps of a run with reinforcement learning."""
+    preferences: PreferenceRun | None = None
+    """The objective of a run with preferences."""
     base: str | None = None
     """Digest of the frozen weights of a run with adapters."""
     progress: ProgressSender = field(default_factory=lambda: ProgressSender(ProgressPage.create(), Channel(None)))
@@ -170,10 +173,15 @@ class Session:
         return {parts.name: parts for parts in self.optimizer.state()}
 
 
-def open_session(assignment: Assignment, world: World, clock: StartClock | None = None) -> Session:
+def open_session(
+    assignment: Assignment,
+    world: World,
+    clock: StartClock | None = None,
+    on_action: Callable[[int], None] = lambda index: None,
+) -> Session:
     """Build model, optimizer and data on the plan's mesh, and resume from the newest good checkpoint if there is one.
 
-    `clock` continues to count the start's phases.
+    `clock` continues to count the start's phases. `on_action` is called at each action of a forward before the first step.
     """
     clock = clock or StartClock()
     run, plan = assignment.run, assignment.plan
@@ -239,6 +247,10 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     session.numerics = NumericalPolicy(run.train, assignment.skip_samples, mesh.axis_size("replicate"))
     if run.model.adapter is not None:  # checkpoints do not have the frozen weights
         session.base = load_base(engine, run.model, run.model.init, run.seed)
+    if run.preference is not None:
+        clock.end("load")
+        session.preferences = PreferenceRun.open(session, on_action)
+        clock.end("reference")
     session.resumed_from = resume(session, assignment.resume_at_most)
     if session.resumed_from is None:
         if session.base is None:
@@ -323,7 +335,14 @@ def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, 
 
 def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:
     """The training data, and the validation data if there is some: documents or windows, as in training."""
-    opened = partial(open_data, run.data, seed=run.seed, vocab_size=run.model.vocab_size, verifier=verifier)
+    opened = partial(
+        open_data,
+        run.data,
+        seed=run.seed,
+        vocab_size=run.model.vocab_size,
+        verifier=verifier,
+        preference=run.preference,
+    )
     data, train = opened(seq_len=run.train.seq_len, conversations=run.rl is not None), run.train
     if not has_validation(run.data, train.seq_len):
         return data, None

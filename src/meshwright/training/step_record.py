@@ -7,6 +7,7 @@ figures to the host: on the compute stream they would wait there behind chunks o
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -35,10 +36,11 @@ class _Pending:
     values: torch.Tensor
     end: Any
     loads: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
     lengths: np.ndarray | None = None
     sequences: int | None = None
     copied: Any = None
-    """The stamp after the copies of `values` and `loads`; None where nothing is copied."""
+    """The stamp after the copies of `values`, `loads` and `sums`; None where nothing is copied."""
     figures: StepFigures | None = None
     """The copied tensors on the device, which must exist until then."""
 
@@ -50,8 +52,16 @@ class FigureReader:
     """
 
     def __init__(
-        self, run: RunSpec, plan: Plan, device: torch.device, tokens_before: int, wire: WireCount | None = None
+        self,
+        run: RunSpec,
+        plan: Plan,
+        device: torch.device,
+        tokens_before: int,
+        wire: WireCount | None = None,
+        of_sums: Callable[[Sequence[float]], dict[str, Any]] | None = None,
     ) -> None:
+        """`of_sums` makes figures of the sums of a step's objective."""
+        self._of_sums = of_sums
         self._run, self._device, self._wire = run, device, wire
         self._tokens = tokens_before
         self._pending: list[_Pending] = []
@@ -81,7 +91,7 @@ class FigureReader:
         loads = figures.loads
         if loads is not None and step > 1 and step % loads_interval(loads.numel()):
             loads = None
-        pending = _Pending(step, host, figures.values, self._clock.stamp(), loads, lengths, sequences)
+        pending = _Pending(step, host, figures.values, self._clock.stamp(), loads, figures.sums, lengths, sequences)
         if self._copies is None:
             self._pending.append(pending)
             return self.drain()
@@ -95,8 +105,12 @@ class FigureReader:
         """The step with tensors in host memory, complete at its stamp `copied`."""
         copies.wait_event(pending.end)
         with torch.cuda.stream(copies):
-            values, loads = _to_host(pending.values), None if pending.loads is None else _to_host(pending.loads)
-            return replace(pending, values=values, loads=loads, copied=self._clock.stamp(), figures=figures)
+            values, loads, sums = (
+                None if tensor is None else _to_host(tensor) for tensor in (pending.values, pending.loads, pending.sums)
+            )
+            assert values is not None
+            copied = self._clock.stamp()
+            return replace(pending, values=values, loads=loads, sums=sums, copied=copied, figures=figures)
 
     def drain(self) -> list[dict[str, Any]]:
         """Records of all added steps; waits for the device if necessary."""
@@ -142,6 +156,7 @@ class FigureReader:
             **dict(zip(self._model_figures, of_model, strict=False)),
             **({"z_loss": z_loss} if train.z_loss else {}),
             **({} if pending.loads is None else {"expert_loads": pending.loads.long().tolist()}),
+            **({} if pending.sums is None or self._of_sums is None else self._of_sums(pending.sums.tolist())),
             **memory_peak(self._device),
             **self._wire_bytes(pending.sequences),
             **pending.host,

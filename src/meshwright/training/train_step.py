@@ -22,7 +22,7 @@ from meshwright.parallel.apply import Engine
 from meshwright.parallel.executor import StepEndCallbacks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Objective, StepObjective
-from meshwright.spec.plan import DATA_AXES
+from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES
 from meshwright.training.expert_decisions import ExpertDecisions
 
 
@@ -39,6 +39,8 @@ class StepFigures:
     values: torch.Tensor
     loads: torch.Tensor | None = None
     """Mixtures of experts: tokens of each expert over all ranks, `(layers with experts, experts)`."""
+    sums: torch.Tensor | None = None
+    """What `take_sums` of the step returned, summed over all ranks."""
 
 
 def train_step(
@@ -56,13 +58,15 @@ def train_step(
     decisions: ExpertDecisions | None = None,
     objective: Objective | None = None,
     updates: bool = True,
+    take_sums: Callable[[], torch.Tensor] | None = None,
 ) -> StepFigures:
     """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
 
     The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
     `stop_flag` is called at the step's end, and its values are summed over ranks. `before_update` is called before the optimizer's update.
     `decisions`, if any, get the loads of the step. `objective` takes the place of the tokens' weighted cross-entropy.
-    Without `updates` the optimizer does nothing: no token of the step has a gradient.
+    Without `updates` the optimizer does nothing: no token of the step has a gradient. `take_sums` is called after the last micro-batch;
+    what it returns, `(n,)` fp64, is summed over all ranks. Of ranks that have the same micro-batches only the first counts.
     """
     recorder.attention_work([batch.attention_work for batch in micro_batches])
     with recorder.waiting("collective_wait"):
@@ -101,22 +105,31 @@ def train_step(
     if decisions is not None and routing is not None:
         routed.append(decisions.rank_loads(routing.sums[:, 2:]))
     flags = torch.full_like(loss, stop_flag())
+    of_objective = [] if take_sums is None else [counted_once(take_sums(), mesh)]
     with recorder.waiting("collective_wait"):
         sums = mesh.sum_over_all(
-            torch.cat([torch.stack([loss, flags, engine.executor.z_loss]), norms, *further, *routed])
+            torch.cat([torch.stack([loss, flags, engine.executor.z_loss]), norms, *further, *routed, *of_objective])
         )
+    objective_sums = None
+    if of_objective:
+        sums, objective_sums = sums[: -len(of_objective[0])], sums[-len(of_objective[0]) :]
     z_loss, norms, sums_behind = sums[2], sums[3 : 3 + len(norms)], sums[3 + len(norms) :]
     further, routed_sums = sums_behind[: len(further)], sums_behind[len(further) :]
     figures = [sums[0], norms.max(), *valid[:2], sums[1], skipping_replicas(norms, norm_limit)]
     if routing is None:
-        return StepFigures(torch.stack([*figures, *further, z_loss]))
+        return StepFigures(torch.stack([*figures, *further, z_loss]), sums=objective_sums)
     routed_sums, rank_loads = routed_sums[: routing.sums.numel()], routed_sums[routing.sums.numel() :]
     routing.sums.copy_(routed_sums.view_as(routing.sums))
     if decisions is not None:
         decisions.add(rank_loads)
     routing.update_biases(figures[-1] > 0)
     loads = routing.loads() if decisions is None else decisions.by_number(routing.loads())
-    return StepFigures(torch.stack([*figures, *further, *routing.figures(), z_loss]), loads)
+    return StepFigures(torch.stack([*figures, *further, *routing.figures(), z_loss]), loads, objective_sums)
+
+
+def counted_once(sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The sums of a rank; 0 on all but the first of the ranks that see whole micro-batches of the same samples."""
+    return torch.zeros_like(sums) if any(mesh.coordinate(axis) for axis in ("tensor", *CONTEXT_AXES)) else sums
 
 
 def _norm_slots(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -77,7 +77,7 @@ def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartC
         keep_to_own_cores(world)
     if assignment.run.train.deterministic:
         compute_deterministically()
-    session = open_session(assignment, world, clock)
+    session = open_session(assignment, world, clock, life.progress.page.set_action)
     session.send_progress(life.progress)
     life.add_cleanup(lambda: life.progress.begin("end", session.step))
     reporter = Reporter.open(session, life.channel)
@@ -107,7 +107,13 @@ def _write_summary(session: Session, trained: Trained, time: Goodput | None) -> 
     summary: dict[str, Any] = {"steps": session.step, "tokens": session.tokens}
     if time is not None:
         summary |= {"wall_seconds": time.wall_seconds, "goodput": time.goodput}
-    if last is not None and session.held_out is not None:
+    if last is not None and last.preferences:
+        summary |= {
+            "held_out_loss": last.loss,
+            "held_out_tokens": last.tokens,
+            "held_out_preferences": last.preferences,
+        }
+    elif last is not None and session.held_out is not None:
         summary |= {
             "held_out_loss": last.loss,
             "held_out_tokens": last.tokens,
