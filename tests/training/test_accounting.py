@@ -52,6 +52,7 @@ def start(
         plan=SimpleNamespace(predicted=predicted),
         world=None,
         folder=Path("runs/demo"),
+        rollouts=None,
     )
     recorder = Kept()
     return Accounting(session, recorder), recorder, session  # type: ignore[arg-type]

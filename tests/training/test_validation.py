@@ -26,6 +26,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, sums: list[list[float]]) -> tuple[
         held_out=held_out,
         recorder=NullRecorder(),
         engine=None,
+        preferences=None,
         mesh=None,
         step=3,
         world=SimpleNamespace(device=None),

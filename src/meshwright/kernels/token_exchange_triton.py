@@ -293,7 +293,9 @@ def _write_rows(
             else:
                 out = tl.multiple_of(address.to(tl.pointer_type(FP8)), 16 if WIDTH * BYTES % 16 == 0 else BYTES)
                 scale = (window + scales + position * 4).to(tl.pointer_type(tl.float32))
-                _store_rounded(numbers.to(tl.float32), inside, out, scale, column, 0)
+                _store_rounded(
+                    numbers.to(tl.float32), inside, out, scale, column, 0, 0, 0, 0, 0
+                )  # one scale for the row
         index += tl.num_programs(0)
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.loss import capped
+from meshwright.models.attention import Attention
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, Embedding, Head
 from meshwright.parallel.norms import norm_divided_heads
@@ -36,11 +37,13 @@ def divide_for_inference(model: Decoder, part: Part, group: dist.ProcessGroup) -
     model.spec = rank_dimensions(spec, part.count)
     sum_ranks = partial(_sum_ranks, group)
     copies = max(1, part.count // spec.kv_heads)
-    norm_all_heads = partial(norm_divided_heads, group=group.group_name, ranks=part.count, copies=copies)
     for block in model.layers.values():
         assert isinstance(block, Block)
         block.attention.heads, block.attention.kv_heads = model.spec.heads, model.spec.kv_heads
-        block.hooks.sum_ranks, block.hooks.norm_all_heads = sum_ranks, norm_all_heads
+        block.hooks.sum_ranks = sum_ranks
+        if isinstance(block.attention, Attention) and block.attention.whole_norm:
+            name = group.group_name
+            block.hooks.norm_all_heads = partial(norm_divided_heads, group=name, ranks=part.count, copies=copies)
     vocabulary = [even_rows(spec.vocab_size, part.count, index) for index in range(part.count)]
     model.embed = DividedEmbedding(model.embed.weight, vocabulary[part.index].start, group)
     model.head = DividedHead(model.head, [len(rows) for rows in vocabulary], group)
