@@ -19,8 +19,6 @@ matrix product of the head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -197,12 +195,6 @@ def _logits(hidden: Tensor, weight: Tensor, vocab: int, cap: float | None = None
     if vocab < weight.shape[0]:
         logits[:, vocab:] = -torch.inf
     return logits, derivative
-
-
-@cache
-def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled by torch; repeated calls return the same compiled function."""
-    return torch.compile(function, dynamic=False)
 
 
 def log_probabilities_of_logits(logits: Tensor, targets: Tensor) -> Tensor:

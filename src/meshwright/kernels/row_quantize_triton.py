@@ -132,14 +132,14 @@ def _store_rounded(
     scales,
     offset,
     token,
-    stride,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    stride=0,
+    GROUP: tl.constexpr = 0,
+    WIDTH: tl.constexpr = 0,
+    BLOCK: tl.constexpr = 0,
 ) -> None:
     """Store the `numbers` of a token in 8 bits, and its scales: for fp8 powers of two; NaN if a number is not finite.
 
-    With GROUP the scale of the token's group g is at `g · stride + token`.
+    Without GROUP a token has one scale. With it the scale of the token's group g is at `g · stride + token`.
     """
     numbers = tl.where(inside, numbers, 0.0)
     if GROUP:

@@ -293,9 +293,7 @@ def _write_rows(
             else:
                 out = tl.multiple_of(address.to(tl.pointer_type(FP8)), 16 if WIDTH * BYTES % 16 == 0 else BYTES)
                 scale = (window + scales + position * 4).to(tl.pointer_type(tl.float32))
-                _store_rounded(
-                    numbers.to(tl.float32), inside, out, scale, column, 0, 0, 0, 0, 0
-                )  # one scale for the row
+                _store_rounded(numbers.to(tl.float32), inside, out, scale, column, 0)
         index += tl.num_programs(0)
 
 

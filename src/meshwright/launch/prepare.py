@@ -41,8 +41,7 @@ from meshwright.planner.candidate import (
     idle_fields,
     overfull_ranks,
     slot_run,
-    untrainable,
-    untrainable_key,
+    training_refusal,
 )
 from meshwright.planner.devices import choose_devices
 from meshwright.planner.explain import shortfall
@@ -344,12 +343,12 @@ def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
     Both name the plan file.
     """
     named = f"{run.plan}: " if isinstance(run.plan, str) and run.plan != "auto" else ""
-    if refused := untrainable(plan):
-        key = untrainable_key(plan) or ""
+    if refused := training_refusal(plan):
+        key, reason = refused
         if not named:
-            raise BadInput(refused, key=f"plan.{key}")
+            raise BadInput(reason, key=f"plan.{key}")
         at = read_yaml(Path(str(run.plan))).value_position((key,))
-        sentence = refused.removeprefix(f"plan.{key}: ")
+        sentence = reason.removeprefix(f"plan.{key}: ")
         raise BadConfig([Refusal(at.file, at.line, at.column, key, "", sentence)])
     if refused := ramp_misfit(run, plan):
         raise BadInput(named + refused)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshwright.kernels.loss import compile_once
+from meshwright.kernels.compile_once import compile_once
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.parallel.peers import Peers
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.kernels.loss import LossSums, cap_in_place, capped, compile_once
+from meshwright.kernels.compile_once import compile_once
+from meshwright.kernels.loss import LossSums, cap_in_place, capped
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_product, matmul, scale
 from meshwright.models.decoder import Embedding, Head

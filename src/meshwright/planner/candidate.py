@@ -149,15 +149,16 @@ def offload_penalty(run: RunSpec, plan: Plan) -> float:
 
 def untrainable(plan: Plan) -> str | None:
     """Return why this release cannot train the plan, although it plans and simulates it; None where it can."""
-    if parts := untrained(plan):
-        return f"this release cannot train {', '.join(parts)}; it can only plan and simulate that"
-    return (_copy_refusal(plan) or ("", None))[1]
+    refused = training_refusal(plan)
+    return None if refused is None else refused[1]
 
 
-def untrainable_key(plan: Plan) -> str | None:
-    """The key of a plan that `untrainable` refuses first; None for another plan."""
-    refused = untrained_keys(plan)
-    return refused[0][0] if refused else (_copy_refusal(plan) or (None, ""))[0]
+def training_refusal(plan: Plan) -> tuple[str, str] | None:
+    """The first key of a plan that this release cannot train, and the reason of `untrainable`; None where it can."""
+    if refused := untrained_keys(plan):
+        parts = ", ".join(untrained(plan))
+        return refused[0][0], f"this release cannot train {parts}; it can only plan and simulate that"
+    return _copy_refusal(plan)
 
 
 def idle_fields(plan: Plan) -> Iterator[str]:

@@ -169,9 +169,7 @@ class PreferenceObjective:
         if self._spec.paired:
             found |= {"pairs": total["judged"], "likelier": mean("likelier", "judged")}
         else:
-            found |= {"answers": total["judged"]}
-        if not self._spec.paired:
-            found["reference_kl"] = mean("divergence", "judged")
+            found |= {"answers": total["judged"], "reference_kl": mean("divergence", "judged")}
         if self._spec.has_reference:
             found["reference_distance"] = total["distance"] / max(total["good"] + total["bad"], 1.0)
         return found
