@@ -147,7 +147,7 @@ def offline(engine: Engine, requests: Sequence[tuple[list[int], int]]) -> dict[s
 
 
 def decode(engine: Engine, batch: int, prompt: int, new_tokens: int = 192) -> dict[str, Any]:
-    """The median step of `batch` requests after prompts of `prompt` tokens."""
+    """The median step of `batch` requests after prompts of `prompt` tokens; null where the cache does not hold so many at once."""
     draws = random.Random(batch)
     for number in range(batch):
         engine.submit(
@@ -166,7 +166,7 @@ def decode(engine: Engine, batch: int, prompt: int, new_tokens: int = 192) -> di
         begun.update(update.number for update in updates if update.tokens)
     while engine.unfinished:
         engine.step()
-    return {"decode_milliseconds": 1000 * statistics.median(times), "steps": len(times)}
+    return {"decode_milliseconds": 1000 * statistics.median(times) if times else None, "steps": len(times)}
 
 
 def finish(engine: Engine, requests: Sequence[tuple[list[int], int]], sampling: SamplingOptions) -> tuple[int, float]:
