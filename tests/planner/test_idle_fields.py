@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.golden.facts import drawn_plan
+from tests.slow import quick_first
 
 from meshwright.costs.plan_costs import plan_time
 from meshwright.planner.candidate import idle_fields
@@ -15,8 +17,6 @@ from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan, Precision, SchedulePlan
 from meshwright.spec.run import RunSpec
-from tests.golden.facts import drawn_plan
-from tests.slow import quick_first
 
 SECONDS = 2e-3
 """Relative difference of simulated seconds: events that do not matter may change places."""
