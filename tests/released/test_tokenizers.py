@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
 from meshwright.data.prepare import prepare
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.server.model_files import read_model_files
 from meshwright.server.request_reader import RequestReader
 from meshwright.spec.serve import ServeSpec
@@ -73,6 +77,33 @@ def test_texts_have_the_ids_of_the_libraries(entry: Released, written: Any, tmp_
     stored = stored_tokens(tmp_path / "corpus")
     for text in kept:
         assert contains(stored, theirs(text, add_special_tokens=False)["input_ids"]), text
+
+
+UNREAD = {
+    "gpt2",
+    "r50k_base",
+    "p50k_base",
+    "p50k_edit",
+    "glassllm-en",
+    "glassllm-pt",
+    "lenml-claude",
+    "smollm2",
+}
+"""The pattern of GPT-2 as a `Split`, vocabularies without all bytes, the normalizer NFKC."""
+
+
+@each
+def test_the_fast_encoder_gives_the_same_ids_or_is_not_used(entry: Released, written: Any) -> None:
+    tokenizer = load_tokenizer(written(entry)[0])
+    if entry.name in UNREAD:
+        with pytest.raises(EncodersDiffer, match="gigatoken does not encode this"):
+            FastEncoder(tokenizer.content, tokenizer.tokenizer, workers=1)
+        return
+    fast = FastEncoder(tokenizer.content, tokenizer.tokenizer, workers=1)
+    source = [Path(module.__file__).read_text() for module in (json, pytest, argparse, ast) if module.__file__]
+    asked = [*texts(), *source]
+    for text, ids in zip(asked, fast.encode(asked), strict=True):
+        assert ids.tolist() == tokenizer.tokenizer.encode(text, add_special_tokens=False).ids, text[:100]
 
 
 def contains(stored: Sequence[int], ids: Sequence[int]) -> bool:

@@ -1,6 +1,6 @@
 """Encodes documents to token ids with several threads, in order.
 
-`tokenizers` releases Python's lock while it works, so threads use every core; each thread encodes one batch.
+`gigatoken` and `tokenizers` release Python's lock while they work, so threads use every core; each thread encodes one batch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from meshwright.data.corpus import Document
+from meshwright.data.fast_encoder import FastEncoder
 from meshwright.data.tokenizer import LoadedTokenizer
 
 BATCH_CHARACTERS = 1 << 18
@@ -59,16 +60,17 @@ Result = TypeVar("Result")
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: LoadedTokenizer, dtype: str, workers: int
+    documents: Iterable[Document], tokenizer: LoadedTokenizer, dtype: str, workers: int, fast: FastEncoder | None = None
 ) -> Generator[EncodedDocument, None, None]:
-    """Encode `documents` with `workers` threads; results have the order of the documents.
+    """Encode `documents` with `workers` threads, by `fast` if given; results have the order of the documents.
 
-    At most two batches per worker are in memory. Besides its text a long document needs only the memory of its tokens.
+    Raises EncodersDiffer where `fast` does not give the ids of the tokenizer. At most two batches per worker are in
+    memory. Besides its text a long document needs only the memory of its tokens.
     """
     begin = [np.array(tokenizer.text.begin_ids, dtype=dtype)] if tokenizer.text.begin else []
     ids = list(begin)
-    encode = partial(_encode_batch, tokenizer=tokenizer, dtype=dtype)
-    for piece, tokens in encode_in_order(_pieces_of(documents, tokenizer), encode, workers):
+    encode = partial(_encode_batch, tokenizer=tokenizer, fast=fast, dtype=dtype)
+    for piece, tokens in encode_in_order(_pieces_of(documents, tokenizer, fast), encode, workers):
         ids.append(tokens)
         if piece.last:
             ids.append(np.array([tokenizer.record.eos], dtype=dtype))
@@ -109,8 +111,12 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
         yield batch
 
 
-def _encode_batch(batch: list[Piece], tokenizer: LoadedTokenizer, dtype: str) -> list[tuple[Piece, np.ndarray]]:
+def _encode_batch(
+    batch: list[Piece], tokenizer: LoadedTokenizer, fast: FastEncoder | None, dtype: str
+) -> list[tuple[Piece, np.ndarray]]:
     def ids_of(texts: list[str]) -> list[np.ndarray]:
+        if fast is not None:
+            return [ids.astype(dtype) for ids in fast.encode(texts)]
         encodings = tokenizer.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
 
@@ -119,7 +125,9 @@ def _encode_batch(batch: list[Piece], tokenizer: LoadedTokenizer, dtype: str) ->
     return [(piece, tokens[len(context) :]) for piece, context, tokens in zip(batch, contexts, ids, strict=True)]
 
 
-def _pieces_of(documents: Iterable[Document], tokenizer: LoadedTokenizer) -> Iterator[Piece]:
+def _pieces_of(
+    documents: Iterable[Document], tokenizer: LoadedTokenizer, fast: FastEncoder | None = None
+) -> Iterator[Piece]:
     """Each document in pieces of bounded length, whose concatenated tokens are those of the whole document.
 
     The encoder needs some hundred bytes of memory per character, and one thread per piece.
@@ -127,13 +135,13 @@ def _pieces_of(documents: Iterable[Document], tokenizer: LoadedTokenizer) -> Ite
     for document in documents:
         text, start, context = document.text, 0, ""
         while len(text) - start > LONGEST_PIECE:
-            cut, context_after = _next_cut(text, start + LONGEST_PIECE, tokenizer)
+            cut, context_after = _next_cut(text, start + LONGEST_PIECE, tokenizer, fast)
             yield Piece(document, text[start:cut], context, last=False)
             start, context = cut, context_after
         yield Piece(document, text[start:], context, last=True)
 
 
-def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer) -> tuple[int, str]:
+def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer, fast: FastEncoder | None) -> tuple[int, str]:
     """(position at or after `near` to cut at, context for the next piece).
 
     The cut is before a line end or after a word, where the tokenizer shows that no token crosses it. It is before a
@@ -145,14 +153,17 @@ def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer) -> tuple[int, st
         for match in islice(pattern.finditer(text, near, end), CUT_ATTEMPTS):
             cut = match.start()
             before, after = text[max(cut - CONTEXT, 0) : cut], text[cut : cut + CONTEXT]
-            if _keeps_apart(before, after, tokenizer):
+            if _keeps_apart(before, after, tokenizer, fast):
                 return cut, before
     after = text[near : near + CONTEXT]
-    return near, next((mark for mark in MARKS if _keeps_apart(mark, after, tokenizer)), "")
+    return near, next((mark for mark in MARKS if _keeps_apart(mark, after, tokenizer, fast)), "")
 
 
-def _keeps_apart(before: str, after: str, tokenizer: LoadedTokenizer) -> bool:
+def _keeps_apart(before: str, after: str, tokenizer: LoadedTokenizer, fast: FastEncoder | None) -> bool:
     """Whether the tokens of `before` are the first ones of the text that both make together."""
+    if fast is not None:
+        both, first = fast.ids([before + after, before])
+        return np.array_equal(both[: len(first)], first)
     together, alone = tokenizer.tokenizer.encode_batch_fast([before + after, before], add_special_tokens=False)
     return together.ids[: len(alone.ids)] == alone.ids
 

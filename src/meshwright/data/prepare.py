@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from meshwright.data.chat_template import GENERATION_CONFIG, TEMPLATE, TOOL_TEMP
 from meshwright.data.corpus import Document, FromFile, read_documents
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
+from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
 from meshwright.data.input_record import changed_inputs, input_record, write_input_record
 from meshwright.data.input_stream import Contents
 from meshwright.data.inputs import HARMLESS, InputFile, NotRead, check_text_key, list_inputs
@@ -32,6 +33,7 @@ from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest, Sha
 from meshwright.data.preferences import PreferenceReader, count_preferences
 from meshwright.data.progress import progress
 from meshwright.data.request import (
+    ENCODERS_DIFFER,
     SHARD_TOKENS,
     ChatRequest,
     Preparation,
@@ -39,6 +41,7 @@ from meshwright.data.request import (
     check_same_corpus,
     finished_manifests,
     forget,
+    forget_shards,
     newest_input_ns,
 )
 from meshwright.data.shards import JOURNAL, SplitWriter, recover_journal
@@ -60,6 +63,8 @@ Read = Callable[[InputFile], Iterable[FromFile]]
 """Reads the documents of a file in order."""
 
 
+COMPARED_BYTES = 1 << 20
+"""Text of the corpus, spread over its files, about whose ids both encoders are asked before the work: some 0.4 s."""
 FORM_OF_RECORDS = "messages"
 """The key of chats in a request that names none: then the form of the records decides."""
 
@@ -120,7 +125,8 @@ def prepare(
         if done:
             check_same_corpus(out, preparation.directories()[TRAIN], done[TRAIN], request)
             _check_reusable(preparation, done[TRAIN], files)
-            (out / JOURNAL).unlink(missing_ok=True)
+            for name in (JOURNAL, ENCODERS_DIFFER):
+                (out / name).unlink(missing_ok=True)
             return Prepared(out, done, LeftOut(), reused=True, answers=_answers(preparation, done))
         begin(preparation, files, request)
         try:
@@ -149,6 +155,7 @@ def _run(
     reader = _reader(preparation, files)
     read, chats = _read_of(preparation, reader)
     tokenizer = _tokenizer(preparation, files, shown)
+    fast = _fast_encoder(preparation, files, tokenizer, workers, shown)
     dtype = token_dtype(tokenizer.record.vocab_size)
     journal = recover_journal(preparation.out)
     writers = {
@@ -158,11 +165,12 @@ def _run(
     _check_space(preparation.out, files, np.dtype(dtype).itemsize, writers)
     reading = _Reading(files, not_read, read)
     try:
-        _write_shards(preparation, reading, tokenizer, writers, workers, shown)
-    finally:
-        # After an error this closes the unfinished shards; after success no shard is open.
-        for writer in writers.values():
-            writer.abandon()
+        _write_shards(preparation, reading, tokenizer, fast, writers, workers, shown)
+    except EncodersDiffer as difference:
+        _tell(difference, shown)
+        forget_shards(preparation.out)
+        (preparation.out / ENCODERS_DIFFER).touch()
+        return _run(preparation, files, not_read, request, workers, shown)
     left_out = reading.left_out
     for split, writer in writers.items():
         if not writer.shards:
@@ -254,6 +262,7 @@ def _write_shards(
     preparation: Preparation,
     reading: _Reading,
     tokenizer: LoadedTokenizer,
+    fast: FastEncoder | None,
     writers: dict[str, SplitWriter],
     workers: int,
     shown: bool,
@@ -274,19 +283,42 @@ def _write_shards(
         if (chat_files := preparation.chat_files()) is not None:
             named = special_tokens(chat_files.config).values()
             return encode_chats(documents, chat_tokenizer(tokenizer.content), named, dtype, workers)
-        return encode_documents(documents, tokenizer, dtype, workers)
+        return encode_documents(documents, tokenizer, dtype, workers, fast)
 
     with (
+        ExitStack() as unfinished,
         progress("preparing", sum(file.size for file in reading.files), shown) as report,
         closing(encode(unfinished_documents())) as encoded_documents,
     ):
+        for writer in writers.values():
+            unfinished.callback(writer.abandon)  # after success no shard is open
         for encoded in encoded_documents:
             split, number = pending.popleft()
             writers[split].add(encoded, number)
             documents = sum(writer.documents for writer in writers.values())
             report(encoded.document.consumed, documents, sum(writer.tokens for writer in writers.values()))
-    for writer in writers.values():
-        writer.finish_shard()
+        for writer in writers.values():
+            writer.finish_shard()
+
+
+def _fast_encoder(
+    preparation: Preparation, files: list[InputFile], tokenizer: LoadedTokenizer, workers: int, shown: bool
+) -> FastEncoder | None:
+    """The fast encoder of texts, if it gives the ids of the tokenizer for a sample of the files; None for chats."""
+    if preparation.chat is not None or (preparation.out / ENCODERS_DIFFER).exists():
+        return None
+    try:
+        fast = FastEncoder(tokenizer.content, tokenizer.tokenizer, workers)
+        fast.check(text for _, text in sample_texts(files, preparation.text_key, COMPARED_BYTES))
+    except EncodersDiffer as difference:
+        _tell(difference, shown)
+        return None
+    return fast
+
+
+def _tell(difference: EncodersDiffer, shown: bool) -> None:
+    if shown:
+        sys.stderr.write(f"{difference}; tokenizers encodes all text, several times slower\n")
 
 
 def _reader(preparation: Preparation, files: list[InputFile]) -> ChatReader | None:
@@ -376,6 +408,7 @@ def _commit(preparation: Preparation, manifests: dict[str, Manifest]) -> None:
         manifests[split].write(preparation.directories()[split])
     (preparation.out / UNFINISHED).unlink()
     (preparation.out / JOURNAL).unlink()
+    (preparation.out / ENCODERS_DIFFER).unlink(missing_ok=True)
 
 
 def _check_space(out: Path, files: list[InputFile], itemsize: int, writers: dict[str, SplitWriter]) -> None:

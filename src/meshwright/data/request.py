@@ -26,6 +26,8 @@ from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.folder_files import parse_json
 
 SHARD_TOKENS = 1 << 27
+ENCODERS_DIFFER = ".encoders_differ"
+"""An empty file in the output directory: a batch had other ids in the fast encoder, so `tokenizers` encodes all text."""
 LATER_KEYS = ("document_end", "begin")
 """Keys of a request that corpora of earlier releases lack."""
 
@@ -202,5 +204,14 @@ def forget(out: Path) -> None:
         if (out / split).is_dir():
             shutil.rmtree(out / split)
     shutil.rmtree((out / TOOL_TEMPLATE).parent, ignore_errors=True)
-    for file in [*(out / name for name in (TOKENIZER, *TEXT_FILES, INPUTS)), *out.glob("shard-*")]:
-        file.unlink(missing_ok=True)
+    for name in (TOKENIZER, *TEXT_FILES, INPUTS, ENCODERS_DIFFER):
+        (out / name).unlink(missing_ok=True)
+    forget_shards(out)
+
+
+def forget_shards(out: Path) -> None:
+    """Remove the shards of an unfinished attempt."""
+    (out / JOURNAL).unlink(missing_ok=True)
+    for directory in (out, out / TRAIN, out / HELD_OUT):
+        for file in directory.glob("shard-*"):
+            file.unlink(missing_ok=True)

@@ -1,0 +1,152 @@
+"""Encodes texts with `gigatoken`, where its ids are those of `tokenizers`, in a small part of the time.
+
+`tokenizers` stays the truth. It is asked about a sample of the corpus before the work and about an excerpt of every batch during it, and it
+encodes each text with a character that Unicode 14 lacks, because the two libraries sort newer ones into other classes.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from meshwright.data.unicode_14 import assigned
+from meshwright.spec.errors import shorten
+
+WORD_MEMORY = 256 << 20
+"""Bytes for each worker by which memory may grow before an encoder is loaded anew: `gigatoken` keeps every word that it has seen."""
+LEAST_TEXT = 16 << 20
+"""An encoder is not loaded anew before it has encoded so many characters, because loading takes as long as some 30 MB of text."""
+EXCERPTS, EXCERPT = 4, 128
+"""Texts of each batch, and characters of each, that `tokenizers` encodes too: 0.2% of the text, some 5% of the time."""
+HARD_TEXTS = (
+    "I'd've said it's THEIRS, wouldn't you?  We'LL see.",
+    "  leading and trailing  ",
+    "a\n\n\nb\r\n\tc\n \n  d\t\t\te",
+    "1234567890 12 3.14159 1,000,000 ⅔ ²",
+    "def f(x: int) -> str:\n    return f'{x!r}'  # comment\n",
+    "Größe naïve façade Ångström ﬁ ǅ İstanbul ß ẞ e\u0301",
+    "日本語のテキスト、中文文本。한국어 텍스트 ภาษาไทย नमस्ते दुनिया",
+    "Привет, мир! Καλημέρα κόσμε. שלום עולם مرحبا بالعالم",
+    "🙂👩‍👩‍👧‍👦🏳️‍🌈 \u200b\u200d\ufeff\u00a0\u3000x",
+    "x" * 300 + " " * 40 + "=" * 77 + "\n" * 12,
+    "\x00\x07\x1b[0m \ufffd \U0010fffd",
+)
+"""Texts in which tokenizers differ; every encoder is asked about them."""
+
+
+class EncodersDiffer(Exception):
+    """`gigatoken` does not give the ids of `tokenizers`; the message says where, or why it has none."""
+
+
+class FastEncoder:
+    """Encodes texts as the `tokenizers` object `oracle`, for which special tokens are text, with encoders of `gigatoken`.
+
+    Any number of threads may call it, `workers` at a time; each call uses an encoder of its own.
+    """
+
+    def __init__(self, content: bytes, oracle: Tokenizer, workers: int) -> None:
+        """`content` is the `tokenizer.json` of `oracle`. Raises EncodersDiffer if `gigatoken` does not read it."""
+        described = json.loads(content)
+        special = [token for token in described.get("added_tokens") or () if token["special"]]
+        described["added_tokens"] = [token for token in described.get("added_tokens") or () if not token["special"]]
+        for step in ("truncation", "padding", "post_processor"):
+            described[step] = None
+        self._content, self._oracle = json.dumps(described), oracle
+        self._idle: list[tuple[Any, int]] = []
+        """Encoders that no call uses, and the characters that each has encoded."""
+        self._turn = threading.Semaphore(workers)
+        """There are at most as many encoders as workers, because each takes some 0.1 GB and half a second to load."""
+        self._put_back(self._load(), 0)
+        self._most_resident = _resident() + workers * WORD_MEMORY
+        self.check([*HARD_TEXTS, *(f"a {token['content']}b" for token in special)])
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, uint32. Raises EncodersDiffer if an excerpt has other ids in `tokenizers`."""
+        step = max(len(texts) // EXCERPTS, 1)
+        self.check(_middle(text) for text in texts[::step][:EXCERPTS])
+        return self.ids(texts)
+
+    def check(self, texts: Iterable[str]) -> None:
+        """Raises EncodersDiffer if a text has other ids in `tokenizers`."""
+        asked = list(texts)
+        for text, ids, right in zip(asked, self.ids(asked), self._right(asked), strict=True):
+            if ids.tolist() != right:
+                raise EncodersDiffer(f"the ids of gigatoken are not those of tokenizers at {shorten(repr(text))}")
+
+    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text as `encode` has them, with no excerpt compared."""
+        known = [_is_known(text) for text in texts]
+        with self._turn:
+            encoder, encoded = self._idle.pop() if self._idle else (self._load(), 0)
+            with _as_difference():
+                rows = iter(_rows(encoder.encode_batch(list(compress(texts, known)), parallel=False)))
+            self._put_back(encoder, encoded + sum(map(len, texts)))
+            del encoder
+        others = iter(self._right([text for text, is_known in zip(texts, known, strict=True) if not is_known]))
+        return [next(rows) if is_known else np.array(next(others), dtype=np.uint32) for is_known in known]
+
+    def _right(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._oracle.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _put_back(self, encoder: Any, encoded: int) -> None:
+        """Keep an encoder for the next call, unless its words take too much memory."""
+        if encoded < LEAST_TEXT or _resident() < self._most_resident:
+            self._idle.append((encoder, encoded))
+
+    def _load(self) -> Any:
+        try:
+            import gigatoken
+        except ImportError as error:
+            reason = f"gigatoken cannot be imported ({error}), `pip install 'meshwright[data]'` installs it"
+            raise EncodersDiffer(reason) from None
+        with _as_difference():
+            return gigatoken.Tokenizer.from_json(self._content)
+
+
+def _is_known(text: str) -> bool:
+    """Whether Unicode 14 assigns every character of a text."""
+    if text.isascii():
+        return True
+    return bool(assigned()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)].all())
+
+
+def _middle(text: str) -> str:
+    start = max((len(text) - EXCERPT) // 2, 0)
+    return text[start : start + EXCERPT]
+
+
+def _rows(encoded: Any) -> list[np.ndarray]:
+    """The ids of each text in what `encode_batch` returns: a list of arrays where `awkward` is not installed."""
+    if isinstance(encoded, list):
+        return encoded
+    offsets, ids = encoded.layout.offsets.data, encoded.layout.content.data
+    return [ids[start:stop] for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
+
+
+@contextmanager
+def _as_difference() -> Iterator[None]:
+    """Raise what `gigatoken` raises, panics too, as EncodersDiffer."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).strip().split("\n")[0]
+        raise EncodersDiffer(f"gigatoken does not encode this ({shorten(reason)})") from None
+
+
+def _resident() -> int:
+    """Bytes of memory that this process uses now; where the system does not say, the most that it has used."""
+    status = Path("/proc/self/statm")
+    if status.exists():
+        return int(status.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
