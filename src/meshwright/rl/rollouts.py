@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,17 +94,18 @@ class Rollouts:
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
         """This rank's micro-batches of the step that begins at `sample`. Collective."""
         del skipped  # whole steps
-        begin = time.perf_counter()
+        begin = self._time()
         self._engine.replace_weights(self._handover.tensors())
-        handed_over = time.perf_counter()
+        handed_over = self._time()
         end = sample + self._prompts
         self._data.begin_step(range(sample, end))
         first, last = (
             sample + self._prompts * rank // self._ranks.size for rank in (self._ranks.rank, self._ranks.rank + 1)
         )
-        groups = self._ranks.run_on_all("sample answers", lambda: self._answers(range(first, last)))
-        sampled = time.perf_counter()
-        self._groups = [answers for of_rank in groups for answers in of_rank]
+        sampled = self._ranks.run_on_all("sample answers", lambda: self._answers(range(first, last)))
+        judged = time.perf_counter()
+        self._groups = [answers for of_rank, _ in sampled for answers in of_rank]
+        rollout_seconds = max(seconds for _, seconds in sampled)
         batch = batch_of(self._groups, self._rl, self._run.train.seq_len)
         batches = batch.micro_batches(self._micro_batch, self._mesh.data_rank, self._mesh.data_ranks)
         if self._reference is not None:
@@ -111,7 +113,8 @@ class Rollouts:
         self.empty = not len(batch.rows["tokens"])
         self._figures = batch.figures | {
             "handover_seconds": handed_over - begin,
-            "rollout_seconds": sampled - handed_over,
+            "rollout_seconds": rollout_seconds,
+            "rewards_seconds": max(judged - handed_over - rollout_seconds, 0.0),
         }
         return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
 
@@ -119,8 +122,11 @@ class Rollouts:
         """Figures of the step that was read last, with those of its loss, over all ranks. Collective; waits for the device."""
         return self._figures | Agreement.figures(self._ranks.run_on_all("add figures", self.objective.agreement.take))
 
-    def answers_to_read(self) -> tuple[str, list[dict[str, str | float | None]]]:
-        """A question of the step that was read last, and its answers with the highest and the lowest reward."""
+    def answers_to_read(self) -> dict[str, Any]:
+        """A question of the step that was read last, and its answers with the highest and the lowest reward.
+
+        `lengths` has, for each question of the step, its tokens and those of each answer.
+        """
         group = next((group for group in self._groups if len({answer.reward for answer in group}) > 1), self._groups[0])
         judged = sorted(group, key=lambda answer: -math.inf if answer.reward is None else answer.reward)
         shown = [judged[-1], judged[0]] if judged[-1].reward != judged[0].reward else judged[:1]
@@ -129,7 +135,8 @@ class Rollouts:
             {"answer": decode(each.tokens)[:MOST_CHARACTERS], "reward": each.reward, "outcome": each.outcome}
             for each in shown
         ]
-        return decode(group[0].prompt)[:MOST_CHARACTERS], answers
+        lengths = [[len(group[0].prompt), *(len(answer.tokens) for answer in group)] for group in self._groups]
+        return {"question": decode(group[0].prompt)[:MOST_CHARACTERS], "answers": answers, "lengths": lengths}
 
     @contextmanager
     def tempered(self, head: Head | None) -> Iterator[None]:
@@ -147,8 +154,15 @@ class Rollouts:
         """End the processes of the reward function."""
         self._rewards.close()
 
-    def _answers(self, prompts: range) -> list[list[Answer]]:
-        """The judged answers to these conversations' questions."""
+    def _time(self) -> float:
+        """Seconds of the clock when the device has done all its work; the engine's first step would wait for it too."""
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._mesh.device)
+        return time.perf_counter()
+
+    def _answers(self, prompts: range) -> tuple[list[list[Answer]], float]:
+        """The judged answers to these conversations' questions, and the seconds in which they were sampled."""
+        begin = time.perf_counter()
         answers: dict[int, Answer] = {}
         verdicts: dict[int, Future[Verdict]] = {}
         texts: dict[int, tuple[str, str]] = {}
@@ -171,6 +185,7 @@ class Rollouts:
             answer.truncated = update.stop_token is None
             question, reference = texts[update.number]
             verdicts[update.number] = self._rewards.submit(question, text, {"reference": reference})
+        sampled = time.perf_counter()
         while wait(verdicts.values(), timeout=1.0).not_done:  # the processes of the function have a limit of their own
             self.on_progress(next(actions))
         messages = []
@@ -179,7 +194,7 @@ class Rollouts:
             messages += [message] if message else []
         if messages:
             log.warning("rl.reward: %d answers got no reward; the first: %s", len(messages), messages[0])
-        return [[answers[number] for number in group] for group in numbers]
+        return [[answers[number] for number in group] for group in numbers], sampled - begin
 
     def _updates(self, actions: Iterator[int]) -> Iterator[Update]:
         """The updates of all steps of the engine."""

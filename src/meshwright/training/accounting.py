@@ -38,7 +38,11 @@ NOT_PREDICTED: Mapping[str, Any] = dict.fromkeys(
     ("step_seconds", "low_seconds", "high_seconds", "tokens_per_second_per_gpu", "mfu", "breakdown")
 )
 """Figures of a prediction that hold for steps of `train.global_batch` only, not for those that sample their answers."""
-SAMPLING = {"rollout_seconds": "sampling and judging", "handover_seconds": "hand-over of weights"}
+SAMPLING = {
+    "handover_seconds": "hand-over of weights",
+    "rollout_seconds": "sampling",
+    "rewards_seconds": "waiting for rewards",
+}
 """Figures of a step with `rl` in which the trainer waits, and their names for people."""
 
 

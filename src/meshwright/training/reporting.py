@@ -164,11 +164,11 @@ class Reporter:
         if self._progress:
             self._progress.note(text)
 
-    def answers(self, step: int, question: str, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Record some answers of a step with `rl`, for people to read."""
+    def answers(self, step: int, details: Mapping[str, Any]) -> None:
+        """Record some answers of a step with `rl`, for people to read, and the lengths of all."""
         if self._metrics:
             with self.writing():
-                self._metrics.write_answers(step, question, answers)
+                self._metrics.write_answers(step, details)
 
     def checkpoint(self, step: int, path: Path, text: str) -> None:
         """Report that the checkpoint of `step` is durable."""
