@@ -42,6 +42,9 @@ def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
             yield run.mistake(key, f"no such key, as {expected}", "none")
     if run("rl.kl.weight") and run("model.init") == "scratch":
         yield run.mistake("rl.kl.weight", "0, as model.init is scratch: there is no model to stay near", "0")
+    if (updates := run("rl.updates") or 1) > 1 and run("rl.correction") != "none":
+        expected = f"none, as rl.updates is {updates}: later updates change the probabilities too"
+        yield run.mistake("rl.correction", expected, "none")
     if run("rl.exact"):
         yield from _exact(run, model)
 

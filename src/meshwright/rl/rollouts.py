@@ -1,8 +1,9 @@
 """The steps of a run with reinforcement learning: questions of the corpus, answers of the model as it is now, and their rewards.
 
 A rollout takes the place of the loader's reader of steps, so that loop, checkpoints, rollback, supervision and reports stay as they are. A
-step that begins at sample n has conversations n … n + `train.global_batch` − 1. Its answers are a function of the weights, the seed, and
-these numbers: a run that was stopped goes on with the same bits.
+step that begins at sample n has conversations n … n + `train.global_batch` − 1. The answers of `rl.updates` such steps are sampled together:
+a batch. They are a function of the weights before the batch, the seed, and these numbers; a checkpoint within a batch has them. So a run
+that was stopped goes on with the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from meshwright.rl.handover import WeightHandover
 from meshwright.rl.objectives import Agreement, PolicyObjective
 from meshwright.rl.reference import Reference
 from meshwright.rl.rewards import RewardProcesses, Verdict
-from meshwright.rl.samples import Answer, batch_of
+from meshwright.rl.samples import Answer, batch_of, from_plain, to_plain
 from meshwright.serve.engine import Engine
 from meshwright.serve.failures import NotFinite
 from meshwright.serve.generation import Update
@@ -50,6 +51,10 @@ from meshwright.state.parts import StateParts
 from meshwright.workload.rollout_memory import rollout_options
 
 log = logging.getLogger("meshwright")
+KEPT_BATCHES = 2
+"""Batches of answers in memory: a checkpoint is described a step late."""
+ANSWERS = "answers"
+"""Key of a checkpoint's plain values."""
 MOST_CHARACTERS = 2000
 """Of a question or an answer that is recorded for people to read."""
 
@@ -87,40 +92,82 @@ class Rollouts:
         self.on_progress: Callable[[int], None] = lambda action: None
         """Called with a growing number at each step of the engine, and each second while verdicts are awaited."""
         self._figures: dict[str, float] = {}
+        self._sampled: dict[int, list[list[Answer]]] = {}
+        """Answers of the latest batches, by the first sample of each."""
         self._groups: list[list[Answer]] = []
+        """Those of the step that was read last."""
+        self._compares = True
+        """Whether this step's update is the first of its batch, whose probabilities the engine's should equal."""
         self.empty = False
         """Whether no answer of the step that was read last has a gradient."""
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
         """This rank's micro-batches of the step that begins at `sample`. Collective."""
         del skipped  # whole steps
-        begin = self._time()
-        self._engine.replace_weights(self._handover.tensors())
-        handed_over = self._time()
-        end = sample + self._prompts
-        self._data.begin_step(range(sample, end))
-        first, last = (
-            sample + self._prompts * rank // self._ranks.size for rank in (self._ranks.rank, self._ranks.rank + 1)
-        )
-        sampled = self._ranks.run_on_all("sample answers", lambda: self._answers(range(first, last)))
-        judged = time.perf_counter()
-        self._groups = [answers for of_rank, _ in sampled for answers in of_rank]
-        rollout_seconds = max(seconds for _, seconds in sampled)
+        first, end = self._batch_of(sample), sample + self._prompts
+        self._compares = first not in self._sampled
+        seconds = dict.fromkeys(("handover_seconds", "rollout_seconds", "rewards_seconds"), 0.0)
+        if self._compares:
+            self._sampled[first], seconds = self._sample(first)
+            for old in sorted(self._sampled)[:-KEPT_BATCHES]:
+                del self._sampled[old]
+        self._groups = self._sampled[first][sample - first : end - first]
         batch = batch_of(self._groups, self._rl, self._run.train.seq_len)
         batches = batch.micro_batches(self._micro_batch, self._mesh.data_rank, self._mesh.data_ranks)
         if self._reference is not None:
             batches = [self._reference.add_to(each, self._rl.temperature) for each in batches]
         self.empty = not len(batch.rows["tokens"])
-        self._figures = batch.figures | {
-            "handover_seconds": handed_over - begin,
-            "rollout_seconds": rollout_seconds,
-            "rewards_seconds": max(judged - handed_over - rollout_seconds, 0.0),
-        }
+        self._figures = batch.figures | seconds
         return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
 
     def end_step(self) -> dict[str, float]:
         """Figures of the step that was read last, with those of its loss, over all ranks. Collective; waits for the device."""
-        return self._figures | Agreement.figures(self._ranks.run_on_all("add figures", self.objective.agreement.take))
+        agreement = Agreement.figures(self._ranks.run_on_all("add figures", self.objective.agreement.take))
+        return self._figures | (agreement if self._compares else {"clipped": agreement["clipped"]})
+
+    def state(self, sample: int) -> dict[str, Any]:
+        """What a checkpoint needs so that the run goes on at `sample`: the answers of its batch, unless it is the first of one."""
+        first = self._batch_of(sample)
+        if sample == first or first not in self._sampled:
+            return {}
+        return {ANSWERS: {"first": first, "groups": to_plain(self._sampled[first])}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the answers of a checkpoint's plain values; those of other batches are sampled."""
+        self._sampled.clear()
+        if (stored := state.get(ANSWERS)) is None:
+            return
+        groups = from_plain(stored["groups"])
+        asked = self._rl.updates * self._prompts, self._rl.samples
+        if (len(groups), len(groups[0])) != asked or stored["first"] != self._batch_of(stored["first"]):
+            log.warning(
+                "the checkpoint's answers are not used: %d questions with %d answers each; this run has %d with %d",
+                *(len(groups), len(groups[0]), *asked),
+            )
+            return
+        self._sampled[stored["first"]] = groups
+
+    def _batch_of(self, sample: int) -> int:
+        """The first sample of the batch that `sample` is in."""
+        return sample - sample % (self._rl.updates * self._prompts)
+
+    def _sample(self, first: int) -> tuple[list[list[Answer]], dict[str, float]]:
+        """The judged answers of the batch that begins at `first`, on all ranks, and the seconds of each part. Collective."""
+        begin = self._time()
+        self._engine.replace_weights(self._handover.tensors())
+        handed_over = self._time()
+        prompts, ranks = self._rl.updates * self._prompts, self._ranks
+        self._data.begin_step(range(first, first + prompts))
+        own = range(*(first + prompts * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)))
+        sampled = ranks.run_on_all("sample answers", lambda: self._answers(own))
+        judged = time.perf_counter()
+        rollout_seconds = max(seconds for _, seconds in sampled)
+        seconds = {
+            "handover_seconds": handed_over - begin,
+            "rollout_seconds": rollout_seconds,
+            "rewards_seconds": max(judged - handed_over - rollout_seconds, 0.0),
+        }
+        return [group for of_rank, _ in sampled for group in of_rank], seconds
 
     def answers_to_read(self) -> dict[str, Any]:
         """A question of the step that was read last, and its answers with the highest and the lowest reward.

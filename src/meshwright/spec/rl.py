@@ -57,6 +57,9 @@ class RlSpec:
     """How answers are judged."""
     samples: Annotated[int, Bound(at_least=2)] = 8
     """Answers to each of the `train.global_batch` prompts of a step, which are compared with each other."""
+    updates: Positive = 1
+    """Steps whose answers are sampled together, by the weights before the first of them: mini-batches of one batch of answers. The batch
+    has `updates` times `train.global_batch` prompts, and each step is one update by the answers to its own prompts."""
     new_tokens: Positive = 256
     """Tokens of an answer at most; an answer without an end by then is truncated."""
     temperature: Annotated[float, Bound(more_than=0)] = 1.0

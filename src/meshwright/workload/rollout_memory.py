@@ -20,7 +20,7 @@ def rollout_options(run: RunSpec, ranks: int) -> EngineOptions:
     has 1 + 128 · 65 blocks.
     """
     assert run.rl is not None
-    prompts = -(-run.train.global_batch // ranks)
+    prompts = -(-run.train.global_batch * run.rl.updates // ranks)
     requests = min(MOST_REQUESTS, prompts * run.rl.samples)
     context = min(run.train.seq_len + 1, run.model.max_seq_len)
     sizes = EngineOptions(sequences=requests, context=context, invariant=run.rl.exact, texts=False)
