@@ -1,9 +1,9 @@
 """The steps of a run with reinforcement learning: questions of the corpus, answers of the model as it is now, and their rewards.
 
 A rollout takes the place of the loader's reader of steps, so that loop, checkpoints, rollback, supervision and reports stay as they are. A
-step that begins at sample n has conversations n … n + `train.global_batch` − 1. The answers of `rl.updates` such steps are sampled together:
-a batch. They are a function of the weights before the batch, the seed, and these numbers; a checkpoint within a batch has them. So a run
-that was stopped goes on with the same bits.
+step that begins at sample n has conversations n … n + `train.global_batch` − 1. The answers of `rl.updates` such steps are a batch and
+sampled together. They are a function of the weights before the batch, the seed, and these numbers; a checkpoint within a batch has them.
+So a run that was stopped goes on with the same bits.
 """
 
 from __future__ import annotations
