@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from meshwright.observe.prediction_account import WARM_UP, account_lines, read_account
 from meshwright.parallel.world import World
 from meshwright.spec.run import Assignment
 from tests.distributed.cases_training import Seen, run
@@ -15,7 +17,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_training import merge_tensors, same_bits, trained
 from tests.rl.corpus import make_questions
 from tests.slow import quick_first
-from tests.training.tiny import prepared, ranks, staged
+from tests.training.tiny import cpu_profile, prepared, ranks, staged
 
 
 @pytest.fixture(scope="session")
@@ -141,3 +143,52 @@ def test_layouts_sample_the_same_answers(pool: Pool, questions: Path, tmp_path: 
         seen[name] = [figures(results, figure)[0] for figure in ("reward", "answer_tokens", "truncated")]
         seen[name].append(pytest.approx(figures(results, "loss")[0], rel=1e-4, abs=1e-6))
     assert seen["one"] == seen["four"] == seen["tensor"]
+
+
+def test_the_account_compares_each_phase(pool: Pool, questions: Path, tmp_path: Path) -> None:
+    """With a profile of the processor hand-over, sampling and training are predicted; the time of rewards never is."""
+    profile = cpu_profile(tmp_path / "profile.json")
+    seen = {}
+    for name, words in {"plain": [], "profile": [f"cluster.profile={profile}"]}.items():
+        trained(pool, questions, tmp_path / name, *ranks(2), "train.steps=10", "rl.updates=2", *words)
+        lines = map(json.loads, next((tmp_path / name).rglob("metrics.jsonl")).read_text().splitlines())
+        records = list(lines)
+        seen[name] = read_account([record for record in records if record["kind"] == "account"][-1])
+        steps = [record["step_seconds"] for record in records if record["kind"] == "step" and record["step"] > WARM_UP]
+        assert seen[name].step_seconds.measured == pytest.approx(sum(steps) / len(steps))
+        assert sum(part.measured_seconds for part in seen[name].parts) == pytest.approx(
+            seen[name].step_seconds.measured
+        )
+    names = ["hand-over of weights", "sampling", "waiting for rewards", "training"]
+    assert all([part.name for part in account.parts] == names for account in seen.values())
+    assert [part.known for part in seen["plain"].parts] == [False] * 4 and seen["plain"].step_seconds.predicted is None
+    assert account_lines(seen["plain"], "run")[2].endswith("; not predicted")
+    assert "CPU times are not predicted without a profile" in account_lines(seen["plain"], "run")[0]
+    parts = seen["profile"].parts
+    assert [part.known for part in parts] == [True, True, False, True]
+    assert all(part.predicted_seconds > 0 for part in parts if part.known)
+    assert seen["profile"].step_seconds.predicted == pytest.approx(sum(part.predicted_seconds for part in parts))
+
+
+SEEDS, LAYOUTS = (1, 2, 3), {"one": ranks(1), "two": ranks(2), "tensor": PLANS["tensor"]}
+
+
+@pytest.mark.slow
+def test_reward_curves_of_layouts_agree_within_their_spread(pool: Pool, questions: Path, tmp_path: Path) -> None:
+    """Once rounding has decided a draw otherwise, runs have other answers; their rewards rise alike."""
+    words = ["train.steps=60", "train.learning_rate=5e-3", "rl.samples=8", "train.min_learning_rate=1"]
+    curves = np.array(
+        [
+            [
+                figures(trained(pool, questions, tmp_path / f"{name}-{seed}", *plan, *words, f"seed={seed}"), "reward")
+                for seed in SEEDS
+            ]
+            for name, plan in LAYOUTS.items()
+        ]
+    )
+    blocks = curves.reshape(len(LAYOUTS), len(SEEDS), 6, 10).mean(-1)
+    means, spread = blocks.mean(1), np.sqrt(blocks.var(1, ddof=1).mean(0))
+    print(json.dumps({"means": means.round(4).tolist(), "spread": spread.round(4).tolist()}))
+    assert (means[:, -1] - means[:, 0] > 3 * spread[[0, -1]].max()).all()  # all have learned
+    assert (np.abs(means - means.mean(0)) < 2.5 * spread * np.sqrt(1 / len(SEEDS))).all()
+    assert len({tuple(curve) for curve in curves.reshape(-1, 60)}) == 9

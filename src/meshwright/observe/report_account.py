@@ -85,6 +85,10 @@ def _remarks(account: Account) -> str:
         sentences.append(
             f"Parts, predicted above measured, are from the timeline of steps {account.recorded[0]:,} to {account.recorded[1]:,}."
         )
+    elif account.samples:
+        sentences.append(
+            "A step's time and its parts, predicted above measured, are means; the prediction is for the lengths of the answers."
+        )
     elif account.parts:
         sentences.append(
             "Parts, predicted above measured, are means over the middle half of the steps. Phases cannot tell communication that no "
@@ -105,6 +109,7 @@ def _bars(account: Account) -> str:
 
 def _part(part: Part, top: float) -> str:
     expected, measured = (_seconds(seconds) for seconds in (part.predicted_seconds, part.measured_seconds))
+    expected = expected if part.known else "not known"
     return f"""<p class="bar-label"><span>{escape(part.name)}</span><span>predicted <b>{expected}</b> measured <b>{measured}</b></span></p>
 <div class="bar slim">{_stacked_bar(part.predicted, top)}</div><div class="bar slim last">{_stacked_bar(part.measured, top)}</div>"""
 

@@ -20,7 +20,7 @@ from meshwright.planner.reprice import predict
 from meshwright.simulator.serve_simulation import simulate
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, ServeLimits, TimedRequest
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.model import parameter_count, parameters
+from meshwright.spec.model import parameter_count, parameters, without_adapter
 from meshwright.spec.plan import Plan
 from meshwright.spec.rl import RlSpec
 from meshwright.spec.run import RunSpec
@@ -85,11 +85,11 @@ def rl_seconds(run: RunSpec, plan: Plan, lengths: Lengths | None = None, rows: i
 def expected_lengths(rl: RlSpec, prompts: int, seq_len: int) -> Lengths:
     """Lengths of a batch before any is known: geometric ones of the mean that `rl` presumes, cut at `rl.new_tokens`, in a random order.
 
-    Example: of 512 answers with a mean of 128 the longest has 890 tokens.
+    Example: of 512 answers with a mean of 128 tokens and no limit near, the longest has 888.
     """
     count = prompts * rl.updates * rl.samples
-    mean = rl.presumed_answer or max(rl.new_tokens / 2, 1.0)
-    prompt = rl.presumed_prompt or max((seq_len - rl.new_tokens) // 2, 1)
+    mean = min(rl.presumed_answer or rl.new_tokens / 2, rl.new_tokens)
+    prompt = rl.presumed_question or max((seq_len - rl.new_tokens) // 2, 1)
     scale = _scale(mean, rl.new_tokens)
     tokens = [
         min(max(math.ceil(-scale * math.log1p(-(number + 0.5) / count)), 1), rl.new_tokens) for number in range(count)
@@ -112,14 +112,14 @@ def _rollout(run: RunSpec, plan: Plan, lengths: Lengths) -> float:
     ranks, options = plan.ranks, rollout_options(run, plan.ranks)
     shares = [lengths[len(lengths) * rank // ranks : len(lengths) * (rank + 1) // ranks] for rank in range(ranks)]
     share = max(shares, key=lambda share: max((max(answers) for _, *answers in share), default=0))
-    first, later = [], []
-    for number_, (question, *answers) in enumerate(share):
-        blocks = tuple(number_ * run.train.seq_len + block for block in range(-(-question // PREFIX_BLOCK)))
-        requests = [TimedRequest(0.0 if not row else LATER, question, each, blocks) for row, each in enumerate(answers)]
-        first += requests[:1]
-        later += requests[1:]
+    first: list[TimedRequest] = []
+    later: list[TimedRequest] = []
+    for place, (question, *answers) in enumerate(share):
+        blocks = tuple(place * run.train.seq_len + block for block in range(-(-question // PREFIX_BLOCK)))
+        first.append(TimedRequest(0.0, question, answers[0], blocks))
+        later += (TimedRequest(LATER, question, answer, blocks) for answer in answers[1:])
     try:
-        costs = ServeCosts(run.model if run.model.adapter is None else replace(run.model, adapter=None), run.cluster, settings=options)
+        costs = ServeCosts(without_adapter(run.model), run.cluster, settings=options)
         deployment = Deployment(instances=(InstanceSpec(token_budget=options.step_tokens),))
         return simulate(deployment, [*first, *later], costs, NO_LIMITS).seconds
     except OutOfResources as error:
@@ -132,7 +132,9 @@ def _handover(run: RunSpec, plan: Plan) -> float:
     if prices is None:
         raise BadInput(unpredicted_message(run.cluster))
     written = parameter_count(run.model) * bytes_of(plan.precision.compute)
-    read = parameter_count(run.model) * (STEP_WEIGHTS if run.model.adapter is None else bytes_of(plan.precision.compute))
+    read = parameter_count(run.model) * (
+        STEP_WEIGHTS if run.model.adapter is None else bytes_of(plan.precision.compute)
+    )
     seconds = (read + written) / number(prices.machine.hbm) + COPY_SECONDS * len(parameters(run.model))
     if plan.ranks > 1:
         rate = (port_rate if run.cluster.nodes > 1 else link_rate)(prices.machine, prices.constants)

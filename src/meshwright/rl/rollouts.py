@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ from meshwright.workload.rollout_memory import rollout_options
 log = logging.getLogger("meshwright")
 KEPT_BATCHES = 2
 """Batches of answers in memory: a checkpoint is described a step late."""
+RECENT_STEPS = 4
+"""Steps for whose answers the account of a run predicts its times."""
 ANSWERS = "answers"
 """Key of a checkpoint's plain values."""
 MOST_CHARACTERS = 2000
@@ -98,6 +101,8 @@ class Rollouts:
         """Those of the step that was read last."""
         self._compares = True
         """Whether this step's update is the first of its batch, whose probabilities the engine's should equal."""
+        self.recent: deque[tuple[list[list[int]], int]] = deque(maxlen=RECENT_STEPS)
+        """Of the latest steps: tokens of each question of their batch and of its answers, and the rows that trained."""
         self.empty = False
         """Whether no answer of the step that was read last has a gradient."""
 
@@ -117,6 +122,7 @@ class Rollouts:
         if self._reference is not None:
             batches = [self._reference.add_to(each, self._rl.temperature) for each in batches]
         self.empty = not len(batch.rows["tokens"])
+        self.recent.append((_lengths(self._sampled[first]), len(batch.rows["tokens"])))
         self._figures = batch.figures | seconds
         return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
 
@@ -182,8 +188,8 @@ class Rollouts:
             {"answer": decode(each.tokens)[:MOST_CHARACTERS], "reward": each.reward, "outcome": each.outcome}
             for each in shown
         ]
-        lengths = [[len(group[0].prompt), *(len(answer.tokens) for answer in group)] for group in self._groups]
-        return {"question": decode(group[0].prompt)[:MOST_CHARACTERS], "answers": answers, "lengths": lengths}
+        question = decode(group[0].prompt)[:MOST_CHARACTERS]
+        return {"question": question, "answers": answers, "lengths": _lengths(self._groups)}
 
     @contextmanager
     def tempered(self, head: Head | None) -> Iterator[None]:
@@ -296,6 +302,11 @@ def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, temperature:
     allocate(model.to(dtype).requires_grad_(False), device)
     model.head.factor /= temperature
     return Engine(model, None, rollout_options(run, ranks))
+
+
+def _lengths(groups: Sequence[Sequence[Answer]]) -> list[list[int]]:
+    """Tokens of each question, then of its answers."""
+    return [[len(group[0].prompt), *(len(answer.tokens) for answer in group)] for group in groups]
 
 
 def _seed(seed: int, sample: int) -> int:
