@@ -102,7 +102,8 @@ class Generation:
             return True
         self._tokens.append(token)
         if logprob is not None and self.sampling.logprobs:
-            self._logprobs.append(logprob._replace(top=logprob.top[: self.sampling.top_logprobs]))
+            wanted = self.sampling.top_logprobs
+            self._logprobs.append(logprob._replace(top=logprob.top[:wanted]) if len(logprob.top) > wanted else logprob)
         if self.matcher is not None:
             self.matcher.advance(token)
         if self._stream is not None:

@@ -108,11 +108,10 @@ class InvariantSampler(Sampler):
     def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
         """See `Sampler.logprobs`."""
         if logits.is_cuda:
-            most = max(self._logprobs, default=0)
-            chosen, none = finite(log_probabilities_of_logits(logits, tokens.long())), logits.new_empty(len(logits), 0)
-            return (
-                super().logprobs(logits, tokens)._replace(chosen=chosen) if most else TokenLogprobs(chosen, none, none)
-            )
+            found = super().logprobs(logits, tokens)
+            if not found.top.shape[1]:
+                return found
+            return found._replace(chosen=finite(log_probabilities_of_logits(logits, tokens.long())))
         if not len(logits):
             return super().logprobs(logits, tokens)
         pairs = zip(logits.split(1), tokens.split(1), strict=True)

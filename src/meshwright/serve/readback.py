@@ -57,6 +57,8 @@ class LaunchedStep:
         """The log probabilities of so many tokens, after `read`; None for each if no request wants them."""
         if self.logprobs is None:
             return [None] * tokens
+        if not self.logprobs.top.shape[1]:
+            return [TokenLogprob(p, ()) for p in self.logprobs.chosen.tolist()]
         chosen, top_tokens, top = (values.tolist() for values in self.logprobs)
         return [
             TokenLogprob(p, tuple(zip(*pairs, strict=True))) for p, *pairs in zip(chosen, top_tokens, top, strict=True)
@@ -100,4 +102,6 @@ class TokenReadback:
 
 
 def _to_pinned_memory(values: Tensor) -> Tensor:
+    if not values.numel():
+        return torch.empty_like(values, device="cpu")
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.kernels.likeliest import keep_likeliest
+from meshwright.kernels.loss import log_probabilities_of_logits
 from meshwright.kernels.token_draw import draw_from_scores
 from meshwright.serve.device_tables import MirroredTable, WideTable, copy_to_device
 from meshwright.serve.excluded_tokens import ExcludedTokens
@@ -165,8 +166,13 @@ class Sampler:
 
     def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
         """Log probabilities of the tokens `(samples,)` taken from logits `(samples, vocab)`, and of the likeliest ones."""
+        most = min(max(self._logprobs, default=0), self._vocab)
+        if not most:  # one pass over the logits
+            chosen = log_probabilities_of_logits(logits, tokens.long())
+            none = chosen.new_empty(len(chosen), 0)
+            return TokenLogprobs(finite(chosen), none.long(), none)
         logprobs = logits.float().log_softmax(1)
-        top, top_tokens = logprobs.topk(min(max(self._logprobs, default=0), self._vocab), dim=1)
+        top, top_tokens = logprobs.topk(most, dim=1)
         chosen = logprobs.gather(1, tokens.long()[:, None])[:, 0]
         return TokenLogprobs(finite(chosen), top_tokens, finite(top))
 
