@@ -120,13 +120,15 @@ class PreferenceRun:
         missing = [each.missing(found) for each, found in zip(wanted, stored, strict=True)]
         if any(len(windows) for windows in missing):
             self._load()
+            tokens = session.plan.batch.micro_batch * session.run.train.seq_len * session.mesh.data_ranks
+            rate = PassRate(tokens)
             with self._acting(on_action):
                 for each, found, windows in zip(wanted, stored, missing, strict=True):
-                    self._compute(each, found, windows)
+                    self._compute(each, found, windows, rate)
             ranks.run_on_first("writing log-probabilities", lambda: self._write(wanted, stored, weights))
             self._restore()
             count = sum(len(each.layout.answers_of(windows)) for each, windows in zip(wanted, missing, strict=True))
-            self.note = f"reference log-probabilities of {count:,} answers computed in {time.monotonic() - began:.1f} s"
+            self.note = f"reference log-probabilities of {count:,} answers computed in {time.monotonic() - began:.1f} s{rate.words}"
         for each, found in zip(wanted, stored, strict=True):
             each.source.reference, each.source.mismatched_reference = found["answers"], found.get("mismatched")
 
@@ -188,7 +190,7 @@ class PreferenceRun:
         if session.run.model.adapter is not None and self._spec.reference != START:
             session.base = load_base(session.engine, session.run.model, session.run.model.init, session.run.seed)
 
-    def _compute(self, wanted: _Wanted, found: Mapping[str, np.ndarray], windows: np.ndarray) -> None:
+    def _compute(self, wanted: _Wanted, found: Mapping[str, np.ndarray], windows: np.ndarray, rate: PassRate) -> None:
         """Compute the log-probabilities of the answers in these windows, and put them into `found`. Collective."""
         session, device = self._session, self._session.world.device
         sums = {name: torch.zeros(wanted.documents, dtype=torch.float64, device=device) for name in self._names}
@@ -198,6 +200,7 @@ class PreferenceRun:
                 for batch, values in _log_probabilities(session, given):
                     present = batch.columns["signs"] != 0
                     total.index_add_(0, batch.columns["answers"][present], answers_of(values, batch).totals[present])
+            rate.end_pass(len(batches))
         numbers = wanted.layout.answers_of(windows)
         for name, total in sums.items():
             whole = session.mesh.sum_over_all(counted_once(total, session.mesh)).cpu().numpy()
@@ -237,6 +240,28 @@ def evaluate_pairs(model: Decoder, held_out: HeldOut, *, micro_batch: int, devic
     means = {f"{name}_logprob": float(found[f"{name}_reward"]) / PAIRS.scale for name in ("chosen", "rejected")}
     shown = {name: found[name] for name in ("pairs", "likelier", "chosen_tokens", "rejected_tokens")}
     return Evaluation(-means["chosen_logprob"], round(counts.tokens), None, preferences=shown | means)
+
+
+class PassRate:
+    """The rate of forward passes, without the first, in which kernels may be compiled; `tokens` are those of a micro-batch on all ranks."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens, self._counted, self._first, self._last = tokens, 0, 0.0, 0.0
+
+    def end_pass(self, micro_batches: int) -> None:
+        """Count a pass whose results the host has waited for."""
+        self._last = time.monotonic()
+        if self._first:
+            self._counted += micro_batches
+        else:
+            self._first = self._last
+
+    @property
+    def words(self) -> str:
+        """The rate for people; empty with one pass."""
+        if not self._counted:
+            return ""
+        return f", {self._counted * self._tokens / (self._last - self._first):,.0f} tokens/s after the first pass"
 
 
 SPARE_STEPS = 16
