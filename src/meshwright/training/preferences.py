@@ -49,7 +49,8 @@ class PreferenceRun:
         self.objective = PreferenceObjective(spec, session.data.order.names, device)
         self._held_out = None
         if session.held_out is not None:
-            self._held_out = PreferenceObjective(spec, session.held_out.source.order.names, device)
+            names = session.held_out.source.order.names
+            self._held_out = PreferenceObjective(spec, names, device, calibrates=True)
         self.note: str | None = None
         """A sentence about the log-probabilities of the reference that this start has computed."""
 
@@ -218,25 +219,31 @@ class PreferenceRun:
 
 PAIRS = PreferenceSpec(loss="simpo", too_long="leave_out")
 """Reads pairs to compare their answers without a reference."""
+SCORED_PAIRS = PreferenceSpec(loss="reward", too_long="leave_out")
+"""Reads pairs to compare the scores that a reward model gives their answers."""
 
 
 @torch.no_grad()
 def evaluate_pairs(model: Decoder, held_out: HeldOut, *, micro_batch: int, device: torch.device) -> Evaluation:
     """How often a whole model finds the chosen answer of a pair likelier per token; the loss is that of chosen answers, nat per token.
 
-    `held_out` was opened with `PAIRS`.
+    Of a reward model: how often it has the higher score, the loss of pairs, and how well its probabilities are calibrated.
+    `held_out` was opened with `PAIRS`, for a reward model with `SCORED_PAIRS`.
     """
-    objective = PreferenceObjective(PAIRS, held_out.source.order.names, device)
-    tied = model.embed.weight if model.head.weight is None else None
+    spec = SCORED_PAIRS if model.spec.head == "score" else PAIRS
+    objective = PreferenceObjective(spec, held_out.source.order.names, device, calibrates=True)
+    tied, loss = model.embed.weight if model.spec.tied else None, torch.zeros((), dtype=torch.float64, device=device)
     for indices in held_out.samples.values():
         size = {"micro_batch": micro_batch, "at_once": 1}
         for batches in window_passes(_Drawn(held_out, indices), len(indices), device, rank=0, ranks=1, **size):
             for batch in batches:
                 assert batch.targets is not None
                 hidden = model.hidden(batch.tokens, batch.positions, batch.documents)
-                objective.loss(model.head.log_probabilities(hidden, batch.targets, tied), batch)
+                loss += objective.loss(model.head.log_probabilities(hidden, batch.targets, tied), batch)
     sums = objective.take().tolist()
     found, counts = objective.figures(sums), objective.counts(sums)
+    if spec.scores:
+        return Evaluation(loss.item() / max(counts.judged, 1), round(counts.tokens), None, preferences=found)
     means = {f"{name}_logprob": float(found[f"{name}_reward"]) / PAIRS.scale for name in ("chosen", "rejected")}
     shown = {name: found[name] for name in ("pairs", "likelier", "chosen_tokens", "rejected_tokens")}
     return Evaluation(-means["chosen_logprob"], round(counts.tokens), None, preferences=shown | means)
