@@ -158,8 +158,10 @@ def merged(read_rows: ReadRows, deltas: Deltas) -> ReadRows:
     """`read_rows` of a base, of the base with its adapters: sums in fp32, which the reader rounds once to what it keeps."""
 
     def read(parameter: ParameterSpec, start: int, stop: int) -> Tensor:
-        rows = read_rows(parameter, start, stop)
         own = deltas.get(parameter.name, ())
+        if parameter.name == SCORE and own:  # the base may be a language model, which has none
+            return own[0].a[start:stop]
+        rows = read_rows(parameter, start, stop)
         if not own or not rows.numel():
             return rows
         # Rows of experts follow one another.

@@ -35,7 +35,7 @@ class Initial:
     notes: tuple[str, ...] = ()
     """Sentences for the user: settings in the folder's config.json that this program ignores, or damaged newer checkpoints."""
     without_score: bool = False
-    """Whether the model has a score's weight and these weights do not: they are a language model's, and rows of it are read as 0."""
+    """Whether these are a language model's weights for a model with a score, whose own weight they do not have."""
 
 
 @contextmanager
@@ -71,11 +71,7 @@ def _initial(
     _check_shapes(
         named, spec, {name: shape for name, shape in shapes.items() if name != "head.weight"} | {SCORE: ours[SCORE]}
     )
-
-    def read(parameter: ParameterSpec, start: int, stop: int) -> torch.Tensor:
-        return torch.zeros(stop - start, spec.hidden) if parameter.name == SCORE else read_rows(parameter, start, stop)
-
-    return Initial(read, notes, without_score=True)
+    return Initial(read_rows, notes, without_score=True)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from meshwright.families.adapters import shortened
 from meshwright.families.folder import HFTensor, hf_tensors, read_json
 from meshwright.families.registry import FAMILIES
 from meshwright.spec.errors import BadInput, Damaged, nearest, shorten
-from meshwright.spec.model import SCORE, ModelSpec, without_adapter
+from meshwright.spec.model import SCORE, ModelSpec, with_score, without_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -107,6 +107,8 @@ def read_peft(folder: Path, spec: ModelSpec) -> StoredAdapter:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise Damaged(f"{path}: cannot be read ({error}); copy the file again") from error
+    if f"{PREFIX}score.weight" in tensors:
+        spec = with_score(spec)
     deltas = _deltas(tensors, without_adapter(spec), config, path)
     return StoredAdapter(deltas, metadata.get(DIGEST), tuple(notes))
 

@@ -23,7 +23,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces
 from meshwright.spec.layout import WHOLE, Part
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
+from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters, with_score, without_adapter
 from meshwright.spec.weight_scheme import FP8_BLOCK, LayerFormat
 
 log = logging.getLogger("meshwright")
@@ -168,7 +168,8 @@ def _with_adapter(base: StoredModel, adapter: Path | None, folder: Path) -> Stor
         log.warning("%s", note)
     if stored.base is not None:
         check_base(stored.base, base_digest(base.spec, base.read_rows), str(adapter), str(folder))
-    return replace(base, read_rows=merged(base.read_rows, stored.deltas), quantised=None)
+    spec = with_score(base.spec) if SCORE in stored.deltas else base.spec
+    return replace(base, spec=spec, read_rows=merged(base.read_rows, stored.deltas), quantised=None)
 
 
 def open_adapter(folder: Path, spec: ModelSpec) -> StoredAdapter:

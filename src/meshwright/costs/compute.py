@@ -231,7 +231,9 @@ def layer_times(
     loss_seconds = tokens * shape.outputs / tensor_ranks * k.logit_bytes / memory_rate
     # The weight gradient of each chunk of logits is added to an fp32 sum, which is rounded at the end (kernels.loss).
     gradient_bytes = HEAD_ROUNDING_BYTES + HEAD_SUM_BYTES * np.ceil(tokens / layout.loss_chunk)
-    sum_seconds = shape.outputs * shape.hidden / tensor_ranks * gradient_bytes * k.own_engine / memory_rate * (1 - shape.frozen)
+    sum_seconds = (
+        shape.outputs * shape.hidden / tensor_ranks * gradient_bytes * k.own_engine / memory_rate * (1 - shape.frozen)
+    )
     embed = tokens * shape.hidden * 12 / memory_rate
     padded_vocab = np.where(np.mod(shape.outputs / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
     before_gradients = layout.objective * (logits.forward + OBJECTIVE_LOGITS * loss_seconds)

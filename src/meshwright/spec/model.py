@@ -591,6 +591,11 @@ def without_adapter(spec: ModelSpec) -> ModelSpec:
     return spec if spec.adapter is None else replace(spec, adapter=None)
 
 
+def with_score(spec: ModelSpec) -> ModelSpec:
+    """The model with a head that gives a score."""
+    return replace(spec, head="score", tied=False)
+
+
 def adapter_targets(spec: ModelSpec) -> tuple[str, ...]:
     """Our names of the linear layers that can have an adapter, and of their fused parts."""
     tables = (block.table() for block in without_adapter(spec).block_kinds)
