@@ -1,7 +1,7 @@
 """Low-rank adapters beside the weights that they belong to: merged weights, and the digest that names a base.
 
-A checkpoint of a run with adapters has these alone, and a score's weight, which such a run trains too. The frozen weights are those that `model.init` names; the checkpoint has a digest of
-them, so that adapters are never put beside other weights.
+A checkpoint of a run with adapters has these alone, and a score's weight, which such a run trains too. The frozen weights are those that
+`model.init` names; the checkpoint has a digest of them, so that adapters are never put beside other weights.
 """
 
 from __future__ import annotations

@@ -459,8 +459,9 @@ class DataSource:
         """Columns of windows of preferences, for at most A answers in each: document k of a window is its answer k.
 
         `answers` `(samples, A)` int64: their numbers in the source, -1 for none; `signs` `(samples, A)` float32: 1, -1, or 0 for none;
-        `sources` `(samples,)` int64. `scores` `(samples, A)` float64 where a reward model reads those of the data. With references `reference` `(samples, A)` float64. With `mismatched`: `mismatched_tokens`,
-        `_targets`, `_positions` and `_documents` `(samples, seq)` int64, and `mismatched_reference`.
+        `sources` `(samples,)` int64. `scores` `(samples, A)` float64 where a reward model reads those of the data. With references
+        `reference` `(samples, A)` float64. With `mismatched`: `mismatched_tokens`, `_targets`, `_positions` and `_documents`
+        `(samples, seq)` int64, and `mismatched_reference`.
         """
         count, rows = self._answers, []
         for source, window in places:
