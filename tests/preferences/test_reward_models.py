@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,8 @@ def test_held_out_accuracy_and_calibration_equal_the_formulas(rewarded: Path, pa
 def expected_error(margins: np.ndarray) -> float:
     """Expected calibration error over bins of the probability, between 1/2 and 1, of the answer with the higher score."""
     sure, right = 1 / (1 + np.exp(-np.abs(margins))), margins > 0
-    edges, error = np.linspace(0.5, 1, BINS + 1), 0.0
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    error = 0.0
+    for low, high in pairwise(np.linspace(0.5, 1, BINS + 1)):
         inside = (sure >= low) & ((sure < high) | (high == 1))
         if inside.any():
             error += inside.mean() * abs(right[inside].mean() - sure[inside].mean())

@@ -117,10 +117,10 @@ def _of_pairs(result: Evaluation) -> str:
     figures = result.preferences
     lengths = f"{figures['chosen_tokens']:.1f} and {figures['rejected_tokens']:.1f} tokens"
     if "calibration_error" in figures:
-        rewards = f"{figures['chosen_reward']:.3f} and {figures['rejected_reward']:.3f}"
+        rewards = f"{figures['chosen_reward']:.3f} and {figures['rejected_reward']:.3f}, {lengths}"
         return (
             f"the chosen answer has the higher score in {figures['accuracy']:.1%} of {figures['pairs']:,.0f} pairs, loss "
-            f"{result.loss:.4f}, calibration error {figures['calibration_error']:.3f}\n  chosen and rejected answers: mean score {rewards}, {lengths}"
+            f"{result.loss:.4f}, calibration error {figures['calibration_error']:.3f}\n  chosen and rejected answers: mean score {rewards}"
         )
     logprobs = f"{figures['chosen_logprob']:.4f} and {figures['rejected_logprob']:.4f} nats per token"
     return (

@@ -14,6 +14,7 @@ from meshwright.data.text_format import folder_special_tokens, known_text_format
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.kernels.score import scores
 from meshwright.models.decoder import Decoder
+from meshwright.serve.weights import check_same_model, open_newer
 from meshwright.spec.model import SCORE, ModelSpec
 
 MOST_TOKENS = 1 << 15
@@ -23,8 +24,8 @@ MOST_TOKENS = 1 << 15
 class RewardScorer:
     """A reward model. A text's score is read at its last token.
 
-    Texts are those of the chat template. Behind an answer and its end token a template may write more, `after_answer`: the score was
-    trained behind that, so that who has the tokens of an answer alone appends these first. As in transformers, tokens at the end of a text that
+    Texts are those of the chat template, which may write more behind an answer and its end token: `after_answer`. The score was trained
+    behind that, so that who has the tokens of an answer alone appends these first. As in transformers, tokens at the end of a text that
     are `pad` (`pad_token_id` of a Hugging Face folder) do not belong to it.
     """
 
@@ -32,7 +33,7 @@ class RewardScorer:
         self, model: Decoder, after_answer: tuple[int, ...], pad: int | None, tokenizer_digest: str | None
     ) -> None:
         """`tokenizer_digest` is that of `TextFormat`; None if the folder has no tokenizer."""
-        self._model = model
+        self._model, self._whole = model, True
         self.after_answer, self.pad, self.tokenizer_digest = after_answer, pad, tokenizer_digest
 
     @property
@@ -48,6 +49,8 @@ class RewardScorer:
                 raise ValueError(f"text {number} has {len(sequence)} tokens: expected 1 to {self.spec.max_seq_len}")
             if min(sequence) < 0 or max(sequence) >= self.spec.vocab_size:
                 raise ValueError(f"text {number} has token {max(sequence)}: expected 0 to {self.spec.vocab_size - 1}")
+        if not self._whole:
+            raise ValueError("the weights were not read to their end; load weights again")
         found, device = [0.0] * len(sequences), self._model.embed.weight.device
         for batch in _batches([len(sequence) for sequence in sequences]):
             longest = len(sequences[batch[0]])
@@ -60,14 +63,31 @@ class RewardScorer:
                 found[index] = value
         return found
 
+    def load_weights(self, folder: Path) -> None:
+        """Use newer weights of the same model. Raises BadInput for another one, Damaged for damaged files.
+
+        If reading fails after all files were verified, scores are refused until weights are loaded.
+        """
+        with open_newer(folder) as stored:
+            check_same_model(self.spec, stored.spec, folder)
+            stored.verify()
+            self._whole = False
+            stored.copy_to(self._model)
+            self._whole = True
+
     def _last(self, sequence: Sequence[int]) -> int:
         """The place of the token at which the score is read."""
         return next((place for place in reversed(range(len(sequence))) if sequence[place] != self.pad), 0)
 
 
-def open_scorer(folder: Path, device: torch.device, dtype: torch.dtype) -> RewardScorer:
-    """The reward model in `folder`: a run, a checkpoint, or a Hugging Face folder with one label. Raises BadInput for another model."""
-    model = load_model(folder, device, dtype, scores=True)
+def open_scorer(
+    folder: Path, device: torch.device, dtype: torch.dtype, *, adapter: Path | None = None, contents: bool = True
+) -> RewardScorer:
+    """The reward model in `folder`: a run, a checkpoint, or a Hugging Face folder with one label; options as of `load_model`.
+
+    Raises BadInput for another model.
+    """
+    model = load_model(folder, device, dtype, adapter=adapter, contents=contents, scores=True)
     file, text = tokenizer_file(folder), known_text_format(folder)
     pad = read_object(folder / "config.json").get("pad_token_id")
     after = () if file is None or text is None else _after_answer(file.parent, open_tokenizer(file), text.stop_ids)
