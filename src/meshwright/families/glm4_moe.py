@@ -78,6 +78,7 @@ FAMILY = GLM4_MOE = replace(
     LLAMA,
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
+    score_class=None,
     modules={
         **LLAMA.modules,
         "attention.q_norm": ("self_attn.q_norm",),

@@ -85,6 +85,7 @@ def _preset(layers: int, hidden: int, heads: int, learning_rate: float, seq_len:
 FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
+    score_class="GPT2ForSequenceClassification",
     base="transformer.",
     layer="transformer.h.{layer}.",
     ends={"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"},

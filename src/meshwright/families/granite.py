@@ -46,7 +46,12 @@ def factor_keys(spec: ModelSpec) -> dict[str, Any]:
 
 
 FAMILY = GRANITE = replace(
-    LLAMA, model_type="granite", architecture="GraniteForCausalLM", from_config=_from_config, to_config=_to_config
+    LLAMA,
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    score_class=None,
+    from_config=_from_config,
+    to_config=_to_config,
 )
 _RELEASED = {
     "kv_heads": 8,

@@ -47,6 +47,7 @@ FAMILY = GRANITEMOE = replace(
     LLAMA,
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
+    score_class=None,
     modules={
         **{ours: theirs for ours, theirs in LLAMA.modules.items() if not ours.startswith("mlp.")},
         "moe.router": ("block_sparse_moe.router.layer",),

@@ -11,7 +11,7 @@ from meshwright.families.deepseek_v2 import RELEASED
 from meshwright.families.deepseek_v3 import DEEPSEEK_V3
 from meshwright.families.format import Preset, sizes
 
-FAMILY = replace(DEEPSEEK_V3, model_type="kimi_k2")
+FAMILY = replace(DEEPSEEK_V3, model_type="kimi_k2", score_class=None)
 PRESETS = {
     "kimi-k2": Preset(
         model={

@@ -55,6 +55,7 @@ FAMILY = replace(
     MIXTRAL,
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
+    score_class=None,
     modules={
         **MIXTRAL.modules,
         "attention.q_norm": ("self_attn.q_norm",),

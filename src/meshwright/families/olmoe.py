@@ -47,6 +47,7 @@ FAMILY = OLMOE = replace(
     QWEN3_MOE,
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
+    score_class=None,
     modules={ours: theirs for ours, theirs in QWEN3_MOE.modules.items() if not ours.startswith("mlp.")},
     values={"qk_norm": True, "qk_norm_whole": True, "normalised_routing": False},
     without_effect=frozenset(),

@@ -32,6 +32,7 @@ API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]
     ("POST", "/v1/responses", Api.responses),
     ("POST", "/v1/messages", Api.messages),
     ("POST", "/v1/messages/count_tokens", Api.count_tokens),
+    ("POST", "/score", Api.score),
     ("GET", "/v1/models", Api.models),
     ("GET", "/v1/models/{name:path}", Api.model),
     ("POST", "/tokenize", Api.tokenize),

@@ -21,6 +21,7 @@ from meshwright.server.model_files import ModelFiles
 from meshwright.server.notations import NOTATIONS, Forced, template_notation
 from meshwright.server.output_reader import OutputFormat
 from meshwright.server.responses_request import read_responses_body, shown_request
+from meshwright.server.score_request import read_score_request
 from meshwright.server.text_request import (
     ONLY_DEFAULTS,
     Limits,
@@ -146,6 +147,16 @@ class RequestReader:
         request.ignored, request.tool_names = body.ignored, body.tool_names
         request.shown = shown or {}
         return request
+
+    def score(self, body: bytes) -> TextRequest:
+        """The texts of a body of /score."""
+        encode = partial(self._ids, special=True)
+        return read_score_request(parse_object(body), self._limits, encode, self._whole_chat)
+
+    def _whole_chat(self, messages: object, tools: Any, variables: Any) -> list[int]:
+        """The tokens of a chat as the template writes it, to its end."""
+        write = partial(self._chat_template().render, add_generation_prompt=False)
+        return self._spelled.encode(self._spelled.write(write, read_messages(messages), tools, variables))
 
     def tokenize(self, body: bytes) -> bytes:
         """The answer to a body of /tokenize: the tokens of its `prompt`, which is text, or of its `messages`."""

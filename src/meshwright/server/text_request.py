@@ -143,9 +143,8 @@ class TextRequest:
         return cls(**fields)
 
 
-def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tokens: int | None) -> TextRequest:
-    """The keys that completions and chats share. `new_tokens` is the default of `max_tokens`. Raises RequestError."""
-    spec = limits.spec
+def check_model(fields: Fields, limits: Limits) -> None:
+    """Take the key `model`. Raises RequestError for another one than is served."""
     model = fields.text("model", limits.model)
     if model not in ("", limits.model):
         raise RequestError(
@@ -154,6 +153,12 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
             param="model",
             code="model_not_found",
         )
+
+
+def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tokens: int | None) -> TextRequest:
+    """The keys that completions and chats share. `new_tokens` is the default of `max_tokens`. Raises RequestError."""
+    spec = limits.spec
+    check_model(fields, limits)
     fields.ignore(*WITHOUT_EFFECT)
     count = fields.integer("n", 1, spec.max_choices, 1)
     if (best := fields.take("best_of")) is not None and best != count:
