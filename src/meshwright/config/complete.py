@@ -196,14 +196,22 @@ def _dimensions_of_weights(
             if needed:
                 document.reject(("model", "init"), "hf:DIR, a Hugging Face model folder", str(error))
     if source == "checkpoint":
-        candidates = [parent / "config.yaml" for parent in (folder, *folder.parents[:2])]
-        configs = [file for file in candidates if os.path.isfile(file)]
-        stored = read_yaml(configs[0]).get(("model",)) if configs else None
-        if isinstance(stored, dict):
-            return _inherited({f.name: stored[f.name] for f in dataclasses.fields(ModelSpec) if f.name in stored})
+        stored = dimensions_of_run(folder)
+        if stored is not None:
+            return _inherited(stored)
         if needed:
             document.reject(("model", "init"), "checkpoint:DIR in a run's folder, whose config.yaml has the dimensions")
     return None
+
+
+def dimensions_of_run(folder: Path) -> dict[str, Any] | None:
+    """The dimensions of the model of a run's folder, or of a checkpoint in one; None for another folder."""
+    candidates = [parent / "config.yaml" for parent in (folder, *folder.parents[:2])]
+    configs = [file for file in candidates if os.path.isfile(file)]
+    stored = read_yaml(configs[0]).get(("model",)) if configs else None
+    if not isinstance(stored, dict):
+        return None
+    return {f.name: stored[f.name] for f in dataclasses.fields(ModelSpec) if f.name in stored}
 
 
 def _inherited(stored: dict[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _loss_words(preference: PreferenceSpec) -> str:
 
 def _rollout_words(train: TrainSpec, rl: RlSpec) -> str:
     asked = f"{train.global_batch:,} questions with {rl.samples} answers of at most {rl.new_tokens:,} tokens"
-    return f"RL: a step has {asked}; {rl.policy}; rewards by {rl.reward.function} of {rl.reward.file}"
+    return f"RL: a step has {asked}; {rl.policy}; rewards by {rl.reward}"
 
 
 def learning_rate_words(train: TrainSpec) -> str:

@@ -53,7 +53,8 @@ class RewardProcesses:
     """
 
     def __init__(self, spec: RewardSpec) -> None:
-        spec.check_file()
+        spec.check_path()
+        assert spec.file is not None
         limits = [repr(spec.seconds), str(int(spec.memory_gib * 2**30))]
         self._command = [sys.executable, "-I", str(PROGRAM), str(Path(spec.file).resolve()), spec.function, *limits]
         self._wait = WAITING * spec.seconds

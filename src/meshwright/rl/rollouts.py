@@ -37,6 +37,7 @@ from meshwright.rl.exact_blocks import use_exact_blocks
 from meshwright.rl.handover import WeightHandover
 from meshwright.rl.objectives import Agreement, PolicyObjective
 from meshwright.rl.reference import Reference
+from meshwright.rl.reward_model import RewardModel
 from meshwright.rl.rewards import RewardProcesses, Verdict
 from meshwright.rl.samples import Answer, batch_of, from_plain, to_plain
 from meshwright.serve.engine import Engine
@@ -91,7 +92,8 @@ class Rollouts:
         self._engine = _engine(run, mesh.device, dtype, self._rl.temperature, ranks.size)
         self._handover = WeightHandover(run.model, weights, ranks, group, dtype)
         self._reference = Reference(run.model, run.model.init, mesh.device, dtype) if self._rl.kl.weight else None
-        self._rewards = RewardProcesses(self._rl.reward)
+        self._judge = RewardModel(run, data.text_format, mesh.device, dtype) if self._rl.reward.model else None
+        self._rewards = RewardProcesses(self._rl.reward) if self._judge is None else None
         self.on_progress: Callable[[int], None] = lambda action: None
         """Called with a growing number at each step of the engine, and each second while verdicts are awaited."""
         self._figures: dict[str, float] = {}
@@ -205,7 +207,8 @@ class Rollouts:
 
     def close(self) -> None:
         """End the processes of the reward function."""
-        self._rewards.close()
+        if self._rewards is not None:
+            self._rewards.close()
 
     def _time(self) -> float:
         """Seconds of the clock when the device has done all its work; the engine's first step would wait for it too."""
@@ -231,14 +234,17 @@ class Rollouts:
                 raise NumericalFailure("rl: the logits of an answer are not finite: the weights have diverged")
             if update.reason == "failed":
                 raise RuntimeError(f"the engine ended an answer: {update.error}")
-            text = self._tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            text = "" if self._rewards is None else self._tokenizer.decode(answer.tokens, skip_special_tokens=True)
             if update.stop_token is not None and update.stop_logprob is not None:
                 answer.tokens.append(update.stop_token)
                 answer.logprobs.append(update.stop_logprob)
             answer.truncated = update.stop_token is None
-            question, reference = texts[update.number]
-            verdicts[update.number] = self._rewards.submit(question, text, {"reference": reference})
+            if self._rewards is not None:
+                question, reference = texts[update.number]
+                verdicts[update.number] = self._rewards.submit(question, text, {"reference": reference})
         sampled = time.perf_counter()
+        if self._judge is not None:
+            self._judge.judge(list(answers.values()), lambda: self.on_progress(next(actions)))
         while wait(verdicts.values(), timeout=1.0).not_done:  # the processes of the function have a limit of their own
             self.on_progress(next(actions))
         messages = []

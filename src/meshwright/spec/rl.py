@@ -17,10 +17,13 @@ Estimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """A Python function that judges answers, in processes of its own."""
+    """How answers are judged: by a Python function in processes of its own, or by a reward model beside the engine."""
 
-    file: str
-    """Python file."""
+    file: str | None = None
+    """Python file of the function."""
+    model: str | None = None
+    """Folder of a reward model instead: of a run with `preference.loss: reward`, a checkpoint of one, or a Hugging Face folder with
+    one label. It has the tokenizer of the data; each rank has a copy. The score of a question with its answer is the reward."""
     function: str = "reward"
     """Its function `(prompt, answer, record)`, which returns a number, or None where it has no verdict. `record["reference"]` is the
     answer of the corpus."""
@@ -31,12 +34,21 @@ class RewardSpec:
     memory_gib: Annotated[float, Bound(more_than=0)] = 4.0
     """Address space of a process at most."""
 
-    def check_file(self) -> None:
-        """Raise BadInput unless the file exists."""
-        if not Path(self.file).is_file():
+    def check_path(self) -> None:
+        """Raise BadInput unless the file or folder exists."""
+        if self.file is not None and not Path(self.file).is_file():
             raise BadInput(
                 f"rl.reward.file: expected a Python file, got {self.file}, which is none", key="rl.reward.file"
             )
+        if self.model is not None and not Path(self.model).is_dir():
+            raise BadInput(
+                f"rl.reward.model: expected the folder of a reward model, got {self.model}, which is none",
+                key="rl.reward.model",
+            )
+
+    def __str__(self) -> str:
+        """What judges, for people."""
+        return f"{self.function} of {self.file}" if self.model is None else f"the reward model {self.model}"
 
 
 @dataclass(frozen=True, kw_only=True)
