@@ -22,6 +22,10 @@ COLOURS = {
     "bubble": "c-event",
     "idle": "c-event",
     "between phases": "c-event",
+    "hand-over of weights": "k3",
+    "sampling": "c-rollout",
+    "waiting for rewards": "c-optim",
+    "training": "c-forward",
     "exposed pipeline": "k5",
     "exposed shard": "k3",
     "exposed replicate": "c-checkpoint",
@@ -68,8 +72,8 @@ def _table_line(label: str, comparison: Comparison | None, text: Text) -> str:
 
 def _remarks(account: Account) -> str:
     sentences = [
-        f"Steps {account.steps[0]:,} to {account.steps[1]:,}, without the first {WARM_UP} of this start; step time and rates are medians, "
-        "memory is the fullest rank's."
+        f"Steps {account.steps[0]:,} to {account.steps[1]:,}, without the first {WARM_UP} of this start; "
+        f"{'' if account.samples else 'step time and '}rates are medians, memory is the fullest rank's."
     ]
     if account.step_seconds.predicted is None:
         reason = why_unpredicted(account)

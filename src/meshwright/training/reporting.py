@@ -110,7 +110,8 @@ class Reporter:
         step, seconds = record["step"], record["step_seconds"]
         if self._start:
             wall_time.start(step - 1, sum(self._start.phases.values()) + seconds, seconds)
-        data_seconds = record.get("phases", {}).get("data", record["data_wait_seconds"])
+        samples = "rollout_seconds" in record  # its batch is work of the run, no wait
+        data_seconds = 0.0 if samples else record.get("phases", {}).get("data", record["data_wait_seconds"])
         wall_time.step(step, data_seconds, skipped=bool(record.get("update_skipped")))
         self._last_step = step
 

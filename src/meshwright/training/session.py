@@ -146,7 +146,10 @@ class Session:
 
     def phases(self, step: int) -> dict[str, float]:
         """Seconds of a step by phase; empty if the run does not report them."""
-        return self.recorder.step_times(step) if self.run.observe.phases else {}
+        seconds = self.recorder.step_times(step) if self.run.observe.phases else {}
+        if self.rollouts is not None and "data" in seconds:
+            seconds["rollout"] = seconds.pop("data")
+        return seconds
 
     @contextmanager
     def recording(self) -> Iterator[None]:
