@@ -129,8 +129,11 @@ def a_run(side: str, folder: Path, options: argparse.Namespace) -> dict[str, Any
     found = our_figures(run.folder, run.records, options.skip)
     found["wall_seconds"] = round(time.monotonic() - began, 1)
     predicted = found["predicted"]
-    found["predicted_memory_gib"] = predicted["memory_peak_bytes"] / 2**30
-    peak = found["memory_allocated_peak_gib"] or found["memory_reserved_peak_gib"]  # a CPU has the second only
+    allocated = found["memory_allocated_peak_gib"]
+    # What tensors take has no part of the framework's memory; on a CPU the whole process is measured.
+    framework = predicted["memory_bytes"].get("framework", 0) if allocated else 0
+    found["predicted_memory_gib"] = (predicted["memory_peak_bytes"] - framework) / 2**30
+    peak = allocated or found["memory_reserved_peak_gib"]
     found["memory_over_predicted"] = round(peak / found["predicted_memory_gib"], 4)
     if predicted["step_seconds"] is not None:  # else the device has no known rates
         found["predicted_step_seconds"] = predicted["step_seconds"]

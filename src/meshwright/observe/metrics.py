@@ -81,7 +81,7 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "rewards_seconds": "with rl: waiting for rewards after the last answer",
     "pairs": "with preference: pairs of the step",
     "answers": "with preference.loss kto: answers of the step",
-    "margin": "with preference: mean reward of chosen answers less that of rejected ones",
+    "margin": "with preference: mean reward of chosen answers less that of rejected ones; rewards of a reward model are its scores",
     "accuracy": "with preference: share of pairs whose chosen answer has the higher reward, equal ones half; with kto of right answers",
     "likelier": "with preference: share of pairs whose chosen answer has the higher log-probability per token",
     "chosen_reward": "with preference: mean reward of chosen answers; docs/how-to/preferences.md has that of each loss",
