@@ -175,8 +175,10 @@ class _Process:
             answer = json.loads(line)
         except ValueError:
             answer = None
-        self.works = isinstance(answer, dict) and answer.get("call", 0) == self._calls
-        return answer if self.works else {}
+        if not isinstance(answer, dict) or answer.get("call", 0) != self._calls:
+            answer = None
+        self.works = answer is not None
+        return answer or {}
 
     def end(self) -> None:
         """End the process, and what it has started."""
