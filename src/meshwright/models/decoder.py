@@ -372,17 +372,14 @@ class Head(nn.Module):
         return hidden if self.factor == 1 else hidden * self.factor
 
 
-class ScoreHead(nn.Module):
-    """One number for each token, the score of the text up to it, in place of `Head`: a reward model's head.
+class ScoreHead(Head):
+    """A reward model's head: one number for each token, the score of the text up to it, in place of logits.
 
     Objectives call a token's score its log-probability. A score is computed and summed in fp32 (fp64 in fp64).
     """
 
-    weight = None
-    """No rows of a vocabulary."""
-
     def __init__(self, score: nn.Parameter) -> None:
-        super().__init__()
+        super().__init__(None, loss_chunk=0)
         self.score = score
 
     def forward(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from meshwright.checkpoint.single_device import load_model
 from meshwright.data.chat_template import TOKENIZER_CONFIG, ChatTemplate, TemplateRefusal, folder_template, read_object
-from meshwright.data.text_format import folder_special_tokens, known_text_format, tokenizer_file
+from meshwright.data.text_format import config_pad, folder_special_tokens, known_text_format, tokenizer_file
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.kernels.score import scores
 from meshwright.models.decoder import Decoder
@@ -89,9 +89,8 @@ def open_scorer(
     """
     model = load_model(folder, device, dtype, adapter=adapter, contents=contents, scores=True)
     file, text = tokenizer_file(folder), known_text_format(folder)
-    pad = read_object(folder / "config.json").get("pad_token_id")
     after = () if file is None or text is None else _after_answer(file.parent, open_tokenizer(file), text.stop_ids)
-    return RewardScorer(model, after, pad if isinstance(pad, int) else None, None if text is None else text.tokenizer)
+    return RewardScorer(model, after, config_pad(folder), None if text is None else text.tokenizer)
 
 
 def _after_answer(home: Path, tokenizer: Tokenizer, stops: Sequence[int]) -> tuple[int, ...]:
