@@ -26,6 +26,8 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """Stop string or token id that ended the text, if it is one of the request's."""
+    prompt_logprobs: str | None = None
+    """Log probabilities of the prompt in vLLM's form, as JSON."""
 
     @property
     def all_parts(self) -> Sequence[Part]:
@@ -126,10 +128,19 @@ class CompletionBody:
     def whole(self, texts: Sequence[Piece], tokens: Mapping[str, Any]) -> bytes:
         """The answer with all texts."""
         choices = ",".join(
-            f'{{"index":{index},{self._message(piece)},{piece.end}}}' for index, piece in enumerate(texts)
+            f'{{"index":{index},{self._message(piece)},{piece.end}{self._of_prompt(piece)}}}'
+            for index, piece in enumerate(texts)
         )
         base = json.dumps({**self._base, "object": self.whole_object}, separators=(",", ":"))
-        return f'{base[:-1]},"choices":[{choices}],"usage":{json.dumps(tokens)}}}'.encode("ascii")
+        return f'{base[:-1]},"choices":[{choices}],"usage":{json.dumps(tokens)}{self._beside(texts)}}}'.encode("ascii")
+
+    def _of_prompt(self, piece: Piece) -> str:
+        """The member of a choice about its prompt."""
+        return "" if piece.prompt_logprobs is None else f',"prompt_logprobs":{piece.prompt_logprobs}'
+
+    def _beside(self, texts: Sequence[Piece]) -> str:
+        """Members of a whole answer beside its choices."""
+        return ""
 
     def _end(self, tokens: Mapping[str, Any] | None) -> str:
         return self._tail if tokens is None else f',"usage":{json.dumps(tokens)}}}\n\n'
@@ -153,6 +164,12 @@ class ChatBody(CompletionBody):
             f'{self._head}"choices":[{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
             f'"finish_reason":null}}]{self._end(tokens if self._continuous else None)}'
         ).encode("ascii")
+
+    def _of_prompt(self, piece: Piece) -> str:
+        return ""
+
+    def _beside(self, texts: Sequence[Piece]) -> str:
+        return super()._of_prompt(texts[0])
 
     def _piece(self, piece: Piece) -> str:
         if piece.parts is None:

@@ -72,12 +72,8 @@ class RequestReader:
         # The key is an integer here; some clients send false, the default of chats, which counts as absent.
         given = fields.take("logprobs") is not False
         logprobs = fields.integer("logprobs", 0, limits.spec.max_logprobs, None) if given else None
-        request = read_shared(fields, limits, logprobs=logprobs, new_tokens=DEFAULT_COMPLETION_TOKENS)
         echo = fields.flag("echo")
-        if echo and logprobs is not None:
-            raise RequestError(
-                400, "echo: log probabilities of prompts are not supported; leave out logprobs", param="echo"
-            )
+        request = read_shared(fields, limits, logprobs=logprobs, new_tokens=DEFAULT_COMPLETION_TOKENS, echo=echo)
         special = fields.flag("add_special_tokens", True)
         prompts = fields.take("prompt")
         if fields.text("suffix", ""):
