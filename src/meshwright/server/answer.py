@@ -170,7 +170,7 @@ class TextAnswer:
     def _add(self, index: int, news: list[News]) -> Piece:
         """Return what the news add to a text; a stop string also ends it in the engine."""
         output = self._outputs[index]
-        text, parts = (output.add(news), None) if self._readers is None else self._read(index, news)
+        piece = Piece(output.add(news)) if self._readers is None else self._read(index, news)
         if self._keep is not None:
             for item in news:
                 self._drawn += item.tokens
@@ -181,33 +181,39 @@ class TextAnswer:
             if news[-1].reason is None:
                 self._client.abort([self._ids[index]], "stop")
         logprobs = output.logprobs() if self._request.stream else None
-        return Piece(text, logprobs, parts, output.finish_reason, output.stop_reason)
+        if logprobs is None and output.finish_reason is None:
+            return piece
+        return piece._replace(logprobs=logprobs, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
 
-    def _read(self, index: int, news: list[News]) -> tuple[str, list[Part]]:
-        """Return what the news add to a text, and its parts."""
+    def _read(self, index: int, news: list[News]) -> Piece:
+        """What the news add to a text, with its parts."""
         assert self._readers is not None
         output, reader, format = self._outputs[index], self._readers[index], self._request.output
-        if reader.may_reason:
-            text, parts = self._read_reasoning(output, reader, news)
+        if reader.may_reason and (len(news) > 1 or len(news[0].tokens) > 1):
+            parts: list[Part] = []
+            for some in _one_by_one(news):  # the tokens of reasoning are counted
+                parts += self._read_some(output, reader, some).all_parts
+                if output.finish_reason is not None:
+                    break
+            piece = Piece("", parts=parts)
         else:
-            text = output.add(news)
-            parts = reader.add(text, final=output.finish_reason is not None)
+            piece = self._read_some(output, reader, news)
         if reader.count and output.finish_reason == "stop" and not (format and format.named):
             output.finish_reason = "tool_calls"
-        return text, parts
+        return piece
 
-    def _read_reasoning(self, output: TextOutput, reader: OutputReader, news: list[News]) -> tuple[str, list[Part]]:
-        """The same while there may be reasoning, whose tokens are counted one by one."""
-        texts, parts = list[str](), list[Part]()
-        for some in _one_by_one(news):
-            before, reasoned = output.tokens, reader.reasoning
-            texts.append(output.add(some))
-            parts += reader.add(texts[-1], final=output.finish_reason is not None)
-            if reasoned or reader.reasoning:
-                self._reasoning_tokens += output.tokens - before
-            if output.finish_reason is not None:
-                break
-        return "".join(texts), parts
+    def _read_some(self, output: TextOutput, reader: OutputReader, news: list[News]) -> Piece:
+        """What the news add to a text; one token at most if there may be reasoning."""
+        before, reasoned = output.tokens, reader.reasoning
+        text = output.add(news)
+        shown = reader.go_on(text) if output.finish_reason is None else None
+        if shown is None:
+            piece = Piece("", parts=reader.add(text, final=output.finish_reason is not None))
+        else:
+            piece = Piece(shown, kind="reasoning") if reasoned else Piece(shown)
+        if reasoned or reader.reasoning:
+            self._reasoning_tokens += output.tokens - before
+        return piece
 
     async def _send_whole(self, send: Send) -> None:
         texts = [[self._echo(index)] for index in range(len(self._outputs))]
@@ -217,7 +223,8 @@ class TextAnswer:
                 if self._outputs[index].finish_reason is None:
                     piece = self._add(index, news)
                     texts[index].append(piece.text)
-                    parts[index] += piece.parts or ()
+                    if self._readers is not None:
+                        parts[index] += piece.all_parts
         whole = [
             Piece(
                 "".join(text),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from meshwright.server.errors import RequestError
-from meshwright.server.output_reader import Part, ToolCall
+from meshwright.server.output_reader import Part, PartKind, ToolCall
 from meshwright.server.text_request import TextRequest
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
 
@@ -22,19 +22,21 @@ class Piece(NamedTuple):
     logprobs: str | None = None
     """Log probabilities as JSON."""
     parts: Sequence[Part] | None = None
-    """Reasoning, text and calls in order, where they are told apart."""
+    """Reasoning, text and calls in order; None if all is of one `kind`."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """Stop string or token id that ended the text, if it is one of the request's."""
     prompt_logprobs: str | None = None
     """Log probabilities of the prompt in vLLM's form, as JSON."""
+    kind: PartKind = "text"
+    """What the text is, if it is one part."""
 
     @property
     def all_parts(self) -> Sequence[Part]:
-        """The parts in order; without a reader all is text."""
+        """The parts in order."""
         if self.parts is not None:
             return self.parts
-        return (Part("text", self.text),) if self.text else ()
+        return (Part(self.kind, self.text),) if self.text else ()
 
     def goes_on(self, kind: str) -> str | None:
         """The text of a piece that only goes on with a part of this kind, as most do; else None."""
@@ -42,7 +44,7 @@ class Piece(NamedTuple):
         if self.finish_reason is not None:
             return None
         if parts is None:
-            return self.text if kind == "text" else None
+            return self.text if kind == self.kind else None
         return parts[0].text if len(parts) == 1 and parts[0].kind == kind and kind != "call" else None
 
     @property
@@ -173,7 +175,12 @@ class ChatBody(CompletionBody):
 
     def _piece(self, piece: Piece) -> str:
         if piece.parts is None:
-            return f'"delta":{{"content":{text_as_json(piece.text)}}}' if piece.text else '"delta":{}'
+            if not piece.text:
+                return '"delta":{}'
+            shown = text_as_json(piece.text)
+            if piece.kind == "text":
+                return f'"delta":{{"content":{shown}}}'
+            return f'"delta":{{"reasoning_content":{shown},"reasoning":{shown}}}'
         text, reasoning, calls = _sorted(piece.parts)
         members = [f'"content":{text_as_json(text)}'] if text else []
         if reasoning:
