@@ -124,7 +124,7 @@ class Oracle:
     def score(self, context: str, continuation: str) -> tuple[float, bool, int]:
         """Log-likelihood, whether each token is the likeliest, and the number of tokens.
 
-        A whole text without a context is cut into windows, as lm-eval does: all but the first begin with a token or more before what they score.
+        A whole text without a context is cut into windows, as lm-eval does.
         """
         ids = self._tokenizer(context + continuation)["input_ids"]
         count = len(ids) - len(self._tokenizer(context)["input_ids"])

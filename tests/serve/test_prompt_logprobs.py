@@ -83,6 +83,20 @@ def test_they_are_those_of_the_whole_forward(spec: Any, options: dict[str, Any])
         assert engine.figures().preemptions > 0
 
 
+@pytest.mark.parametrize("spec", [LLAMA, GEMMA], ids=["rows", "tokens"])
+def test_invariant_ones_do_not_depend_on_the_batch(spec: Any) -> None:
+    """Of both runners on a CPU: that of the trainer's exact forward, and the one of single tokens."""
+    model = tiny(spec)
+
+    def scores(prompts: Sequence[Sequence[int]], **options: Any) -> list[PromptLogprobs]:
+        engine = engine_of(model, invariant=True, **options)
+        numbers = [engine.submit(prompt, new_tokens=3, sampling=SCORED) for prompt in prompts]
+        return [*run(engine, numbers).values()]
+
+    together = scores(PROMPTS, step_tokens=7)
+    assert together == [scores([prompt])[0] for prompt in PROMPTS]
+
+
 def test_cached_tokens_are_computed_again_and_shared() -> None:
     model, prompt = tiny(LLAMA), PROMPTS[0]
     engine = engine_of(model)

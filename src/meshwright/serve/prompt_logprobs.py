@@ -59,7 +59,7 @@ class PromptLogprobs(NamedTuple):
     def extend(self, following: PromptLogprobs) -> None:
         """Append those of the next tokens."""
         for mine, others in zip(self, following, strict=True):
-            mine.extend(others)
+            mine.frombytes(others.tobytes())
 
     def each(self) -> Iterator[PromptToken]:
         """The log probabilities of each token."""

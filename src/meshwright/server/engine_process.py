@@ -160,9 +160,9 @@ class EngineLoop:
         self._unwanted -= ids
         if aborted == ids:
             return
-        # The logits of a prompt are needed here, so its keys and values are of no use.
-        alone = self.transfers is None or request["sampling"].get("prompt_logprobs") is not None
-        if alone or not self.transfers.begin(request):
+        # Where the logits of a prompt are needed, its keys and values are of no use.
+        transfers = None if "prompt_logprobs" in request["sampling"] else self.transfers
+        if transfers is None or not transfers.begin(request):
             self._submit_texts(request, None)
         self._abort(list(aborted))
 
