@@ -148,7 +148,7 @@ _IGNORED = textwrap.fill(
 
 def _notations() -> str:
     """The table of notations."""
-    lines = ["| notation | reasoning | a call |", "|---|---|---|"]
+    lines = ["| notation | reasoning | forced | a call |", "|---|---|---|---|"]
     for name, notation in NOTATIONS.items():
         if name == "array":
             continue
@@ -156,7 +156,8 @@ def _notations() -> str:
         opening = "<|channel|>commentary to=functions.NAME<|message|>{…}<|call|>" if notation.channels else ""
         calls = [f"{next(iter(notation.opening), '')}{pattern}" for pattern in notation.patterns.values()]
         shown = " or ".join(_code([opening] if opening else calls))
-        lines.append(f"| `{name}` | {reasoning or 'none'} | {shown or 'none'} |")
+        forced = "array" if notation.forced is None else "itself"
+        lines.append(f"| `{name}` | {reasoning or 'none'} | {forced} | {shown or 'none'} |")
     return "\n".join(lines)
 
 
@@ -199,7 +200,8 @@ its value is null.
 - `tools` are passed to the template. With `tool_choice` `auto`, calls that the model writes in the server's notation
   (setting `notation`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the
   arguments. With `required`, or the name of a function, a grammar makes the text calls whose arguments follow their
-  schemas: in the notation itself of `hermes` and `llama3`, else as a JSON array. In a stream each call is one event.
+  schemas, in the notation itself where the table below says so, else as a JSON array. In a stream each call is one
+  event.
 - Of a template that has the variable `enable_thinking` or `thinking` instead, `reasoning_effort` `none` switches the
   reasoning off, and every other effort on.
 - Reasoning that the model writes before its answer is returned as `reasoning_content`, and as `reasoning`, apart from
@@ -217,6 +219,7 @@ its value is null.
 
 - Where a notation writes values as raw text (qwen3_coder, glm, minimax, seed), the tool's schema says what they are: a
   parameter that may be a string stays text to the byte, others are read as JSON. Without a schema values are text.
+- Forced calls are an array too where such a notation cannot say what a schema asks of a text: a `pattern`, for example.
 - A closing mark within a value ends it only where the notation goes on behind it.
 - A call that is cut off, or is none after all, is text.
 - If the prompt ends with the opening of the reasoning, the answer begins within it. An opening of calls ends it too,
