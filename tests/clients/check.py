@@ -3,7 +3,7 @@
     python -m tests.clients.check BIN      # BIN: the folder with `python`, `guidellm` and `lm_eval`
 
 GuideLLM sends a fixed number of requests at some concurrency; none may fail. lm-eval runs ten tasks, and its scores are those of
-transformers. LangChain, litellm, instructor and anthropic hold chats with chat templates in the
+transformers. openai, LangChain, LlamaIndex, litellm, instructor and anthropic hold chats with chat templates in the
 forms of Qwen3, Llama 3 and Mistral: calls of tools come from an engine that says what is written in a script, all else from a tiny model.
 """
 
@@ -25,7 +25,9 @@ from tests.server.helpers import NAME, running_server, write_folder
 from tests.server.scripted_engine import scripted_server
 from tests.server.test_process import served
 
-LIBRARIES = ("langchain", "litellm", "instructor", "anthropic")
+LIBRARIES = ("openai", "langchain", "litellm", "instructor", "anthropic", "llamaindex")
+APART = ("llamaindex",)
+"""Libraries in an environment of their own, in a folder of their name beside `BIN`: they need an older client of OpenAI."""
 CONTEXT = 3072
 """The tools of a chat are long in a tokenizer of bytes."""
 REQUESTS, STREAMS = 40, 8
@@ -98,7 +100,8 @@ def run_libraries(programs: Path, folder: Path) -> list[str]:
             urls[form] = {"scripted": stack.enter_context(scripted_server(homes[0], form)), "real": real.url}
         for library in LIBRARIES:
             script = Path(__file__).with_name(f"{library}_client.py")
-            for line in call(programs / "python", script, json.dumps(urls)).splitlines():
+            environment = programs.parent / library / "bin" if library in APART else programs
+            for line in call(environment / "python", script, json.dumps(urls)).splitlines():
                 found = json.loads(line)
                 name, count = f"{library} with the template of {found['form']}", found["checks"]
                 print(f"{name}: {count - len(found['failed'])} of {count} checks passed")
