@@ -8,34 +8,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.deepseek_v2 import DEEPSEEK_V2, RELEASED, shared_config, shared_fields, shared_width
-from meshwright.families.format import HFConfig, Preset, sizes
+from meshwright.families.deepseek_v2 import DEEPSEEK_V2, HEADS
+from meshwright.families.format import HFConfig, Keys, presets, size
+from meshwright.families.keys import experts, latent
 from meshwright.spec.model import ModelSpec
+
+KEYS = Keys({**experts.ROUTING, **experts.PREDICTIONS}, fixed={"rope_interleave": True})
+CHOICE = Keys(fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
+_DEFAULTS = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+"""Defaults of the class that differ from those of its successors."""
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    config.expect("scoring_func", "sigmoid")
-    config.expect("topk_method", "noaux_tc")
-    config.expect("rope_interleave", True)
-    return {
-        **shared_fields(config),
-        **shared_width(config, 1),
-        "normalised_routing": config.flag("norm_topk_prob", True),
-        "routing_scale": config.number("routed_scaling_factor", 2.5),
-        "expert_groups": config.integer("n_group", default=8),
-        "groups_per_token": config.integer("topk_group", default=4),
-        "prediction_depth": config.get("num_nextn_predict_layers") or 0,
-    }
+    config = replace(config, values={**_DEFAULTS, **config.values})
+    CHOICE.read(config)
+    fields = latent.read(config)
+    return {**fields, **experts.read_shared(config, fields["expert_hidden"]), **KEYS.read(config)}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        **shared_config(spec),
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "rope_interleave": True,
-        "num_nextn_predict_layers": spec.prediction_depth,
-    }
+    return {**latent.write(spec), **CHOICE.write(spec), **KEYS.write(spec)}
 
 
 FAMILY = DEEPSEEK_V3 = replace(
@@ -49,25 +41,20 @@ FAMILY = DEEPSEEK_V3 = replace(
     from_config=_from_config,
     to_config=_to_config,
 )
-PRESETS = {
-    "deepseek-v3": Preset(
-        model={
-            **RELEASED,
-            **sizes(61, 7168, 128, 18432),
-            "kv_heads": 128,
-            "vocab_size": 129280,
-            "experts": 256,
-            "experts_per_token": 8,
-            "expert_hidden": 2048,
-            "shared_expert_hidden": 2048,
-            "first_dense_layers": 3,
-            "expert_groups": 8,
-            "groups_per_token": 4,
-            "routing_scale": 2.5,
-            "yarn": {"mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-        learning_rate=2.2e-4,
-        seq_len=4096,
-        train={"balance_loss": 1e-4},
-    )
-}
+PRESETS = presets(
+    {
+        "deepseek-v3": size(
+            *(61, 7168, 128, 128, 18432, 2.2e-4), expert_groups=8, groups_per_token=4, routing_scale=2.5, experts=256
+        )
+    },
+    seq_len=4096,
+    train={"balance_loss": 1e-4},
+    vocab_size=129280,
+    max_seq_len=163840,
+    experts_per_token=8,
+    expert_hidden=2048,
+    shared_expert_hidden=2048,
+    first_dense_layers=3,
+    yarn={"mscale": 1.0, "mscale_all_dim": 1.0},
+    **HEADS,
+)

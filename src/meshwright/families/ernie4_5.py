@@ -8,20 +8,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, sizes
-from meshwright.families.llama import LLAMA, gated_decoder_config, gated_decoder_fields
+from meshwright.families.format import HFConfig, Key, Keys, presets, size
+from meshwright.families.keys import decoder
+from meshwright.families.llama import LLAMA
 from meshwright.spec.model import ModelSpec
+
+_KEYS = Keys({"bias": Key("use_bias", False)})
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    fields = gated_decoder_fields(config, base=500_000.0)
-    return {**fields, "head_dim": config.integer("head_dim", default=128), "bias": config.flag("use_bias", False)}
+    return {**decoder.read(config, head_dim=128, base=500_000.0), **_KEYS.read(config)}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    config = {**gated_decoder_config(spec), "use_bias": spec.bias}
-    del config["attention_dropout"]  # the class has none
-    return config
+    keys = {**decoder.write(spec), **_KEYS.write(spec)}
+    del keys["attention_dropout"]  # the class has none
+    return keys
 
 
 FAMILY = replace(
@@ -32,17 +34,11 @@ FAMILY = replace(
     from_config=_from_config,
     to_config=_to_config,
 )
-PRESETS = {
-    "ernie4.5-0.3b": Preset(
-        model={
-            **sizes(18, 1024, 16, 3072),
-            "kv_heads": 2,
-            "head_dim": 128,
-            "vocab_size": 103424,
-            "max_seq_len": 131072,
-            "rope_theta": 500000.0,
-        },
-        learning_rate=6e-4,
-        seq_len=4096,
-    )
-}
+PRESETS = presets(
+    {"ernie4.5-0.3b": size(18, 1024, 16, 2, 3072, 6e-4)},
+    seq_len=4096,
+    head_dim=128,
+    vocab_size=103424,
+    max_seq_len=131072,
+    rope_theta=500000.0,
+)

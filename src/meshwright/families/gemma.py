@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, sizes
+from meshwright.families.format import HFConfig, presets, size
 from meshwright.families.gemma3_text import GEMMA3
-from meshwright.families.llama import LLAMA, gated_decoder_config, gated_decoder_fields
+from meshwright.families.keys import decoder
+from meshwright.families.llama import LLAMA
 from meshwright.spec.model import ModelSpec
 
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -22,16 +23,12 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
         config.expect(key, _ACTIVATION, "gelu")  # an older name of the same, as released folders have it
     for key in ("attention_bias", "use_bidirectional_attention"):
         config.expect(key, False)
-    fields = gated_decoder_fields(config.without("hidden_act"))
-    return {
-        **fields,
-        "head_dim": config.integer("head_dim", default=256),
-        "embedding_scale": GEMMA3.by_width(fields["hidden"])["embedding_scale"],
-    }
+    fields = decoder.read(config.without("hidden_act"), head_dim=256)
+    return {**fields, **GEMMA3.by_width(fields["hidden"])}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    return {**gated_decoder_config(spec), "hidden_act": _ACTIVATION, "attention_bias": False}
+    return {**decoder.write(spec), "hidden_act": _ACTIVATION, "attention_bias": False}
 
 
 FAMILY = replace(
@@ -43,16 +40,11 @@ FAMILY = replace(
     from_config=_from_config,
     to_config=_to_config,
 )
-_RELEASED = {"head_dim": 256, "vocab_size": 256000, "max_seq_len": 8192, "norm_eps": 1e-6}
-PRESETS = {
-    "gemma-2b": Preset(
-        model={**sizes(18, 2048, 8, 16384), **_RELEASED, "kv_heads": 1, **GEMMA3.by_width(2048)},
-        learning_rate=4e-4,
-        seq_len=8192,
-    ),
-    "gemma-7b": Preset(
-        model={**sizes(28, 3072, 16, 24576), **_RELEASED, "kv_heads": 16, **GEMMA3.by_width(3072)},
-        learning_rate=3e-4,
-        seq_len=8192,
-    ),
-}
+PRESETS = presets(
+    {"gemma-2b": size(18, 2048, 8, 1, 16384, 4e-4), "gemma-7b": size(28, 3072, 16, 16, 24576, 3e-4)},
+    seq_len=8192,
+    head_dim=256,
+    vocab_size=256000,
+    max_seq_len=8192,
+    norm_eps=1e-6,
+)

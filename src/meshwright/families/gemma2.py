@@ -6,48 +6,32 @@ those of transformers' `Gemma2Config`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import (
-    HFConfig,
-    Preset,
-    alternating,
-    read_rope,
-    sizes,
-    windowed_layers,
-    write_rope,
-    written_layers,
-)
-from meshwright.families.gemma3_text import GEMMA3, layer_types, read_gemma, write_gemma
+from meshwright.families.format import HFConfig, presets, size
+from meshwright.families.gemma3_text import GEMMA3
+from meshwright.families.keys import gemma, layers, rope
 from meshwright.spec.model import ModelSpec
+
+_CAPS = {"score_cap": 50.0, "logit_cap": 30.0}
+_CAP_KEYS = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    fields = read_gemma(config, vocab_size=256_000, max_seq_len=8192)
-    types = layer_types(config, fields["layers"], 2)
-    return {
-        **fields,
-        "score_cap": _cap(config, "attn_logit_softcapping", 50.0),
-        "logit_cap": _cap(config, "final_logit_softcapping", 30.0),
-        **read_rope(config),
-        **windowed_layers(types, config.integer("sliding_window", default=4096)),
+    fields = gemma.read(config, vocab_size=256_000, max_seq_len=8192)
+    types = layers.read_types(config, layers.periodic(fields["layers"], 2))
+    caps = {
+        field: None if config.get(key, cap) is None else config.number(key, cap)
+        for (field, key), cap in zip(_CAP_KEYS.items(), _CAPS.values(), strict=True)
     }
-
-
-def _cap(config: HFConfig, key: str, default: float) -> float | None:
-    return None if key in config.values and config.get(key) is None else config.number(key, default)
+    window = config.integer("sliding_window", default=4096)
+    return {**fields, **caps, **rope.read(config), **layers.windowed(types, window)}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        **write_gemma(spec),
-        "attn_logit_softcapping": spec.score_cap,
-        "final_logit_softcapping": spec.logit_cap,
-        **write_rope(spec),
-        **written_layers(spec),
-    }
+    caps = {key: getattr(spec, field) for field, key in _CAP_KEYS.items()}
+    return {**gemma.write(spec), **caps, **rope.write(spec), **layers.write_windowed(spec)}
 
 
 FAMILY = replace(
@@ -55,31 +39,21 @@ FAMILY = replace(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     modules={ours: theirs for ours, theirs in GEMMA3.modules.items() if not ours.endswith(("q_norm", "k_norm"))},
-    values={**GEMMA3.values, "qk_norm": False, "score_cap": 50.0, "logit_cap": 30.0},
+    values={**GEMMA3.values, "qk_norm": False, **_CAPS},
     # Released folders have further keys beside those that the class reads.
     without_effect=frozenset({"cache_implementation", "hidden_act", "sliding_window_size"}),
     from_config=_from_config,
     to_config=_to_config,
 )
-
-
-def _preset(size: dict[str, Any], kv_heads: int, head_dim: int, scalar: int, learning_rate: float) -> Preset:
-    model = {
-        **size,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": 256_000,
-        "max_seq_len": 8192,
-        "norm_eps": 1e-6,
-        "embedding_scale": math.sqrt(size["hidden"]),
-        "score_scale": None if scalar == head_dim else scalar**-0.5,
-        **windowed_layers(alternating(2), 4096),
-    }
-    return Preset(model=model, learning_rate=learning_rate, seq_len=8192)
-
-
-PRESETS = {
-    "gemma2-2b": _preset(sizes(26, 2304, 8, 9216), 4, 256, 256, 4e-4),
-    "gemma2-9b": _preset(sizes(42, 3584, 16, 14336), 8, 256, 256, 3e-4),
-    "gemma2-27b": _preset(sizes(46, 4608, 32, 36864), 16, 128, 144, 1.5e-4),
-}
+PRESETS = presets(
+    {
+        "gemma2-2b": size(26, 2304, 8, 4, 9216, 4e-4, head_dim=256),
+        "gemma2-9b": size(42, 3584, 16, 8, 14336, 3e-4, head_dim=256),
+        "gemma2-27b": size(46, 4608, 32, 16, 36864, 1.5e-4, head_dim=128, score_scale=144**-0.5),
+    },
+    seq_len=8192,
+    vocab_size=256_000,
+    max_seq_len=8192,
+    norm_eps=1e-6,
+    **layers.windowed(layers.periodic(2, 2), 4096),
+)

@@ -10,33 +10,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.families.format import Family, HFConfig, Preset
-from meshwright.families.llama import NO_DROPOUT
+from meshwright.families.format import Family, HFConfig, Key, Keys, presets, size
+from meshwright.families.keys.decoder import NO_DROPOUT
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
+
+_KEYS = Keys(
+    {
+        "hidden": Key("n_embd", other="hidden_size"),
+        "heads": Key("n_head", other="num_attention_heads"),
+        "layers": Key("n_layer", other="num_hidden_layers"),
+        "vocab_size": Key("vocab_size"),
+        "max_seq_len": Key("n_positions", other="max_position_embeddings"),
+        "norm_eps": Key("layer_norm_epsilon", 1e-5),
+        "init_std": Key("initializer_range", 0.02),
+    },
+    fixed={"scale_attn_weights": True},
+)
+_DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
     config.expect("activation_function", "gelu_new", "gelu_pytorch_tanh")
-    config.expect("scale_attn_weights", True)
     config.expect("scale_attn_by_inverse_layer_idx", False)
     config.expect("add_cross_attention", False)
-    config.note_unused(NO_DROPOUT, "attn_pdrop", "embd_pdrop", "resid_pdrop")
-    hidden, heads = config.integer("n_embd", "hidden_size"), config.integer("n_head", "num_attention_heads")
+    config.note_unused(NO_DROPOUT, *_DROPOUTS)
+    fields = _KEYS.read(config)
+    hidden, heads = fields["hidden"], fields["heads"]
     if hidden % heads:
         raise config.error("n_head", heads, f"a divisor of n_embd ({hidden})")
-    return {
-        "layers": config.integer("n_layer", "num_hidden_layers"),
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": hidden // heads,
-        "ffn_hidden": config.integer("n_inner", default=4 * hidden),
-        "vocab_size": config.integer("vocab_size"),
-        "max_seq_len": config.integer("n_positions", "max_position_embeddings"),
-        "norm_eps": config.number("layer_norm_epsilon", 1e-5),
-        "init_std": config.number("initializer_range", 0.02),
-    }
+    ffn_hidden = config.integer("n_inner", default=4 * hidden)
+    return {**fields, "kv_heads": heads, "head_dim": hidden // heads, "ffn_hidden": ffn_hidden}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
@@ -49,37 +53,8 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
             f"model.head_dim: a GPT-2 folder needs heads × head_dim = hidden ({spec.hidden}), "
             f"got {spec.heads} × {spec.head_dim}"
         )
-    return {
-        "n_embd": spec.hidden,
-        "n_layer": spec.layers,
-        "n_head": spec.heads,
-        "n_inner": spec.ffn_hidden,
-        "n_positions": spec.max_seq_len,
-        "n_ctx": spec.max_seq_len,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": spec.norm_eps,
-        "initializer_range": spec.init_std,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "scale_attn_weights": True,
-    }
-
-
-def _preset(layers: int, hidden: int, heads: int, learning_rate: float, seq_len: int = 2048, **other: Any) -> Preset:
-    """A model of the published sizes; its longest sequence is that of its training."""
-    model = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": hidden // heads,
-        "ffn_hidden": 4 * hidden,
-        "vocab_size": 50257,
-        "max_seq_len": seq_len,
-        **other,
-    }
-    return Preset(model=model, learning_rate=learning_rate, seq_len=seq_len)
+    keys = {**_KEYS.write(spec), **dict.fromkeys(_DROPOUTS, 0.0), "n_ctx": spec.max_seq_len}
+    return {**keys, "n_inner": spec.ffn_hidden, "activation_function": "gelu_new"}
 
 
 FAMILY = Family(
@@ -114,11 +89,24 @@ FAMILY = Family(
     from_config=_from_config,
     to_config=_to_config,
 )
-PRESETS = {
-    "gpt2-124m": _preset(12, 768, 12, 6e-4, 1024),
-    "gpt3-13b": _preset(40, 5120, 40, 1e-4),
-    "gpt3-175b": _preset(96, 12288, 96, 6e-5),
-    "gpt-530b": _preset(105, 20480, 128, 5e-5, vocab_size=51200),
-    "gpt-1t": _preset(128, 25600, 160, 5e-5, vocab_size=51200),
-    "pangu-alpha-200b": _preset(64, 16384, 128, 2e-5, 1024, vocab_size=40000),
-}
+
+
+def _of_kind(layers: int, hidden: int, heads: int, learning_rate: float, **other: Any) -> dict[str, Any]:
+    return size(layers, hidden, heads, heads, 4 * hidden, learning_rate, head_dim=hidden // heads, **other)
+
+
+PRESETS = (
+    presets({"gpt2-124m": _of_kind(12, 768, 12, 6e-4)}, seq_len=1024, vocab_size=50257, max_seq_len=1024)
+    | presets(
+        {
+            "gpt3-13b": _of_kind(40, 5120, 40, 1e-4),
+            "gpt3-175b": _of_kind(96, 12288, 96, 6e-5),
+            "gpt-530b": _of_kind(105, 20480, 128, 5e-5, vocab_size=51200),
+            "gpt-1t": _of_kind(128, 25600, 160, 5e-5, vocab_size=51200),
+        },
+        seq_len=2048,
+        vocab_size=50257,
+        max_seq_len=2048,
+    )
+    | presets({"pangu-alpha-200b": _of_kind(64, 16384, 128, 2e-5)}, seq_len=1024, vocab_size=40000, max_seq_len=1024)
+)

@@ -9,38 +9,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, sizes, whole_width
-from meshwright.families.granite import factor_keys, factors
-from meshwright.families.llama import LLAMA, gated_decoder_config, gated_decoder_fields
-from meshwright.families.mixtral import BALANCE_LOSS_NOTE, EXPERTS, refuse_dense
+from meshwright.families.format import HFConfig, Key, presets, size
+from meshwright.families.granite import RELEASED
+from meshwright.families.keys import decoder, experts, factors
+from meshwright.families.llama import LLAMA
 from meshwright.spec.model import ModelSpec
+
+_EXPERTS = experts.keys(Key("num_local_experts", 8), 2, Key("intermediate_size"))
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    config.note_unused(BALANCE_LOSS_NOTE, "router_aux_loss_coef")
-    fields, bias = gated_decoder_fields(config), config.flag("attention_bias", False)
-    return {
-        **fields,
-        **factors(config, fields["head_dim"]),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "experts": config.integer("num_local_experts", default=8),
-        "experts_per_token": config.integer("num_experts_per_tok", default=2),
-        "expert_hidden": config.integer("intermediate_size"),
-    }
+    fields, bias = decoder.read(config), config.flag("attention_bias", False)
+    fields |= {**factors.read(config, fields["head_dim"]), "qkv_bias": bias, "out_bias": bias}
+    return {**fields, **experts.read(config, _EXPERTS)}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    refuse_dense(spec, "Granite MoE")
-    return {
-        **whole_width(gated_decoder_config(spec), spec),
-        **factor_keys(spec),
-        "attention_bias": spec.qkv_bias,
-        "intermediate_size": spec.expert_hidden,
-        "num_local_experts": spec.experts,
-        "num_experts_per_tok": spec.experts_per_token,
-        "output_router_logits": False,
-    }
+    keys = {**decoder.shortened(decoder.write(spec), spec), **experts.write(spec, _EXPERTS, "Granite MoE")}
+    return {**keys, **factors.write(spec), "attention_bias": spec.qkv_bias}
 
 
 FAMILY = GRANITEMOE = replace(
@@ -48,39 +34,26 @@ FAMILY = GRANITEMOE = replace(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     modules={
-        **{ours: theirs for ours, theirs in LLAMA.modules.items() if not ours.startswith("mlp.")},
+        **experts.without_dense(LLAMA.modules),
         "moe.router": ("block_sparse_moe.router.layer",),
         "moe.experts.gate_up": ("block_sparse_moe.input_linear.weight",),
         "moe.experts.down": ("block_sparse_moe.output_linear.weight",),
     },
-    required=EXPERTS,
+    required=experts.REQUIRED,
     from_config=_from_config,
     to_config=_to_config,
 )
-
-
-def _preset(layers: int, hidden: int, heads: int, experts: int, learning_rate: float) -> Preset:
-    model = {
-        **sizes(layers, hidden, heads, 512),
-        "kv_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 49155,
-        "max_seq_len": 131072,
-        "rope_theta": 1_500_000.0,
-        "norm_eps": 1e-6,
-        "embedding_scale": 12.0,
-        "residual_factor": 0.22,
-        "logit_factor": 1 / 6,
-        "score_scale": 1 / 64,
-        "tied": True,
-        "experts": experts,
-        "experts_per_token": 8,
-        "expert_hidden": 512,
-    }
-    return Preset(model=model, learning_rate=learning_rate, seq_len=4096)
-
-
-PRESETS = {
-    "granite3.1-1b-a400m": _preset(24, 1024, 16, 32, 6e-4),
-    "granite3.1-3b-a800m": _preset(32, 1536, 24, 40, 4e-4),
-}
+_EIGHT = {"experts_per_token": 8, "expert_hidden": 512, "head_dim": 64, "score_scale": 1 / 64, "logit_factor": 1 / 6}
+PRESETS = presets(
+    {
+        "granite3.1-1b-a400m": size(24, 1024, 16, 8, 512, 6e-4, experts=32),
+        "granite3.1-3b-a800m": size(32, 1536, 24, 8, 512, 4e-4, experts=40),
+    },
+    seq_len=4096,
+    vocab_size=49155,
+    max_seq_len=131072,
+    rope_theta=1_500_000.0,
+    norm_eps=1e-6,
+    **_EIGHT,
+    **RELEASED,
+)

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from meshwright.families.format import HFConfig
+from meshwright.families.format import Key, Keys
 from meshwright.families.granitemoe import GRANITEMOE
-from meshwright.spec.model import ModelSpec
 
-
-def _from_config(config: HFConfig) -> dict[str, Any]:
-    width = config.get("shared_intermediate_size", 0)
-    shared = 0 if width == 0 else config.integer("shared_intermediate_size")
-    return {**GRANITEMOE.from_config(config), "shared_expert_hidden": shared}
-
-
-def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    return {**GRANITEMOE.to_config(spec), "shared_intermediate_size": spec.shared_expert_hidden}
-
-
+_KEYS = Keys({"shared_expert_hidden": Key("shared_intermediate_size", 0, least=0)})
 FAMILY = replace(
     GRANITEMOE,
     model_type="granitemoeshared",
@@ -29,6 +17,6 @@ FAMILY = replace(
         "moe.shared.gate_up": ("shared_mlp.input_linear",),
         "moe.shared.down": ("shared_mlp.output_linear",),
     },
-    from_config=_from_config,
-    to_config=_to_config,
+    from_config=lambda config: {**GRANITEMOE.from_config(config), **_KEYS.read(config)},
+    to_config=lambda spec: {**GRANITEMOE.to_config(spec), **_KEYS.write(spec)},
 )

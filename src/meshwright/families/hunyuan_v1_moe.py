@@ -8,73 +8,57 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, sizes
-from meshwright.families.hunyuan_v1_dense import HUNYUAN, RELEASED, decoder_fields, stretched
-from meshwright.families.mixtral import EXPERTS, refuse_dense
-from meshwright.families.qwen3_moe import QWEN3_MOE
+from meshwright.families.format import HFConfig, Key, Keys, presets, size
+from meshwright.families.hunyuan_v1_dense import HUNYUAN, RELEASED
+from meshwright.families.keys import experts, rope
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
+
+_COUNTS = Keys({"experts": Key("num_experts", 1), "experts_per_token": Key("moe_topk", 1)})
+_WIDTH = "moe_intermediate_size"
+_LISTED = (_WIDTH, "num_experts", "moe_topk")
+"""Keys that may have a list, of a number for each layer."""
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
     for key, value in {"use_mixed_mlp_moe": True, "norm_topk_prob": True, "moe_layer_num_skipped": 0}.items():
         config.expect(key, value)
-    fields = decoder_fields(config)
-    width = _same(config, "moe_intermediate_size", fields["layers"], fields["ffn_hidden"])
+    fields = HUNYUAN.from_config(config)
     config.expect("num_shared_expert", 1, [1] * fields["layers"])
-    if width != fields["ffn_hidden"]:
-        raise config.error(
-            "moe_intermediate_size", width, f"intermediate_size ({fields['ffn_hidden']}), as in the class"
-        )
-    return {
-        **fields,
-        "experts": _same(config, "num_experts", fields["layers"], 1),
-        "experts_per_token": _same(config, "moe_topk", fields["layers"], 1),
-        "expert_hidden": width,
-        "shared_expert_hidden": width,
-    }
-
-
-def _same(config: HFConfig, key: str, layers: int, default: int) -> int:
-    """A count that all layers have: one number, or a list with an equal one for each layer."""
-    listed = config.get(key)
-    if isinstance(listed, list):
-        if len(listed) < layers or len(set(listed)) != 1:
-            raise config.error(key, listed, f"a number, or a list of {layers} equal ones")
-        config = HFConfig({key: listed[0]}, config.where)
-    return config.integer(key, default=default)
+    config, width = experts.one_for_all_layers(config, fields["layers"], *_LISTED), fields["ffn_hidden"]
+    if (given := config.integer(_WIDTH, default=width)) != width:
+        raise config.error(_WIDTH, given, f"intermediate_size ({width}), as in the class")
+    return {**fields, **_COUNTS.read(config), "expert_hidden": width, "shared_expert_hidden": width}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    refuse_dense(spec, "Hunyuan MoE")
+    keys = {**HUNYUAN.to_config(spec), **experts.write(spec, _COUNTS, "Hunyuan MoE")}
     if spec.shared_expert_hidden != spec.expert_hidden:
         expected = f"{spec.expert_hidden}, the width of an expert, in a Hunyuan MoE folder"
         raise BadInput(f"model.shared_expert_hidden: expected {expected}, got {spec.shared_expert_hidden}")
-    config = {**HUNYUAN.to_config(spec), "intermediate_size": spec.expert_hidden}
-    return {**config, "num_experts": spec.experts, "moe_topk": spec.experts_per_token, "output_router_logits": False}
+    return {**keys, "intermediate_size": spec.expert_hidden}
 
 
-_ROUTED = {ours: theirs for ours, theirs in QWEN3_MOE.modules.items() if ours.startswith("moe.experts")}
-_ATTENTION = {ours: theirs for ours, theirs in HUNYUAN.modules.items() if not ours.startswith("mlp.")}
 FAMILY = replace(
     HUNYUAN,
     model_type="hunyuan_v1_moe",
     architecture="HunYuanMoEV1ForCausalLM",
     modules={
-        **_ATTENTION,
-        **_ROUTED,
+        **experts.without_dense(HUNYUAN.modules),
+        **experts.MODULES,
         "moe.router": ("mlp.gate.wg",),
         "moe.shared.gate_up": ("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
         "moe.shared.down": ("mlp.shared_mlp.down_proj",),
     },
-    required=(*EXPERTS, "shared_expert_hidden"),
+    required=(*experts.REQUIRED, "shared_expert_hidden"),
     from_config=_from_config,
     to_config=_to_config,
 )
-_A13B = {"experts": 64, "experts_per_token": 8, "expert_hidden": 3072, "shared_expert_hidden": 3072}
-_SIZES = {**sizes(32, 4096, 32, 3072), **RELEASED, "vocab_size": 128167, "norm_eps": 1e-5}
-PRESETS = {
-    "hunyuan-a13b": Preset(
-        model={**_SIZES, **_A13B, "rope_theta": stretched(10000.0, 1000.0, 128)}, learning_rate=2e-4, seq_len=4096
-    )
-}
+PRESETS = presets(
+    {"hunyuan-a13b": size(32, 4096, 32, 8, 3072, 2e-4, experts=64, experts_per_token=8)},
+    vocab_size=128167,
+    rope_theta=rope.stretched_base(10000.0, 1000.0, 128),
+    expert_hidden=3072,
+    shared_expert_hidden=3072,
+    **RELEASED,
+)

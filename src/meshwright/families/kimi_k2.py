@@ -7,29 +7,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.families.deepseek_v2 import RELEASED
+from meshwright.families.deepseek_v2 import HEADS
 from meshwright.families.deepseek_v3 import DEEPSEEK_V3
-from meshwright.families.format import Preset, sizes
+from meshwright.families.format import presets, size
 
 FAMILY = replace(DEEPSEEK_V3, model_type="kimi_k2")
-PRESETS = {
-    "kimi-k2": Preset(
-        model={
-            **RELEASED,
-            **sizes(61, 7168, 64, 18432),
-            "kv_heads": 64,
-            "vocab_size": 163840,
-            "max_seq_len": 131072,
-            "rope_theta": 50000.0,
-            "experts": 384,
-            "experts_per_token": 8,
-            "expert_hidden": 2048,
-            "shared_expert_hidden": 2048,
-            "routing_scale": 2.827,
-            "yarn": {"factor": 32.0, "beta_fast": 1.0},
-        },
-        learning_rate=2e-4,
-        seq_len=4096,
-        train={"balance_loss": 1e-4},
-    )
-}
+PRESETS = presets(
+    {"kimi-k2": size(61, 7168, 64, 64, 18432, 2e-4, experts=384, routing_scale=2.827)},
+    seq_len=4096,
+    train={"balance_loss": 1e-4},
+    vocab_size=163840,
+    max_seq_len=131072,
+    rope_theta=50000.0,
+    experts_per_token=8,
+    expert_hidden=2048,
+    shared_expert_hidden=2048,
+    first_dense_layers=1,
+    yarn={"factor": 32.0, "beta_fast": 1.0},
+    **HEADS,
+)

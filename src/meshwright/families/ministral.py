@@ -5,28 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import (
-    FULL,
-    SLIDING,
-    HFConfig,
-    read_layer_types,
-    read_sliding_window,
-    windowed_layers,
-    written_layers,
-)
-from meshwright.families.llama import gated_decoder_config, gated_decoder_fields
+from meshwright.families.format import HFConfig
+from meshwright.families.keys import decoder, layers
 from meshwright.families.mistral import MISTRAL
 from meshwright.spec.model import ModelSpec
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    fields, window = gated_decoder_fields(config), read_sliding_window(config, 4096)
-    types = read_layer_types(config, [SLIDING if window else FULL] * fields["layers"])
-    return {**fields, **windowed_layers(types, window)}
+    fields, window = decoder.read(config), layers.read_window(config, 4096)
+    types = layers.read_types(config, [layers.SLIDING if window else layers.FULL] * fields["layers"])
+    return {**fields, **layers.windowed(types, window)}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    return {**gated_decoder_config(spec), **written_layers(spec)}
+    return {**decoder.write(spec), **layers.write_windowed(spec)}
 
 
 FAMILY = replace(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, rope_keys, rope_section, sizes, write_scaling
-from meshwright.families.llama import gated_decoder_config, gated_decoder_fields
+from meshwright.families.format import HFConfig, presets, size
+from meshwright.families.keys import decoder, layers, rope
 from meshwright.families.mistral import MISTRAL
 from meshwright.spec.model import ModelSpec
 
@@ -19,22 +19,17 @@ _YARN = {"factor": 16.0, "original_max_seq_len": 16384}
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    key, section = rope_section(config)
+    key, section = rope.section_of(config)
     inside = HFConfig(section, f"{config.where}: {key}")
-    fields = gated_decoder_fields(config, base=1e6, without_effect=frozenset({_GROWTH, _UNUSED}))
+    fields = decoder.read(config, head_dim=128, base=1e6, without_effect=frozenset({_GROWTH, _UNUSED}))
     if "yarn" not in fields:
         raise inside.error("rope_type", section.get("rope_type", "default"), "'yarn'")
-    return {
-        **fields,
-        "head_dim": config.integer("head_dim", default=128),
-        "query_growth": inside.number(_GROWTH),
-        "sliding_window": None if config.get("sliding_window") is None else config.integer("sliding_window"),
-    }
+    return {**fields, "query_growth": inside.number(_GROWTH), "sliding_window": layers.read_window(config)}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    section = {**write_scaling(spec.yarn), _GROWTH: spec.query_growth}
-    return {**gated_decoder_config(spec), **rope_keys(spec, section), "sliding_window": spec.sliding_window}
+    section = {**rope.write_scaling(spec.yarn), _GROWTH: spec.query_growth}
+    return {**decoder.write(spec), **rope.in_both_versions(spec, section), "sliding_window": spec.sliding_window}
 
 
 FAMILY = replace(
@@ -45,18 +40,12 @@ FAMILY = replace(
     from_config=_from_config,
     to_config=_to_config,
 )
-PRESETS = {
-    "ministral3-8b": Preset(
-        model={
-            **sizes(34, 4096, 32, 14336),
-            "kv_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 131072,
-            "max_seq_len": 262144,
-            "rope_theta": 1000000.0,
-            "yarn": _YARN,
-        },
-        learning_rate=3e-4,
-        seq_len=8192,
-    )
-}
+PRESETS = presets(
+    {"ministral3-8b": size(34, 4096, 32, 8, 14336, 3e-4)},
+    seq_len=8192,
+    head_dim=128,
+    vocab_size=131072,
+    max_seq_len=262144,
+    rope_theta=1000000.0,
+    yarn=_YARN,
+)

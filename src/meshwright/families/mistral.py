@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, read_sliding_window, sizes
-from meshwright.families.llama import LLAMA, gated_decoder_config, gated_decoder_fields
+from meshwright.families.format import HFConfig, presets, size
+from meshwright.families.keys import decoder, layers
+from meshwright.families.llama import LLAMA
 from meshwright.spec.model import ModelSpec
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    return {**gated_decoder_fields(config), "sliding_window": read_sliding_window(config, 4096)}
+    return {**decoder.read(config), "sliding_window": layers.read_window(config, 4096)}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    return {**gated_decoder_config(spec), "sliding_window": spec.sliding_window}
+    return {**decoder.write(spec), "sliding_window": spec.sliding_window}
 
 
-_RELEASED = {"kv_heads": 8, "head_dim": 128, "max_seq_len": 32768}
 FAMILY = MISTRAL = replace(
     LLAMA,
     model_type="mistral",
@@ -30,26 +30,14 @@ FAMILY = MISTRAL = replace(
     from_config=_from_config,
     to_config=_to_config,
 )
-PRESETS = {
-    "mistral-7b": Preset(
-        model={**sizes(32, 4096, 32, 14336), **_RELEASED, "vocab_size": 32000, "sliding_window": 4096},
-        learning_rate=3e-4,
-        seq_len=8192,
-    ),
-    "mistral-nemo-12b": Preset(
-        model={
-            **sizes(40, 5120, 32, 14336),
-            **_RELEASED,
-            "vocab_size": 131072,
-            "max_seq_len": 131072,
-            "rope_theta": 1000000.0,
-        },
-        learning_rate=2e-4,
-        seq_len=8192,
-    ),
-    "mistral-small-24b": Preset(
-        model={**sizes(40, 5120, 32, 32768), **_RELEASED, "vocab_size": 131072, "rope_theta": 100000000.0},
-        learning_rate=2e-4,
-        seq_len=8192,
-    ),
-}
+PRESETS = presets(
+    {
+        "mistral-7b": size(32, 4096, 32, 8, 14336, 3e-4, vocab_size=32000, sliding_window=4096),
+        "mistral-nemo-12b": size(40, 5120, 32, 8, 14336, 2e-4, max_seq_len=131072, rope_theta=1000000.0),
+        "mistral-small-24b": size(40, 5120, 32, 8, 32768, 2e-4, rope_theta=100000000.0),
+    },
+    seq_len=8192,
+    head_dim=128,
+    vocab_size=131072,
+    max_seq_len=32768,
+)

@@ -8,65 +8,46 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, sizes, whole_width
-from meshwright.families.llama import gated_decoder_config, gated_decoder_fields
-from meshwright.families.mixtral import BALANCE_LOSS_NOTE, refuse_dense
+from meshwright.families.format import HFConfig, Key, Keys, presets, size
+from meshwright.families.keys import experts
+from meshwright.families.olmo2 import OLMO2
 from meshwright.families.qwen3_moe import QWEN3_MOE
 from meshwright.spec.model import ModelSpec
 
 
-def routed_fields(config: HFConfig, experts: int, per_token: int) -> dict[str, Any]:
-    """The ModelSpec fields of a model with experts in all layers; the numbers are defaults of the class."""
-    config.expect("attention_bias", False)
-    config.expect("clip_qkv")
-    config.note_unused(BALANCE_LOSS_NOTE, "router_aux_loss_coef")
-    return {
-        **gated_decoder_fields(config),
-        "experts": config.integer("num_experts", "num_local_experts", default=experts),
-        "experts_per_token": config.integer("num_experts_per_tok", default=per_token),
-        "expert_hidden": config.integer("intermediate_size"),
-        "normalised_routing": config.flag("norm_topk_prob", False),
-    }
+def routed(experts_of_class: int, per_token: int) -> Keys:
+    """The keys of experts in all layers; the numbers are defaults of the class."""
+    number = Key("num_experts", experts_of_class, "num_local_experts")
+    return experts.keys(number, per_token, Key("intermediate_size"), normalised_routing=Key("norm_topk_prob", False))
 
 
-def routed_config(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json keys of such a model."""
-    refuse_dense(spec, "OLMo")
-    return {
-        **whole_width(gated_decoder_config(spec), spec),
-        "attention_bias": False,
-        "intermediate_size": spec.expert_hidden,
-        "num_experts": spec.experts,
-        "num_experts_per_tok": spec.experts_per_token,
-        "norm_topk_prob": spec.normalised_routing,
-        "output_router_logits": False,
-    }
+_EXPERTS = routed(64, 8)
+
+
+def _from_config(config: HFConfig) -> dict[str, Any]:
+    fields = {**OLMO2.from_config(config), **experts.read(config, _EXPERTS)}
+    return {**fields, "norm_eps": config.number("rms_norm_eps", 1e-5)}
+
+
+def _to_config(spec: ModelSpec) -> dict[str, Any]:
+    return {**OLMO2.to_config(spec), **experts.write(spec, _EXPERTS, "OLMo")}
 
 
 FAMILY = OLMOE = replace(
     QWEN3_MOE,
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    modules={ours: theirs for ours, theirs in QWEN3_MOE.modules.items() if not ours.startswith("mlp.")},
+    modules=experts.without_dense(QWEN3_MOE.modules),
     values={"qk_norm": True, "qk_norm_whole": True, "normalised_routing": False},
     without_effect=frozenset(),
-    from_config=lambda config: {**routed_fields(config, 64, 8), "norm_eps": config.number("rms_norm_eps", 1e-5)},
-    to_config=routed_config,
+    from_config=_from_config,
+    to_config=_to_config,
 )
-PRESETS = {
-    "olmoe-1b-7b": Preset(
-        model={
-            **sizes(16, 2048, 16, 1024),
-            "kv_heads": 16,
-            "head_dim": 128,
-            "vocab_size": 50304,
-            "max_seq_len": 4096,
-            "norm_eps": 1e-5,
-            "experts": 64,
-            "experts_per_token": 8,
-            "expert_hidden": 1024,
-        },
-        learning_rate=4e-4,
-        seq_len=4096,
-    )
-}
+PRESETS = presets(
+    {"olmoe-1b-7b": size(16, 2048, 16, 16, 1024, 4e-4, experts=64, experts_per_token=8, expert_hidden=1024)},
+    seq_len=4096,
+    head_dim=128,
+    vocab_size=50304,
+    max_seq_len=4096,
+    norm_eps=1e-5,
+)

@@ -5,45 +5,41 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, sizes
-from meshwright.families.llama import LLAMA, gated_decoder_config, gated_decoder_fields
-from meshwright.families.qwen2 import read_window, write_window
+from meshwright.families.format import HFConfig, presets, size
+from meshwright.families.keys import decoder, layers
+from meshwright.families.llama import LLAMA
 from meshwright.spec.model import ModelSpec
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
     config.expect("attention_bias", False)
-    fields = gated_decoder_fields(config)
-    return {
-        **fields,
-        "head_dim": config.integer("head_dim", default=128),
-        "sliding_window": read_window(config, fields["layers"]),
-    }
+    fields = decoder.read(config, head_dim=128)
+    return {**fields, "sliding_window": layers.read_common_window(config, fields["layers"])}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    return {**gated_decoder_config(spec), "attention_bias": False, **write_window(spec)}
+    return {**decoder.write(spec), "attention_bias": False, **layers.write_common_window(spec)}
 
 
+FAMILY = QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    modules={**LLAMA.modules, **decoder.HEAD_NORMS},
+    values={"qk_norm": True},
+    from_config=_from_config,
+    to_config=_to_config,
+)
 RELEASED = {
-    "kv_heads": 8,
+    "seq_len": 8192,
     "head_dim": 128,
     "vocab_size": 151936,
     "max_seq_len": 40960,
     "rope_theta": 1000000.0,
     "norm_eps": 1e-6,
 }
-"""ModelSpec fields that all released models share."""
-FAMILY = QWEN3 = replace(
-    LLAMA,
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    modules={**LLAMA.modules, "attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",)},
-    values={"qk_norm": True},
-    from_config=_from_config,
-    to_config=_to_config,
+"""What all released models share, with experts too."""
+PRESETS = presets(
+    {"qwen3-0.6b": size(28, 1024, 16, 8, 3072, 6e-4, tied=True), "qwen3-8b": size(36, 4096, 32, 8, 12288, 3e-4)},
+    **RELEASED,
 )
-PRESETS = {
-    "qwen3-0.6b": Preset(model=RELEASED | sizes(28, 1024, 16, 3072) | {"tied": True}, learning_rate=6e-4, seq_len=8192),
-    "qwen3-8b": Preset(model=RELEASED | sizes(36, 4096, 32, 12288), learning_rate=3e-4, seq_len=8192),
-}

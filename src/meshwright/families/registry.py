@@ -11,7 +11,8 @@ from meshwright.families.format import Family, Preset
 
 _SHARED = ("adapters", "format", "registry", "folder", "quantization", "text_part")
 """Files of the folder that are no families."""
-_names = sorted(module.name for module in iter_modules(meshwright.families.__path__) if module.name not in _SHARED)
+_files = (module.name for module in iter_modules(meshwright.families.__path__) if not module.ispkg)
+_names = sorted(name for name in _files if name not in _SHARED)
 _modules = [import_module(f"{meshwright.families.__name__}.{name}") for name in _names]
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _modules}
@@ -21,7 +22,12 @@ PRESETS: dict[str, Preset] = {
 }
 """Every preset by name."""
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
-    name: {"family": module.FAMILY.model_type, **module.FAMILY.values, **preset.model}
+    name: {
+        "family": module.FAMILY.model_type,
+        **module.FAMILY.values,
+        **module.FAMILY.by_width(preset.model["hidden"]),
+        **preset.model,
+    }
     for module in _modules
     for name, preset in getattr(module, "PRESETS", {}).items()
 }

@@ -8,30 +8,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Preset, sizes
-from meshwright.families.llama import LLAMA, NO_DROPOUT, gated_decoder_config, gated_decoder_fields
+from meshwright.families.format import HFConfig, Key, Keys, presets, size
+from meshwright.families.keys import decoder
+from meshwright.families.llama import LLAMA
 from meshwright.spec.model import ModelSpec
+
+_KEYS = Keys({"qkv_bias": Key("attention_bias", True)}, fixed={"attention_out_bias": False, "mlp_bias": False})
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    for key in ("attention_out_bias", "mlp_bias"):
-        config.expect(key, False)
-    config.note_unused(NO_DROPOUT, "residual_dropout")
-    return {
-        **gated_decoder_fields(config),
-        "head_dim": config.integer("head_dim", default=128),
-        "qkv_bias": config.flag("attention_bias", True),
-    }
+    config.note_unused(decoder.NO_DROPOUT, "residual_dropout")
+    return {**_KEYS.read(config), **decoder.read(config, head_dim=128)}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        **gated_decoder_config(spec),
-        "attention_bias": spec.qkv_bias,
-        "attention_out_bias": False,
-        "mlp_bias": False,
-        "residual_dropout": 0.0,
-    }
+    return {**decoder.write(spec), **_KEYS.write(spec), "residual_dropout": 0.0}
 
 
 FAMILY = replace(
@@ -42,18 +33,12 @@ FAMILY = replace(
     from_config=_from_config,
     to_config=_to_config,
 )
-PRESETS = {
-    "seed-oss-36b": Preset(
-        model={
-            **sizes(64, 5120, 80, 27648),
-            "kv_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 155136,
-            "max_seq_len": 524288,
-            "rope_theta": 10000000.0,
-            "norm_eps": 1e-6,
-        },
-        learning_rate=1.5e-4,
-        seq_len=8192,
-    )
-}
+PRESETS = presets(
+    {"seed-oss-36b": size(64, 5120, 80, 8, 27648, 1.5e-4)},
+    seq_len=8192,
+    head_dim=128,
+    vocab_size=155136,
+    max_seq_len=524288,
+    rope_theta=10000000.0,
+    norm_eps=1e-6,
+)

@@ -21,8 +21,10 @@ from meshwright.kernels.partial import partial_attention, partial_gradients
 def join_sinks(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """The result of attention and its log-sum-exp with the sinks, of those without them."""
     column = sinks.to(logsumexp.dtype)[:, None]
-    share = torch.sigmoid(logsumexp - column).transpose(1, 2)[..., None]
-    return (out * share).to(out.dtype), torch.logaddexp(logsumexp, column.expand_as(logsumexp))
+    joined = out * torch.sigmoid(logsumexp - column).transpose(1, 2)[..., None]
+    # No conversion to the dtype that it has: torch 2.11 compiles an autograd function that returns one to gradients of 0.
+    joined = joined if joined.dtype == out.dtype else joined.to(out.dtype)
+    return joined, torch.logaddexp(logsumexp, column.expand_as(logsumexp))
 
 
 def sink_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:

@@ -271,15 +271,17 @@ def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array, g
 
     On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
     """
-    # The head's own gradient; a tied one has a buffer until the embedding's is added. One rank adds it to an earlier sum.
-    has_gradient = (rank.head < rank.ends) & ((rank.shards > 1) | (rank.sums == 0))
+    # One rank adds a gradient to the earlier sum, without a buffer.
+    reduces = rank.reduces * ((rank.shards > 1) | (rank.sums == 0))
+    # The head's own gradient; a tied one has a buffer until the embedding's is added.
+    has_gradient = rank.head < rank.ends
     gradient = np.where(rank.gradients_final > 0, formats.compute, formats.reduce) / rank.shards
     embedding = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.ends)
     # Buffers of the communication stream are freed to that stream's pool, which compute cannot allocate from.
     buffers = np.where((rank.shards > 1) | (rank.gradients_final <= 0), formats.reduce, 0.0)
     head, block = rank.head * rank.trained_ends, rank.block * rank.trained
     without_head = np.maximum(embedding * rank.trained_ends, block) * (buffers + gradient)
-    reduced = rank.reduces * np.maximum(head * (buffers + has_gradient * gradient), without_head)
+    reduced = reduces * np.maximum(head * (buffers + has_gradient * gradient), without_head)
     computed = block * (formats.compute + np.where(rank.pending > 0, formats.reduce, 0.0))
     return {
         "gradients": rank.sums,

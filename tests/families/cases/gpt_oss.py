@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -85,9 +86,33 @@ def _released(layers: int, experts: int) -> dict[str, Any]:
 RELEASED = {"gpt-oss-20b": _released(24, 32), "gpt-oss-120b": _released(36, 128)}
 
 
+def ramp(spec: Any, truncate: bool) -> list[float]:
+    """YaRN's share of each frequency that is not stretched."""
+    yarn = spec.yarn
+
+    def dimension(turns: float) -> float:
+        return (
+            spec.head_dim
+            * math.log(yarn.original_max_seq_len / (turns * 2 * math.pi))
+            / (2 * math.log(spec.rope_theta))
+        )
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    return [min(max((pair - low) / max(high - low, 0.001), 0), 1) for pair in range(spec.head_dim // 2)]
+
+
+def truncated(spec: Any) -> dict[str, Any]:
+    """The other truncation, where it makes a difference: bounds of small heads may be the same."""
+    other = {"yarn": replace(spec.yarn, truncate=not spec.yarn.truncate)}
+    return other if ramp(spec, True) != ramp(spec, False) else {}
+
+
 WRONG = {
     "sinks ignored": lambda spec: {"sinks": False},
-    "YaRN truncated": lambda spec: {"yarn": replace(spec.yarn, truncate=not spec.yarn.truncate)},
+    "YaRN truncated": truncated,
     "no factor of the rotary tables": lambda spec: {"yarn": replace(spec.yarn, mscale=0.0)},
     "no biases of experts and routers": lambda spec: {"expert_bias": False},
     "no biases of queries, keys and values": lambda spec: {"qkv_bias": False},

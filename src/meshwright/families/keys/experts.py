@@ -1,0 +1,124 @@
+"""Keys of config.json of models with experts, and names of experts' weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwright.families.format import HFConfig, Key, Keys
+from meshwright.spec.errors import BadInput
+from meshwright.spec.model import ModelSpec
+
+REQUIRED = ("experts", "experts_per_token", "expert_hidden")
+"""ModelSpec fields that a run with experts must give."""
+MODULES = {
+    "moe.router": ("mlp.gate",),
+    "moe.experts.gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+    "moe.experts.down": ("mlp.experts.{expert}.down_proj",),
+}
+"""Names that most folders have for the weights of experts and their router."""
+SHARED_MODULES = {
+    "moe.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "moe.shared.down": ("mlp.shared_experts.down_proj",),
+}
+"""Those of shared experts."""
+
+
+def without_dense(modules: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Names of a layer's modules without those of a dense feed-forward network."""
+    return {ours: theirs for ours, theirs in modules.items() if not ours.startswith("mlp.")}
+
+
+def keys(experts: Key, per_token: int | None, width: Key, **further: Key) -> Keys:
+    """The keys of a class: for its number of experts, those that it chooses for a token by default, the width of one, and `further`."""
+    fields = {"experts": experts, "experts_per_token": Key("num_experts_per_tok", per_token), "expert_hidden": width}
+    return Keys({**fields, **further})
+
+
+def read(config: HFConfig, keys: Keys, balance: str = "router_aux_loss_coef") -> dict[str, Any]:
+    """The ModelSpec fields of such keys; `balance` has the weight of the class's balance loss."""
+    config.note_unused("Meshwright weighs the experts' balance loss by train.balance_loss", balance)
+    return keys.read(config)
+
+
+def write(spec: ModelSpec, keys: Keys, folder: str) -> dict[str, Any]:
+    """Such keys; raises BadInput for a model without experts, which a `folder` cannot have."""
+    if not spec.experts:
+        raise BadInput(f"model.experts: a {folder} folder needs experts, got 0")
+    return {**keys.write(spec), "output_router_logits": False}
+
+
+def one_for_all_layers(config: HFConfig, layers: int, *names: str) -> HFConfig:
+    """The config.json with a number under these keys where it has a list with an equal one for each layer."""
+    values = dict(config.values)
+    for name in names:
+        listed = config.get(name)
+        if isinstance(listed, list):
+            if len(listed) < layers or len(set(listed)) != 1:
+                raise config.error(name, listed, f"a number, or a list of {layers} equal ones")
+            values[name] = listed[0]
+    return replace(config, values=values)
+
+
+def read_shared(config: HFConfig, width: int, count: int = 1) -> dict[str, Any]:
+    """The shared experts of a layer are one of their joint width; `width` is that of an expert, `count` the default of the class."""
+    return {"shared_expert_hidden": width * config.integer("n_shared_experts", default=count)}
+
+
+def write_shared(spec: ModelSpec, folder: str) -> dict[str, Any]:
+    """The number of shared experts; raises BadInput if their joint width is no multiple of an expert's."""
+    if not spec.shared_expert_hidden or spec.shared_expert_hidden % spec.expert_hidden:
+        raise BadInput(
+            f"model.shared_expert_hidden: a {folder} folder needs a multiple of expert_hidden ({spec.expert_hidden}), "
+            f"got {spec.shared_expert_hidden}"
+        )
+    return {"n_shared_experts": spec.shared_expert_hidden // spec.expert_hidden}
+
+
+def read_dense_layers(config: HFConfig, layers: int) -> int:
+    """The number of first layers without experts; raises BadInput if other layers have none."""
+    step, only = config.integer("decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
+    dense = [layer for layer in range(layers) if layer in only or (layer + 1) % step]
+    if dense != list(range(len(dense))) or len(dense) == layers:
+        key = "decoder_sparse_step" if step > 1 else "mlp_only_layers"
+        expected = f"{1 if step > 1 else 'the first layers'}: in this decoder dense layers come first"
+        raise config.error(key, config.get(key), expected)
+    return len(dense)
+
+
+def write_dense_layers(spec: ModelSpec) -> dict[str, Any]:
+    """The keys of `read_dense_layers`."""
+    return {"decoder_sparse_step": 1, "mlp_only_layers": list(range(spec.first_dense_layers))}
+
+
+PREDICTIONS = {"prediction_depth": Key("num_nextn_predict_layers", 0, least=0)}
+ROUTING = {
+    "routing_scale": Key("routed_scaling_factor", 1.0),
+    "normalised_routing": Key("norm_topk_prob", True),
+    "expert_groups": Key("n_group", 1),
+    "groups_per_token": Key("topk_group", 1),
+}
+"""Keys of DeepSeek-V3's choice of experts, with the defaults of GLM-4.5."""
+
+
+def routed(*, normalised: bool, dense: int) -> Keys:
+    """The keys of DeepSeek-V3's experts beside ordinary attention; the arguments are defaults of the class."""
+    return keys(
+        Key("n_routed_experts", 128, "num_local_experts"),
+        8,
+        Key("moe_intermediate_size", 1408),
+        **{**ROUTING, "normalised_routing": Key("norm_topk_prob", normalised)},
+        first_dense_layers=Key("first_k_dense_replace", dense, least=0),
+    )
+
+
+def read_routed(config: HFConfig, keys: Keys) -> dict[str, Any]:
+    """The ModelSpec fields of the keys of `routed`."""
+    fields = read(config, keys)
+    return {**fields, **read_shared(config, fields["expert_hidden"])}
+
+
+def write_routed(spec: ModelSpec, keys: Keys, folder: str) -> dict[str, Any]:
+    """The keys of `routed`; raises BadInput if a `folder` cannot have the model's experts."""
+    return {**write(spec, keys, folder), **write_shared(spec, folder)}

@@ -1,0 +1,31 @@
+"""Keys of config.json for Granite's factors: of embeddings, of what layers add, of scores and of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.families.format import HFConfig, Key, Keys
+from meshwright.spec.model import ModelSpec
+
+_KEYS = Keys(
+    {"embedding_scale": Key("embedding_multiplier", 1.0), "residual_factor": Key("residual_multiplier", 1.0)},
+)
+
+
+def read(config: HFConfig, head_dim: int) -> dict[str, Any]:
+    """The ModelSpec fields."""
+    scale = config.number("attention_multiplier", 1.0)
+    logit_factor = 1.0 / config.number("logits_scaling", 1.0)
+    score_scale = None if scale == head_dim**-0.5 else scale
+    return {**_KEYS.read(config), "logit_factor": logit_factor, "score_scale": score_scale}
+
+
+def write(spec: ModelSpec) -> dict[str, Any]:
+    """The keys."""
+    divisor = 1.0 / spec.logit_factor
+    rounded = float(f"{divisor:.15g}")  # the divisor that was read, if its inverse is our factor
+    return {
+        **_KEYS.write(spec),
+        "logits_scaling": rounded if 1.0 / rounded == spec.logit_factor else divisor,
+        "attention_multiplier": spec.head_dim**-0.5 if spec.score_scale is None else spec.score_scale,
+    }
