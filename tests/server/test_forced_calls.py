@@ -128,6 +128,8 @@ def test_texts_are_raw_and_may_be_anything(name: NotationKey) -> None:
         {"type": "string", "maxLength": 3},
         {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]},
         {"enum": ["a", 1]},
+        {"enum": 3},
+        {"anyOf": 3, "type": "string", "$ref": "#"},
         False,
     ],
     ids=str,
@@ -138,6 +140,9 @@ def test_limits_of_raw_texts_need_an_array(schema: Any) -> None:
     assert calls_grammar([NOW, limited], NOTATIONS["glm"], {}, several=True) is None
     assert calls_grammar([NOW, limited], NOTATIONS["hermes"], {}, several=True) is not None
     assert calls_grammar([NOW], NOTATIONS["mistral"], {}, several=True) is None
+    odd = {"name": "a\n<arg_key>", "parameters": {"required": 3}}
+    assert calls_grammar([odd], NOTATIONS["glm"], {}, several=True) is None
+    assert calls_grammar([odd], NOTATIONS["hermes"], {}, several=True) is not None
 
 
 def test_reasoning_may_end_with_a_special_token() -> None:

@@ -61,11 +61,13 @@ class RunningBatch:
         assert progress is not None
         if progress.generation != self.generation:
             progress.digests, progress.tail, progress.generation = [], None, self.generation
-        digests = [] if progress.request.computes_all else progress.digests
-        if progress.shares and not progress.request.computes_all:
+        digests = progress.digests
+        if progress.request.computes_all:
+            digests = []
+        elif progress.shares:
             blocks = (len(progress.tokens) - 1) // self.cache.tokens_per_block
             self._extend_digests(progress, blocks)
-            digests = progress.digests[:blocks]
+            digests = digests[:blocks]
         matched = self.cache.matching(digests)
         while len(self.requests) >= self.limits.sequences or not self._fits(progress, digests, matched, budget):
             last = self._last() if self.requests else None

@@ -21,7 +21,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
-from meshwright.serve.batch_inputs import NO_DRAFTS, NO_SCORES, BatchInputs, Packed
+from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed, PackedScores
 from meshwright.serve.drafters import check_speculation, drafter_for
 from meshwright.serve.engine_sizes import blocks_that_fit, cache_dtype, cache_room, context_of, has_graphs, prompt_unit
 from meshwright.serve.failures import ENGINE_FAILED, Failure
@@ -35,7 +35,7 @@ from meshwright.serve.kv_cache import KVCache, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
 from meshwright.serve.prefix_blocks import PrefixBlocks
 from meshwright.serve.prompt_graphs import prompt_graph_sizes
-from meshwright.serve.prompt_scores import compute_scores
+from meshwright.serve.prompt_scores import StepScores, compute_scores
 from meshwright.serve.prompts import check_request, prompt_ids
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
@@ -339,18 +339,11 @@ class Engine:
                 self._runner.decode_sizes,
                 drafts,
                 uniform=self._runner.uniform_drafts,
-                scored={number: self._generations[number].scored for number in self._scored}
-                if self._scored
-                else NO_SCORES,
+                scored={number: self._generations[number].scored for number in self._scored},
             )
             self._drafter.follow(packed)
             logits = self._runner.logits(packed)
-            scores = None
-            if packed.scores is not None:
-                most = max(self._scored[number] for number, _ in packed.scores.counts)
-                scores = compute_scores(self._runner, self._sampler, packed.scores, most)
-                for number, count in packed.scores.counts:
-                    self._generations[number].scored += count
+            scores = None if packed.scores is None else self._compute_scores(packed.scores)
             tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions, self._allowed(packed))
             checked = self._drafter.check(packed, logits, tokens)
             self._inputs.newest[checked.table_rows] = checked.newest
@@ -364,6 +357,13 @@ class Engine:
             self._complete_in_flight(updates)
             self._fail(step, error, updates)
             return None
+
+    def _compute_scores(self, packed: PackedScores) -> StepScores:
+        """The log probabilities of the prompts' tokens in the step that the runner has just computed."""
+        most = max(self._scored[number] for number, _ in packed.counts)
+        for number, count in packed.counts:
+            self._generations[number].scored += count
+        return compute_scores(self._runner, self._sampler, packed, most)
 
     def _assign_rows(self, step: Step) -> None:
         """Give table rows to the requests that have none; such a request begins with a chunk, or a decode of a known token."""

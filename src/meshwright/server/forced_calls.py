@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.server.grammar_request import text_of_length
 from meshwright.server.notations import Forced, Notation, Parameters
-from meshwright.server.tools import schema_types
+from meshwright.server.tools import listed, schema_types
 
 Grammar = tuple[str, str]
 """Notation and text of a grammar."""
@@ -26,11 +26,13 @@ def calls_grammar(
 ) -> Grammar | None:
     """The grammar of one call of one of these functions, or of several calls.
 
-    None if the notation has none, or where it writes values as raw text and a function limits what a text may be. Raises RequestError if it
-    is too long.
+    None if the notation has none or cannot write a name, or where it writes values as raw text and a function limits what a text may be.
+    Raises RequestError if it is too long.
     """
     forced = notation.forced
-    if forced is None:
+    if forced is None or not all(
+        "{json_name}" in forced.head or _PLAIN_KEY.fullmatch(each["name"]) for each in functions
+    ):
         return None
     rules = [_arguments(index, function, notation.parameters) for index, function in enumerate(functions)]
     if any(rule is None for rule in rules):
@@ -58,9 +60,13 @@ def behind_reasoning(grammar: Grammar, end: str, special: Special) -> Grammar:
 
 
 def _head(forced: Forced, name: str, special: Special) -> str:
-    """What is before the arguments of a call."""
-    named = forced.head.replace("{json_name}", json.dumps(name)).replace("{name}", name)
-    return " /[0-9]+/ ".join(_literal(text, special) for text in named.split("{number}"))
+    """What is before the arguments of a call. Nothing in the name is a special token."""
+    before, quoted, behind = forced.head.partition("{json_name}")
+    if not quoted:
+        before, _, behind = forced.head.partition("{name}")
+    shown = json.dumps(name) if quoted else name
+    rest = " /[0-9]+/ ".join(_literal(text, special) for text in behind.split("{number}"))
+    return f"{_literal(before, special)} {_quoted(shown)} {rest}"
 
 
 def _arguments(index: int, function: Mapping[str, Any], parameters: Parameters | None) -> list[str] | None:
@@ -83,7 +89,7 @@ def _arguments(index: int, function: Mapping[str, Any], parameters: Parameters |
             parameters.opening.replace("{key}", key).replace("{?}", _LINE_BREAK) + _LINE_BREAK * parameters.newlines
         )
         part = f"{_quoted(opening)} {rule}"
-        order.append(part if key in (schema.get("required") or ()) else f"({part})?")
+        order.append(part if key in listed(schema.get("required")) else f"({part})?")
         rules += content
     return [f"arguments_{index}: {' '.join(order) or _quoted('')}", *rules]
 
@@ -96,11 +102,9 @@ def _value(
     types = schema_types(value, schema)
     if types and "string" not in types:
         return [f"{rule}: {rule}_json {closing}", f"{rule}_json: %json {json.dumps({**value, **definitions})}"]
-    if (
-        isinstance(value, dict)
-        and (texts := value.get("enum", [value["const"]] if "const" in value else None)) is not None
-    ):
-        if not all(isinstance(text, str) and text for text in texts):
+    if isinstance(value, dict) and ("enum" in value or "const" in value):
+        texts = [value["const"]] if "const" in value else listed(value["enum"])
+        if not texts or not all(isinstance(text, str) and text for text in texts):
             return None
         return [f"{rule}: ({' | '.join(map(_quoted, texts))}) {closing}"]
     return [f"{rule}[suffix={closing}]: /(?s:.*)/"] if _any_text(value, schema) else None
@@ -110,7 +114,7 @@ def _any_text(value: Any, schema: Mapping[str, Any]) -> bool:
     """Whether a schema within `schema` allows any text."""
     if not isinstance(value, dict):
         return value is True
-    options = [option for key in ("anyOf", "oneOf") for option in value.get(key) or ()]
+    options = [option for key in ("anyOf", "oneOf") for option in listed(value.get(key))]
     texts = [option for option in options if "string" in schema_types(option, schema)]
     return value.keys() <= ANNOTATIONS | {"anyOf", "oneOf"} and all(_any_text(option, schema) for option in texts)
 

@@ -161,12 +161,7 @@ class OutputReader:
     def _show_until(self, search: StringSearch, kind: PartKind) -> Wait:
         """Show text or reasoning up to the next mark that `search` finds; returns the mark, or None at the end of the answer."""
         shown = self._shown_text if kind == "text" else self._shown_reasoning
-
-        def pass_on(text: str) -> None:
-            if certain := shown(text):
-                self._parts.append(Part(kind, certain))
-
-        return (yield from self._until(search, pass_on, (search, shown)))
+        return (yield from self._until(search, lambda text: self._show(text, kind), (search, shown)))
 
     def _until(
         self,
@@ -213,7 +208,7 @@ class OutputReader:
             if found is None:
                 source.rest = "".join(held)
             else:
-                self._parts.append(Part("reasoning", self._shown_reasoning("".join(held))))
+                self._show("".join(held), "reasoning")
         self.reasoning = False
         self._space.clear()
         return (yield from self._leading_space()).lstrip("\n")
@@ -304,10 +299,10 @@ class OutputReader:
         self._parts.append(Part("call", "", ToolCall(self.count, id, name, call.arguments)))
         self.count += 1
 
-    def _show(self, text: str) -> None:
-        """Show text."""
-        if shown := self._shown_text(text):
-            self._parts.append(Part("text", shown))
+    def _show(self, text: str, kind: PartKind = "text") -> None:
+        """Show text or reasoning."""
+        if shown := self._shown_text(text) if kind == "text" else self._shown_reasoning(text):
+            self._parts.append(Part(kind, shown))
 
     def _shown_text(self, text: str) -> str:
         """Text with the white space before it that was held, without that at its end."""

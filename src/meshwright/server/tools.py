@@ -123,8 +123,8 @@ def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> lis
         for step in reference.removeprefix("#/").split("/"):
             target = target.get(step) if isinstance(target, dict) else None
         return schema_types(target, root, depth + 1)
-    options = [option for key in ("anyOf", "oneOf", "allOf") for option in _listed(schema.get(key))]
-    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    options = [option for key in ("anyOf", "oneOf", "allOf") for option in listed(schema.get(key))]
+    values = [*listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     names = [name for option in options for name in schema_types(option, root, depth + 1)]
     return [
         *names,
@@ -132,5 +132,6 @@ def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> lis
     ]
 
 
-def _listed(value: object) -> list[Any]:
+def listed(value: object) -> list[Any]:
+    """The value if it is a list; else an empty one."""
     return value if isinstance(value, list) else []
