@@ -213,7 +213,8 @@ its value is null.
 
 ### Notations
 
-`notation: auto` takes the notation that the chat template describes. The table is in `server/notations.py`.
+`notation: auto` takes the notation that the chat template describes, or the marks in `response_template` of the
+folder's tokenizer_config.json. The table is in `server/notations.py`.
 
 {_NOTATIONS}
 

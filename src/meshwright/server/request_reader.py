@@ -56,10 +56,10 @@ class RequestReader:
         self._files, self._template = files, template
         self._tokenizer = files.tokenizer
         self._limits = Limits(spec, model, files, context, vocab)
-        source = files.tool_template or files.chat_template
-        self._notation = _notation(spec, source)
+        described = f"{files.tool_template or files.chat_template or ''}\n{files.answer_marks}"
+        self._notation = _notation(spec, described)
         marks = None if self._notation is None else NOTATIONS[self._notation].reasoning
-        self._reasoning_marks = marks if marks is not None and any(mark in (source or "") for mark in marks) else None
+        self._reasoning_marks = marks if marks is not None and any(mark in described for mark in marks) else None
 
     @cached_property
     def _spelled(self) -> SpelledTokens:
@@ -303,8 +303,8 @@ def _prompt_writer(
     return partial(spelled.write, write, messages, tools.tools, variables)
 
 
-def _notation(spec: ServeSpec, template: str | None) -> NotationName | None:
-    """The notation of reasoning and calls by the settings or the chat template."""
+def _notation(spec: ServeSpec, described: str) -> NotationName | None:
+    """The notation of reasoning and calls by the settings, or by the chat template and what else describes answers."""
     if spec.notation != "auto":
         return None if spec.notation == "none" else spec.notation
-    return None if template is None else template_notation(template)
+    return template_notation(described)
