@@ -257,8 +257,8 @@ API's own form, with its events, errors and numbers of tokens. [Agents](../how-t
   prompt's tokens; the first has no log probability. Tokens that begin every text are listed and not in the echo.
 - `max_tokens: 0`, with `echo` or `prompt_logprobs`, asks about the prompt alone. With `echo`, `logprobs` and
   `max_tokens: 1` the new token has an entry even if it ends the text, as programs that score texts expect.
-- `prompt_logprobs: K` lists for each token of a prompt an object of its own id and the K likeliest, each with `logprob`,
-  `rank` and `decoded_token`; null for the first. It needs `stream: false`.
+- `prompt_logprobs: K` lists for each token of a prompt an object of its own id and the K likeliest, each with
+  `logprob`, `rank` and `decoded_token`; null for the first. It needs `stream: false`.
 - Log probabilities of prompts are those of the model, computed for some tokens at a time. Such a prompt takes nothing
   from the prefix cache. An answer has {MOST_PROMPT_LOGPROBS:,} of them at most, those of the likeliest tokens included.
 
