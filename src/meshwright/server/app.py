@@ -55,7 +55,8 @@ ADMIN_ROUTES: Sequence[tuple[str, str, Callable[[Admin, Request], Awaitable[ASGI
 
 def api_app(api: Api, *, loopback: bool) -> ASGIApp:
     """The application of the API; `loopback`: it listens at a loopback address only."""
-    routes = [(method, path, partial(endpoint, api)) for method, path, endpoint in API_ROUTES]
+    shown = [route for route in API_ROUTES if api.spec.page or route[2] is not Api.page]
+    routes = [(method, path, partial(endpoint, api)) for method, path, endpoint in shown]
     app: ASGIApp = KeyCheck(application(routes), api.spec.api_key, open_paths={"/health"}, basic_paths={"/"})
     if loopback and api.spec.api_key is None:
         app = HostCheck(app)

@@ -146,7 +146,9 @@ class EngineLoop:
         self._unwanted -= ids
         if aborted == ids:
             return
-        if self.transfers is None or not self.transfers.begin(request):
+        # Where the logits of a prompt are needed, its keys and values are of no use.
+        transfers = None if "prompt_logprobs" in request["sampling"] else self.transfers
+        if transfers is None or not transfers.begin(request):
             self._submit_texts(request, None)
         self._abort(list(aborted))
 
@@ -248,10 +250,10 @@ class EngineLoop:
         for update in updates:
             if (id := self._ids.get(update.number)) is None:
                 continue  # it was refused while it was being queued
-            if update.reason is None and not update.logprobs and not update.cached_tokens:
-                entries.append([id, update.tokens])
-            else:
+            if update.reason or update.logprobs or update.cached_tokens or update.prompt_logprobs:
                 entries.append([id, update.tokens, update.details])
+            else:
+                entries.append([id, update.tokens])
             if update.reason is not None:
                 del self._numbers[id], self._ids[update.number]
         self._connection.send({"step": entries, "figures": self._engine.figures()})
