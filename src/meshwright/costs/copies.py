@@ -35,7 +35,7 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     unsharded = layout.shards <= 1
     # Without a buffer the cast writes the weights that compute reads.
     casts_in_place = unsharded & (k.lone_copies == 0)
-    end_parameters = (2 - shape.tied) * shape.table_params / layout.tensor
+    end_parameters = shape.end_params / layout.tensor
     block_parameters, expert_parameters = (
         shape.inner_dense_params / layout.tensor,
         shape.inner_expert_params / np.maximum(layout.expert, 1.0),

@@ -114,7 +114,7 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
         tokens=tokens,
         width=width,
         hidden=model.hidden,
-        vocab=model.vocab_size,
+        outputs=model.outputs,
         gradients_final=layout.gradients_final_in_backward(model.embedding_at_both_ends),
         pending=pending_micro_batches,
         pending_head=np.where(forwards_first, micro_batches, np.maximum(1.0, pending_micro_batches)),

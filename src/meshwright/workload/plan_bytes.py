@@ -291,7 +291,7 @@ def _rank_tensors(
         "tokens": tokens,
         "width": plan.axis_size("tensor"),
         "hidden": model.hidden,
-        "vocab": model.vocab_size,
+        "outputs": model.outputs,
         "pending": pending_micro_batches,
         "gradients_final": gradients_final_in_backward(model, plan),
         "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,

@@ -136,7 +136,8 @@ class RankTensors:
     width: Array
     """Tensor ranks."""
     hidden: Array
-    vocab: Array
+    outputs: Array
+    """Numbers that the head computes of a token."""
     gradients_final: Array
     """1 when gradients are final as the backward makes them (`spec.layout.gradients_final_in_backward`)."""
     pending: Array
@@ -247,8 +248,8 @@ def _buffers(rank: RankTensors, formats: Formats, last: Array) -> Array:
 def _head_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: Array) -> dict[str, Array]:
     """Bytes in the head: a chunk's logits and the fp32 gradient of the head's weight."""
     # The head computes the tokens of all tensor ranks for its own part of the vocabulary.
-    logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.vocab / rank.width * formats.logit
-    table_parameters = rank.vocab * rank.hidden / rank.width
+    logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.outputs / rank.width * formats.logit
+    table_parameters = rank.outputs * rank.hidden / rank.width
     # A chunk's product is added to the weight gradient inside the matrix product. Each use of the head keeps its weight gradient until
     # the backward of the loss, which scales one into the compute dtype when the logits are freed. Measured on an H200 for 3B and 8B.
     table_parameters = table_parameters * rank.trained_ends
