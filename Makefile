@@ -97,9 +97,11 @@ test-storage: $(VENV)/.installed-storage
 test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
 	$(BIN)/python -m tests.clients.check $(CLIENTS)/bin
 
-$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt tests/clients/llamaindex.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $< --constraint $(word 2,$^)
+	$(PYTHON) -m venv $(CLIENTS)/llamaindex
+	$(CLIENTS)/llamaindex/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $(word 3,$^)
 	@touch $@
 
 # Codex and Claude Code, 760 MB of npm packages whose install scripts do not run; two minutes.

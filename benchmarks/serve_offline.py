@@ -16,7 +16,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ import torch
 
 from meshwright.checkpoint.single_device import device_and_dtype
 from meshwright.config.presets import MODEL_PRESETS
+from meshwright.kernels.linear import Linear
 from meshwright.launch.machine import found_cluster
 from meshwright.models.decoder import Decoder
+from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.world import World, join
 from meshwright.serve import engine_profile
 from meshwright.serve.engine import Engine
@@ -59,8 +61,8 @@ def main() -> None:
     started = time.perf_counter()
     world = join_launched() if started_by_launcher() else None
     model = random_model(options.model) if world is None else random_part(options, world)
-    if options.even_routing and isinstance(model, Decoder):
-        route_evenly(model)
+    if options.routing != "shared" and isinstance(model, Decoder):
+        ROUTINGS[options.routing](model)
     loaded = time.perf_counter()
     sizes = EngineOptions(
         sequences=options.sequences,
@@ -105,7 +107,7 @@ def measure(engine: Engine, options: argparse.Namespace, started: float, loaded:
         "shared_experts": options.share_experts,
         "dispatch": options.dispatch,
         "micro_batches": options.micro_batches,
-        "even_routing": options.even_routing,
+        "routing": options.routing,
         "weights": options.weights,
         "kv_cache": options.kv_cache,
         "torch": torch.__version__,
@@ -145,7 +147,7 @@ def offline(engine: Engine, requests: Sequence[tuple[list[int], int]]) -> dict[s
 
 
 def decode(engine: Engine, batch: int, prompt: int, new_tokens: int = 192) -> dict[str, Any]:
-    """The median step of `batch` requests after prompts of `prompt` tokens."""
+    """The median step of `batch` requests after prompts of `prompt` tokens; null where the cache does not hold so many at once."""
     draws = random.Random(batch)
     for number in range(batch):
         engine.submit(
@@ -164,7 +166,7 @@ def decode(engine: Engine, batch: int, prompt: int, new_tokens: int = 192) -> di
         begun.update(update.number for update in updates if update.tokens)
     while engine.unfinished:
         engine.step()
-    return {"decode_milliseconds": 1000 * statistics.median(times), "steps": len(times)}
+    return {"decode_milliseconds": 1000 * statistics.median(times) if times else None, "steps": len(times)}
 
 
 def finish(engine: Engine, requests: Sequence[tuple[list[int], int]], sampling: SamplingOptions) -> tuple[int, float]:
@@ -201,6 +203,45 @@ def route_evenly(model: Decoder) -> None:
     model.embed.weight.normal_()
 
 
+@torch.no_grad()
+def route_unevenly(model: Decoder) -> None:
+    """Load experts by Zipf's law: the expert of rank r has the odds 1 / r.
+
+    The first channel of the embedding is so large that it is 1 times the square root of the width after every norm, in each layer: what a
+    router reads there is a bias. The other channels give each token a choice of its own, of variance 1.
+    """
+    constant = _with_constant_channel(model)
+    for router in _routers(model):
+        experts = router.weight.shape[0]
+        order = torch.randperm(experts, device=router.weight.device) + 1
+        router.weight.normal_()
+        router.weight[:, 0] = -order.log() / constant
+
+
+@torch.no_grad()
+def route_to_the_same(model: Decoder) -> None:
+    """Send all tokens of a layer to the same experts, as few as a token has."""
+    constant = _with_constant_channel(model)
+    for router in _routers(model):
+        router.weight.zero_()
+        router.weight[:, 0] = torch.randperm(router.weight.shape[0], device=router.weight.device) / constant
+
+
+def _with_constant_channel(model: Decoder) -> float:
+    """Make the first channel of the embedding large; returns its value after a norm."""
+    weight = model.embed.weight
+    weight.normal_()
+    weight[:, 0] = 10 * weight.shape[1] ** 0.5
+    return weight.shape[1] ** 0.5
+
+
+def _routers(model: Decoder) -> Iterator[Linear]:
+    return (module.router for module in model.modules() if isinstance(module, MixtureOfExperts))
+
+
+ROUTINGS = {"even": route_evenly, "uneven": route_unevenly, "same": route_to_the_same}
+
+
 def random_part(options: argparse.Namespace, world: World) -> RankModel:
     """A rank's part of `random_model`, with other values."""
     values = MODEL_PRESETS[options.model]
@@ -235,7 +276,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dispatch", choices=["int8"], help="format of tokens on their way to shared experts")
     parser.add_argument("--micro-batches", type=int, default=1, help="parts of a step's decodes with shared experts")
-    parser.add_argument("--even-routing", action="store_true", help="tokens choose their experts independently")
+    parser.add_argument(
+        "--routing",
+        choices=["shared", *ROUTINGS],
+        default="shared",
+        help="tokens choose experts as random weights let them (many alike), each by itself, by Zipf's law, or all the same ones",
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()

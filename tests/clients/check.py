@@ -2,8 +2,8 @@
 
     python -m tests.clients.check BIN      # BIN: the folder with `python`, `guidellm` and `lm_eval`
 
-GuideLLM sends a fixed number of requests at some concurrency; none may fail. lm-eval runs a task of its own file through
-`local-completions`; it must score all its documents. LangChain, litellm, instructor and anthropic hold chats with chat templates in the
+GuideLLM sends a fixed number of requests at some concurrency; none may fail. lm-eval runs ten tasks, and its scores are those of
+transformers. openai, LangChain, LlamaIndex, litellm, instructor and anthropic hold chats with chat templates in the
 forms of Qwen3, Llama 3 and Mistral: calls of tools come from an engine that says what is written in a script, all else from a tiny model.
 """
 
@@ -18,27 +18,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from tests.clients import evaluation
 from tests.models.tiny import LLAMA
 from tests.server.chat_templates import SPECIAL_TOKENS, TEMPLATES
 from tests.server.helpers import NAME, running_server, write_folder
 from tests.server.scripted_engine import scripted_server
 from tests.server.test_process import served
 
-LIBRARIES = ("langchain", "litellm", "instructor", "anthropic")
+LIBRARIES = ("openai", "langchain", "litellm", "instructor", "anthropic", "llamaindex")
+APART = ("llamaindex",)
+"""Libraries in an environment of their own, in a folder of their name beside `BIN`: they need an older client of OpenAI."""
 CONTEXT = 3072
 """The tools of a chat are long in a tokenizer of bytes."""
-REQUESTS, STREAMS, DOCUMENTS = 40, 8, 6
-TASK = """\
-task: arithmetic
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 8, temperature: 0}
-metric_list: [{metric: exact_match}]
-"""
+REQUESTS, STREAMS = 40, 8
 
 
 def run_load(programs: Path, url: str, model: Path, out: Path) -> None:
@@ -69,34 +61,29 @@ def run_load(programs: Path, url: str, model: Path, out: Path) -> None:
 
 
 def run_evaluation(programs: Path, url: str, model: Path, out: Path) -> None:
-    """A task of lm-eval; ends this process if a document has no score."""
-    documents = [{"question": f"{n} + 1 =", "answer": f" {n + 1}"} for n in range(DOCUMENTS)]
-    data = out / "data.jsonl"
-    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-    (out / "arithmetic.yaml").write_text(TASK.replace("DATA", str(data)))
-    arguments = (
-        f"model={NAME},base_url={url}/v1/completions,tokenizer={model},tokenizer_backend=huggingface,max_length=192"
-    )
-    call(
-        programs / "lm_eval",
-        "--model",
-        "local-completions",
-        "--model_args",
-        arguments,
-        "--tasks",
-        "arithmetic",
-        "--include_path",
-        out,
-        "--output_path",
-        out / "results",
-        "--log_samples",
-    )
-    (result,) = (out / "results").rglob("results_*.json")
-    scores = json.loads(result.read_text())
-    metrics, samples = scores["results"]["arithmetic"], scores["n-samples"]["arithmetic"]
-    if "exact_match,none" not in metrics or samples["effective"] != DOCUMENTS:
-        raise SystemExit(f"lm-eval: expected {DOCUMENTS} scored documents, got {samples} with {metrics}")
-    print(f"lm-eval: {metrics}")
+    """Ten tasks of lm-eval, with its own tokenizer and with the server's; ends this process if a score is missing or wrong."""
+    where = "import lm_eval.tasks as tasks; print(tasks.__path__[0])"
+    names = evaluation.write_tasks(out, Path(call(programs / "python", "-c", where).splitlines()[-1]))
+    for tokenizer in ("huggingface", "remote"):
+        results = out / tokenizer
+        call(
+            programs / "lm_eval",
+            "--model",
+            "local-completions",
+            "--model_args",
+            evaluation.arguments(url, model, tokenizer),
+            "--batch_size",
+            "3",
+            "--tasks",
+            ",".join(names),
+            "--include_path",
+            out,
+            "--output_path",
+            results,
+            "--log_samples",
+        )
+        evaluation.check_results(results, names)
+        print(f"lm-eval, {len(names)} tasks, tokenizer {tokenizer}: {evaluation.compare(results, model)}")
 
 
 def run_libraries(programs: Path, folder: Path) -> list[str]:
@@ -113,7 +100,8 @@ def run_libraries(programs: Path, folder: Path) -> list[str]:
             urls[form] = {"scripted": stack.enter_context(scripted_server(homes[0], form)), "real": real.url}
         for library in LIBRARIES:
             script = Path(__file__).with_name(f"{library}_client.py")
-            for line in call(programs / "python", script, json.dumps(urls)).splitlines():
+            environment = programs.parent / library / "bin" if library in APART else programs
+            for line in call(environment / "python", script, json.dumps(urls)).splitlines():
                 found = json.loads(line)
                 name, count = f"{library} with the template of {found['form']}", found["checks"]
                 print(f"{name}: {count - len(found['failed'])} of {count} checks passed")
@@ -152,7 +140,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         failed = run_libraries(programs, Path(folder))
         model = write_folder(Path(folder) / NAME)
-        with served(model) as (_, url):
+        with served(model, "--context", str(evaluation.CONTEXT)) as (_, url):
             for run in (run_load, run_evaluation):
                 out = Path(folder) / run.__name__
                 out.mkdir()

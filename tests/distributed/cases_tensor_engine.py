@@ -256,6 +256,18 @@ def play_on_expert_ranks(
     return result, len(requests)
 
 
+def score_prompts(engine: Engine) -> list[list[float]]:
+    """Log probabilities of the prompts' tokens, beside texts."""
+    engine.submit(PROMPTS[1], new_tokens=TOKENS)
+    sampling = SamplingOptions(temperature=0.0, prompt_logprobs=2)
+    found = {engine.submit(prompt, new_tokens=3, sampling=sampling): list[float]() for prompt in PROMPTS}
+    for update in engine.run():
+        if update.prompt_logprobs is not None:
+            for token in update.prompt_logprobs.each():
+                found[update.number] += [token.chosen, *(value for _, value in token.top)]
+    return [*found.values()]
+
+
 def continue_some(engine: Engine) -> Any:
     """Greedy and drawn texts; one is aborted, one ends by its deadline; a second round has fewer requests than ranks."""
     numbers = [engine.submit(prompt, new_tokens=TOKENS) for prompt in PROMPTS]

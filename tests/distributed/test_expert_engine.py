@@ -24,6 +24,7 @@ from tests.distributed.cases_tensor_engine import (
     play_alone,
     play_on_expert_ranks,
     save_newer,
+    score_prompts,
 )
 from tests.distributed.pool import CaseFailed, Pool
 from tests.models.tiny import DEEPSEEK_V3, LLAMA, QWEN3_MOE, SHARED
@@ -39,6 +40,13 @@ def test_texts_are_those_of_one_device(pool: Pool, spec: ModelSpec, micro_batche
     assert results[0][0] == expected
     requests = [count for _, count in results]
     assert sum(requests) == 12 and min(requests) >= 3, "each rank has requests of its own"
+
+
+def test_prompts_have_the_log_probabilities_of_one_device(pool: Pool) -> None:
+    expected = play_alone(QWEN3_MOE, options_of(), score_prompts)
+    (found, _), _ = pool.run(play_on_expert_ranks, 2, QWEN3_MOE, options_of(), None, 1, score_prompts)
+    for values, wanted in zip(found, expected, strict=True):
+        assert values == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -21,9 +21,10 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.rl import KlSpec, RewardSpec, RlSpec
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import BATCH, TRAIN, assemble_whole, trained_weights, worst
+from tests.distributed.test_equality import ADAMW, BATCH, CLIP, TRAIN, assemble_whole, trained_weights, worst
 from tests.distributed.test_objectives import CAPPED, CASES, columns
 from tests.distributed.test_schedules import Case
+from tests.slow import quick_first
 
 RL = RlSpec(reward=RewardSpec(file="judge.py"), new_tokens=8)
 POLICIES = {
@@ -71,6 +72,8 @@ def drawn(spec: ModelSpec) -> dict[str, Tensor]:
     counts = trained * torch.rand(values.shape, generator=draw, dtype=torch.float64)
     factors = torch.rand(values.shape, generator=draw, dtype=torch.float64)
     return {
+        "values": values,
+        "ones": torch.ones_like(values),
         "sampled": values + 0.3 * noise,
         "reference": values + 0.5 * other,
         "advantages": advantages * trained,
@@ -153,3 +156,78 @@ def test_every_policy_equals_one_device_on_every_axis(pool: Pool, case: Case) ->
                 assert worst(gradient, want["gradients"][key]) < 1e-9, (name, key)
                 seen.add(key)
         assert seen == set(want["gradients"])
+
+
+RATE, UPDATES = 1e-2, 3
+
+
+@cache
+def plain_updates(spec: ModelSpec) -> dict[str, Tensor]:
+    """Weights after some updates by one batch: losses with fixed sampled probabilities, torch's own AdamW and clipping."""
+    model, step, other = Decoder(spec, plain=True).double(), columns(spec), drawn(spec)
+    initialise(model, spec, seed=0)
+    decayed = [weight for _, weight in trained_weights(model) if weight.dim() > 1]
+    others = [weight for _, weight in trained_weights(model) if weight.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": TRAIN.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.epsilon)
+    moved = []
+    for _ in range(UPDATES):
+        optimizer.zero_grad()
+        logits = model(step.tokens, positions=step.positions, documents=step.documents)
+        values = logits.log_softmax(-1).gather(-1, step.targets.clamp_min(0)[..., None])[..., 0]
+        losses = [
+            token_loss(
+                CLIPPED,
+                values[place],
+                *(other[key][place].item() for key in ("values", "advantages", "reference")),
+            )
+            for place in map(tuple, (step.targets >= 0).nonzero().tolist())
+        ]
+        moved.append((values - other["values"])[step.targets >= 0].abs().max().item())
+        (torch.stack(losses).sum() / other["counts"].sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    assert moved[0] < 1e-12 and min(moved[1:]) > math.log(1.2)  # off 1 after the first update, beyond the clip
+    return {name: weight.detach().clone() for name, weight in trained_weights(model)}
+
+
+CLIPPED = replace(RL, policy="grpo")
+
+
+def updates_on_ranks(world: World, spec: ModelSpec, plan: Plan) -> dict[str, Tensor]:
+    from meshwright.optim.optimizer import Optimizer
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.training.train_step import train_step
+
+    mesh = build_mesh(plan, world)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights)
+    batches = [
+        replace(each, columns={**each.columns, "sampled": each.columns["values"], "factors": each.columns["ones"]})
+        for each in micro_batches(spec, plan, mesh.data_rank, mesh.data_ranks)
+    ]
+    for _ in range(UPDATES):
+        train_step(
+            engine,
+            optimizer,
+            mesh,
+            batches,
+            learning_rate=RATE,
+            clip_norm=CLIP,
+            recorder=NullRecorder(),
+            objective=PolicyObjective(CLIPPED, Agreement(mesh.device)),
+        )
+    weights = {name: weight.detach() for name, weight in trained_weights(engine.model)}
+    return assemble_whole(weights, spec, mesh)
+
+
+@pytest.mark.parametrize("case", quick_first(1, CASES), ids=str)
+def test_several_updates_of_one_batch_equal_one_device(pool: Pool, case: Case) -> None:
+    spec = replace(CAPPED, layers=4) if case.pipeline > 1 else CAPPED
+    results, want, seen = pool.run(updates_on_ranks, case.plan.ranks, spec, case.plan), plain_updates(spec), set()
+    for result in results:
+        for key, weight in result.items():
+            assert worst(weight, want[key]) < 1e-8, key
+            seen.add(key)
+    assert seen == set(want)

@@ -208,3 +208,12 @@ def test_only_the_answers_that_a_run_reads_are_computed(pool: Pool, pairs: Path,
     both = np.isfinite(packed) & np.isfinite(whole)
     assert both.sum() > 10
     np.testing.assert_allclose(packed[both], whole[both], rtol=1e-5)
+
+
+def test_the_first_margin_is_zero_to_the_last_bit(pool: Pool, pairs: Path, tmp_path: Path) -> None:
+    """The reference is computed by the kernels of training: compiled without autograd, a block rounds in other places."""
+    forget(pairs)
+    short = ["train.steps=1", "train.warmup_steps=0", "plan.compile=true", "plan.compute=bf16"]
+    results = trained(pool, pairs, tmp_path, *ranks(1), *short)
+    assert figures(results, "margin") == [0.0] and figures(results, "reference_distance") == [0.0]
+    assert judged(results)[0][1].preferences["margin"] == 0.0

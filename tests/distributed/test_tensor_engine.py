@@ -24,10 +24,12 @@ from tests.distributed.cases_tensor_engine import (
     play_alone,
     play_on_ranks,
     save_newer,
+    score_prompts,
     stored_rows,
 )
 from tests.distributed.pool import CaseFailed, Pool
 from tests.models.tiny import ALL, DEEPSEEK_V2, LATENT, LLAMA
+from tests.serve.helpers import PROMPTS
 from tests.serve.test_formats import SAME
 from tests.slow import quick_first
 
@@ -59,6 +61,14 @@ def test_texts_are_those_of_one_device(pool: Pool, spec: ModelSpec) -> None:
     expected = play_alone(spec, options, continue_and_abort)
     assert expected[2] or spec.sliding_window, "no request was preempted"
     assert pool.run(play_on_ranks, 2, spec, options, continue_and_abort) == [expected, None]
+
+
+def test_prompts_have_the_log_probabilities_of_one_device(pool: Pool) -> None:
+    expected = play_alone(LLAMA, options_of(), score_prompts)
+    found, _ = pool.run(play_on_ranks, 2, LLAMA, options_of(), score_prompts)
+    assert [len(values) for values in found] == [3 * (len(prompt) - 1) for prompt in PROMPTS]
+    for values, wanted in zip(found, expected, strict=True):
+        assert values == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.events.span import NullRecorder
 from meshwright.parallel.world import World
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.model import block_parameters
-from meshwright.spec.plan import LayerStrategy, Plan, layer_range
-from meshwright.workload.plan_bytes import fullest_rank_memory
+from meshwright.spec.model import ModelSpec, block_parameters
+from meshwright.spec.plan import LayerStrategy, Plan, Precision, layer_range
+from meshwright.workload.plan_bytes import fullest_rank_memory, memory_by_rank
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, SEQ, compare, one_device, sharded
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, STEPS, Case
@@ -142,3 +145,49 @@ def counted(plan: Plan) -> dict[str, int]:
     return fullest_rank_memory(
         DEEP, TrainSpec(steps=1, global_batch=BATCH, seq_len=1 << 20, loss_chunk=5), plan, cpu=True
     )
+
+
+class LiveBytes(TorchDispatchMode):
+    """Records the most bytes that tensors of operators had at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._storages = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        return result
+
+
+def peak_bytes(world: World, spec: ModelSpec, plan: Plan) -> int:
+    """Most bytes at once of tensors that a step's forwards and backwards made."""
+    from meshwright.data.loader import MicroBatch
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+
+    engine = build_engine(spec, plan, build_mesh(plan, world), loss_chunk=5, seed=0)
+    tokens = torch.zeros(plan.batch.micro_batch, SEQ, dtype=torch.int64)
+    batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * plan.batch.accumulate
+    with LiveBytes() as live:
+        engine.executor.play(engine.training, batches, NullRecorder(), torch.tensor(float(tokens.numel())))
+    return live.peak
+
+
+@pytest.mark.parametrize("case", quick_first(1, [Case("1f1b", pipeline=2), Case("zbv", pipeline=2), Case("1f1b")]))
+def test_without_shards_whole_gradients_need_the_same_memory(pool: Pool, case: Case) -> None:
+    """One rank adds each gradient to the earlier sum, without buffers, and the account has none either."""
+    large_ends = replace(DEEP, layers=4, vocab_size=4096)
+    plan = replace(case.plan, precision=Precision(compute="bf16", reduce="fp32"))
+    by_sums = [replace(plan, layers=(replace(plan.layers[0], gradients=kept),)) for kept in ("shard", "whole")]
+    sharded_peaks, whole_peaks = (pool.run(peak_bytes, plan.ranks, large_ends, each) for each in by_sums)
+    assert sharded_peaks == whole_peaks
+    long = TrainSpec(steps=1, global_batch=BATCH, seq_len=1 << 14, loss_chunk=5)
+    accounts = [memory_by_rank(large_ends, long, each, cpu=True) for each in by_sums]
+    assert accounts[0] == accounts[1]

@@ -102,6 +102,7 @@ NOT_RUN = {
         """curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0.0.1:8000/v1/completions""",
     ),
     ("docs/how-to/benchmarks.md", "pip install 'meshwright[bench]'"),
+    ("docs/how-to/benchmarks.md", "meshwright serve runs/quickstart --name my-model"),
     ("docs/how-to/diagnose.md", "meshwright chaos run.yaml plan.shard=2 --scenario slow-rank --steps 40"),
 }
 """Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run."""

@@ -87,6 +87,7 @@ SHARED: dict[str, Sequence[Any]] = {
     "guided_regex": ("[ab]{1,4}",),
     "guided_grammar": ('start: "a" | "b"',),
     "guided_choice": (["yes", "no"],),
+    "prompt_logprobs": (0, 2, 5),
     "structured_outputs": ({"json": SCHEMA}, {"regex": "a+"}, {"choice": ["a", "b"]}),
     **WITHOUT_EFFECT,
 }

@@ -57,6 +57,8 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "samples": (COMPLETIONS, {"prompt": "A list:", "n": 3, "seed": 11, "temperature": 1.5, "top_k": 50}),
     "ids": (COMPLETIONS, {"prompt": [72, 101, 108, 108, 111], "temperature": 0, "echo": True}),
     "logprobs": (COMPLETIONS, {"prompt": "Numbers", "temperature": 0, "logprobs": 3}),
+    "scored": (COMPLETIONS, {"prompt": "Numbers", "temperature": 0, "logprobs": 2, "echo": True}),
+    "listed": (CHATS, {"messages": [{"role": "user", "content": "Hello?"}], "temperature": 0, "prompt_logprobs": 2}),
     "stream": (COMPLETIONS, {"prompt": "A stream", "temperature": 0, "stream": True}),
     "penalties": (COMPLETIONS, {"prompt": "aaaa", "temperature": 0, "frequency_penalty": 1.5, "logit_bias": {"70": 3}}),
     "chat": (CHATS, {"messages": [{"role": "user", "content": "Hello?"}], "temperature": 0}),

@@ -26,6 +26,7 @@ NOT_OF_LAYERS = {"family", "layers", "hidden", "vocab_size", "max_seq_len", "emb
 NOT_OF_LAYERS |= {
     "init_std",
     "logit_cap",
+    "head",
     "prediction_depth",
     "blocks",
     "pattern",
@@ -35,7 +36,7 @@ NOT_OF_LAYERS |= {
     "norm",
     "adapter",
 }
-"""Keys of ModelSpec that are no body's; `positions` and `norm` are names of modules too."""
+"""Keys of ModelSpec that are no body's; `positions`, `norm` and `head` are names of modules too."""
 BODIES = (AttentionSpec, LatentAttentionSpec, FeedForwardSpec, MixtureSpec, RouterSpec, RotarySpec)
 KEYS = {field.name for field in fields(ModelSpec)} - NOT_OF_LAYERS
 OWN = {field.name for body in BODIES for field in fields(body)}

@@ -70,3 +70,9 @@ def test_a_failed_run_names_its_logs(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     assert closing_lines(folder, 6) == [f"logs: {folder}/logs"], "it has no report yet"
     assert closing_lines(run_folder(folder), 6) == [f"report: {folder}/report.html", f"logs: {folder}/logs"]
+
+
+def test_a_reward_model_is_served_next(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "tiny")
+    (folder / "config.yaml").write_text("model: {head: score}\n")
+    assert [line.split()[2] for line in closing_lines(folder, 0)[1:]] == ["serve", "eval"]

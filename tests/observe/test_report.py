@@ -277,7 +277,7 @@ def test_answers_of_a_run_that_samples_are_shown_with_their_rewards(folder):
                 {"answer": f"best {step}", "reward": 0.75},
                 {"answer": "", "reward": None, "outcome": "timeout"},
             )
-            writer.write_answers(step, f"question {step}", [best, worst])
+            writer.write_answers(step, {"question": f"question {step}", "answers": [best, worst]})
     text = page_of(folder).text.replace("\u00a0", " ")
     assert all(f"best {step}" in text and f"question {step}" in text for step in (1, 39, 40))
     assert "0.75" in text and "timeout" in text
@@ -336,7 +336,8 @@ def test_hostile_text_is_shown_and_never_acts(folder):
     (hostile / "summary.json").write_text(json.dumps({"held_out_loss": HOSTILE, "wall_seconds": HOSTILE}))
     with MetricsWriter(hostile / "metrics.jsonl", resume_from=40) as writer:
         writer.write_event(40, HOSTILE)
-        writer.write_answers(40, HOSTILE, [{"answer": HOSTILE, "reward": HOSTILE, "outcome": HOSTILE}])
+        answer = {"answer": HOSTILE, "reward": HOSTILE, "outcome": HOSTILE}
+        writer.write_answers(40, {"question": HOSTILE, "answers": [answer], "lengths": HOSTILE})
         writer._append({"kind": "answers", "step": 40, "answers": HOSTILE})
         writer._append({"kind": "start", "step": 40, "phases": {HOSTILE: 1.0, "b": HOSTILE}, "compiler": HOSTILE})
         writer._append({"kind": "step", "step": 41, "phases": {HOSTILE: 1.0, "forward": HOSTILE}, "loss": HOSTILE})

@@ -79,6 +79,10 @@ CASES = {
         "cluster.memory_gib=40",
         "plan.schedule=breadth_first",
     ),
+    "few virtual stages where many were slower than estimated": (
+        "model=glm4-9b-chat cluster.gpu=RTX3090 cluster.nodes=1 cluster.gpus_per_node=6 train.seq_len=2048 train.global_batch=1024",
+        "plan.pipeline=6 plan.schedule=interleaved",
+    ),
 }
 """Questions whose answers were once more than 2% slower than with the pins."""
 

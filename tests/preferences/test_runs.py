@@ -79,13 +79,13 @@ def test_lines_have_accuracy_and_margin() -> None:
     assert second.startswith("step 1/2 | loss 1.0000 | accuracy 0.750 | margin 0.500 | val@0 0.6900")
 
 
-def finished(folder: Path, accuracy: float) -> Path:
+def finished(folder: Path, accuracy: float, **more: float) -> Path:
     folder.mkdir()
     with MetricsWriter(folder / "metrics.jsonl") as writer:
         for step in range(1, 5):
             writer.write_step({**dict.fromkeys(STEP_KEYS, 1.0), "step": step, "tokens": step, **JUDGED})
         for step, value in ((0, 0.5), (4, accuracy)):
-            writer.write_validation(step, 0.5, **JUDGED | {"accuracy": value})
+            writer.write_validation(step, 0.5, **JUDGED | {"accuracy": value} | more)
     (folder / "config.yaml").write_text(yaml.safe_dump(config()))
     (folder / "plan.yaml").write_text(yaml.safe_dump(plan()))
     os.utime(folder / "metrics.jsonl", (0, 0))
@@ -102,6 +102,16 @@ def test_report_and_comparison(tmp_path: Path) -> None:
     compared = compared_runs(runs)
     assert dict(table_rows(compared))["held-out accuracy, last"] == ["90.0%", "80.0%"]
     assert {"accuracy", "margin"} <= {chart.key for chart in comparison_sheet(compared).charts}
+
+
+def test_the_calibration_of_a_reward_model_is_shown(tmp_path: Path) -> None:
+    runs = [finished(tmp_path / name, 0.9, calibration_error=error) for name, error in (("a", 0.0625), ("b", 0.125))]
+    assert "calibration error 0.062" in write_report(runs[0]).read_text()
+    assert dict(table_rows(compared_runs(runs)))["held-out calibration error, last"] == ["0.062", "0.125"]
+    stream = io.StringIO()
+    with Progress(2, stream=stream) as progress:
+        progress.update({"kind": "validation", "step": 2, "loss": 0.5, "tokens": 80, "calibration_error": 0.0625})
+    assert "calibration error 0.062" in stream.getvalue()
 
 
 def test_a_reference_of_another_tokenizer_is_refused(

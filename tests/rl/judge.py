@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
+import zlib
+from pathlib import Path
 from typing import Any
 
 
@@ -17,6 +21,56 @@ def common(prompt: str, answer: str, record: dict[str, Any]) -> float:
     """The share of the reference's letters that the answer has at their places: answers of a random model differ in it."""
     reference = record["reference"]
     return sum(ours == theirs for ours, theirs in zip(answer, reference, strict=False)) / max(len(reference), 1)
+
+
+FOLDER = Path(__file__).parent
+CHILD = "import time; time.sleep(1000)"
+
+
+def wild(prompt: str, answer: str, record: dict[str, Any]) -> Any:
+    """Like `common`, but of a tenth of the answers, always the same ones, it does whatever can go wrong; and it kills the run where asked.
+
+    A file `kill-N` beside this one asks for a kill at the N-th call, which it removes. `kill-N-SECONDS` waits before.
+    """
+    strike()
+    kind = zlib.crc32(f"{prompt}|{answer}".encode()) % 90
+    if kind == 0:
+        time.sleep(1000)
+    if kind == 1:
+        raise ValueError(answer)
+    if kind == 2:
+        return float("nan")
+    if kind == 3:
+        subprocess.Popen([sys.executable, "-c", CHILD, str(FOLDER)])
+    if kind == 4:
+        os.write(1, b'{"reward": 1e9}\n\xff garbage')
+        print("more of it")
+    if kind == 5:
+        os._exit(0)
+    if kind == 6:
+        return float(len(bytearray(2**34)))
+    if kind == 7 and os.fork() == 0:
+        time.sleep(1000)
+    if kind == 8:
+        sys.exit()
+    return common(prompt, answer, record)
+
+
+def strike() -> None:
+    """Count this call, and kill the rank that called if it is asked for."""
+    with (FOLDER / "calls").open("a") as file:
+        file.write(".")
+        file.flush()
+        calls = file.tell()
+    for marker in FOLDER.glob("kill-*"):
+        _, number, *seconds = marker.name.split("-")
+        if calls >= int(number):
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                marker.unlink()
+                time.sleep(float(*seconds or "0"))
+                rank = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+                os.kill(rank, signal.SIGKILL)
+                time.sleep(1000)
 
 
 def by_name(prompt: str, answer: str, record: dict[str, Any]) -> Any:
@@ -50,9 +104,15 @@ def by_name(prompt: str, answer: str, record: dict[str, Any]) -> Any:
     if answer == "print":
         print("noise that is no answer", flush=True)
         return 0.5
+    if answer == "forge":  # a line of its own in the pipe of the answers
+        for number in range(3, 12):
+            with contextlib.suppress(OSError):
+                os.write(number, b'{"reward": 7.0}\n')
+        time.sleep(0.3)
+        return 0.5
     if answer == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-        return float(os.getpid())
+        return float(os.getpgrp())
     if answer == "environment":
         return float(len(os.environ.keys() - {"LC_CTYPE"}))  # which Python sets itself
     return float(answer)

@@ -39,6 +39,7 @@ def judge() -> Iterator[RewardProcesses]:
         ("raise", "error", None),
         ("exit", "error", None),
         ("memory", "error", None),
+        ("forge", "timeout", None),
         ("kill", "timeout", None),
         ("spin", "timeout", None),
         ("hide", "timeout", None),

@@ -246,6 +246,7 @@ KEYS = (
     "stream_options",
     "logprobs",
     "top_logprobs",
+    "prompt_logprobs",
     "logit_bias",
     "response_format",
     "tools",

@@ -114,6 +114,17 @@ def test_texts_are_those_of_one_engine(
         assert all(figures(prefill).sent_blocks for prefill in servers[:senders])
 
 
+def test_prompts_are_scored_where_they_are_asked_for(folder: Path, server: RunningServer, tmp_path: Path) -> None:
+    """Their logits are needed, so no other engine computes them."""
+    with engines(folder, [f"unix:{tmp_path}/0"]) as (_, decode):
+        wait_for_peers(decode, 1)
+        found, wanted = (
+            each.run(completion(each, PROMPTS[1], echo=True, logprobs=2, max_tokens=1)) for each in (decode, server)
+        )
+        assert found == wanted and len(found[0]["logprobs"]["tokens"]) == len(PROMPTS[1]) + 1
+        assert not figures(decode).received_blocks
+
+
 @pytest.mark.slow
 def test_texts_through_a_router_are_those_of_one_engine(
     folder: Path, tmp_path: Path, expected: list[list[str]]

@@ -290,7 +290,7 @@ def test_the_client_puts_streamed_calls_together(scripted: Any) -> None:
     assert [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls] == calls
 
 
-@pytest.fixture(scope="module", params=["none", "hermes", "llama3"])
+@pytest.fixture(scope="module", params=["none", "hermes", "glm", "qwen3_coder"])
 def client(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[openai.OpenAI]:

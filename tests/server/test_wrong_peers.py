@@ -18,9 +18,10 @@ import pytest
 from meshwright.connections.limits import TRANSFERS
 from meshwright.connections.proof import answer_challenge
 from meshwright.policies.batch_request import BatchLimits
+from meshwright.serve.failures import FAILED_STEPS, EngineLost
 from meshwright.serve.generation import Update
 from meshwright.server import prefill_jobs, store_client
-from meshwright.server.engine_process import FAILED_STEPS, Connection, EngineLoop, EngineLost
+from meshwright.server.engine_process import Connection, EngineLoop
 from meshwright.server.frames import BadFrame, FrameSocket, listen
 from meshwright.server.prefill_jobs import MOST_TEXTS, PrefillConnection, PrefillJobs
 from meshwright.server.remote_prefill import SHARED_KEYS

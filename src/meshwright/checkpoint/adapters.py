@@ -1,7 +1,7 @@
 """Low-rank adapters beside the weights that they belong to: merged weights, and the digest that names a base.
 
-A checkpoint of a run with adapters has these alone. The frozen weights are those that `model.init` names; the checkpoint has a digest of
-them, so that adapters are never put beside other weights.
+A checkpoint of a run with adapters has these alone, and a score's weight, which such a run trains too. The frozen weights are those that
+`model.init` names; the checkpoint has a digest of them, so that adapters are never put beside other weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.models.initial_values import initial_values
 from meshwright.spec.blocks.table import ADAPTER, AdapterPart, ExpertsOp, LinearOp
 from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
+from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters, without_adapter
 
 ReadRows = Callable[[ParameterSpec, int, int], Tensor]
 """Reads rows [start, stop) of dimension 0 of a parameter, on the CPU."""
@@ -96,7 +96,7 @@ def placed_parts(spec: ModelSpec) -> Iterator[PlacedPart]:
 
 
 def deltas_of(spec: ModelSpec, read: Callable[[str], Tensor]) -> Deltas:
-    """The adapters of a model, whose parameters `read` returns by name."""
+    """The adapters of a model, whose parameters `read` returns by name, and its score's weight in place of the base's."""
     assert spec.adapter is not None
     deltas: dict[str, list[Delta]] = {}
     read = lru_cache(maxsize=8)(read)  # experts share parameters
@@ -106,6 +106,8 @@ def deltas_of(spec: ModelSpec, read: Callable[[str], Tensor]) -> Deltas:
         deltas.setdefault(placed.weight, []).append(
             Delta(placed.first_row, *values, scale=spec.adapter.scale, magnitude=magnitude)
         )
+    if spec.head == "score":
+        deltas[SCORE] = [Delta(0, read(SCORE), torch.empty(0), 1.0, replaces=True)]
     return deltas
 
 
@@ -117,7 +119,8 @@ def adapter_values(spec: ModelSpec, deltas: Deltas, where: str) -> dict[str, Ten
     assert spec.adapter is not None
     adapter = spec.adapter
     by_place = {(weight, delta.first_row): delta for weight, of_weight in deltas.items() for delta in of_weight}
-    values: dict[str, Tensor] = {}
+    score = by_place.pop((SCORE, 0), None) if spec.head == "score" else None
+    values: dict[str, Tensor] = {} if score is None else {SCORE: score.a}
     of_experts: dict[str, list[Tensor]] = {}
     for placed in placed_parts(spec):
         delta = by_place.pop((placed.weight, placed.first_row), None)
@@ -155,8 +158,10 @@ def merged(read_rows: ReadRows, deltas: Deltas) -> ReadRows:
     """`read_rows` of a base, of the base with its adapters: sums in fp32, which the reader rounds once to what it keeps."""
 
     def read(parameter: ParameterSpec, start: int, stop: int) -> Tensor:
-        rows = read_rows(parameter, start, stop)
         own = deltas.get(parameter.name, ())
+        if parameter.name == SCORE and own:  # the base may be a language model, which has none
+            return own[0].a[start:stop]
+        rows = read_rows(parameter, start, stop)
         if not own or not rows.numel():
             return rows
         # Rows of experts follow one another.
@@ -197,10 +202,11 @@ def random_base(seed: int) -> ReadRows:
 def base_digest(spec: ModelSpec, read_rows: ReadRows) -> str:
     """A digest of the weights beside which adapters are trained: of names, shapes and some rows of each as fp32.
 
-    It does not depend on how they are stored. It tells models apart; it does not prove that every element is the same.
+    It does not depend on how they are stored. It tells models apart; it does not prove that every element is the same. A score's weight is
+    not of the base.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for parameter in parameters(without_adapter(spec)):
+    for parameter in (each for each in parameters(without_adapter(spec)) if each.name != SCORE):
         digest.update(f"{parameter.name} {parameter.shape}".encode())
         rows, width = parameter.shape[0], parameter.count // parameter.shape[0]
         count = max(1, min(DIGEST_ROWS, rows, DIGEST_ELEMENTS // width))

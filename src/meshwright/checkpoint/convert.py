@@ -289,6 +289,8 @@ def _trained_on(text: TextFormat | None) -> list[tuple[str, str]]:
 
 
 def _limits(config: dict[str, Any], text: TextFormat | None) -> str:
+    if config["model"].get("head") == "score":
+        return "A reward model, exported by Meshwright."
     if text is not None and text.answer_ends:
         return "Tuned on chats, exported by Meshwright: it answers messages in the form of its chat template."
     began = _began_with(config)

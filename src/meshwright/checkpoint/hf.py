@@ -68,6 +68,8 @@ DTYPES = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
 FLOATS = ("F64", "F32", "F16", "BF16")
 BASE_MODEL = "A base model, exported by Meshwright: it continues text, and was not tuned to follow instructions."
 """The sentence of a model card about a model that was trained from scratch on text."""
+OF_TEXTS = "What it writes may be wrong or unwanted."
+OF_SCORES = "It gives a text one number, read at its last token: compare numbers of answers to the same prompt. They may be wrong."
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -105,6 +107,9 @@ def export_hf(
         text = text or derive(tokenizer.parent, loaded, content=read_folder_file(tokenizer, TOKENIZER_BYTES))
         bos = named_bos(tokenizer.parent, loaded)
     special_ids = None if text is None else exported_ids(text, bos)
+    if special_ids is not None and spec.head == "score" and text is not None and text.pad in text.stops:
+        # transformers reads the score before trailing tokens that fill, among them the end of the last answer.
+        special_ids["pad_token_id"] = None
     if towers is None:
         config = to_hf_config(spec, dtype=dtype, special_ids=special_ids)
     else:
@@ -667,10 +672,12 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Any]:
 def _model_card(
     title: str, folder: str, spec: ModelSpec, architectures: list[str], run_note: str, dtype: str, limits: str
 ) -> str:
-    whole = architectures != [FAMILIES[spec.family].architecture]
-    loader, tag = (
-        ("AutoModelForImageTextToText", "image-text-to-text") if whole else ("AutoModelForCausalLM", "text-generation")
-    )
+    family = FAMILIES[spec.family]
+    loader, tag = "AutoModelForImageTextToText", "image-text-to-text"
+    if architectures == [family.architecture]:
+        loader, tag = "AutoModelForCausalLM", "text-generation"
+    elif architectures == [family.scorer]:
+        loader, tag = "AutoModelForSequenceClassification", "text-classification"
     rows = [
         ("Architecture", ", ".join(architectures)),
         ("Parameters", f"{parameter_count(spec):,}"),
@@ -687,5 +694,5 @@ def _model_card(
         f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
         f'model = {loader}.from_pretrained("{folder}")  # this folder\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{folder}")\n```\n\n'
-        f"## Limits\n\n{limits} What it writes may be wrong or unwanted. No evaluation comes with this folder.\n"
+        f"## Limits\n\n{limits} {OF_SCORES if spec.head == 'score' else OF_TEXTS} No evaluation comes with this folder.\n"
     )

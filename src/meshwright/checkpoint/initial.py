@@ -21,7 +21,7 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.config.load import load_resolved
 from meshwright.spec.blocks.table import ADAPTER
 from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
+from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters, without_adapter
 from meshwright.spec.run import RunSpec
 
 Weights = TypeVar("Weights")
@@ -34,6 +34,8 @@ class Initial:
     read_rows: ReadRows
     notes: tuple[str, ...] = ()
     """Sentences for the user: settings in the folder's config.json that this program ignores, or damaged newer checkpoints."""
+    without_score: bool = False
+    """Whether these are a language model's weights for a model with a score, whose own weight they do not have."""
 
 
 @contextmanager
@@ -46,16 +48,30 @@ def initial_weights(spec: ModelSpec, init: str, key: str = "model.init") -> Iter
     spec = without_adapter(spec)
     if source == "hf":
         stored_spec, weights = _find_weights(f"{key} {init}", import_hf, folder)
-        _check_shapes(f"{key} {init}", spec, {parameter.name: parameter.shape for parameter in parameters(stored_spec)})
-        yield Initial(weights.read_rows, tuple(f"{folder}: {note}" for note in weights.notes))
+        shapes = {parameter.name: parameter.shape for parameter in parameters(stored_spec)}
+        notes = tuple(f"{folder}: {note}" for note in weights.notes)
+        yield _initial(f"{key} {init}", spec, shapes, weights.read_rows, notes)
     elif source == "checkpoint":
         newest = _find_weights(f"{key} {init}", partial(choose_newest, contents=False), folder)
         notes = () if newest.warning is None else (f"{key}: {newest.warning}",)
         with checkpoint_weights(newest.path) as weights:
-            _check_shapes(f"{key} {init}", spec, weights.shapes)
-            yield Initial(weights.read_rows, notes)
+            yield _initial(f"{key} {init}", spec, weights.shapes, weights.read_rows, notes)
     else:
         yield None
+
+
+def _initial(
+    named: str, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], read_rows: ReadRows, notes: tuple[str, ...]
+) -> Initial:
+    """The stored weights of these shapes as those of `spec`. A reward model begins with a language model's but for its head's."""
+    if spec.head != "score" or SCORE in shapes:
+        _check_shapes(named, spec, shapes)
+        return Initial(read_rows, notes)
+    ours = {parameter.name: parameter.shape for parameter in parameters(spec)}
+    _check_shapes(
+        named, spec, {name: shape for name, shape in shapes.items() if name != "head.weight"} | {SCORE: ours[SCORE]}
+    )
+    return Initial(read_rows, notes, without_score=True)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from meshwright.families.adapters import shortened
 from meshwright.families.folder import HFTensor, hf_tensors, read_json
 from meshwright.families.registry import FAMILIES
 from meshwright.spec.errors import BadInput, Damaged, nearest, shorten
-from meshwright.spec.model import ModelSpec, without_adapter
+from meshwright.spec.model import SCORE, ModelSpec, with_score, without_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -107,6 +107,8 @@ def read_peft(folder: Path, spec: ModelSpec) -> StoredAdapter:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise Damaged(f"{path}: cannot be read ({error}); copy the file again") from error
+    if f"{PREFIX}score.weight" in tensors:
+        spec = with_score(spec)
     deltas = _deltas(tensors, without_adapter(spec), config, path)
     return StoredAdapter(deltas, metadata.get(DIGEST), tuple(notes))
 
@@ -135,6 +137,8 @@ def write_peft(
         tensors[f"{layer}.lora_B.weight"] = placed.value(read, "b")
         if adapter.kind == "dora":
             tensors[f"{layer}.lora_magnitude_vector"] = placed.value(read, "magnitude")
+    if spec.head == "score":
+        tensors[f"{PREFIX}score.weight"] = read(SCORE)
     config = {
         "base_model_name_or_path": base_name,
         "bias": "none",
@@ -142,11 +146,11 @@ def write_peft(
         "inference_mode": True,
         "lora_alpha": _plain_number(adapter.alpha),
         "lora_dropout": 0.0,
-        "modules_to_save": None,
+        "modules_to_save": ["score"] if spec.head == "score" else None,
         "peft_type": "LORA",
         "r": adapter.rank,
         "target_modules": list(shortened(targets, (name for name in names if name not in targets))),
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if spec.head == "score" else "CAUSAL_LM",
         "use_dora": adapter.kind == "dora",
         "use_rslora": adapter.kind == "rslora",
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from meshwright.checkpoint.stored_model import open_model
+from meshwright.checkpoint.stored_model import check_head, open_model
 from meshwright.models.decoder import Decoder
 
 
@@ -19,14 +19,18 @@ def load_model(
     predictions: int = 0,
     contents: bool = True,
     adapter: Path | None = None,
+    scores: bool | None = False,
 ) -> Decoder:
     """The model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
 
     It has at most so many of its modules that predict further tokens; `contents` and `adapter` are those of `open_model`.
 
-    Raises BadInput when it is none of these, and Damaged when a checkpoint does not match its manifest.
+    With `scores` it is a reward model, without a language model, with None any of them. Raises BadInput when it is not, and Damaged when a
+    checkpoint does not match its manifest.
     """
     with open_model(folder, contents=contents, predictions=predictions, adapter=adapter) as stored:
+        if scores is not None:
+            check_head(stored.spec, folder, scores=scores)
         with torch.device("meta"):
             model = Decoder(stored.spec)
         allocate(model.to(dtype), device)

@@ -23,7 +23,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces
 from meshwright.spec.layout import WHOLE, Part
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
+from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters, with_score, without_adapter
 from meshwright.spec.weight_scheme import FP8_BLOCK, LayerFormat
 
 log = logging.getLogger("meshwright")
@@ -159,6 +159,16 @@ def open_model(
         yield _with_adapter(StoredModel(spec, weights.read_rows, weights.verify), adapter, folder)
 
 
+def check_head(spec: ModelSpec, folder: Path, *, scores: bool = False) -> None:
+    """Raise BadInput for a reward model where text is computed, and with `scores` for any other."""
+    if scores and spec.head != "score":
+        raise BadInput(f"{folder}: is a language model; expected a reward model, as preference.loss: reward trains it")
+    if not scores and spec.head == "score":
+        raise BadInput(
+            f"{folder}: is a reward model, which gives texts scores and writes none; `meshwright serve` serves it at /score"
+        )
+
+
 def _with_adapter(base: StoredModel, adapter: Path | None, folder: Path) -> StoredModel:
     """The model with an adapter merged into it."""
     if adapter is None:
@@ -166,9 +176,10 @@ def _with_adapter(base: StoredModel, adapter: Path | None, folder: Path) -> Stor
     stored = open_adapter(adapter, base.spec)
     for note in stored.notes:
         log.warning("%s", note)
+    spec = with_score(base.spec) if SCORE in stored.deltas else base.spec
     if stored.base is not None:
-        check_base(stored.base, base_digest(base.spec, base.read_rows), str(adapter), str(folder))
-    return replace(base, read_rows=merged(base.read_rows, stored.deltas), quantised=None)
+        check_base(stored.base, base_digest(spec, base.read_rows), str(adapter), str(folder))
+    return replace(base, spec=spec, read_rows=merged(base.read_rows, stored.deltas), quantised=None)
 
 
 def open_adapter(folder: Path, spec: ModelSpec) -> StoredAdapter:

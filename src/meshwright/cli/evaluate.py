@@ -69,7 +69,7 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out text: loss in nats per token, perplexity, and bits per byte of the text.
 
-    On held-out pairs of answers: how often the chosen one is likelier.
+    On held-out pairs of answers: how often the chosen one is likelier, by a reward model how often it has the higher score.
 
     Runs on one device (a GPU if there is one), or over several devices with --plan.
 
@@ -116,6 +116,12 @@ def evaluate(
 def _of_pairs(result: Evaluation) -> str:
     figures = result.preferences
     lengths = f"{figures['chosen_tokens']:.1f} and {figures['rejected_tokens']:.1f} tokens"
+    if "calibration_error" in figures:
+        rewards = f"{figures['chosen_reward']:.3f} and {figures['rejected_reward']:.3f}, {lengths}"
+        return (
+            f"the chosen answer has the higher score in {figures['accuracy']:.1%} of {figures['pairs']:,.0f} pairs, loss "
+            f"{result.loss:.4f}, calibration error {figures['calibration_error']:.3f}\n  chosen and rejected answers: mean score {rewards}"
+        )
     logprobs = f"{figures['chosen_logprob']:.4f} and {figures['rejected_logprob']:.4f} nats per token"
     return (
         f"the chosen answer is likelier per token in {figures['likelier']:.1%} of {figures['pairs']:,.0f} pairs\n"
@@ -140,7 +146,7 @@ def _evaluate(
     from meshwright.serve import text_losses
     from meshwright.spec.job import DataSpec, TrainSpec
     from meshwright.training.evaluate import HeldOut, evaluate_plain
-    from meshwright.training.preferences import PAIRS, evaluate_pairs
+    from meshwright.training.preferences import PAIRS, SCORED_PAIRS, evaluate_pairs
 
     config = model / "config.yaml"
     run = load_resolved(config) if config.exists() else None
@@ -168,8 +174,8 @@ def _evaluate(
         assert measured is not None
         return measured
     device, dtype = device_and_dtype()
-    decoder = load_model(weights, device, dtype, contents=False, adapter=adapter)
-    preference = PAIRS if pairs else None
+    decoder = load_model(weights, device, dtype, contents=False, adapter=adapter, scores=None if pairs else False)
+    preference = (SCORED_PAIRS if decoder.spec.head == "score" else PAIRS) if pairs else None
     source = open_data(
         spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation", preference=preference
     )

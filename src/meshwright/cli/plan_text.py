@@ -32,10 +32,13 @@ from meshwright.planner.effective_time import effective_sentence, predict_effect
 from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.objectives import Point
+from meshwright.planner.rollout_time import rl_seconds
 from meshwright.planner.sample_reasons import sample_reasons
+from meshwright.spec.errors import BadInput
 from meshwright.spec.model import layer_order, parameter_count
-from meshwright.spec.plan import Predicted
+from meshwright.spec.plan import Plan, Predicted
 from meshwright.spec.plan_name import plan_name
+from meshwright.spec.run import RunSpec
 
 MAX_ALTERNATIVES = 5
 """Alternatives printed; --json has all of them."""
@@ -100,8 +103,8 @@ def _head(console: Console, answer: Answer) -> None:
     predicted = plan.predicted
     if predicted is not None:
         console.print(_figures(predicted, cluster.memory_bytes()))
-        if answer.run.rl is not None:
-            console.print("a step trains on rows that its answers fill; the time of the answers is not predicted")
+        if run.rl is not None:
+            console.print(_rl_words(run, plan))
         if warning := caution(run):
             console.print(f"  {'' if predicted.step_seconds else 'no step time: '}{warning}")
     if answer.plan_from_file:
@@ -117,6 +120,23 @@ def _head(console: Console, answer: Answer) -> None:
         console.print(f"[bold]planned only[/bold]: {refused}")
     if answer.question.include_untrainable:
         console.print(untrainable_note(answer))
+
+
+def _rl_words(run: RunSpec, plan: Plan) -> str:
+    """The step with `rl` by phases; what is above them is a step of `train.global_batch` rows."""
+    assert run.rl is not None
+    try:
+        phases = rl_seconds(run, plan)
+    except BadInput as error:
+        return f"a step trains on rows that its answers fill; the time of the answers is not predicted: {error}"
+    many = run.train.global_batch * run.rl.samples
+    return (
+        f"[bold]{seconds_text(phases.total)} a step with its answers[/bold], without rewards, whose time is that of your function:\n"
+        f"  hand-over {seconds_text(phases.handover)}, sampling {seconds_text(phases.rollout)} ({many:,} answers of "
+        f"{phases.mean_tokens:,.0f} tokens in the mean, the longest {phases.longest:,}), training {seconds_text(phases.training)} "
+        f"({phases.rows:,} rows)\n"
+        "  lengths are presumed: rl.presumed_question and rl.presumed_answer tell others"
+    )
 
 
 def untrainable_note(answer: Answer) -> str:

@@ -27,6 +27,8 @@ ModelReader = Callable[[Path], dict[str, Any]]
 _DERIVED = ("ffn_hidden", "kv_heads", "head_dim")
 FREE_BESIDE_WEIGHTS = ("max_seq_len", "rope_scaling", "yarn", "longrope", "prediction_depth", "init_std")
 """Dimensions that a run may change beside its initial weights: a longer context, and fewer prediction modules."""
+SCORE_HEAD: Mapping[str, Any] = {"head": "score", "tied": False}
+"""Keys of a reward model, which has a head of its own."""
 
 
 def complete(document: Document, stem: str, runs: Path, detect: Detect, model_reader: ModelReader | None) -> list[str]:
@@ -42,6 +44,7 @@ def complete(document: Document, stem: str, runs: Path, detect: Detect, model_re
     if not isinstance(document.data["model"], dict):
         return notes
     _resolve_run_name(document, runs)
+    _put_score_head(document)
     notes += _take_dimensions(document, model_reader)
     notes += _complete_model(document)
     complete_adapter(document)
@@ -104,6 +107,15 @@ def _resolve_run_name(document: Document, runs: Path) -> None:
             document.data[section][key] = f"checkpoint:{runs / name}"
 
 
+def _put_score_head(document: Document) -> None:
+    """Gives the model of `preference.loss: reward` a head that gives a score, whatever head its initial weights have."""
+    path: KeyPath = ("preference", "loss")
+    if document.get(path) == "reward":
+        for name, value in SCORE_HEAD.items():
+            if name not in document.data["model"]:
+                document.put(("model", name), value, document.value_position(path))
+
+
 def _resolve_expert_load(document: Document, runs: Path) -> None:
     """Makes the path of recorded loads absolute; the name of a run stands for its folder if no such file is here."""
     source = document.get(("train", "expert_load"))
@@ -128,6 +140,7 @@ def _take_dimensions(document: Document, model_reader: ModelReader | None) -> li
     A given key or preset that differs from the initial weights is rejected, but for `FREE_BESIDE_WEIGHTS`: of these it returns a sentence.
     """
     model = document.data["model"]
+    free = _free(document)
     changed = []
     of_preset = _dimensions_of_preset(document)
     sufficient = of_preset is not None or all(model.get(name) is not None for name in (*DIMENSIONS, "ffn_hidden"))
@@ -136,7 +149,7 @@ def _take_dimensions(document: Document, model_reader: ModelReader | None) -> li
         _reject_differences(document, stored, of_preset or {})
         changed = [
             f"{name} {_shown(model[name])} where {model['init']} has {_shown(stored.get(name))}"
-            for name in FREE_BESIDE_WEIGHTS
+            for name in free
             if name in model and name in stored and not _equal(model[name], stored[name])
         ]
     source = "init" if stored is not None or of_preset is None else "preset"
@@ -183,14 +196,22 @@ def _dimensions_of_weights(
             if needed:
                 document.reject(("model", "init"), "hf:DIR, a Hugging Face model folder", str(error))
     if source == "checkpoint":
-        candidates = [parent / "config.yaml" for parent in (folder, *folder.parents[:2])]
-        configs = [file for file in candidates if os.path.isfile(file)]
-        stored = read_yaml(configs[0]).get(("model",)) if configs else None
-        if isinstance(stored, dict):
-            return _inherited({f.name: stored[f.name] for f in dataclasses.fields(ModelSpec) if f.name in stored})
+        stored = dimensions_of_run(folder)
+        if stored is not None:
+            return _inherited(stored)
         if needed:
             document.reject(("model", "init"), "checkpoint:DIR in a run's folder, whose config.yaml has the dimensions")
     return None
+
+
+def dimensions_of_run(folder: Path) -> dict[str, Any] | None:
+    """The dimensions of the model of a run's folder, or of a checkpoint in one; None for another folder."""
+    candidates = [parent / "config.yaml" for parent in (folder, *folder.parents[:2])]
+    configs = [file for file in candidates if os.path.isfile(file)]
+    stored = read_yaml(configs[0]).get(("model",)) if configs else None
+    if not isinstance(stored, dict):
+        return None
+    return {f.name: stored[f.name] for f in dataclasses.fields(ModelSpec) if f.name in stored}
 
 
 def _inherited(stored: dict[str, Any]) -> dict[str, Any]:
@@ -203,19 +224,24 @@ def _inherited(stored: dict[str, Any]) -> dict[str, Any]:
 
 def _reject_differences(document: Document, stored: dict[str, Any], of_preset: dict[str, Any]) -> None:
     """Rejects each given key that differs from the dimensions of the initial weights, and a preset that does."""
-    model = document.data["model"]
+    model, free = document.data["model"], _free(document)
     weights = model["init"]
     for name, value in stored.items():
-        if name in model and name not in FREE_BESIDE_WEIGHTS and not _equal(model[name], value):
+        if name in model and name not in free and not _equal(model[name], value):
             document.reject(("model", name), f"{_shown(value)}, which {weights} has, or no {name} beside it")
     differing = [
         f"{name} {_shown(value)} where the weights have {_shown(stored[name])}"
         for name, value in of_preset.items()
-        if name in stored and name not in (*model, *FREE_BESIDE_WEIGHTS) and not _equal(value, stored[name])
+        if name in stored and name not in (*model, *free) and not _equal(value, stored[name])
     ]
     if differing:
         expected = f"the preset of {weights}, or no preset beside it"
         document.reject(("model", "preset"), expected, f"{model['preset']}, with {', '.join(differing[:3])}")
+
+
+def _free(document: Document) -> tuple[str, ...]:
+    """Dimensions that this run may change beside its initial weights."""
+    return (*FREE_BESIDE_WEIGHTS, *(SCORE_HEAD if document.get(("preference", "loss")) == "reward" else ()))
 
 
 def _equal(given: Any, stored: Any) -> bool:

@@ -11,9 +11,12 @@ from meshwright.spec.preference import START, PreferenceSpec
 
 DEFAULTS = {field.name: field.default for field in fields(PreferenceSpec)}
 READ_BY = {
+    "beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
     "margin": ("simpo",),
-    "label_smoothing": ("dpo",),
+    "label_smoothing": ("dpo", "reward"),
     "sft": ("dpo", "ipo", "simpo"),
+    "score_margin": ("reward",),
+    "center": ("reward",),
     "desirable": ("kto",),
     "undesirable": ("kto",),
     "reference": ("dpo", "ipo", "kto"),
@@ -22,9 +25,19 @@ READ_BY = {
 
 
 def preference(run: RunValues) -> Iterator[Mistake]:
-    """Preferences need whole answers in sequences of equal length, and a loss of their own."""
+    """Preferences need whole answers in sequences of equal length, and a loss of their own; a reward model gives scores alone."""
+    scores = run("preference") is not None and run("preference.loss") == "reward"
+    if (run("model.head") == "score") != scores:
+        expected = (
+            "score with preference.loss: reward"
+            if scores
+            else "vocabulary, as only preference.loss: reward trains a score"
+        )
+        yield run.mistake("model.head", expected, "score" if scores else "vocabulary")
     if run("preference") is None:
         return
+    if scores and run("train.z_loss"):
+        yield run.mistake("train.z_loss", "0 with preference.loss: reward, which has no logits", "0")
     if run("rl") is not None:
         yield run.mistake(
             "preference", "none, as rl has a loss of its own: do one after the other", "none", "a section"

@@ -11,16 +11,20 @@ from meshwright.spec.errors import Mistake
 from meshwright.spec.exact_forward import ROWS, VOCABULARY, inexact_reason
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.rl import RlSpec
+from meshwright.spec.rl import RewardSpec, RlSpec
 
 _WHOLE = ("plan.tensor", "plan.context_ring", "plan.context_ulysses", "plan.pipeline")
 DEFAULTS = {f"rl.{field.name}": field.default for field in fields(RlSpec)}
+REWARD_DEFAULTS = {
+    f"rl.reward.{field.name}": field.default for field in fields(RewardSpec) if field.name not in ("file", "model")
+}
 
 
 def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
     """Reinforcement learning samples from the model that is trained; `model` has the values of its ModelSpec, None if some are unknown."""
     if run("rl") is None:
         return
+    yield from _reward(run)
     if run("data.packing") == "none":
         yield run.mistake("data.packing", "stream, as rl packs its answers", "stream")
     if run("train.batch_ramp"):
@@ -42,8 +46,24 @@ def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
             yield run.mistake(key, f"no such key, as {expected}", "none")
     if run("rl.kl.weight") and run("model.init") == "scratch":
         yield run.mistake("rl.kl.weight", "0, as model.init is scratch: there is no model to stay near", "0")
+    if (updates := run("rl.updates") or 1) > 1 and run("rl.correction") != "none":
+        expected = f"none, as rl.updates is {updates}: later updates change the probabilities too"
+        yield run.mistake("rl.correction", expected, "none")
     if run("rl.exact"):
         yield from _exact(run, model)
+
+
+def _reward(run: RunValues) -> Iterator[Mistake]:
+    """Either a function or a model judges; keys of the other have no effect."""
+    file, model = run("rl.reward.file"), run("rl.reward.model")
+    if file is None and model is None:
+        yield run.mistake("rl.reward", "file: FILE.py with a function, or model: DIR of a reward model")
+    if file is not None and model is not None:
+        yield run.mistake("rl.reward.model", "none beside rl.reward.file: one of them judges", "none")
+    elif model is not None:
+        for key, default in REWARD_DEFAULTS.items():
+            if run(key) != default:
+                yield run.mistake(key, "no such key, as rl.reward.model judges", "none")
 
 
 def _without_effect(run: RunValues) -> Iterator[tuple[str, str]]:

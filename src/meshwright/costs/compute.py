@@ -227,13 +227,15 @@ def layer_times(
     ring_us = np.maximum(layout.sequence, across_nodes) * (tensor_ranks - 1) * k.ring_us
     tensor_us = np.where(tensor_ranks > 1, k.host_tensor_us, 0.0) + ring_us
     host = shape.layers * (k.host_us + tensor_us) * launches * 1e-6
-    logits = wide_rate.forward_backward(tokens, shape.hidden, shape.vocab / tensor_ranks, frozen=shape.frozen)
-    loss_seconds = tokens * shape.vocab / tensor_ranks * k.logit_bytes / memory_rate
+    logits = wide_rate.forward_backward(tokens, shape.hidden, shape.outputs / tensor_ranks, frozen=shape.frozen)
+    loss_seconds = tokens * shape.outputs / tensor_ranks * k.logit_bytes / memory_rate
     # The weight gradient of each chunk of logits is added to an fp32 sum, which is rounded at the end (kernels.loss).
     gradient_bytes = HEAD_ROUNDING_BYTES + HEAD_SUM_BYTES * np.ceil(tokens / layout.loss_chunk)
-    sum_seconds = shape.table_params / tensor_ranks * gradient_bytes * k.own_engine / memory_rate * (1 - shape.frozen)
+    sum_seconds = (
+        shape.outputs * shape.hidden / tensor_ranks * gradient_bytes * k.own_engine / memory_rate * (1 - shape.frozen)
+    )
     embed = tokens * shape.hidden * 12 / memory_rate
-    padded_vocab = np.where(np.mod(shape.vocab / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
+    padded_vocab = np.where(np.mod(shape.outputs / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
     before_gradients = layout.objective * (logits.forward + OBJECTIVE_LOGITS * loss_seconds)
     head = (logits.forward + logits.backward + loss_seconds + before_gradients) * padded_vocab + sum_seconds
     projection = wide_rate.forward_backward(tokens / tensor_ranks, 2 * shape.hidden, shape.hidden)

@@ -35,7 +35,7 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     unsharded = layout.shards <= 1
     # Without a buffer the cast writes the weights that compute reads.
     casts_in_place = unsharded & (k.lone_copies == 0)
-    end_parameters = (2 - shape.tied) * shape.table_params / layout.tensor
+    end_parameters = shape.end_params / layout.tensor
     block_parameters, expert_parameters = (
         shape.inner_dense_params / layout.tensor,
         shape.inner_expert_params / np.maximum(layout.expert, 1.0),
@@ -51,7 +51,8 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     by_products = np.where(machine.product_format > 0, 1.0, k.product_sums)
     accumulate = ACCUMULATE * (block_parameters * by_products + expert_parameters + end_parameters) / parameters
     padded = COPY_IN * (1 + (1 / k.packing - 1) * (1 - expert_parameters / parameters))
-    in_place = np.where(casts_in_place & ~reduces_once, accumulate, COPY_IN)
+    # Only a first gradient is cast. The sum of several becomes the shard's gradient as it is.
+    in_place = np.where(casts_in_place & accumulates, np.where(reduces_once, 0.0, accumulate), COPY_IN)
     in_place = np.where(
         casts_in_place & layout.gradients_final_in_backward(embedding_at_both_ends(shape)), 0.0, in_place
     )

@@ -21,7 +21,7 @@ def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
     divides = np.abs(layers_per_chunk - np.round(layers_per_chunk)) < 1e-6
     with_ends = np.ceil((shape.layers + 2) / chunks - 1e-9) * layout.virtual
     even = np.where(divides, shape.layers / layout.pipeline, with_ends)
-    head_layers = shape.table_params * shape.layers / (shape.dense_params + shape.expert_params)
+    head_layers = shape.outputs * shape.hidden * shape.layers / (shape.dense_params + shape.expert_params)
     layers_per_stage = (shape.layers + head_layers) / layout.pipeline
     balanced = np.floor(layers_per_stage + 1e-9) + 1
     first = np.minimum(shape.layers, np.where(layout.balanced > 0, balanced, even))

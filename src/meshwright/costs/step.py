@@ -249,7 +249,7 @@ def _weights_traffic(
     tensor_ranks = layout.tensor
     group = rank_group(machine, k, layout.shards, layout.shard_step)
     # For other stacks the fitted constant `passes` includes the time of gathers of embedding and head.
-    end_elements = k.own_engine * (2 - shape.tied) * shape.table_params
+    end_elements = k.own_engine * shape.end_params
     block_elements = shape.inner_dense_params / tensor_ranks
     by_copy_engine = np.asarray(layout.weights_by_copy_engine) > 0
     size = block_elements * layout.gathered_bytes + end_elements / tensor_ranks * COMPUTE_BYTES

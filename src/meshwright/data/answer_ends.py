@@ -110,6 +110,6 @@ def _document(stem: Path, bounds: np.ndarray, token: int) -> str:
     with documents_path(stem).open(encoding="utf-8") as lines:
         for line_number, line in enumerate(lines):
             if line_number == number:
-                file, identity = json.loads(line)
+                file, identity, *_ = json.loads(line)
                 return f"{file} [{identity}]"
     return str(stem)

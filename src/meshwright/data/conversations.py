@@ -69,18 +69,29 @@ class ConversationWindows:
         self.counts = replace(self.counts, truncated=truncated, left_out=len(untrained), lost_tokens=lost)
 
     def _pack(
-        self, stream: TokenStream, seq_len: int, filler: int, starts: np.ndarray, lengths: np.ndarray, together: int = 1
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        filler: int,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        together: int = 1,
+        room: int | None = None,
     ) -> None:
-        """Pack documents of these `starts` and `lengths`, of which so many consecutive ones are `together` in a window."""
+        """Pack documents of these `starts` and `lengths`, of which so many consecutive ones are `together` in a window.
+
+        `room` is that of a window for them, by default all its `seq_len` + 1 tokens.
+        """
+        room = seq_len + 1 if room is None else room
         self._stream, self._seq_len, self._filler = stream, seq_len, filler
         self._document_starts, self._lengths = starts, lengths
-        window = best_fit(lengths.reshape(-1, together).sum(1), seq_len + 1)
+        window = best_fit(lengths.reshape(-1, together).sum(1), room)
         count = int(window.max(initial=-1)) + 1
         # Long conversations fill the first windows; in another order the first ones are a sample of all.
         window = np.repeat(permute(window, count, "windows") if count else window, together)
         self._by_window = np.argsort(window, kind="stable")
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))]).astype(np.int64)
-        fill = int(lengths.sum()) / max(count * (seq_len + 1), 1)
+        fill = int(lengths.sum()) / max(count * room, 1)
         self.counts = PackingCounts(len(lengths), count, 0, 0, 0, fill)
 
     @property

@@ -29,7 +29,7 @@ class Document:
 
     `spans` are the ranges [start, stop) of the characters to train on; None means all. `where` is file:line. `spelled` are those of special
     tokens that a message of a chat spells, which are text; None if none does. `span_weights` are the weights of `spans` in the loss; None:
-    all 1. With `goes_on` the next document is of the same record, and in the same shard.
+    all 1. With `goes_on` the next document is of the same record, and in the same shard. `score` is that of an answer in the data.
     """
 
     file: str
@@ -42,6 +42,7 @@ class Document:
     spelled: tuple[tuple[int, int], ...] | None = None
     span_weights: tuple[float, ...] | None = None
     goes_on: bool = False
+    score: float | None = None
 
 
 FromFile = Document | BadDocument | NotRead | Contents

@@ -3,7 +3,7 @@
     manifest.json   this record          tokenizer.json   the tokenizer the shards were made with
     inputs.jsonl                         the files that were read (data/input_record.py)
     shard-00000.bin, .idx                tokens, in Megatron's format (data/indexed.py)
-    shard-00000.documents.jsonl          one line for each document: [source file, id]
+    shard-00000.documents.jsonl          one line for each document: [source file, id], of an answer with a score [source file, id, score]
     shard-00000.mask or .weights         of chats: the weight of each token in the loss (data/token_weights.py)
 
 A directory of foreign `.bin`/`.idx` pairs without manifest is read too: its tokenizer is unknown, its documents are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,15 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 class Preference(NamedTuple):
-    """A prompt and its answers, each with 1 if it is good and -1 if not; of a pair the good one first. All are lists of messages."""
+    """A prompt and its answers, each with 1 if it is good and -1 if not; of a pair the good one first. All are lists of messages.
+
+    `scores` are those of the answers of a pair in the data.
+    """
 
     prompt: Messages
     answers: list[tuple[Messages, int]]
     tools: Any = None
+    scores: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class PreferenceForm:
     def preference(self, record: Mapping[str, Any]) -> Preference:
         """The preference of a record, a `system` message first. Raises BadChat, also for scores that contradict the order."""
         found = self.read(record)
-        _check_scores(record)
+        found = found._replace(scores=_scores(record) if self.kind == "pairs" else None)
         if any(_role(answer[0]) != "assistant" for answer, _ in found.answers):
             raise BadChat("expected an answer that begins with a message of the assistant")
         if len(found.answers) == 2 and found.answers[0][0] == found.answers[1][0]:
@@ -54,16 +59,19 @@ class PreferenceForm:
         return found
 
 
-def _check_scores(record: Mapping[str, Any]) -> None:
+def _scores(record: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The scores of the chosen and the rejected answer, if the record has them. Raises BadChat if they contradict the order."""
     for better, worse in SCORES:
         scores = [record.get(better), record.get(worse)]
         if None in scores:
             continue
-        if not all(isinstance(score, int | float) for score in scores):
+        if not all(isinstance(score, int | float) and math.isfinite(score) for score in scores):
             raise BadChat(f"{better}, {worse}: expected numbers, got {json.dumps(scores, default=str)}")
         above, below = map(float, scores)  # type: ignore[arg-type]
         if above <= below:
             raise BadChat(f"{better} {above:g} is not above {worse} {below:g}")
+        return above, below
+    return None
 
 
 def _answer(value: Any, key: str) -> Messages:

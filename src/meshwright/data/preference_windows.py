@@ -33,20 +33,31 @@ class TooLong(Exception):
 class PreferenceWindows(ConversationWindows):
     """The answers of a stream in windows of `seq_len` inputs: `together` 2 keeps the answers of a pair together, 1 each answer by itself.
 
+    `whole`: the last token of each answer is an input too, where its score is read; it need not be where the answer is only predicted.
     Raises TooLong for the first that does not fit, unless these are left out.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, filler: int, together: int, *, leaves_out: bool) -> None:
+    def __init__(
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        filler: int,
+        together: int,
+        *,
+        leaves_out: bool,
+        whole: bool = False,
+    ) -> None:
         starts, lengths = stream.document_ranges()
         if len(starts) % together:
             raise Damaged(f"{stream.files[0].bin_path.parent}: expected pairs of answers, found {len(starts)} answers")
-        long = np.repeat(lengths.reshape(-1, together).sum(1) > seq_len + 1, together)
+        room = seq_len + (not whole)
+        long = np.repeat(lengths.reshape(-1, together).sum(1) > room, together)
         if long.any() and not leaves_out:
             first = int(np.flatnonzero(long)[0])
             raise TooLong(int(long.sum()) // together, first, int(lengths[first : first + together].sum()))
         self._numbers = np.flatnonzero(~long)
         self.together = together
-        self._pack(stream, seq_len, filler, starts[~long], lengths[~long], together)
+        self._pack(stream, seq_len, filler, starts[~long], lengths[~long], together, room)
         self.counts = replace(self.counts, what="answers")
         self.left_out = int(long.sum()) // together
 

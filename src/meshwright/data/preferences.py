@@ -68,6 +68,8 @@ class PreferenceReader(ChatReader):
         self.counts.forms[form.name] += 1
         for chat, document in zip(chats, whole, strict=True):
             self._count(chat, document)
+        if found.scores is not None:
+            whole = [replace(document, score=score) for document, score in zip(whole, found.scores, strict=True)]
         yield from (replace(document, goes_on=True) for document in whole[:-1])
         yield whole[-1]
 

@@ -88,12 +88,14 @@ class SplitWriter:
         if self._writer is None:
             self._writer = IndexedWriter(self.directory / f"shard-{len(self.shards):05d}", self.dtype)
         self._writer.add_document(encoded.tokens)
-        self._lines.append(json.dumps([encoded.document.file, encoded.document.id]))
+        document = encoded.document
+        score = [] if document.score is None else [document.score]
+        self._lines.append(json.dumps([document.file, document.id, *score]))
         if encoded.weights is not None:
             self._weights.append(encoded.weights)
         self._text_bytes += encoded.text_bytes
         self._through = number
-        if self._writer.tokens >= self.shard_tokens and not encoded.document.goes_on:
+        if self._writer.tokens >= self.shard_tokens and not document.goes_on:
             self.finish_shard()
 
     def finish_shard(self) -> None:

@@ -107,6 +107,7 @@ def open_data(
     ]
     if split == "train" and preference is not None:
         _check_labels(sources, preference)
+        _check_scores(sources)
     _check_tokenizers(sources, vocab_size)
     if split == "train":
         _check_different(sources)
@@ -174,6 +175,8 @@ class Source:
         """Of preferences: the log-probability of each answer under the reference, `(documents,)` float64; NaN where it is not known."""
         self.mismatched_reference: np.ndarray | None = None
         """The same of the answer that `PreferenceWindows.mismatched` has in the document's place."""
+        self.scores = self._scores() if preference is not None and preference.score_margin else None
+        """Of a reward model that reads them: the score of each answer in the data, `(documents,)` float64, 0 where it has none."""
         self.windows = self.layout.count
         if isinstance(self.layout, SingleConversations):
             if self.windows == 0:
@@ -213,7 +216,14 @@ class Source:
         assert manifest is not None, "a manifest tells preferences"
         together, leaves_out = 2 if preference.paired else 1, preference.too_long == "leave_out"
         try:
-            return PreferenceWindows(self.stream, self.seq_len, manifest.tokenizer.eos, together, leaves_out=leaves_out)
+            return PreferenceWindows(
+                self.stream,
+                self.seq_len,
+                manifest.tokenizer.eos,
+                together,
+                leaves_out=leaves_out,
+                whole=preference.scores,
+            )
         except TooLong as error:
             what = "pair" if together == 2 else "answer"
             file, identity = self._name_of_document(error.first)
@@ -223,6 +233,13 @@ class Source:
                 "preference.too_long: leave_out",
                 key="train.seq_len",
             ) from None
+
+    def _scores(self) -> np.ndarray:
+        """The scores of all answers in the data, in the order of the shards, 0 where there is none."""
+        files = (
+            (shard.file.documents, _DocumentNames(documents_path(shard.file.stem))) for shard in self.directory.shards
+        )
+        return np.array([names.score(number) or 0.0 for count, names in files for number in range(count)])
 
     def _name_of_document(self, number: int) -> tuple[str, int | str]:
         """File and id of a document by its number in the stream, in the order of the shards."""
@@ -442,8 +459,9 @@ class DataSource:
         """Columns of windows of preferences, for at most A answers in each: document k of a window is its answer k.
 
         `answers` `(samples, A)` int64: their numbers in the source, -1 for none; `signs` `(samples, A)` float32: 1, -1, or 0 for none;
-        `sources` `(samples,)` int64. With references `reference` `(samples, A)` float64. With `mismatched`: `mismatched_tokens`,
-        `_targets`, `_positions` and `_documents` `(samples, seq)` int64, and `mismatched_reference`.
+        `sources` `(samples,)` int64. `scores` `(samples, A)` float64 where a reward model reads those of the data. With references
+        `reference` `(samples, A)` float64. With `mismatched`: `mismatched_tokens`, `_targets`, `_positions` and `_documents`
+        `(samples, seq)` int64, and `mismatched_reference`.
         """
         count, rows = self._answers, []
         for source, window in places:
@@ -456,6 +474,8 @@ class DataSource:
             }
             if source.reference is not None:
                 row["reference"] = self._known(source, source.reference, found.numbers)
+            if source.scores is not None:
+                row["scores"] = padded(source.scores[found.numbers], count, 0.0)
             if self.mismatched:
                 moved = source.layout.mismatched(window)
                 other = pack(moved.tokens, moved.begins, True, moved.weights)
@@ -594,6 +614,16 @@ def _check_kind(directory: PreparedDirectory, preference: PreferenceSpec | None)
         )
 
 
+def _check_scores(sources: Sequence[Source]) -> None:
+    """Raise BadInput where the run reads the scores of answers and none has one; that of a chosen answer is above that of the other."""
+    if all(source.scores is not None and not source.scores.any() for source in sources):
+        raise BadInput(
+            f"{sources[0].directory.path}: no pair has scores, whose difference preference.score_margin reads; prepare records with "
+            "score_chosen and score_rejected, or leave the key out",
+            key="preference.score_margin",
+        )
+
+
 def _check_labels(sources: Sequence[Source], preference: PreferenceSpec) -> None:
     """Raise BadInput for `kto` with answers of one label, or with windows of one answer each."""
     if preference.paired:
@@ -637,15 +667,24 @@ class _DocumentNames:
         self._ends = np.flatnonzero(np.frombuffer(self._content, dtype=np.uint8) == ord("\n"))
 
     def __getitem__(self, document: int) -> tuple[str, int | str]:
+        name, identity, *_ = self._line(document)
+        return name, identity
+
+    def score(self, document: int) -> float | None:
+        """The score of an answer in the data, if it has one."""
+        return next(iter(self._line(document)[2:]), None)
+
+    def _line(self, document: int) -> list[Any]:
         try:
             start = 0 if document == 0 else int(self._ends[document - 1]) + 1
             line = self._content[start : int(self._ends[document])]
         except IndexError as error:
             raise Damaged(f"{self.path}:{document + 1}: missing; expected [file, id] of a document") from error
         value = parse_json(line, f"{self.path}:{document + 1}", own=True)
-        if not isinstance(value, list) or [*map(type, value)] not in ([str, str], [str, int]):
-            raise Damaged(f"{self.path}:{document + 1}: expected [file, id] of a document")
-        return value[0], value[1]
+        kinds = [*map(type, value)] if isinstance(value, list) else []
+        if kinds[:2] not in ([str, str], [str, int]) or kinds[2:] not in ([], [float]):
+            raise Damaged(f"{self.path}:{document + 1}: expected [file, id] of a document, or [file, id, score]")
+        return value
 
 
 def _path_of(name: str, stdlib: Path | None) -> Path:

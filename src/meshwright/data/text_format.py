@@ -273,6 +273,12 @@ def exported_ids(text: TextFormat, bos: int | None = None) -> dict[str, int | li
     }
 
 
+def config_pad(folder: Path) -> int | None:
+    """The id of the token that fills texts by a Hugging Face folder's config.json, where transformers ends a text that it scores."""
+    pad = read_object(folder / CONFIG).get("pad_token_id")
+    return pad if isinstance(pad, int) else None
+
+
 def named_bos(folder: Path, tokenizer: Tokenizer) -> int | None:
     """The id of the token that a folder names as the beginning of a text, whether or not its texts begin with it."""
     text = folder_special_tokens(folder).get("bos_token")

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
-Phase = Literal["data", "forward", "backward", "reduce", "optim", "checkpoint", "validate", "host"]
+Phase = Literal["data", "rollout", "forward", "backward", "reduce", "optim", "checkpoint", "validate", "host"]
 """Phases of a training step.
-data: wait for the next batch. reduce: gradient norm and clipping. optim: the optimizer's update. host: the time of the
-step in which no phase was open."""
+data: wait for the next batch. rollout: with `rl`, what takes its place: hand-over, sampling and rewards. reduce: gradient norm and
+clipping. optim: the optimizer's update. host: the time of the step in which no phase was open."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """Every phase, in execution order and in the order in which a chart stacks them."""

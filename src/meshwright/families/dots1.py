@@ -35,6 +35,7 @@ FAMILY = replace(
     GLM4_MOE,
     model_type="dots1",
     architecture="Dots1ForCausalLM",
+    score_class=None,
     predictions={},
     prediction_copies={},
     values={"router": "sigmoid", "qk_norm": True},

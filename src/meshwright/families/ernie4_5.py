@@ -30,6 +30,7 @@ FAMILY = replace(
     LLAMA,
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
+    score_class=None,
     values={"rope_pairs": "neighbours", "tied": True},
     from_config=_from_config,
     to_config=_to_config,

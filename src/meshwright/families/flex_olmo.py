@@ -18,6 +18,7 @@ FAMILY = replace(
     OLMOE,
     model_type="flex_olmo",
     architecture="FlexOlmoForCausalLM",
+    score_class=None,
     modules={ours: theirs for ours, theirs in {**OLMO2.modules, **OLMOE.modules}.items() if ours not in _FIRST},
     values={**OLMO2.values, "normalised_routing": False},
     from_config=lambda config: {**OLMO2.from_config(config), **experts.read(config, _EXPERTS)},

@@ -18,7 +18,7 @@ from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest, 
 from meshwright.spec.fields import from_plain
 from meshwright.spec.folder_files import read_folder_json
 from meshwright.spec.foreign_words import no_folder_hint
-from meshwright.spec.model import KindSpec, ModelSpec, ParameterSpec, parameters, without_adapter
+from meshwright.spec.model import SCORE, KindSpec, ModelSpec, ParameterSpec, parameters, without_adapter
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 """Names of the dtypes in config.json."""
@@ -64,6 +64,8 @@ def prediction_copies(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
     return copies
 
 
+ONE_LABEL = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+"""Keys of config.json of a folder with one score."""
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of special tokens in config.json."""
 
@@ -79,9 +81,10 @@ def to_hf_config(
     if obstacle := export_obstacle(spec):
         raise BadInput(f"{obstacle}; Meshwright's own checkpoints can hold this model")
     return {
-        "architectures": [family.architecture],
+        "architectures": [_architecture(family, spec)],
         "model_type": family.model_type,
         **family.to_config(spec),
+        **(ONE_LABEL if spec.head == "score" else {}),
         "vocab_size": spec.vocab_size,
         "tie_word_embeddings": spec.tied,
         **dict.fromkeys(SPECIAL_IDS),
@@ -139,7 +142,12 @@ def _obstacle(family: Family, spec: ModelSpec) -> str | None:
     """Why the config.json that a family writes for a model describes another one, or cannot be written; None if it does not."""
     spec = replace(spec, vocab_size=spec.vocab_size or 1)  # 0 until the tokenizer is known
     try:
-        written = {**family.to_config(spec), "vocab_size": spec.vocab_size, "tie_word_embeddings": spec.tied}
+        written = {
+            **family.to_config(spec),
+            "architectures": [_architecture(family, spec)],
+            "vocab_size": spec.vocab_size,
+        }
+        written["tie_word_embeddings"] = spec.tied
         read = from_plain(ModelSpec, _fields(family, HFConfig(written, "config.json")))
     except BadInput as error:
         return str(error)
@@ -192,7 +200,26 @@ def _fields(family: Family, config: HFConfig) -> dict[str, Any]:
     config.expect("is_encoder_decoder", False)
     config.expect("add_cross_attention", False)
     config.refuse_unknown(WITHOUT_EFFECT | family.without_effect)
-    return {"family": family.model_type, **family.values, **found, "tied": tied}
+    if not _scores(family, config.values):
+        return {"family": family.model_type, **family.values, **found, "tied": tied}
+    labels = config.get("id2label") or dict.fromkeys(range(config.integer("num_labels", default=1)))
+    if len(labels) != 1:
+        raise config.error("id2label", labels, "one label: a reward model gives one score")
+    return {"family": family.model_type, **family.values, **found, "tied": False, "head": "score"}
+
+
+def _architecture(family: Family, spec: ModelSpec) -> str:
+    """The class of transformers of a folder. Raises BadInput where it has none with a score."""
+    if spec.head != "score":
+        return family.architecture
+    if family.scorer is None:
+        raise BadInput(f"model.head: transformers has no {family.model_type} model with a score, got 'score'")
+    return family.scorer
+
+
+def _scores(family: Family, config: Mapping[str, Any]) -> bool:
+    """Whether a folder has a score's head."""
+    return family.scorer is not None and config.get("architectures") == [family.scorer]
 
 
 def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -322,14 +349,17 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
         hint = f" (nearest: {near})" if near else ""
         raise BadInput(f"{where}: model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}{hint}")
     architectures = config.get("architectures")
-    if architectures and architectures != [family.architecture]:
-        raise BadInput(f"{where}: architectures: expected [{family.architecture!r}], got {architectures!r}")
+    if architectures and architectures != [family.architecture] and not _scores(family, config):
+        scorer = "" if family.scorer is None else f" or [{family.scorer!r}]"
+        raise BadInput(f"{where}: architectures: expected [{family.architecture!r}]{scorer}, got {architectures!r}")
     return family
 
 
 def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> list[HFTensor]:
     if parameter.expert:
         return _experts_of(family, spec, parameter)
+    if parameter.name == SCORE:
+        return [HFTensor("score.weight", 0, 1, parameter.shape, False)]
     module, weight_or_bias = parameter.module, parameter.name.rpartition(".")[2]
     prefix, names = "", (family.ends.get(module, ""),)
     if parameter.inside:

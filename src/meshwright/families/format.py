@@ -130,6 +130,8 @@ class Family:
     """`model_type` in config.json, and the family's name in run files."""
     architecture: str
     """The class in `architectures`, with a language-model head."""
+    score_class: str | None = ""
+    """The class with a score in place of that head; None if transformers has none, empty: `architecture` with the usual ending."""
     base: str
     """Prefix of all weight names but the head's; folders of the model without a head omit it."""
     layer: str
@@ -170,6 +172,12 @@ class Family:
 
     An export is refused unless reading the result gives the same model. Raises BadInput where nothing can be written.
     """
+
+    @property
+    def scorer(self) -> str | None:
+        """The class with a score."""
+        usual = f"{self.architecture.removesuffix('ForCausalLM')}ForSequenceClassification"
+        return usual if self.score_class == "" else self.score_class
 
 
 @dataclass

@@ -38,6 +38,7 @@ FAMILY = replace(
     GEMMA3,
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
+    score_class="",
     modules={ours: theirs for ours, theirs in GEMMA3.modules.items() if not ours.endswith(("q_norm", "k_norm"))},
     values={**GEMMA3.values, "qk_norm": False, **_CAPS},
     # Released folders have further keys beside those that the class reads.

@@ -44,6 +44,7 @@ FAMILY = GEMMA3 = replace(
     LLAMA,
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    score_class="Gemma3TextForSequenceClassification",
     modules={
         **LLAMA.modules,
         **decoder.HEAD_NORMS,

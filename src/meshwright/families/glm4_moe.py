@@ -32,6 +32,7 @@ FAMILY = GLM4_MOE = replace(
     LLAMA,
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
+    score_class=None,
     modules={**LLAMA.modules, **decoder.HEAD_NORMS, **experts.MODULES, **experts.SHARED_MODULES},
     tensors=lambda spec: {"moe.choice_bias": "mlp.gate.e_score_correction_bias"},
     predictions=DEEPSEEK_V3.predictions,

@@ -42,6 +42,7 @@ FAMILY = replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
+    score_class=None,
     from_config=_from_config,
     to_config=_to_config,
 )

@@ -60,6 +60,7 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
 FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
+    score_class="GPT2ForSequenceClassification",
     base="transformer.",
     layer="transformer.h.{layer}.",
     ends={"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"},

@@ -24,7 +24,12 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 FAMILY = replace(
-    LLAMA, model_type="granite", architecture="GraniteForCausalLM", from_config=_from_config, to_config=_to_config
+    LLAMA,
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    score_class=None,
+    from_config=_from_config,
+    to_config=_to_config,
 )
 RELEASED = {"embedding_scale": 12.0, "residual_factor": 0.22, "tied": True}
 """ModelSpec fields of all released models, with experts too."""

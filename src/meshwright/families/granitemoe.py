@@ -33,6 +33,7 @@ FAMILY = GRANITEMOE = replace(
     LLAMA,
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
+    score_class=None,
     modules={
         **experts.without_dense(LLAMA.modules),
         "moe.router": ("block_sparse_moe.router.layer",),

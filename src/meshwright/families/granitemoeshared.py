@@ -12,6 +12,7 @@ FAMILY = replace(
     GRANITEMOE,
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
+    score_class=None,
     modules={
         **GRANITEMOE.modules,
         "moe.shared.gate_up": ("shared_mlp.input_linear",),

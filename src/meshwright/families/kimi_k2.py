@@ -11,7 +11,7 @@ from meshwright.families.deepseek_v2 import HEADS
 from meshwright.families.deepseek_v3 import DEEPSEEK_V3
 from meshwright.families.format import presets, size
 
-FAMILY = replace(DEEPSEEK_V3, model_type="kimi_k2")
+FAMILY = replace(DEEPSEEK_V3, model_type="kimi_k2", score_class=None)
 PRESETS = presets(
     {"kimi-k2": size(61, 7168, 64, 64, 18432, 2e-4, experts=384, routing_scale=2.827)},
     seq_len=4096,

@@ -42,6 +42,7 @@ FAMILY = replace(
     MIXTRAL,
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
+    score_class=None,
     modules={**MIXTRAL.modules, **decoder.HEAD_NORMS},
     tensors=lambda spec: {"moe.choice_bias": "block_sparse_moe.e_score_correction_bias"},
     values={"router": "sigmoid", "qk_norm": True, "qk_norm_whole": True},

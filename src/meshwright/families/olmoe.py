@@ -37,6 +37,7 @@ FAMILY = OLMOE = replace(
     QWEN3_MOE,
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
+    score_class=None,
     modules=experts.without_dense(QWEN3_MOE.modules),
     values={"qk_norm": True, "qk_norm_whole": True, "normalised_routing": False},
     without_effect=frozenset(),

@@ -70,7 +70,9 @@ def _preference_lines(run: RunSpec, preference: PreferenceSpec, source: DataSour
 
 
 def _loss_words(preference: PreferenceSpec) -> str:
-    words = f"{preference.loss}, beta {preference.scale:g}"
+    words = "reward model" if preference.scores else f"{preference.loss}, beta {preference.scale:g}"
+    words += f", score_margin {preference.score_margin:g}" if preference.score_margin else ""
+    words += f", center {preference.center:g}" if preference.center else ""
     words += f", margin {preference.ahead:g}" if preference.loss == "simpo" else ""
     words += f", label_smoothing {preference.label_smoothing:g}" if preference.label_smoothing else ""
     return words + (f", and {preference.sft:g} of the loss per token of chosen answers" if preference.sft else "")
@@ -78,7 +80,7 @@ def _loss_words(preference: PreferenceSpec) -> str:
 
 def _rollout_words(train: TrainSpec, rl: RlSpec) -> str:
     asked = f"{train.global_batch:,} questions with {rl.samples} answers of at most {rl.new_tokens:,} tokens"
-    return f"RL: a step has {asked}; {rl.policy}; rewards by {rl.reward.function} of {rl.reward.file}"
+    return f"RL: a step has {asked}; {rl.policy}; rewards by {rl.reward}"
 
 
 def learning_rate_words(train: TrainSpec) -> str:

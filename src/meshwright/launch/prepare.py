@@ -90,7 +90,7 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
     Raises BadInput if the data cannot be read or the vocabulary size is unknown, and Damaged (see `data.damaged`).
     """
     if run.rl is not None:
-        run.rl.reward.check_file()
+        run.rl.reward.check_path()
     if lacks_stdlib(run):
         note(f"preparing Python's standard library as training text in {stdlib_folder()}")
         ensure_stdlib(stdlib_folder(), shown=True)

@@ -19,6 +19,7 @@ from meshwright.kernels.attention import AttentionMask, make_mask
 from meshwright.kernels.loss import LossSums, capped, linear_cross_entropy, token_log_probabilities
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.rope import RotaryTables
+from meshwright.kernels.score import scores, weighted_sum
 from meshwright.models.adapter import add_adapters
 from meshwright.models.block import AttentionKind, Block, attention_kind, tables_of
 from meshwright.models.moe import CountedTokens, RoutedOutput
@@ -92,13 +93,17 @@ class Decoder(nn.Module):
         self.positions = Embedding(_weight(spec.max_seq_len, spec.hidden)) if learned else None
         self.layers = nn.ModuleDict({str(layer): Block(spec.block(layer), plain) for layer in range(spec.layers)})
         self.norm = Norm(spec.residual_norm, spec.hidden, plain)
-        self.head = Head(
-            None if spec.tied else _weight(spec.vocab_size, spec.hidden),
-            loss_chunk,
-            cap=spec.logit_cap,
-            factor=spec.logit_factor,
-            plain=plain,
-            z_loss=z_loss,
+        self.head = (
+            ScoreHead(_weight(1, spec.hidden))
+            if spec.head == "score"
+            else Head(
+                None if spec.tied else _weight(spec.vocab_size, spec.hidden),
+                loss_chunk,
+                cap=spec.logit_cap,
+                factor=spec.logit_factor,
+                plain=plain,
+                z_loss=z_loss,
+            )
         )
         self.predictions = nn.ModuleList(
             PredictionModule(spec, plain, Block(spec.block(spec.layers), plain)) for _ in range(spec.prediction_depth)
@@ -365,6 +370,35 @@ class Head(nn.Module):
     def scaled(self, hidden: Tensor) -> Tensor:
         """The input times `factor`."""
         return hidden if self.factor == 1 else hidden * self.factor
+
+
+class ScoreHead(Head):
+    """A reward model's head: one number for each token, the score of the text up to it, in place of logits.
+
+    Objectives call a token's score its log-probability. A score is computed and summed in fp32 (fp64 in fp64).
+    """
+
+    def __init__(self, score: nn.Parameter) -> None:
+        super().__init__(None, loss_chunk=0)
+        self.score = score
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        tied: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor | LossSums:
+        """The scores `(batch, seq, 1)` of hidden `(batch, seq, hidden)`, or with targets minus their sum, each times that of `weights`."""
+        if targets is None:
+            return scores(hidden, self.score)[..., None]
+        assert weights is not None, "an objective has a factor for each score"
+        loss = weighted_sum(hidden.flatten(0, 1), self.score, -weights.flatten())
+        return LossSums(loss, torch.zeros_like(loss))
+
+    def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
+        """The scores `(batch, seq)`, without gradient."""
+        return scores(hidden, self.score)
 
 
 @lru_cache(maxsize=64)

@@ -6,6 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
+import yaml
+
 from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 
@@ -39,12 +41,23 @@ def _next_commands(folder: Path, quoted_folder: str) -> list[str]:
     """Commands for the files of a finished run."""
     if not _has_checkpoint(folder):
         return []
-    commands = [f"meshwright generate {quoted_folder} --prompt 'The '"] if (folder / "tokenizer.json").exists() else []
+    use = (
+        f"meshwright serve {quoted_folder}"
+        if _is_reward_model(folder)
+        else f"meshwright generate {quoted_folder} --prompt 'The '"
+    )
+    commands = [use] if (folder / "tokenizer.json").exists() else []
     return commands + [f"meshwright eval {quoted_folder}"] * _was_validated(folder)
 
 
 def _has_checkpoint(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step-*"))
+
+
+def _is_reward_model(folder: Path) -> bool:
+    config = folder / "config.yaml"
+    model = yaml.safe_load(config.read_text(encoding="utf-8")).get("model") if config.exists() else None
+    return isinstance(model, dict) and model.get("head") == "score"
 
 
 def _was_validated(folder: Path) -> bool:

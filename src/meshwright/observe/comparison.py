@@ -266,7 +266,7 @@ def _figures(run: RunFolder) -> dict[str, float | None]:
         "validation_step": float(validations[-1]["step"]) if validations else None,
         **{
             f"held_out_{key}": number(validations[-1].get(key)) if validations else None
-            for key in ("accuracy", "margin")
+            for key in ("accuracy", "margin", "calibration_error")
         },
         "best_validation_loss": min((float(record["loss"]) for record in validations), default=None),
         "tokens": tokens,
@@ -287,6 +287,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("best_validation_loss", "validation loss, lowest", "{:.4f}".format),
     ("held_out_accuracy", "held-out accuracy, last", number_text.percent),
     ("held_out_margin", "held-out margin, last", "{:.4g}".format),
+    ("held_out_calibration_error", "held-out calibration error, last", "{:.3f}".format),
     ("tokens", "tokens", number_text.short),
     ("flops", "training FLOPs, causal", number_text.scientific),
     ("seconds", "time in steps", number_text.duration),

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,11 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "engine_kl": "with rl: estimated divergence of the trainer's probabilities from the engine's, nat per token",
     "clipped": "with rl: share of the trained tokens whose gradient the clip has removed, with cispo limited",
     "handover_seconds": "with rl: from the last update to the engine's first step",
-    "rollout_seconds": "with rl: sampling and judging the answers",
+    "rollout_seconds": "with rl: sampling the answers, on the slowest rank",
+    "rewards_seconds": "with rl: waiting for rewards after the last answer",
     "pairs": "with preference: pairs of the step",
     "answers": "with preference.loss kto: answers of the step",
-    "margin": "with preference: mean reward of chosen answers less that of rejected ones",
+    "margin": "with preference: mean reward of chosen answers less that of rejected ones; rewards of a reward model are its scores",
     "accuracy": "with preference: share of pairs whose chosen answer has the higher reward, equal ones half; with kto of right answers",
     "likelier": "with preference: share of pairs whose chosen answer has the higher log-probability per token",
     "chosen_reward": "with preference: mean reward of chosen answers; docs/how-to/preferences.md has that of each loss",
@@ -139,9 +140,9 @@ class MetricsWriter:
         """Write measured and predicted figures (observe.prediction_account) after `step`."""
         self._append({"kind": "account", "step": step, **figures})
 
-    def write_answers(self, step: int, question: str, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Write some answers of `step` to a question of `rl`, each with `answer`, `reward` and `outcome`."""
-        self._append({"kind": "answers", "step": step, "question": question, "answers": answers})
+    def write_answers(self, step: int, details: Mapping[str, Any]) -> None:
+        """Write the lengths of a step's answers with `rl`, and some to a question, each with `answer`, `reward` and `outcome`."""
+        self._append({"kind": "answers", "step": step, **details})
 
     def sync(self, *, waits: bool = False) -> None:
         """Flush the lines until now to the disk, in a thread unless it `waits`: a resume does not repeat a checkpoint's steps."""

@@ -84,6 +84,8 @@ class Part:
     name: str
     measured: dict[str, float]
     predicted: dict[str, float] = field(default_factory=dict)
+    known: bool = True
+    """Whether it is predicted; if not, `predicted` is empty and does not mean no time."""
 
     @property
     def measured_seconds(self) -> float:
@@ -115,8 +117,10 @@ class Account:
     """Empty if the prediction has no parts."""
     recorded: tuple[int, int] | None = None
     """First and last step of the timeline that gives the parts; None if the phases of all steps give them."""
+    unpredicted: str = ""
+    """Why the time of steps that sample what they train on (`rl`) is not predicted."""
     samples: bool = False
-    """Whether the steps sample what they train on (`rl`), whose time is not predicted."""
+    """Whether the steps sample what they train on. Then all figures are means, and the prediction is without the time of rewards."""
 
 
 def typical_step(records: Sequence[Record]) -> TypicalStep | None:
@@ -219,7 +223,7 @@ def _step(account: Account) -> str:
 def why_unpredicted(account: Account) -> str:
     """Return why the account has no predicted step time. Memory is resident on CPUs only."""
     if account.samples:
-        return "the time of answers is not predicted"
+        return f"the time of answers is not predicted: {account.unpredicted}"
     return (
         "CPU times are not predicted without a profile" if account.resident else "no figures of this device are known"
     )
@@ -234,7 +238,7 @@ def _memory(account: Account) -> str:
 
 
 def _part_line(part: Part) -> str:
-    return f"  {part.name}: {_sum_text(part.measured)}; predicted {_sum_text(part.predicted)}"
+    return f"  {part.name}: {_sum_text(part.measured)}; {f'predicted {_sum_text(part.predicted)}' if part.known else 'not predicted'}"
 
 
 def _sum_text(seconds_by_component: Mapping[str, float]) -> str:

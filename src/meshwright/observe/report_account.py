@@ -22,6 +22,10 @@ COLOURS = {
     "bubble": "c-event",
     "idle": "c-event",
     "between phases": "c-event",
+    "hand-over of weights": "k3",
+    "sampling": "c-rollout",
+    "waiting for rewards": "c-optim",
+    "training": "c-forward",
     "exposed pipeline": "k5",
     "exposed shard": "k3",
     "exposed replicate": "c-checkpoint",
@@ -68,8 +72,8 @@ def _table_line(label: str, comparison: Comparison | None, text: Text) -> str:
 
 def _remarks(account: Account) -> str:
     sentences = [
-        f"Steps {account.steps[0]:,} to {account.steps[1]:,}, without the first {WARM_UP} of this start; step time and rates are medians, "
-        "memory is the fullest rank's."
+        f"Steps {account.steps[0]:,} to {account.steps[1]:,}, without the first {WARM_UP} of this start; "
+        f"{'' if account.samples else 'step time and '}rates are medians, memory is the fullest rank's."
     ]
     if account.step_seconds.predicted is None:
         reason = why_unpredicted(account)
@@ -84,6 +88,10 @@ def _remarks(account: Account) -> str:
     if account.parts and account.recorded:
         sentences.append(
             f"Parts, predicted above measured, are from the timeline of steps {account.recorded[0]:,} to {account.recorded[1]:,}."
+        )
+    elif account.samples:
+        sentences.append(
+            "A step's time and its parts, predicted above measured, are means; the prediction is for the lengths of the answers."
         )
     elif account.parts:
         sentences.append(
@@ -105,6 +113,7 @@ def _bars(account: Account) -> str:
 
 def _part(part: Part, top: float) -> str:
     expected, measured = (_seconds(seconds) for seconds in (part.predicted_seconds, part.measured_seconds))
+    expected = expected if part.known else "not known"
     return f"""<p class="bar-label"><span>{escape(part.name)}</span><span>predicted <b>{expected}</b> measured <b>{measured}</b></span></p>
 <div class="bar slim">{_stacked_bar(part.predicted, top)}</div><div class="bar slim last">{_stacked_bar(part.measured, top)}</div>"""
 

@@ -80,14 +80,13 @@ def _rewards(run: RunFolder, indices: Sequence[int]) -> Iterator[Chart | None]:
     yield _curve(run, indices, "reward", "Reward", "mean of the step's answers", "short", noisy=True)
     yield _curve(run, indices, "answer_tokens", "Tokens of an answer", "mean", "short", noisy=True)
     yield _curve(run, indices, "entropy", "Entropy", "mean of −log p of the sampled tokens, nat", "short", noisy=True)
-    yield _curve(
-        run,
-        indices,
-        "engine_kl",
-        "Engine beside trainer",
-        "divergence of their probabilities, nat per token",
-        "scientific",
-    )
+    unit = "divergence of their probabilities, nat per token"
+    divergence = _curve(run, indices, "engine_kl", "Engine beside trainer", unit, "scientific")
+    if divergence is not None and None in column(run.steps, "engine_kl"):  # of several updates only the first compares
+        points = replace(divergence.series[0], shape="points")
+        divergence = replace(divergence, series=(points,))
+    yield divergence
+    yield _curve(run, indices, "clipped", "Clipped", "share of trained tokens", "percent", noisy=True)
 
 
 def _preferences(run: RunFolder, indices: Sequence[int], validations: Sequence[Record]) -> Iterator[Chart | None]:

@@ -90,6 +90,8 @@ def _accuracy_tile(run: RunFolder) -> Tile:
     words = [f"of step {known[-1][0]:,}"]
     words += [f"{known[0][1]:.1%} after step {known[0][0]:,}"] if len(known) > 1 else []
     words += [f"margin {margin:.3g}"] if margin is not None else []
+    error = number(run.validations[-1].get("calibration_error"))
+    words += [f"calibration error {error:.3f}"] if error is not None else []
     return "Held-out accuracy", f"{known[-1][1]:.1%}", "; ".join(words)
 
 

@@ -24,7 +24,12 @@ FIRST_LINES = 5
 """Steps at the start of a run that print a line each."""
 REMEMBERED_STEPS = 50
 """Newest steps whose mean duration predicts the remaining time."""
-JUDGED = (("accuracy", "accuracy"), ("margin", "margin"), ("likelier", "likelier"))
+JUDGED = (
+    ("accuracy", "accuracy"),
+    ("margin", "margin"),
+    ("likelier", "likelier"),
+    ("calibration_error", "calibration error"),
+)
 """Figures of preferences, and their names here."""
 DROPPED_FIRST = ("tok/s/rank", "mem", "lr", "MFU", "grad", "val", "tok/s")
 """Figures that a step line leaves out, in this order, where it is longer than the terminal is wide; the display below has them."""

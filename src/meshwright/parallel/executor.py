@@ -155,6 +155,9 @@ class _Step:
             for batch, objective in zip(batches, objectives, strict=True)
         ]
         self.valid, self.callbacks, self.real = valid, callbacks, real
+        # Log-probabilities that are compared with those of training are computed by its kernels, to the last bit: blocks run with autograd,
+        # whose graph nobody keeps. Without it a compiled block keeps other values in registers, and rounds them elsewhere.
+        self.as_trained = of_log_probabilities is not None
         self.rank_of = schedule.rank_of
         self.rank_actions = schedule.actions[self.rank_model.pipeline_rank]
         self.logits: dict[int, Tensor] = {}
@@ -336,7 +339,8 @@ class _Step:
         unit, batch, shared = self.unit_of(visit), self.batches[number], self.take_shared_inputs(number)
         self.wait_for_gather(action)
         trains = action.op == "forward"
-        x = None if stage == unit_index == 0 else self.exchange.take("activation", visit).requires_grad_(trains)
+        records = trains or (self.as_trained and not self.is_loss(stage, unit_index))
+        x = None if stage == unit_index == 0 else self.exchange.take("activation", visit).requires_grad_(records)
         saved = (
             self.offload.saved_activations(visit, self.excluded_storages(unit, shared))
             if trains and self.offloads(visit)
@@ -345,7 +349,7 @@ class _Step:
         leaf, x = leaf_without_memory(x.detach()) if saved and x is not None else (x, x)
         with (
             self.action_span(action),
-            torch.set_grad_enabled(trains),
+            torch.set_grad_enabled(records),
             saved.collect() if saved else nullcontext(),
         ):
             self.rank_model.choose_experts(unit, number if trains else None)

@@ -28,7 +28,7 @@ from meshwright.kernels.linear import Linear
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.attention import Attention
 from meshwright.models.block import Block
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Decoder, ScoreHead
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.parallel.blocks import numbered_blocks
@@ -42,7 +42,12 @@ from meshwright.parallel.products import (
     gather_tokens,
     multiply_and_scatter,
 )
-from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbedding, VocabularyHead
+from meshwright.parallel.vocabulary import (
+    DividedScoreHead,
+    PositionEmbedding,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Box, Division, TensorSplit, check_tensor, even_rows, local_boxes, tensor_splits
 from meshwright.spec.model import parameters
@@ -73,7 +78,9 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, transport: Transport = 
         model.embed = VocabularyEmbedding(model.embed.weight, vocabulary[part.index].start, name, part.count)
     if model.positions is not None:
         model.positions = PositionEmbedding(model.positions.weight, part.index, part.count)
-    if model.head is not None:
+    if isinstance(model.head, ScoreHead):
+        model.head = DividedScoreHead(model.head, part.index, part.count, name)
+    elif model.head is not None:
         sizes = tuple(map(len, vocabulary))
         model.head = VocabularyHead(model.head, sizes, part.index, name)
 

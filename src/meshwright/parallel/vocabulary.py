@@ -1,4 +1,4 @@
-"""Embedding, head and loss with the vocabulary divided over tensor ranks (Shoeybi et al. 2019, §3), in token chunks.
+"""Embedding, head and loss with the vocabulary divided over tensor ranks (Shoeybi et al. 2019, §3), in token chunks; a score's head.
 
 A rank computes the logits of every token for its own rows of the vocabulary. Training does not exchange logits: the
 cross-entropy needs each rank's log-sum-exp and the target's logit, two numbers per token.
@@ -18,7 +18,7 @@ from meshwright.kernels.compile_once import compile_once
 from meshwright.kernels.loss import LossSums, cap_in_place, capped
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_product, matmul, scale
-from meshwright.models.decoder import Embedding, Head
+from meshwright.models.decoder import Embedding, Head, ScoreHead
 from meshwright.parallel.products import ALL_GATHER, all_gather_tokens, group_by_name, reduce_scatter_tokens
 
 
@@ -119,6 +119,32 @@ class VocabularyHead(Head):
         parts = [torch.empty_like(logits) for _ in range(ranks)]
         dist.all_gather(parts, logits, group=group_by_name(self.group))
         return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1)
+
+
+class DividedScoreHead(ScoreHead):
+    """A score's head, whole on every tensor rank; with targets, of this rank's part of the sequence."""
+
+    def __init__(self, whole: ScoreHead, rank: int, ranks: int, group: str) -> None:
+        super().__init__(whole.score)
+        self.rank, self.ranks, self.group = rank, ranks, group
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        tied: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor | LossSums:
+        """As `ScoreHead`: hidden `(batch, seq / ranks, hidden)`, scores and `weights` `(batch, seq)` of all ranks' tokens."""
+        if targets is None:
+            return self.log_probabilities(hidden, hidden)[..., None]
+        assert weights is not None, "an objective has a factor for each score"
+        return super().forward(hidden, targets, None, weights.chunk(self.ranks, dim=1)[self.rank])
+
+    def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
+        """The scores `(batch, seq)` of all ranks' tokens, without gradient."""
+        own = super().log_probabilities(hidden, targets)
+        return all_gather_tokens(own[..., None], self.group, self.ranks)[..., 0]
 
 
 class _ReduceScatterTokens(torch.autograd.Function):

@@ -162,20 +162,23 @@ def training_refusal(plan: Plan) -> tuple[str, str] | None:
 
 
 def idle_fields(plan: Plan) -> Iterator[str]:
-    """A sentence for each field of the plan that has no effect on its mesh.
+    """A sentence for each field of the plan that has no effect on its mesh, or no advantage.
 
     This is no error, because a plan may be used again on another mesh.
     """
-    schedule, only_pipelines = plan.schedule.name, plan.schedule.name not in ("1f1b", "breadth_first", "paired")
-    shards, whole_gradients = shard_size(plan), any(layer.gradients == "whole" for layer in plan.layers)
-    for key, value, idle, ranks, rank_name in (
-        ("schedule", schedule, only_pipelines, plan.axis_size("pipeline"), "pipeline rank"),
+    if plan.schedule.name not in ("1f1b", "breadth_first", "paired") and plan.axis_size("pipeline") == 1:
+        yield f"plan.schedule = {plan.schedule.name} has no advantage over 1f1b: the mesh has one pipeline rank"
+    precision, shards = plan.precision, shard_size(plan)
+    # One rank adds up whole gradients in the format of `reduce`, and others in that of `accumulation`.
+    same_sums = plan.accumulation == "device" and precision.reduce == precision.stored
+    whole_gradients = same_sums and any(layer.gradients == "whole" for layer in plan.layers)
+    for key, value, given, ranks, rank_name in (
         ("gradients", "whole", whole_gradients, shards, "shard"),
         ("gather_transport", "copy_engine", plan.gather_transport == "copy_engine", shards, "shard"),
         (
             "reduce_replicas",
-            plan.precision.reduce_replicas,
-            plan.precision.reduce_replicas,
+            precision.reduce_replicas,
+            precision.reduce_replicas,
             plan.axis_size("replicate"),
             "replica",
         ),
@@ -187,7 +190,7 @@ def idle_fields(plan: Plan) -> Iterator[str]:
             "tensor rank",
         ),
     ):
-        if idle and ranks == 1:
+        if given and ranks == 1:
             yield f"plan.{key} = {value} has no effect: the mesh has one {rank_name}"
     if plan.accumulation != "device" and not any(map(plan.sums_shards, plan.layers)):
         yield f"plan.accumulation = {plan.accumulation} has no effect: each gradient is reduced once a step"

@@ -274,11 +274,12 @@ class Finalists:
 def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[object, ...], ...]:
     """The families of a point, the narrowest first; within each the closed form deviates by a similar factor.
 
-    Across nodes it deviates otherwise where more of the traffic is that of shards, and less that of replicas.
+    Many virtual stages need more strategies for their memory than few. Across nodes it deviates otherwise where more of the traffic is that
+    of shards, and less that of replicas.
     """
     mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
     sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1, int(points.micro[index])
-    family = schedule, strategy.low_memory, strategy.gradients, *sizes
+    family = schedule, int(points.virtual[index]), strategy.low_memory, strategy.gradients, *sizes
     return (mesh.size("shard"), *family), family, (schedule, *sizes[:1])
 
 

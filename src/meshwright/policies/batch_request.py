@@ -44,6 +44,8 @@ class Request:
     """New tokens that are known already; the text goes on after them."""
     continued_elsewhere: bool = False
     """Whether another engine continues the text after one token: the block with the prompt's end is then cached too."""
+    computes_all: bool = False
+    """Whether all its tokens are computed: it takes no block from the prefix cache, since the logits of each are needed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,9 @@ class RunningBatch:
         if progress.generation != self.generation:
             progress.digests, progress.tail, progress.generation = [], None, self.generation
         digests = progress.digests
-        if progress.shares:
+        if progress.request.computes_all:
+            digests = []
+        elif progress.shares:
             blocks = (len(progress.tokens) - 1) // self.cache.tokens_per_block
             self._extend_digests(progress, blocks)
             digests = digests[:blocks]
@@ -84,7 +86,7 @@ class RunningBatch:
         if progress.cached is None:
             progress.cached = min(progress.computed, prompt)
             self.cached_tokens += progress.cached
-            self.looked_up_tokens += prompt
+            self.looked_up_tokens += 0 if progress.request.computes_all else prompt
         self.requests[progress.request.number] = progress
         if known > prompt and progress.computed == known - 1:
             self._begin_cached(progress)
@@ -94,7 +96,8 @@ class RunningBatch:
 
     def _claim_tail(self, progress: Progress, matched: int) -> bool:
         """Take over the cached block with the end of a prompt behind `matched` blocks: new tokens are written to it."""
-        if not progress.shares or matched != len(progress.request.prompt) // self.cache.tokens_per_block:
+        request = progress.request
+        if not progress.shares or request.computes_all or matched != len(request.prompt) // self.cache.tokens_per_block:
             return False
         return self.cache.claim(progress.tables, self._tail_digest(progress))
 

@@ -9,6 +9,7 @@ An answer of n tokens has the log-probability l, the sum over its tokens, and r 
 | simpo | β l / n | −log σ(m − γ) |
 | orpo | log p/(1 − p), p = exp(l/n) | −β log σ(m) − l/n of the chosen answer |
 | kto | β(l − r) | of an answer: w · (1 − σ(±(reward − βz))) |
+| reward | the score s | −log σ(m − margin of the pair) + c(s + s')² with the score s' of the other answer |
 
 Example: l is −12 for the chosen answer and −11 for the rejected one, under the reference −13 and −10. With β 0.1 the rewards of dpo are 0.1
 and −0.1, the margin is 0.2 and the loss 0.598. Before the first update l = r: the margin is 0 and the loss log 2.
@@ -27,7 +28,10 @@ LEAST_SURPRISE = 1e-9
 
 
 def rewards(spec: PreferenceSpec, totals: Tensor, tokens: Tensor, reference: Tensor | None) -> Tensor:
-    """The reward of each answer, shaped like `totals`, its log-probability; `tokens` is the number of its tokens, at least 1."""
+    """The reward of each answer, shaped like `totals`, its log-probability; `tokens` is the number of its tokens, at least 1.
+
+    Of a reward model `totals` are scores, which are the rewards.
+    """
     ratios = totals if reference is None else totals - reference
     if spec.loss == "ipo":
         return ratios / tokens
@@ -43,8 +47,7 @@ def pair_losses(spec: PreferenceSpec, margins: Tensor, chosen_means: Tensor) -> 
     """The loss of each pair, shaped like `margins`; `chosen_means` are the mean log-probabilities per token of the chosen answers."""
     sft = spec.sft
     if spec.loss == "dpo":
-        flipped = spec.label_smoothing
-        losses = -(1 - flipped) * logsigmoid(margins) - flipped * logsigmoid(-margins)
+        losses = _smoothed(spec, margins)
     elif spec.loss == "ipo":
         losses = (margins - 1 / (2 * spec.scale)).square()
     elif spec.loss == "simpo":
@@ -52,6 +55,17 @@ def pair_losses(spec: PreferenceSpec, margins: Tensor, chosen_means: Tensor) -> 
     else:
         losses, sft = -spec.scale * logsigmoid(margins), 1.0
     return losses - sft * chosen_means if sft else losses
+
+
+def score_losses(spec: PreferenceSpec, chosen: Tensor, rejected: Tensor, ahead: Tensor | float) -> Tensor:
+    """The loss of each pair of a reward model from its scores; `ahead` is by how much the chosen answer should be ahead."""
+    return _smoothed(spec, chosen - rejected - ahead) + spec.center * (chosen + rejected).square()
+
+
+def _smoothed(spec: PreferenceSpec, margins: Tensor) -> Tensor:
+    """−log σ of the margins, of which a share `label_smoothing` is taken as negated."""
+    flipped = spec.label_smoothing
+    return -(1 - flipped) * logsigmoid(margins) - flipped * logsigmoid(-margins)
 
 
 def answer_losses(spec: PreferenceSpec, values: Tensor, signs: Tensor, shift: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.loader import MicroBatch
-from meshwright.preferences.losses import answer_losses, pair_losses, rewards
+from meshwright.preferences.losses import answer_losses, pair_losses, rewards, score_losses
 from meshwright.spec.preference import PreferenceSpec
 
 SUMS = (
@@ -30,6 +30,10 @@ SUMS = (
 is likelier per token; how far the answers' log-probabilities per token are from the reference's; and z of the step for each answer."""
 
 
+BINS = 10
+"""Bins of equal width of the probability, between 1/2 and 1, that a reward model gives the answer with the higher score."""
+CALIBRATION = tuple(f"{what}_{number}" for what in ("judged", "right", "expected") for number in range(BINS))
+"""What is summed for each source and bin to judge calibration: pairs, those judged right, and the probabilities of that."""
 GRAIN = 2.0**-40
 """Log-probabilities of tokens are rounded to multiples of this: sums of them down to −4,096 nat are exact in fp64."""
 
@@ -42,7 +46,10 @@ class JudgedCounts(NamedTuple):
 
 
 class AnswerSums(NamedTuple):
-    """The answers of a micro-batch, all `(batch, answers)` fp64: log-probabilities, numbers of tokens, and 1, -1 or 0 for none."""
+    """The answers of a micro-batch, all `(batch, answers)` fp64: log-probabilities, numbers of tokens, and 1, -1 or 0 for none.
+
+    Of a reward model `totals` are scores.
+    """
 
     totals: Tensor
     tokens: Tensor
@@ -70,17 +77,34 @@ def answers_of(log_probabilities: Tensor, batch: MicroBatch) -> AnswerSums:
     return AnswerSums(totals, tokens, signs)
 
 
+def scores_of(values: Tensor, batch: MicroBatch) -> AnswerSums:
+    """The scores of the answers of a micro-batch of `DataSource.preference_columns`, each that of the last token of its document."""
+    assert batch.documents is not None and batch.targets is not None
+    signs = batch.columns["signs"].double()
+    rows, count = signs.shape
+    trained = (batch.targets >= 0).double()
+    tokens = signs.new_zeros(rows, count + 1).scatter_add(1, batch.documents, trained)[:, :count]
+    place = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    last = place.new_zeros(rows, count + 1).scatter_reduce(1, batch.documents, place, "amax")[:, :count]
+    return AnswerSums(values.double().gather(1, last), tokens, signs)
+
+
 class PreferenceObjective:
     """The loss of `spec` over micro-batches of whole answers, divided by the number of pairs of the step, with kto by that of answers.
 
-    `sums` `(sources, SUMS)` are those of all micro-batches since they were last taken.
+    `sums` `(sources, names)` are those of all micro-batches since they were last taken. `calibrates`: figures have the calibration of a
+    reward model too, which needs the pairs of a whole validation.
     """
 
     by_sequence = True
 
-    def __init__(self, spec: PreferenceSpec, sources: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, spec: PreferenceSpec, sources: Sequence[str], device: torch.device, *, calibrates: bool = False
+    ) -> None:
         self._spec, self._sources = spec, tuple(sources)
-        self.sums = torch.zeros(len(self._sources), len(SUMS), dtype=torch.float64, device=device)
+        self._calibrates = calibrates and spec.scores
+        self._names = (*SUMS, *(CALIBRATION if self._calibrates else ()))
+        self.sums = torch.zeros(len(self._sources), len(self._names), dtype=torch.float64, device=device)
         self.shift = torch.zeros((), dtype=torch.float64, device=device)
         """β·z of the step, for kto: z is the divergence from the reference, estimated with answers to other prompts."""
 
@@ -91,11 +115,15 @@ class PreferenceObjective:
 
     def loss(self, log_probabilities: Tensor, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch."""
-        spec, (totals, tokens, signs) = self._spec, answers_of(log_probabilities, batch)
+        spec, read = self._spec, scores_of if self._spec.scores else answers_of
+        totals, tokens, signs = read(log_probabilities, batch)
         present, lengths = signs != 0, tokens.clamp(min=1)
         reference = batch.columns["reference"] if spec.has_reference else None
         values = rewards(spec, totals, lengths, reference)
-        if spec.paired:
+        if spec.scores:
+            losses = score_losses(spec, values[:, ::2], values[:, 1::2], self._margins_of_data(batch))
+            losses = losses.where(present[:, ::2], 0.0)
+        elif spec.paired:
             pairs, margins = present[:, ::2], values[:, ::2] - values[:, 1::2]
             losses = pair_losses(spec, margins, (totals / lengths)[:, ::2]).where(pairs, 0.0)
         else:
@@ -104,16 +132,24 @@ class PreferenceObjective:
             self._add(values.detach(), totals.detach() / lengths, tokens, signs, reference, batch.columns["sources"])
         return losses.sum().to(log_probabilities.dtype)
 
+    def _margins_of_data(self, batch: MicroBatch) -> Tensor | float:
+        """By how much the chosen answer of each pair should be ahead, by the scores in the data."""
+        if not self._spec.score_margin:
+            return 0.0
+        given = batch.columns["scores"].double()
+        return self._spec.score_margin * (given[:, ::2] - given[:, 1::2])
+
     def _add(
         self, values: Tensor, means: Tensor, tokens: Tensor, signs: Tensor, reference: Tensor | None, sources: Tensor
     ) -> None:
         good, bad = ((signs == sign).double() for sign in (1, -1))
         if self._spec.paired:
+            margins = values[:, ::2] - values[:, 1::2]
             judged, likelier = good[:, ::2], _ahead(means[:, ::2] - means[:, 1::2])
-            right = _ahead(values[:, ::2] - values[:, 1::2])
         else:
+            margins = signs * (values - self.shift)
             judged, likelier = good + bad, torch.zeros_like(values)
-            right = _ahead(signs * (values - self.shift))
+        right = _ahead(margins)
         distance = torch.zeros_like(means) if reference is None else (means - reference / tokens.clamp(min=1)).abs()
         per_row = [
             good,
@@ -128,6 +164,8 @@ class PreferenceObjective:
             (good + bad) * distance,
             (good + bad) * (self.shift / self._spec.scale),
         ]
+        if self._calibrates:
+            per_row += _by_bin(judged, right, torch.sigmoid(margins.abs()))
         in_source = sources[None] == torch.arange(len(self._sources), device=sources.device)[:, None]
         self.sums += in_source.double() @ torch.stack([each.sum(1) for each in per_row], dim=1)
 
@@ -139,7 +177,7 @@ class PreferenceObjective:
 
     def figures(self, sums: Sequence[float]) -> dict[str, Any]:
         """The figures of sums over all ranks; with several sources also those of each."""
-        width = len(SUMS)
+        width = len(self._names)
         rows = {name: sums[width * i : width * (i + 1)] for i, name in enumerate(self._sources)}
         found: dict[str, Any] = dict(self._of([sum(column) for column in zip(*rows.values(), strict=True)]))
         if len(rows) > 1:
@@ -148,11 +186,11 @@ class PreferenceObjective:
 
     def counts(self, sums: Sequence[float]) -> JudgedCounts:
         """The counts in sums over all ranks, of all sources together."""
-        total = {name: sum(sums[i :: len(SUMS)]) for i, name in enumerate(SUMS)}
+        total = {name: sum(sums[i :: len(self._names)]) for i, name in enumerate(self._names)}
         return JudgedCounts(total["judged"], total["good_tokens"] + total["bad_tokens"])
 
     def _of(self, row: Sequence[float]) -> dict[str, float]:
-        total = dict(zip(SUMS, row, strict=True))
+        total = dict(zip(self._names, row, strict=True))
 
         def mean(name: str, over: str) -> float:
             return total[name] / total[over] if total[over] else math.nan
@@ -166,13 +204,25 @@ class PreferenceObjective:
             "chosen_tokens": mean("good_tokens", "good"),
             "rejected_tokens": mean("bad_tokens", "bad"),
         }
-        if self._spec.paired:
+        if self._spec.scores:
+            found["pairs"] = total["judged"]
+        elif self._spec.paired:
             found |= {"pairs": total["judged"], "likelier": mean("likelier", "judged")}
         else:
             found |= {"answers": total["judged"], "reference_kl": mean("divergence", "judged")}
         if self._spec.has_reference:
             found["reference_distance"] = total["distance"] / max(total["good"] + total["bad"], 1.0)
+        if self._calibrates:
+            gaps = (abs(total[f"right_{bin}"] - total[f"expected_{bin}"]) for bin in range(BINS))
+            found["calibration_error"] = sum(gaps) / max(total["judged"], 1.0)
         return found
+
+
+def _by_bin(judged: Tensor, right: Tensor, expected: Tensor) -> list[Tensor]:
+    """The terms of `CALIBRATION`, of the pairs `judged` and the probabilities `expected` that these are right."""
+    place = ((2 * expected - 1) * BINS).long().clamp(max=BINS - 1)
+    inside = [judged * (place == number) for number in range(BINS)]
+    return [each * terms for terms in (torch.ones_like(judged), right, expected) for each in inside]
 
 
 def _ahead(difference: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class PolicyObjective:
 
     rl: RlSpec
     agreement: Agreement
-    """Gets the two log-probabilities of every trained token."""
+    """Gets the two log-probabilities of every trained token. After the first update of a batch of answers they differ on purpose."""
     by_sequence = False
 
     def count(self, batch: MicroBatch) -> float | Tensor:
@@ -139,7 +139,7 @@ class PolicyObjective:
         sampled, advantages, factors = (
             batch.columns[name].to(values.dtype) for name in ("sampled", "advantages", "factors")
         )
-        # With a correction the clip is that of updates since the batch began, and the engine's deviation is a factor beside it.
+        # With a correction, which takes one update a batch, the engine's deviation is a factor beside a ratio of 1.
         before = values.detach() if rl.correction != "none" else sampled
         ratio = (values - before).exp()
         below, above = CLIPS[rl.policy]

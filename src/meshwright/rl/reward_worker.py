@@ -2,10 +2,10 @@
 
     python -I reward_worker.py FILE FUNCTION SECONDS BYTES
 
-Reads one JSON object a line from standard input, `{"prompt", "answer", "record"}`, and writes one a line to the standard output that it
-was started with: `{"reward": number or null}`, `{"error": text}` or `{"timeout": true}`. What the function prints goes to standard error,
-which nobody reads. SECONDS of processor time stop a call, BYTES limit the address space. The first line is `{"ready": true}` or
-`{"error": text}`.
+Reads one JSON object a line from standard input, `{"call", "prompt", "answer", "record"}`, and writes one a line to the standard output
+that it was started with: `{"reward": number or null}`, `{"error": text}` or `{"timeout": true}`, with the number `call`. What the function
+prints goes to standard error, which nobody reads. SECONDS of processor time stop a call, BYTES limit the address space. The first line is
+`{"ready": true}` or `{"error": text}`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,23 @@ class OutOfTime(BaseException):
 
 
 def main(file: str, function: str, seconds: str, size: str) -> None:
-    """Serve calls until standard input ends."""
+    """Serve calls until standard input ends, in a child of this process, which outlives none of what the calls have started."""
+    signal.signal(signal.SIGTERM, _end_group)
     with contextlib.suppress(
         OSError, AttributeError
     ):  # elsewhere than on Linux the end of standard input ends an idle process
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if child := os.fork():
+        os.close(0)
+        os.close(1)
+        os.waitpid(child, 0)
+        _end_group()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    serve(file, function, seconds, size)
+
+
+def serve(file: str, function: str, seconds: str, size: str) -> None:
+    """Serve calls in this process."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_AS, (int(size), int(size)))
@@ -52,7 +64,8 @@ def main(file: str, function: str, seconds: str, size: str) -> None:
         return
     _write(answers, {"ready": True})
     for line in sys.stdin:
-        _write(answers, _verdict(call, json.loads(line), float(seconds)))
+        request = json.loads(line)
+        _write(answers, {"call": request["call"], **_verdict(call, request, float(seconds))})
 
 
 def load(file: Path, function: str) -> Callable[..., Any]:
@@ -95,6 +108,11 @@ def _verdict(call: Callable[..., Any], request: dict[str, Any], seconds: float) 
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:LONGEST_MESSAGE]
+
+
+def _end_group(*_: object) -> None:
+    """End this process and all that calls have started: the run has ended, also where it was killed, or the calls' process has."""
+    os.killpg(0, signal.SIGKILL)
 
 
 def _stop(number: int, frame: object) -> None:

@@ -53,7 +53,8 @@ class RewardProcesses:
     """
 
     def __init__(self, spec: RewardSpec) -> None:
-        spec.check_file()
+        spec.check_path()
+        assert spec.file is not None
         limits = [repr(spec.seconds), str(int(spec.memory_gib * 2**30))]
         self._command = [sys.executable, "-I", str(PROGRAM), str(Path(spec.file).resolve()), spec.function, *limits]
         self._wait = WAITING * spec.seconds
@@ -71,8 +72,7 @@ class RewardProcesses:
 
     def submit(self, prompt: str, answer: str, record: Mapping[str, Any]) -> Future[Verdict]:
         """Start to judge an answer to a prompt; `record` has what else is known of the prompt, as values of JSON."""
-        request = json.dumps({"prompt": prompt, "answer": answer, "record": dict(record)})
-        return self._threads.submit(self._judge, request)
+        return self._threads.submit(self._judge, {"prompt": prompt, "answer": answer, "record": dict(record)})
 
     def close(self) -> None:
         """End all processes, also those in a call, whose samples get no reward."""
@@ -109,7 +109,7 @@ class RewardProcesses:
         process.end()
         self._started.discard(process)
 
-    def _judge(self, request: str) -> Verdict:
+    def _judge(self, request: dict[str, Any]) -> Verdict:
         process = self._free.get()
         try:
             process = process or self._start()
@@ -148,18 +148,20 @@ class _Process:
             env={},
             start_new_session=True,
         )
+        self._calls = 0
         self.works = True
         """Whether it can be asked again."""
 
-    def ask(self, request: str) -> None:
+    def ask(self, request: Mapping[str, Any]) -> None:
         """Send a call; one that has ended in the meantime gives no answer."""
         assert self._process.stdin is not None
+        self._calls += 1
         with suppress(BrokenPipeError):
-            self._process.stdin.write(request.encode() + b"\n")
+            self._process.stdin.write(json.dumps({**request, "call": self._calls}).encode() + b"\n")
             self._process.stdin.flush()
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """The next answer; empty if none comes within `seconds`, or if it is no line of JSON. Then the process does not work any more."""
+        """The answer to the latest call; empty if none comes within `seconds`, or another line. Then the process does not work any more."""
         assert self._process.stdout is not None
         file, deadline, line = self._process.stdout.fileno(), time.monotonic() + seconds, b""
         while not line.endswith(b"\n") and len(line) < LONGEST_ANSWER:
@@ -173,8 +175,10 @@ class _Process:
             answer = json.loads(line)
         except ValueError:
             answer = None
-        self.works = isinstance(answer, dict)
-        return answer if isinstance(answer, dict) else {}
+        if not isinstance(answer, dict) or answer.get("call", 0) != self._calls:
+            answer = None
+        self.works = answer is not None
+        return answer or {}
 
     def end(self) -> None:
         """End the process, and what it has started."""

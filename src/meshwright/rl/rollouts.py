@@ -1,8 +1,9 @@
 """The steps of a run with reinforcement learning: questions of the corpus, answers of the model as it is now, and their rewards.
 
 A rollout takes the place of the loader's reader of steps, so that loop, checkpoints, rollback, supervision and reports stay as they are. A
-step that begins at sample n has conversations n … n + `train.global_batch` − 1. Its answers are a function of the weights, the seed, and
-these numbers: a run that was stopped goes on with the same bits.
+step that begins at sample n has conversations n … n + `train.global_batch` − 1. The answers of `rl.updates` such steps are a batch and
+sampled together. They are a function of the weights before the batch, the seed, and these numbers; a checkpoint within a batch has them.
+So a run that was stopped goes on with the same bits.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +37,9 @@ from meshwright.rl.exact_blocks import use_exact_blocks
 from meshwright.rl.handover import WeightHandover
 from meshwright.rl.objectives import Agreement, PolicyObjective
 from meshwright.rl.reference import Reference
+from meshwright.rl.reward_model import RewardModel
 from meshwright.rl.rewards import RewardProcesses, Verdict
-from meshwright.rl.samples import Answer, batch_of
+from meshwright.rl.samples import Answer, batch_of, from_plain, to_plain
 from meshwright.serve.engine import Engine
 from meshwright.serve.failures import NotFinite
 from meshwright.serve.generation import Update
@@ -49,6 +53,12 @@ from meshwright.state.parts import StateParts
 from meshwright.workload.rollout_memory import rollout_options
 
 log = logging.getLogger("meshwright")
+KEPT_BATCHES = 2
+"""Batches of answers in memory: a checkpoint is described a step late."""
+RECENT_STEPS = 4
+"""Steps for whose answers the account of a run predicts its times."""
+ANSWERS = "answers"
+"""Key of a checkpoint's plain values."""
 MOST_CHARACTERS = 2000
 """Of a question or an answer that is recorded for people to read."""
 
@@ -82,45 +92,96 @@ class Rollouts:
         self._engine = _engine(run, mesh.device, dtype, self._rl.temperature, ranks.size)
         self._handover = WeightHandover(run.model, weights, ranks, group, dtype)
         self._reference = Reference(run.model, run.model.init, mesh.device, dtype) if self._rl.kl.weight else None
-        self._rewards = RewardProcesses(self._rl.reward)
+        self._judge = RewardModel(run, data.text_format, mesh.device, dtype) if self._rl.reward.model else None
+        self._rewards = RewardProcesses(self._rl.reward) if self._judge is None else None
         self.on_progress: Callable[[int], None] = lambda action: None
         """Called with a growing number at each step of the engine, and each second while verdicts are awaited."""
         self._figures: dict[str, float] = {}
+        self._sampled: dict[int, list[list[Answer]]] = {}
+        """Answers of the latest batches, by the first sample of each."""
         self._groups: list[list[Answer]] = []
+        """Those of the step that was read last."""
+        self._compares = True
+        """Whether this step's update is the first of its batch, whose probabilities the engine's should equal."""
+        self.recent: deque[tuple[list[list[int]], int]] = deque(maxlen=RECENT_STEPS)
+        """Of the latest steps: tokens of each question of their batch and of its answers, and the rows that trained."""
         self.empty = False
         """Whether no answer of the step that was read last has a gradient."""
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
         """This rank's micro-batches of the step that begins at `sample`. Collective."""
         del skipped  # whole steps
-        begin = time.perf_counter()
-        self._engine.replace_weights(self._handover.tensors())
-        handed_over = time.perf_counter()
-        end = sample + self._prompts
-        self._data.begin_step(range(sample, end))
-        first, last = (
-            sample + self._prompts * rank // self._ranks.size for rank in (self._ranks.rank, self._ranks.rank + 1)
-        )
-        groups = self._ranks.run_on_all("sample answers", lambda: self._answers(range(first, last)))
-        sampled = time.perf_counter()
-        self._groups = [answers for of_rank in groups for answers in of_rank]
+        first, end = self._batch_of(sample), sample + self._prompts
+        self._compares = first not in self._sampled
+        seconds = dict.fromkeys(("handover_seconds", "rollout_seconds", "rewards_seconds"), 0.0)
+        if self._compares:
+            self._sampled[first], seconds = self._sample(first)
+            for old in sorted(self._sampled)[:-KEPT_BATCHES]:
+                del self._sampled[old]
+        self._groups = self._sampled[first][sample - first : end - first]
         batch = batch_of(self._groups, self._rl, self._run.train.seq_len)
         batches = batch.micro_batches(self._micro_batch, self._mesh.data_rank, self._mesh.data_ranks)
         if self._reference is not None:
             batches = [self._reference.add_to(each, self._rl.temperature) for each in batches]
         self.empty = not len(batch.rows["tokens"])
-        self._figures = batch.figures | {
-            "handover_seconds": handed_over - begin,
-            "rollout_seconds": sampled - handed_over,
-        }
+        self.recent.append((_lengths(self._sampled[first]), len(batch.rows["tokens"])))
+        self._figures = batch.figures | seconds
         return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
 
     def end_step(self) -> dict[str, float]:
         """Figures of the step that was read last, with those of its loss, over all ranks. Collective; waits for the device."""
-        return self._figures | Agreement.figures(self._ranks.run_on_all("add figures", self.objective.agreement.take))
+        agreement = Agreement.figures(self._ranks.run_on_all("add figures", self.objective.agreement.take))
+        return self._figures | (agreement if self._compares else {"clipped": agreement["clipped"]})
 
-    def answers_to_read(self) -> tuple[str, list[dict[str, str | float | None]]]:
-        """A question of the step that was read last, and its answers with the highest and the lowest reward."""
+    def state(self, sample: int) -> dict[str, Any]:
+        """What a checkpoint needs so that the run goes on at `sample`: the answers of its batch, unless it is the first of one."""
+        first = self._batch_of(sample)
+        if sample == first or first not in self._sampled:
+            return {}
+        return {ANSWERS: {"first": first, "groups": to_plain(self._sampled[first])}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the answers of a checkpoint's plain values; those of other batches are sampled."""
+        self._sampled.clear()
+        if (stored := state.get(ANSWERS)) is None:
+            return
+        groups = from_plain(stored["groups"])
+        asked = self._rl.updates * self._prompts, self._rl.samples
+        if (len(groups), len(groups[0])) != asked or stored["first"] != self._batch_of(stored["first"]):
+            log.warning(
+                "the checkpoint's answers are not used: %d questions with %d answers each; this run has %d with %d",
+                *(len(groups), len(groups[0]), *asked),
+            )
+            return
+        self._sampled[stored["first"]] = groups
+
+    def _batch_of(self, sample: int) -> int:
+        """The first sample of the batch that `sample` is in."""
+        return sample - sample % (self._rl.updates * self._prompts)
+
+    def _sample(self, first: int) -> tuple[list[list[Answer]], dict[str, float]]:
+        """The judged answers of the batch that begins at `first`, on all ranks, and the seconds of each part. Collective."""
+        begin = self._time()
+        self._engine.replace_weights(self._handover.tensors())
+        handed_over = self._time()
+        prompts, ranks = self._rl.updates * self._prompts, self._ranks
+        self._data.begin_step(range(first, first + prompts))
+        own = range(*(first + prompts * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)))
+        sampled = ranks.run_on_all("sample answers", lambda: self._answers(own))
+        judged = time.perf_counter()
+        rollout_seconds = max(seconds for _, seconds in sampled)
+        seconds = {
+            "handover_seconds": handed_over - begin,
+            "rollout_seconds": rollout_seconds,
+            "rewards_seconds": max(judged - handed_over - rollout_seconds, 0.0),
+        }
+        return [group for of_rank, _ in sampled for group in of_rank], seconds
+
+    def answers_to_read(self) -> dict[str, Any]:
+        """A question of the step that was read last, and its answers with the highest and the lowest reward.
+
+        `lengths` has, for each question of the step, its tokens and those of each answer.
+        """
         group = next((group for group in self._groups if len({answer.reward for answer in group}) > 1), self._groups[0])
         judged = sorted(group, key=lambda answer: -math.inf if answer.reward is None else answer.reward)
         shown = [judged[-1], judged[0]] if judged[-1].reward != judged[0].reward else judged[:1]
@@ -129,7 +190,8 @@ class Rollouts:
             {"answer": decode(each.tokens)[:MOST_CHARACTERS], "reward": each.reward, "outcome": each.outcome}
             for each in shown
         ]
-        return decode(group[0].prompt)[:MOST_CHARACTERS], answers
+        question = decode(group[0].prompt)[:MOST_CHARACTERS]
+        return {"question": question, "answers": answers, "lengths": _lengths(self._groups)}
 
     @contextmanager
     def tempered(self, head: Head | None) -> Iterator[None]:
@@ -145,10 +207,18 @@ class Rollouts:
 
     def close(self) -> None:
         """End the processes of the reward function."""
-        self._rewards.close()
+        if self._rewards is not None:
+            self._rewards.close()
 
-    def _answers(self, prompts: range) -> list[list[Answer]]:
-        """The judged answers to these conversations' questions."""
+    def _time(self) -> float:
+        """Seconds of the clock when the device has done all its work; the engine's first step would wait for it too."""
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._mesh.device)
+        return time.perf_counter()
+
+    def _answers(self, prompts: range) -> tuple[list[list[Answer]], float]:
+        """The judged answers to these conversations' questions, and the seconds in which they were sampled."""
+        begin = time.perf_counter()
         answers: dict[int, Answer] = {}
         verdicts: dict[int, Future[Verdict]] = {}
         texts: dict[int, tuple[str, str]] = {}
@@ -164,13 +234,17 @@ class Rollouts:
                 raise NumericalFailure("rl: the logits of an answer are not finite: the weights have diverged")
             if update.reason == "failed":
                 raise RuntimeError(f"the engine ended an answer: {update.error}")
-            text = self._tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            text = "" if self._rewards is None else self._tokenizer.decode(answer.tokens, skip_special_tokens=True)
             if update.stop_token is not None and update.stop_logprob is not None:
                 answer.tokens.append(update.stop_token)
                 answer.logprobs.append(update.stop_logprob)
             answer.truncated = update.stop_token is None
-            question, reference = texts[update.number]
-            verdicts[update.number] = self._rewards.submit(question, text, {"reference": reference})
+            if self._rewards is not None:
+                question, reference = texts[update.number]
+                verdicts[update.number] = self._rewards.submit(question, text, {"reference": reference})
+        sampled = time.perf_counter()
+        if self._judge is not None:
+            self._judge.judge(list(answers.values()), lambda: self.on_progress(next(actions)))
         while wait(verdicts.values(), timeout=1.0).not_done:  # the processes of the function have a limit of their own
             self.on_progress(next(actions))
         messages = []
@@ -179,7 +253,7 @@ class Rollouts:
             messages += [message] if message else []
         if messages:
             log.warning("rl.reward: %d answers got no reward; the first: %s", len(messages), messages[0])
-        return [[answers[number] for number in group] for group in numbers]
+        return [[answers[number] for number in group] for group in numbers], sampled - begin
 
     def _updates(self, actions: Iterator[int]) -> Iterator[Update]:
         """The updates of all steps of the engine."""
@@ -234,6 +308,11 @@ def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, temperature:
     allocate(model.to(dtype).requires_grad_(False), device)
     model.head.factor /= temperature
     return Engine(model, None, rollout_options(run, ranks))
+
+
+def _lengths(groups: Sequence[Sequence[Answer]]) -> list[list[int]]:
+    """Tokens of each question, then of its answers."""
+    return [[len(group[0].prompt), *(len(answer.tokens) for answer in group)] for group in groups]
 
 
 def _seed(seed: int, sample: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,53 @@ class Answer:
     truncated: bool
     reward: float | None = None
     outcome: Outcome = "no verdict"
+
+
+def to_plain(groups: Sequence[Sequence[Answer]]) -> list[dict[str, Any]]:
+    """The answers to each prompt as values of JSON, from which `from_plain` makes equal ones."""
+    return [
+        {
+            "prompt": group[0].prompt,
+            "answers": [
+                {
+                    "tokens": _text(answer.tokens, "<i4"),
+                    "logprobs": _text(answer.logprobs, "<f4"),
+                    "truncated": answer.truncated,
+                    "reward": answer.reward,
+                    "outcome": answer.outcome,
+                }
+                for answer in group
+            ],
+        }
+        for group in groups
+    ]
+
+
+def from_plain(groups: Sequence[Mapping[str, Any]]) -> list[list[Answer]]:
+    """The inverse of `to_plain`."""
+    return [
+        [
+            Answer(
+                group["prompt"],
+                _numbers(answer["tokens"], "<i4"),
+                _numbers(answer["logprobs"], "<f4"),
+                answer["truncated"],
+                answer["reward"],
+                answer["outcome"],
+            )
+            for answer in group["answers"]
+        ]
+        for group in groups
+    ]
+
+
+def _text(values: Sequence[float], dtype: str) -> str:
+    """Numbers of this type in base64; a long batch would be several times as long in digits."""
+    return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode()
+
+
+def _numbers(text: str, dtype: str) -> list[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).tolist()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ It is a quarter faster than the kernel of the cache, but prepares a plan for eac
 """
 Array = np.ndarray
 NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
+NO_SCORES: Mapping[int, int] = MappingProxyType({})
 
 
 class StepInputs(NamedTuple):
@@ -50,6 +51,19 @@ class StepInputs(NamedTuple):
     sampled: Tensor | None
     """`(samples,)`: indices of the tokens whose logits are needed; None for all."""
     decode_queries: int = 1
+    scored: bool = False
+    """Whether the runner keeps the normed outputs of all tokens (`ModelRunner.normed`)."""
+
+
+class PackedScores(NamedTuple):
+    """The tokens of a step whose logits give log probabilities of the prompt's next tokens."""
+
+    counts: Sequence[tuple[int, int]]
+    """Number of each request, and how many of the tokens are its own, in their order."""
+    indices: Tensor
+    """`(tokens,)` int32: indices of the tokens in the step."""
+    targets: Tensor
+    """`(tokens,)` int32: the next token of each."""
 
 
 class Packed(NamedTuple):
@@ -76,6 +90,7 @@ class Packed(NamedTuple):
     """`(samples,)` int32: tokens of a step of decodes with drafts whose logits are needed; None for a token of each decode."""
     following: Tensor | None = None
     """`(predictions, sequences)`: the tokens after each sequence of a mixed step, arbitrary where the host does not know them."""
+    scores: PackedScores | None = None
 
 
 class BatchInputs:
@@ -116,8 +131,8 @@ class BatchInputs:
         """The newest token of each table row."""
         self._known: list[tuple[int, int]] = [(-1, 0)] * table_rows
         self._starts = torch.arange(max(table_rows, drafts) + 1, dtype=torch.int32, device=device)
-        # Tokens, positions, slots, and five arrays of samples, of which drafts need one for each token of a step.
-        capacity = (7 + groups) * step_tokens + (8 + groups + 2 * drafts + predictions) * (table_rows + 1)
+        # Tokens, positions, slots, two arrays of scores, and five of samples, of which drafts need one for each token of a step.
+        capacity = (9 + groups) * step_tokens + (8 + groups + 2 * drafts + predictions) * (table_rows + 1)
         self._buffer = CopyBuffer(capacity, device)
         self._decodes: _Decodes | None = None
         """Packed decodes of the last step; None if it also had other parts."""
@@ -139,12 +154,14 @@ class BatchInputs:
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
         *,
         uniform: bool = True,
+        scored: Mapping[int, int] = NO_SCORES,
     ) -> Packed:
         """Copy what the step needs to the device; `row_of` has the table row of each request number.
 
         A step of decodes only is padded to the next of `decode_sizes`, if there is one. `drafts` has draft tokens by request
         number; they follow the known tokens of the part. Decodes with them have as many tokens as most drafts take, if all decodes
-        are `uniform` and the step has no other parts. The tensors are valid until the next call.
+        are `uniform` and the step has no other parts. `scored` has the requests whose prompts get log probabilities, each with the first
+        position whose logits are needed. The tensors are valid until the next call.
         """
         if step.unchanged and self._decodes is not None:
             if step.grown:
@@ -158,7 +175,7 @@ class BatchInputs:
             return self._decodes.packed
         if len(step.parts) == step.decodes and uniform:
             return self._pack_drafted(changed, decode_sizes, drafts)
-        return self._pack_mixed(step, changed, drafts)
+        return self._pack_mixed(step, changed, drafts, scored)
 
     def pack_padding(self, size: int, queries: int = 1) -> Packed:
         """A step of `size` decodes of `queries` tokens that are all padding, to capture it: it writes nothing into the cache."""
@@ -320,7 +337,13 @@ class BatchInputs:
             sampled_tokens=tensors[4],
         )
 
-    def _pack_mixed(self, step: Step, parts: Sequence[tuple[Part, int]], drafts: Mapping[int, Sequence[int]]) -> Packed:
+    def _pack_mixed(
+        self,
+        step: Step,
+        parts: Sequence[tuple[Part, int]],
+        drafts: Mapping[int, Sequence[int]],
+        scored: Mapping[int, int],
+    ) -> Packed:
         decodes = sorted((_Piece.of(*pair) for pair in parts[: step.decodes]), key=lambda piece: piece.count > 1)
         singles = sum(piece.count == 1 for piece in decodes)
         chunks = [self._divide(*pair) for pair in parts[step.decodes :]]
@@ -341,6 +364,12 @@ class BatchInputs:
         arrays = [tokens, positions, rows, starts + counts, query_starts]
         arrays += [sampled, token_rows[sampled], positions[sampled] + 1, *self._slots(token_rows, positions)]
         arrays += [_following(pieces, ahead) for ahead in range(self.predictions)]
+        scores = _scores(pieces, query_starts, scored) if scored else ()
+        if scores:
+            arrays += [
+                np.concatenate([score.indices for score in scores]),
+                np.concatenate([score.targets for score in scores]),
+            ]
         if drafted_counts := tuple(counts[drafted].tolist()):
             arrays += sample_arrays(drafted_counts, max(drafted_counts))
         tensors = self._buffer.copy(arrays)
@@ -355,12 +384,17 @@ class BatchInputs:
             decodes=singles,
             prompts=tuple(piece.count for piece in alone),
             sampled=tensors[5],
+            scored=bool(scores),
         )
         in_order = [*decodes[singles:], *decodes[:singles], *cached, *alone]
         sampled_parts = [piece.part for piece in in_order if piece.samples]
         packed = Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
         if self.predictions:
             packed = packed._replace(following=torch.stack(tensors[8 + self.groups :][: self.predictions]))
+        if scores:
+            counts = [(score.number, len(score.indices)) for score in scores]
+            indices, targets = tensors[8 + self.groups + self.predictions :][:2]
+            packed = packed._replace(scores=PackedScores(counts, indices, targets))
         if not drafted_counts:
             return packed
         lengths = tensors[4].diff()[drafted] - 1
@@ -461,6 +495,32 @@ def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> Sequenc
         return known
     following = drafts.get(piece.part.request.number)
     return [*known, -1 - piece.table_row] if following is None else [*known, *following[:missing]]
+
+
+class _Score(NamedTuple):
+    """Consecutive tokens of a piece whose logits are needed."""
+
+    number: int
+    """Number of the request."""
+    start: int
+    """Position of the first."""
+    indices: Array
+    targets: Array
+
+
+def _scores(pieces: Sequence[_Piece], query_starts: Array, scored: Mapping[int, int]) -> list[_Score]:
+    """The tokens of these pieces whose logits give log probabilities of a prompt, in the order of requests and positions."""
+    found = []
+    for piece, first in zip(pieces, query_starts.tolist(), strict=False):
+        request = piece.part.request
+        start = max(piece.start, scored.get(request.number, piece.start + piece.count))
+        end = min(piece.start + piece.count, len(request.prompt) - 1)
+        if start < end:
+            indices = np.arange(start, end, dtype=np.int32) + (first - piece.start)
+            found.append(
+                _Score(request.number, start, indices, np.array(request.prompt[start + 1 : end + 1], np.int32))
+            )
+    return sorted(found, key=lambda score: score[:2])
 
 
 def _following(pieces: Sequence[_Piece], ahead: int) -> Array:

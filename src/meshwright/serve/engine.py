@@ -21,7 +21,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
-from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed
+from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed, PackedScores
 from meshwright.serve.drafters import check_speculation, drafter_for
 from meshwright.serve.engine_sizes import blocks_that_fit, cache_dtype, cache_room, context_of, has_graphs, prompt_unit
 from meshwright.serve.failures import ENGINE_FAILED, Failure
@@ -35,6 +35,7 @@ from meshwright.serve.kv_cache import KVCache, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
 from meshwright.serve.prefix_blocks import PrefixBlocks
 from meshwright.serve.prompt_graphs import prompt_graph_sizes
+from meshwright.serve.prompt_scores import StepScores, compute_scores
 from meshwright.serve.prompts import check_request, prompt_ids
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
@@ -151,6 +152,8 @@ class Engine:
         self._in_flight: LaunchedStep | None = None
         self._grammar_requests = 0
         """Unfinished requests with a grammar."""
+        self._scored: dict[int, int] = {}
+        """Likeliest tokens for each token of the prompt, by the requests whose prompts get log probabilities."""
         self._grammars: GrammarTokens | None = None
         """The vocabulary prepared for grammars, once it is needed."""
         self._failures: dict[int, Failure] = {}
@@ -190,6 +193,8 @@ class Engine:
         if generation.matcher is None and not generation.sampling.follows_text:
             self._drafter.begin(number)
         self._generations[number] = generation
+        if (most := generation.sampling.prompt_logprobs) is not None:
+            self._scored[number] = most
         return number
 
     def _prepare(self, request: TextRequest) -> tuple[Generation, Request]:
@@ -215,6 +220,7 @@ class Engine:
             salt=request.salt,
             given=tuple(request.given),
             continued_elsewhere=request.continued_elsewhere,
+            computes_all=sampling.prompt_logprobs is not None,
         )
         self._policy.check(planned)
         return generation, planned
@@ -333,15 +339,17 @@ class Engine:
                 self._runner.decode_sizes,
                 drafts,
                 uniform=self._runner.uniform_drafts,
+                scored={number: self._generations[number].scored for number in self._scored},
             )
             self._drafter.follow(packed)
             logits = self._runner.logits(packed)
+            scores = None if packed.scores is None else self._compute_scores(packed.scores)
             tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions, self._allowed(packed))
             checked = self._drafter.check(packed, logits, tokens)
             self._inputs.newest[checked.table_rows] = checked.newest
             logprobs = self._sampler.logprobs(logits, checked.tokens) if self._sampler.wants_logprobs else None
             marked = mark_not_finite(checked.tokens, logits)
-            launched = self._readback.start(step, packed, marked, logprobs, checked.accepted)
+            launched = self._readback.start(step, packed, marked, logprobs, scores, checked.accepted)
             # The host need not wait for the next drafts.
             self._drafter.draw_next(packed, checked)
             return launched
@@ -349,6 +357,13 @@ class Engine:
             self._complete_in_flight(updates)
             self._fail(step, error, updates)
             return None
+
+    def _compute_scores(self, packed: PackedScores) -> StepScores:
+        """The log probabilities of the prompts' tokens in the step that the runner has just computed."""
+        most = max(self._scored[number] for number, _ in packed.counts)
+        for number, count in packed.counts:
+            self._generations[number].scored += count
+        return compute_scores(self._runner, self._sampler, packed, most)
 
     def _assign_rows(self, step: Step) -> None:
         """Give table rows to the requests that have none; such a request begins with a chunk, or a decode of a known token."""
@@ -402,6 +417,7 @@ class Engine:
         """Read the tokens of a launched step and pass them on."""
         step = launched.step
         try:
+            scored = self._take_in_scores(launched)
             complete = self._take_in_drafts(launched) if step.drafts else self._take_in(launched)
         except Exception as error:
             self._fail(step, error, updates)
@@ -409,13 +425,24 @@ class Engine:
         self._end_failed()  # before what they have computed enters the prefix cache
         complete()
         self._report_ended(updates)
-        for number in [part.request.number for part in launched.parts]:
+        for number in dict.fromkeys([*scored, *(part.request.number for part in launched.parts)]):
             if (generation := self._generations.get(number)) is not None:
                 update = self._own_work(number, generation.update, number)
                 updates += () if update is None else (update,)
         if self._failures:
             self._end_failed()
             self._report_ended(updates)
+
+    def _take_in_scores(self, launched: LaunchedStep) -> Sequence[int]:
+        """Add the log probabilities of prompts to the generations; returns their requests. They come before a step's tokens."""
+        if launched.scores is None:
+            return ()
+        launched.read()
+        most = {number: self._scored.get(number, 0) for number, _ in launched.scores.counts}
+        for number, logprobs in launched.scores.by_request(most):
+            if (generation := self._generations.get(number)) is not None:
+                self._own_work(number, generation.add_prompt_logprobs, logprobs)
+        return [*most]
 
     def _take_in(self, launched: LaunchedStep) -> Callable[[], None]:
         """Add the tokens of a launched step to the generations; returns the call that completes the step in the policy."""
@@ -454,6 +481,7 @@ class Engine:
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
             self._drafter.end(ended.number)
+            self._scored.pop(ended.number, None)
             self._grammar_requests -= generation.matcher is not None
             if (row := self._table_rows.release(ended.number)) is not None:
                 self._sampler.release(row)

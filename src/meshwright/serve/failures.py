@@ -5,9 +5,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meshwright.serve.compiled_grammar import BadGrammar
+from meshwright.spec.errors import EXIT_REPEATED, MeshwrightError
 
 ENGINE_FAILED = "engine_failed"
 """Code of requests whose step failed on the device."""
+
+
+FAILED_STEPS = 3
+"""Steps that fail one after the other before the engine is given up."""
+DEVICE_ERRORS = ("AcceleratorError", "CUDA error")
+"""Texts of errors after which a process cannot use its device any more."""
+
+
+class EngineLost(MeshwrightError):
+    """The engine cannot continue."""
+
+    exit_code = EXIT_REPEATED
 
 
 class Failure(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from meshwright.policies.batch_request import Reason
 from meshwright.serve.failures import Failure, NotFinite
 from meshwright.serve.grammar import GrammarMatcher
+from meshwright.serve.prompt_logprobs import PromptLogprobs
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import TextStream
@@ -45,6 +46,8 @@ class Update(NamedTuple):
     """Tokens of the prompt that were taken from the prefix cache, in the first update."""
     stop_logprob: float | None = None
     """Log probability of `stop_token`, if `SamplingOptions.logprobs` is set."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Those of the prompt's next tokens, from its second token on, if `SamplingOptions.prompt_logprobs` is set."""
 
     @property
     def details(self) -> dict[str, Any]:
@@ -56,6 +59,7 @@ class Update(NamedTuple):
             "logprobs": self.logprobs or None,
             "stop_token": self.stop_token,
             "cached_tokens": self.cached_tokens or None,
+            "prompt_logprobs": None if self.prompt_logprobs is None else self.prompt_logprobs.packed(),
         }
         return {key: value for key, value in fields.items() if value is not None}
 
@@ -83,6 +87,9 @@ class Generation:
         """Further tokens in which no stop string ends the text."""
         self._stop_token: int | None = None
         self._stop_logprob: float | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self.scored = 0
+        """Positions of the prompt whose logits have given log probabilities, in launched steps."""
         self._cached: int | None = None
         """Cached tokens of the prompt; 0 once they are reported, None before they are known."""
 
@@ -90,6 +97,15 @@ class Generation:
         """Note the cached tokens of the prompt when the request begins; later calls, after a preemption, change nothing."""
         if self._cached is None:
             self._cached = tokens
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Add the log probabilities of the prompt's next tokens. Raises NotFinite where one is NaN."""
+        if not logprobs.finite:
+            raise NotFinite
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = logprobs
+        else:
+            self._prompt_logprobs.extend(logprobs)
 
     def add(self, token: int, logprob: TokenLogprob | None = None) -> bool:
         """Add the next token; returns whether it ends the request. Raises NotFinite for one that could not be drawn."""
@@ -102,7 +118,8 @@ class Generation:
             return True
         self._tokens.append(token)
         if logprob is not None and self.sampling.logprobs:
-            self._logprobs.append(logprob._replace(top=logprob.top[: self.sampling.top_logprobs]))
+            wanted = self.sampling.top_logprobs
+            self._logprobs.append(logprob._replace(top=logprob.top[:wanted]) if len(logprob.top) > wanted else logprob)
         if self.matcher is not None:
             self.matcher.advance(token)
         if self._stream is not None:
@@ -143,6 +160,7 @@ class Generation:
             stop_token=self._stop_token if reason == "stop" else None,
             cached_tokens=self._cached or 0,
             stop_logprob=self._stop_logprob if reason == "stop" else None,
+            prompt_logprobs=self._prompt_logprobs,
         )
-        self._tokens, self._text, self._logprobs, self._cached = [], "", [], 0
+        self._tokens, self._text, self._logprobs, self._cached, self._prompt_logprobs = [], "", [], 0, None
         return update

@@ -22,7 +22,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.blocks import add_and_norm
 from meshwright.serve.model_runner import ModelRunner
-from meshwright.serve.sampling import Sampler, TokenLogprobs, finite
+from meshwright.serve.sampling import Sampler, TokenLogprobs, finite, with_chosen
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.exact_forward import ROWS, inexact_reason
 
@@ -38,12 +38,13 @@ class RowRunner(ModelRunner):
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
-        count = len(inputs.tokens)
         x, delta = self._residual(_padded_step(inputs))
-        normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])
-        sampled = torch.arange(count) if inputs.sampled is None else inputs.sampled
-        logits = self.head(padded(normed[:, sampled], 1, ROWS))
-        return logits[: len(sampled)]
+        self.normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])[:, : len(inputs.tokens)]
+        return self.head(self.normed if inputs.sampled is None else self.normed[:, inputs.sampled])
+
+    def head(self, normed: Tensor) -> Tensor:
+        """Logits `(tokens, vocab)` of normed outputs `(1, tokens, hidden)`."""
+        return super().head(padded(normed, 1, ROWS))[: normed.shape[1]]
 
 
 def _padded_step(step: StepInputs) -> StepInputs:
@@ -61,9 +62,19 @@ class TokenRunner(ModelRunner):
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
         size, parent = self._inputs.tokens_per_block, super()
-        logits = [parent.forward(step) for step in single_tokens(inputs, size)]
+        logits, normed = [], []
+        for step in single_tokens(inputs, size):
+            logits.append(parent.forward(step))
+            normed.append(self.normed)
+        if inputs.scored:
+            self.normed = torch.cat(normed, 1)
         sampled = range(len(logits)) if inputs.sampled is None else inputs.sampled.tolist()
         return torch.cat([logits[0][:0], *(logits[index] for index in sampled)])
+
+    def head(self, normed: Tensor) -> Tensor:
+        """Logits `(tokens, vocab)` of normed outputs `(1, tokens, hidden)`, of one token at a time."""
+        parent = super()
+        return torch.cat([parent.head(token) for token in normed.split(1, 1)])
 
 
 def single_tokens(step: StepInputs, tokens_per_block: int) -> Iterator[StepInputs]:
@@ -84,6 +95,7 @@ def single_tokens(step: StepInputs, tokens_per_block: int) -> Iterator[StepInput
                 decodes=1,
                 prompts=(),
                 sampled=None if index in sampled else torch.empty(0, dtype=torch.int64),
+                scored=step.scored,
             )
 
 
@@ -105,18 +117,18 @@ class InvariantSampler(Sampler):
         ]
         return torch.cat(parts)
 
-    def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
+    def logprobs(self, logits: Tensor, tokens: Tensor, most: int | None = None) -> TokenLogprobs:
         """See `Sampler.logprobs`."""
+        most = self.most_logprobs if most is None else most
         if logits.is_cuda:
-            most = max(self._logprobs, default=0)
-            chosen, none = finite(log_probabilities_of_logits(logits, tokens.long())), logits.new_empty(len(logits), 0)
-            return (
-                super().logprobs(logits, tokens)._replace(chosen=chosen) if most else TokenLogprobs(chosen, none, none)
-            )
+            found = super().logprobs(logits, tokens, most)
+            if not most:
+                return found
+            return with_chosen(found, finite(log_probabilities_of_logits(logits, tokens.long())), tokens)
         if not len(logits):
-            return super().logprobs(logits, tokens)
+            return super().logprobs(logits, tokens, most)
         pairs = zip(logits.split(1), tokens.split(1), strict=True)
-        parts = [super(InvariantSampler, self).logprobs(*pair) for pair in pairs]
+        parts = [super(InvariantSampler, self).logprobs(*pair, most) for pair in pairs]
         return TokenLogprobs(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -131,12 +143,12 @@ class RowSampler(InvariantSampler):
         rows = torch.arange(count + -count % ROWS).clamp(max=count - 1)
         return Sampler.sample(self, logits[rows], table_rows[rows], positions[rows])[:count]
 
-    def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
+    def logprobs(self, logits: Tensor, tokens: Tensor, most: int | None = None) -> TokenLogprobs:
         """See `Sampler.logprobs`."""
         rows, targets = padded(logits, 0, ROWS), padded(tokens.long(), 0, ROWS)
         chosen = finite(log_probabilities_of_logits(rows, targets))
-        _, *top = Sampler.logprobs(self, rows, targets)
-        return TokenLogprobs(*(column[: len(tokens)] for column in (chosen, *top)))
+        columns = with_chosen(Sampler.logprobs(self, rows, targets, most), chosen, targets)
+        return TokenLogprobs(*(column[: len(tokens)] for column in columns))
 
 
 def classes_for(model: Decoder, options: EngineOptions) -> tuple[type[ModelRunner], type[Sampler]]:

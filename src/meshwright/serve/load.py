@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.single_device import allocate
-from meshwright.checkpoint.stored_model import StoredModel, open_model
+from meshwright.checkpoint.stored_model import StoredModel, check_head, open_model
 from meshwright.events.terminal import write_line
 from meshwright.models.decoder import Decoder
 from meshwright.serve.formats import CAPABILITIES, assign_parameter, rounded_parameters, use_formats, use_stored_formats
@@ -40,6 +40,7 @@ def load_for_engine(
     Raises OutOfResources if the weights of a quantised folder fit the device in no format.
     """
     with open_model(folder, contents=contents, predictions=predictions, adapter=adapter, device=device) as stored:
+        check_head(stored.spec, folder)
         model = planned_model(stored, device, dtype, options)
         allocate(model, device)
         fill(model, stored)

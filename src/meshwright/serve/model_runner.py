@@ -69,7 +69,7 @@ class ModelRunner:
         self._graphs = Graphs()
         self._graph_logits = torch.empty(0)
         self.normed = self._graph_normed = torch.empty(0)
-        """`(1, tokens, hidden)`: the normed output of the last step, if there are prediction modules."""
+        """`(1, tokens, hidden)`: the normed output of the last step, if there are prediction modules or prompts' tokens need logits."""
 
     def expand_latents(self) -> None:
         """Let decodes expand keys and values from cached latents. Raises BadInput for a model without latents."""
@@ -185,12 +185,13 @@ class ModelRunner:
             self.normed = normed
             return self.head(normed[:, inputs.sampled])
         x, delta = self._residual(inputs)
-        if inputs.sampled is not None and not self._predictions:
+        keeps = bool(self._predictions) or inputs.scored
+        if inputs.sampled is not None and not keeps:
             x, delta = selected(x, delta, inputs.sampled)
         if self._step.invariant:  # the last norm is the trainer's operator, so that its exact forward has the same bits
             x, delta = add_and_norm(x, delta, None)[0], None
         normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])
-        if self._predictions:
+        if keeps:
             self.normed = normed
             normed = normed if inputs.sampled is None else normed[:, inputs.sampled]
         return self.head(normed)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.stored_model import StoredModel
+from meshwright.checkpoint.stored_model import StoredModel, check_head
 from meshwright.events.terminal import write_line
 from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.models.decoder import Decoder
@@ -102,6 +102,7 @@ class RankModel:
 
         def load() -> None:
             with open_newer(folder, device=world.device) as stored:
+                check_head(stored.spec, folder)
                 prepare = partial(use_stored_weights, stored, world, dtype, weights, experts.count == 1)
                 loaded.append(cls.empty(stored.spec, world, dtype, experts, prepare))
                 loaded[0].copy_from(stored)

@@ -11,6 +11,7 @@ from torch import Tensor
 from meshwright.policies.batch_request import Part, Step
 from meshwright.serve.batch_inputs import Packed
 from meshwright.serve.generation import TokenLogprob
+from meshwright.serve.prompt_scores import StepScores
 from meshwright.serve.sampling import TokenLogprobs
 
 BUFFERS = 3
@@ -30,6 +31,8 @@ class LaunchedStep:
     """Log probabilities on the host, if a request wants them."""
     copied: torch.cuda.Event | None
     """Event at the end of the copies to the host; None on a CPU."""
+    scores: StepScores | None = None
+    """Log probabilities of prompts, on the host, if a request wants them."""
     draft_counts: Sequence[int] = ()
     """Tokens of each part with drafts. These parts are the first; `tokens` ends with their numbers of accepted drafts."""
 
@@ -57,6 +60,8 @@ class LaunchedStep:
         """The log probabilities of so many tokens, after `read`; None for each if no request wants them."""
         if self.logprobs is None:
             return [None] * tokens
+        if not self.logprobs.top.shape[1]:
+            return [TokenLogprob(p, ()) for p in self.logprobs.chosen.tolist()]
         chosen, top_tokens, top = (values.tolist() for values in self.logprobs)
         return [
             TokenLogprob(p, tuple(zip(*pairs, strict=True))) for p, *pairs in zip(chosen, top_tokens, top, strict=True)
@@ -79,9 +84,10 @@ class TokenReadback:
         packed: Packed,
         tokens: Tensor,
         logprobs: TokenLogprobs | None,
+        scores: StepScores | None = None,
         accepted: Tensor | None = None,
     ) -> LaunchedStep:
-        """Start to copy the tokens `(samples,)` of a step, and their log probabilities.
+        """Start to copy the tokens `(samples,)` of a step, their log probabilities, and those of prompts.
 
         `accepted` `(drafted,)` are the numbers of accepted drafts of a step with drafts.
         """
@@ -89,15 +95,19 @@ class TokenReadback:
         if accepted is not None:
             tokens = torch.cat((tokens, accepted))
         if not self._cuda:
-            return LaunchedStep(step, packed.sampled_parts, tokens, logprobs, None, counts)
+            return LaunchedStep(step, packed.sampled_parts, tokens, logprobs, None, scores, counts)
         buffer, event = self._buffers[self._turn][: len(tokens)], self._events[self._turn]
         self._turn = (self._turn + 1) % BUFFERS
         buffer.copy_(tokens, non_blocking=True)
         if logprobs is not None:
             logprobs = TokenLogprobs(*map(_to_pinned_memory, logprobs))
+        if scores is not None:
+            scores = scores._replace(values=tuple(map(_to_pinned_memory, scores.values)))
         event.record()
-        return LaunchedStep(step, packed.sampled_parts, buffer, logprobs, event, counts)
+        return LaunchedStep(step, packed.sampled_parts, buffer, logprobs, event, scores, counts)
 
 
 def _to_pinned_memory(values: Tensor) -> Tensor:
+    if not values.numel():
+        return torch.empty_like(values, device="cpu")
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.kernels.likeliest import keep_likeliest
+from meshwright.kernels.loss import log_probabilities_of_logits
 from meshwright.kernels.token_draw import draw_from_scores
 from meshwright.serve.device_tables import MirroredTable, WideTable, copy_to_device
 from meshwright.serve.excluded_tokens import ExcludedTokens
@@ -49,7 +50,7 @@ class Sampler:
     """
 
     def __init__(self, table_rows: int, device: torch.device, vocab: int) -> None:
-        self._device, self._vocab = device, vocab
+        self._device, self.vocab = device, vocab
         self._floats = MirroredTable(6, table_rows, torch.float32, device)
         self._integers = MirroredTable(3, table_rows, torch.int64, device)
         self._biased_tokens = WideTable(table_rows, torch.int64, device, padding=0)
@@ -163,10 +164,23 @@ class Sampler:
         self.copy_options()
         return self._floats.here[0, table_rows] > 0, self._integers.here[1, table_rows]
 
-    def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
-        """Log probabilities of the tokens `(samples,)` taken from logits `(samples, vocab)`, and of the likeliest ones."""
+    @property
+    def most_logprobs(self) -> int:
+        """The most likeliest tokens that a request wants for a new token."""
+        return max(self._logprobs, default=0)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, most: int | None = None) -> TokenLogprobs:
+        """Log probabilities of the tokens `(samples,)` taken from logits `(samples, vocab)`, and of the `most` likeliest ones.
+
+        `most` is that of the requests without a value. A token has the same bits in both.
+        """
+        most = min(self.most_logprobs if most is None else most, self.vocab)
+        if not most:  # one pass over the logits
+            chosen = log_probabilities_of_logits(logits, tokens.long())
+            none = chosen.new_empty(len(chosen), 0)
+            return TokenLogprobs(finite(chosen), none.long(), none)
         logprobs = logits.float().log_softmax(1)
-        top, top_tokens = logprobs.topk(min(max(self._logprobs, default=0), self._vocab), dim=1)
+        top, top_tokens = logprobs.topk(most, dim=1)
         chosen = logprobs.gather(1, tokens.long()[:, None])[:, 0]
         return TokenLogprobs(finite(chosen), top_tokens, finite(top))
 
@@ -188,6 +202,12 @@ def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
     """Tokens `(samples,)`, and -1 where logits `(samples, vocab)` have NaN or infinity, or exclude all tokens."""
     largest = logits.amax(1)
     return torch.where(largest * 0 == 0, tokens, -1)  # NaN and infinity times 0 are NaN
+
+
+def with_chosen(logprobs: TokenLogprobs, chosen: Tensor, tokens: Tensor) -> TokenLogprobs:
+    """Log probabilities with those of `tokens` `(samples,)` from another computation; they have the same bits among the likeliest."""
+    top = torch.where(logprobs.top_tokens == tokens[:, None], chosen[:, None], logprobs.top)
+    return logprobs._replace(chosen=chosen, top=top)
 
 
 def finite(logprobs: Tensor) -> Tensor:

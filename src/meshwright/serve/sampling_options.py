@@ -20,6 +20,8 @@ MOST_BAD_WORDS = 128
 """Sequences of `SamplingOptions.bad_words` at most."""
 LONGEST_BAD_WORD = 32
 """Tokens of one of them at most."""
+MOST_LOGPROBS = 20
+"""Likeliest tokens that are returned for one token, at most."""
 _RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -31,7 +33,8 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 _WHOLE_RANGES: Mapping[str, tuple[int, int]] = {
     "top_k": (0, 2**31 - 1),
     "seed": (0, 2**63 - 1),
-    "top_logprobs": (0, 20),
+    "top_logprobs": (0, MOST_LOGPROBS),
+    "prompt_logprobs": (0, MOST_LOGPROBS),
     "min_tokens": (0, 2**31 - 1),
 }
 _BIAS_RANGE = (-100, 100)
@@ -74,12 +77,16 @@ class SamplingOptions:
     """Whether the log probability of each new token is returned: that of the model, before any option applies."""
     top_logprobs: int = 0
     """Number of likeliest tokens returned with log probabilities, for each new token; needs `logprobs`."""
+    prompt_logprobs: int | None = None
+    """As `top_logprobs` for each token of the prompt but the first; None: its log probabilities are not computed."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             _check_range(name, getattr(self, name), low, high)
         for name, bounds in _WHOLE_RANGES.items():
             value = getattr(self, name)
+            if value is None and name == "prompt_logprobs":
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise BadInput(f"{name}: expected a whole number, got {value!r}")
             _check_range(name, value, *bounds)
@@ -124,8 +131,11 @@ class SamplingOptions:
                     )
 
     def sample(self, index: int) -> SamplingOptions:
-        """The options of sample `index` of the same prompt: those of sample 0 with another seed for each."""
-        return self if index == 0 else replace(self, seed=_mixed_seed(self.seed, index))
+        """The options of sample `index` of the same prompt: those of sample 0 with another seed for each.
+
+        Only sample 0 has the log probabilities of the prompt.
+        """
+        return self if index == 0 else replace(self, seed=_mixed_seed(self.seed, index), prompt_logprobs=None)
 
     @property
     def draws(self) -> bool:

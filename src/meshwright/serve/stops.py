@@ -72,7 +72,7 @@ class StringSearch:
         for string in filter(None, strings):
             self._insert(string)
         first = "".join(map(re.escape, self._next[0]))
-        self._first = re.compile(f"[{first}]" if first else "(?!)")
+        self._begin = re.compile(f"[{first}]" if first else "(?!)").search
         self._link()
 
     def _insert(self, string: str) -> None:
@@ -109,7 +109,7 @@ class StringSearch:
 
     def may_begin(self, text: str) -> bool:
         """Whether a string may begin in the text."""
-        return self._first.search(text) is not None
+        return self._begin(text) is not None
 
     def advance(self, state: int, text: str, *, may_stop: bool = True) -> tuple[int, int, str | None]:
         """The state after a text, the end of what was looked at, and the string found there, if one is complete.
@@ -119,7 +119,7 @@ class StringSearch:
         position = 0
         while position < len(text):
             if not state:
-                if (begin := self._first.search(text, position)) is None:
+                if (begin := self._begin(text, position)) is None:
                     break
                 position = begin.start()
             state = self._step(state, text[position])

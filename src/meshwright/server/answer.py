@@ -15,6 +15,7 @@ from meshwright.server.bodies import Body, Piece, joined, usage
 from meshwright.server.engine_client import EngineClient, EngineRequest, News, Subscription
 from meshwright.server.errors import RequestError
 from meshwright.server.output_reader import OutputReader, Part
+from meshwright.server.prompt_output import PromptOutput
 from meshwright.server.replies import JSON_HEADERS, client_left
 from meshwright.server.text_output import TextOutput
 from meshwright.server.text_request import TextRequest
@@ -55,14 +56,21 @@ class TextAnswer:
         self._reasoning_tokens = 0
         self._open = count
         """Texts that have not ended."""
+        scored = "prompt_logprobs" in request.sampling
+        self._prompts = {n: PromptOutput(p, tokens) for n, p in enumerate(request.prompts)} if scored else {}
+        """The prompts whose log probabilities have not all come, by their numbers."""
+        self._listed: dict[int, str] = {}
+        """Log probabilities of prompts in vLLM's form."""
         self._subscription = Subscription(whole=not request.stream and not request.stop_strings)
 
     def _output(self, index: int) -> TextOutput:
         """The decoder of a text."""
         request, search = self._request, self._stop_search
         special = request.special_tokens or (request.output is not None and request.output.special)
+        # Without new tokens a character that the prompt has begun stays as the echo shows it.
+        before = request.prompts[index // request.count] if request.new_tokens else ()
         return TextOutput(
-            text_stream(request.prompts[index // request.count], self._tokens, special=special),
+            text_stream(before, self._tokens, special=special),
             None if search is None else StopStrings(search, include=request.include_stop),
             None if request.logprobs is None else self._body.logprobs(self._tokens, len(self._echo(index))),
             request.reported_stops,
@@ -103,7 +111,7 @@ class TextAnswer:
             room = self._context - len(prompt)
             engine_request = EngineRequest(
                 tokens=prompt,
-                new_tokens=min(request.new_tokens, room),
+                new_tokens=max(min(request.new_tokens, room), 1),
                 # Without a seed the samples of each prompt are drawn for themselves.
                 sampling={"seed": secrets.randbits(63), **request.sampling},
                 stop_ids=request.stop_ids,
@@ -126,12 +134,31 @@ class TextAnswer:
         for item in news:
             if item.reason is not None:
                 self._check(item)
+        if self._prompts:
+            await self._take_prompts(news)
+        if not self._request.new_tokens:
+            news = [_without_tokens(item) for item in news]
         if len(self._outputs) == 1:
             return {0: news}
         by_text: dict[int, list[News]] = {}
         for item in news:
             by_text.setdefault(item.index, []).append(item)
         return by_text
+
+    async def _take_prompts(self, news: Sequence[News]) -> None:
+        """Take log probabilities of prompts out of the news; they are written once all of a prompt have come."""
+        request = self._request
+        for item in news:
+            if item.prompt_logprobs is not None:
+                self._prompts[item.index // request.count].add(item.prompt_logprobs)
+        for number in [number for number, prompt in self._prompts.items() if prompt.complete]:
+            prompt = self._prompts.pop(number)
+            if request.prompt_logprobs is not None:
+                self._listed[number] = await prompt.listed(request.prompt_logprobs)
+            if request.echoes and request.logprobs is not None:
+                entries = await prompt.echoed(request.logprobs, request.echoes[number])
+                for output in self._outputs[number * request.count : (number + 1) * request.count]:
+                    output.add_prompt(entries)
 
     def _check(self, item: News) -> None:
         """Raise RequestError for a text that the engine refused or did not end."""
@@ -143,7 +170,7 @@ class TextAnswer:
     def _add(self, index: int, news: list[News]) -> Piece:
         """Return what the news add to a text; a stop string also ends it in the engine."""
         output = self._outputs[index]
-        text, parts = (output.add(news), None) if self._readers is None else self._read(index, news)
+        piece = Piece(output.add(news)) if self._readers is None else self._read(index, news)
         if self._keep is not None:
             for item in news:
                 self._drawn += item.tokens
@@ -154,33 +181,39 @@ class TextAnswer:
             if news[-1].reason is None:
                 self._client.abort([self._ids[index]], "stop")
         logprobs = output.logprobs() if self._request.stream else None
-        return Piece(text, logprobs, parts, output.finish_reason, output.stop_reason)
+        if logprobs is None and output.finish_reason is None:
+            return piece
+        return piece._replace(logprobs=logprobs, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
 
-    def _read(self, index: int, news: list[News]) -> tuple[str, list[Part]]:
-        """Return what the news add to a text, and its parts."""
+    def _read(self, index: int, news: list[News]) -> Piece:
+        """What the news add to a text, with its parts."""
         assert self._readers is not None
         output, reader, format = self._outputs[index], self._readers[index], self._request.output
-        if reader.may_reason:
-            text, parts = self._read_reasoning(output, reader, news)
+        if reader.may_reason and (len(news) > 1 or len(news[0].tokens) > 1):
+            parts: list[Part] = []
+            for some in _one_by_one(news):  # the tokens of reasoning are counted
+                parts += self._read_some(output, reader, some).all_parts
+                if output.finish_reason is not None:
+                    break
+            piece = Piece("", parts=parts)
         else:
-            text = output.add(news)
-            parts = reader.add(text, final=output.finish_reason is not None)
+            piece = self._read_some(output, reader, news)
         if reader.count and output.finish_reason == "stop" and not (format and format.named):
             output.finish_reason = "tool_calls"
-        return text, parts
+        return piece
 
-    def _read_reasoning(self, output: TextOutput, reader: OutputReader, news: list[News]) -> tuple[str, list[Part]]:
-        """The same while there may be reasoning, whose tokens are counted one by one."""
-        texts, parts = list[str](), list[Part]()
-        for some in _one_by_one(news):
-            before, reasoned = output.tokens, reader.reasoning
-            texts.append(output.add(some))
-            parts += reader.add(texts[-1], final=output.finish_reason is not None)
-            if reasoned or reader.reasoning:
-                self._reasoning_tokens += output.tokens - before
-            if output.finish_reason is not None:
-                break
-        return "".join(texts), parts
+    def _read_some(self, output: TextOutput, reader: OutputReader, news: list[News]) -> Piece:
+        """What the news add to a text; one token at most if there may be reasoning."""
+        before, reasoned = output.tokens, reader.reasoning
+        text = output.add(news)
+        shown = reader.go_on(text) if output.finish_reason is None else None
+        if shown is None:
+            piece = Piece("", parts=reader.add(text, final=output.finish_reason is not None))
+        else:
+            piece = Piece(shown, kind="reasoning") if reasoned else Piece(shown)
+        if reasoned or reader.reasoning:
+            self._reasoning_tokens += output.tokens - before
+        return piece
 
     async def _send_whole(self, send: Send) -> None:
         texts = [[self._echo(index)] for index in range(len(self._outputs))]
@@ -190,7 +223,8 @@ class TextAnswer:
                 if self._outputs[index].finish_reason is None:
                     piece = self._add(index, news)
                     texts[index].append(piece.text)
-                    parts[index] += piece.parts or ()
+                    if self._readers is not None:
+                        parts[index] += piece.all_parts
         whole = [
             Piece(
                 "".join(text),
@@ -198,8 +232,9 @@ class TextAnswer:
                 None if self._readers is None else joined(found),
                 output.finish_reason,
                 output.stop_reason,
+                self._listed.get(index // self._request.count),
             )
-            for output, text, found in zip(self._outputs, texts, parts, strict=True)
+            for index, (output, text, found) in enumerate(zip(self._outputs, texts, parts, strict=True))
         ]
         content = self._body.whole(whole, self._usage())
         headers = [*JSON_HEADERS, (b"content-length", str(len(content)).encode("ascii"))]
@@ -209,6 +244,9 @@ class TextAnswer:
     async def _send_events(self, send: Send, send_body: Send) -> None:
         """Send the events; `send_body` is the quicker way for all but the head."""
         news = await self._next()  # a refused request is answered by its status
+        while self._prompts:
+            for index, more in (await self._next()).items():
+                news.setdefault(index, []).extend(more)
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
         for index, of_text in news.items():
             self._outputs[index].cached_tokens = of_text[0].cached_tokens
@@ -231,7 +269,9 @@ class TextAnswer:
     def _opening(self, index: int) -> bytes:
         """The events that begin a text."""
         opening, echo = self._body.first(index, self._usage()), self._echo(index)
-        return opening + self._body.event(index, Piece(echo), self._continuous_usage()) if echo else opening
+        if not echo:
+            return opening
+        return opening + self._body.event(index, Piece(echo, self._outputs[index].logprobs()), self._continuous_usage())
 
     def _events(self, news: dict[int, list[News]]) -> bytes:
         """The events for news; texts that have ended already get none."""
@@ -261,6 +301,11 @@ def _one_by_one(news: list[News]) -> Iterator[list[News]]:
             yield [News(item.index, item.tokens[number : number + 1], logprobs=item.logprobs[number : number + 1])]
         last = len(item.tokens) - 1
         yield [item._replace(tokens=item.tokens[last:], logprobs=item.logprobs[last:])] if last > 0 else [item]
+
+
+def _without_tokens(item: News) -> News:
+    """News of a request for no new token; the engine draws one."""
+    return item._replace(tokens=(), logprobs=(), reason=item.reason and "length", stop_token=None)
 
 
 class _ClientGone(Exception):

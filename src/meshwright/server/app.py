@@ -32,6 +32,7 @@ API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]
     ("POST", "/v1/responses", Api.responses),
     ("POST", "/v1/messages", Api.messages),
     ("POST", "/v1/messages/count_tokens", Api.count_tokens),
+    ("POST", "/score", Api.score),
     ("GET", "/v1/models", Api.models),
     ("GET", "/v1/models/{name:path}", Api.model),
     ("POST", "/tokenize", Api.tokenize),
@@ -54,7 +55,8 @@ ADMIN_ROUTES: Sequence[tuple[str, str, Callable[[Admin, Request], Awaitable[ASGI
 
 def api_app(api: Api, *, loopback: bool) -> ASGIApp:
     """The application of the API; `loopback`: it listens at a loopback address only."""
-    routes = [(method, path, partial(endpoint, api)) for method, path, endpoint in API_ROUTES]
+    shown = [route for route in API_ROUTES if api.spec.page or route[2] is not Api.page]
+    routes = [(method, path, partial(endpoint, api)) for method, path, endpoint in shown]
     app: ASGIApp = KeyCheck(application(routes), api.spec.api_key, open_paths={"/health"}, basic_paths={"/"})
     if loopback and api.spec.api_key is None:
         app = HostCheck(app)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from meshwright.server.errors import RequestError
-from meshwright.server.output_reader import Part, ToolCall
+from meshwright.server.output_reader import Part, PartKind, ToolCall
 from meshwright.server.text_request import TextRequest
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
 
@@ -22,17 +22,21 @@ class Piece(NamedTuple):
     logprobs: str | None = None
     """Log probabilities as JSON."""
     parts: Sequence[Part] | None = None
-    """Reasoning, text and calls in order, where they are told apart."""
+    """Reasoning, text and calls in order; None if all is of one `kind`."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """Stop string or token id that ended the text, if it is one of the request's."""
+    prompt_logprobs: str | None = None
+    """Log probabilities of the prompt in vLLM's form, as JSON."""
+    kind: PartKind = "text"
+    """What the text is, if it is one part."""
 
     @property
     def all_parts(self) -> Sequence[Part]:
-        """The parts in order; without a reader all is text."""
+        """The parts in order."""
         if self.parts is not None:
             return self.parts
-        return (Part("text", self.text),) if self.text else ()
+        return (Part(self.kind, self.text),) if self.text else ()
 
     def goes_on(self, kind: str) -> str | None:
         """The text of a piece that only goes on with a part of this kind, as most do; else None."""
@@ -40,7 +44,7 @@ class Piece(NamedTuple):
         if self.finish_reason is not None:
             return None
         if parts is None:
-            return self.text if kind == "text" else None
+            return self.text if kind == self.kind else None
         return parts[0].text if len(parts) == 1 and parts[0].kind == kind and kind != "call" else None
 
     @property
@@ -126,10 +130,19 @@ class CompletionBody:
     def whole(self, texts: Sequence[Piece], tokens: Mapping[str, Any]) -> bytes:
         """The answer with all texts."""
         choices = ",".join(
-            f'{{"index":{index},{self._message(piece)},{piece.end}}}' for index, piece in enumerate(texts)
+            f'{{"index":{index},{self._message(piece)},{piece.end}{self._of_prompt(piece)}}}'
+            for index, piece in enumerate(texts)
         )
         base = json.dumps({**self._base, "object": self.whole_object}, separators=(",", ":"))
-        return f'{base[:-1]},"choices":[{choices}],"usage":{json.dumps(tokens)}}}'.encode("ascii")
+        return f'{base[:-1]},"choices":[{choices}],"usage":{json.dumps(tokens)}{self._beside(texts)}}}'.encode("ascii")
+
+    def _of_prompt(self, piece: Piece) -> str:
+        """The member of a choice about its prompt."""
+        return "" if piece.prompt_logprobs is None else f',"prompt_logprobs":{piece.prompt_logprobs}'
+
+    def _beside(self, texts: Sequence[Piece]) -> str:
+        """Members of a whole answer beside its choices."""
+        return ""
 
     def _end(self, tokens: Mapping[str, Any] | None) -> str:
         return self._tail if tokens is None else f',"usage":{json.dumps(tokens)}}}\n\n'
@@ -154,9 +167,20 @@ class ChatBody(CompletionBody):
             f'"finish_reason":null}}]{self._end(tokens if self._continuous else None)}'
         ).encode("ascii")
 
+    def _of_prompt(self, piece: Piece) -> str:
+        return ""
+
+    def _beside(self, texts: Sequence[Piece]) -> str:
+        return super()._of_prompt(texts[0])
+
     def _piece(self, piece: Piece) -> str:
         if piece.parts is None:
-            return f'"delta":{{"content":{text_as_json(piece.text)}}}' if piece.text else '"delta":{}'
+            if not piece.text:
+                return '"delta":{}'
+            shown = text_as_json(piece.text)
+            if piece.kind == "text":
+                return f'"delta":{{"content":{shown}}}'
+            return f'"delta":{{"reasoning_content":{shown},"reasoning":{shown}}}'
         text, reasoning, calls = _sorted(piece.parts)
         members = [f'"content":{text_as_json(text)}'] if text else []
         if reasoning:

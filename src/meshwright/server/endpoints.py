@@ -25,6 +25,7 @@ from meshwright.server.own_answers import OwnAnswers
 from meshwright.server.replies import JSON_HEADERS, ContentResponse, client_left, json_response, read_body
 from meshwright.server.request_reader import RequestReader, chat_template
 from meshwright.server.responses_body import ResponsesBody
+from meshwright.server.scores import scored
 from meshwright.server.text_process import RENDERS
 from meshwright.server.text_request import TextRequest
 from meshwright.server.text_workers import Sizes, TextWorkers
@@ -95,6 +96,15 @@ class Api:
     async def count_tokens(self, request: Request) -> ASGIApp:
         """The number of tokens of a prompt of /v1/messages."""
         return ContentResponse(200, await self._read(request, RequestReader.count_tokens), JSON_HEADERS)
+
+    async def score(self, request: Request) -> ASGIApp:
+        """The scores of texts or conversations, by a reward model."""
+        self._refuse_if_full(1)
+        texts = await self._read(request, RequestReader.score)
+        if not self._scores:
+            raise RequestError(400, "this is a language model, which writes texts; a reward model gives scores")
+        self._refuse_if_full(len(texts.prompts))
+        return await scored(self.client, self.name, texts, request)
 
     async def models(self, request: Request) -> ASGIApp:
         """The model that is served."""
@@ -191,6 +201,12 @@ class Api:
         """The reader of requests in this process; it renders no template. The engine is ready."""
         return RequestReader(self.spec, self.name, self.files, None, self._sizes.context, self._sizes.vocab)
 
+    @property
+    def _scores(self) -> bool:
+        """Whether the model is a reward model; the engine is ready."""
+        assert self.client.ready is not None
+        return "scores" in self.client.ready
+
     def _refuse_if_full(self, texts: int) -> None:
         """Raise RequestError if the queue has no room for so many texts."""
         waiting = self.client.unfinished - self.spec.sequences
@@ -204,6 +220,8 @@ class Api:
         if self.role == "prefill":
             self.client.metrics.rejected += 1
             raise RequestError(503, "this engine computes prompts for others", code="role", retry_after=RETRY_SECONDS)
+        if self._scores:
+            raise RequestError(400, "this is a reward model, which writes no text; use /score")
         self._refuse_if_full(len(shared.prompts) * shared.count)
         self.client.metrics.ignored.update(shared.ignored)
         number = f"{self._unique}{next(self._numbers):x}"

@@ -46,6 +46,10 @@ class News(NamedTuple):
     """For each new token its log probability and `[[token, log probability], …]` of the likeliest."""
     stop_token: int | None = None
     """The stop id that ended the text, with the reason "stop"; None if a stop string did."""
+    score: float | None = None
+    """The score of the text, by a reward model."""
+    prompt_logprobs: Sequence[str] | None = None
+    """Log probabilities of the prompt's next tokens, as `PromptLogprobs.packed`. All come before the first new token."""
     cached_tokens: int = 0
     """Tokens of the prompt that were taken from the prefix cache; with the first news of a text. Further samples of a prompt share its
     computation, so the text with the smallest index says what was cached before the request."""

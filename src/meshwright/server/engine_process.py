@@ -22,20 +22,16 @@ from meshwright.connections.limits import raise_file_limit
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.events.parent import end_with_parent
 from meshwright.serve.compiled_grammar import BadGrammar, Grammar
-from meshwright.serve.failures import ENGINE_FAILED, Failure
+from meshwright.serve.failures import DEVICE_ERRORS, ENGINE_FAILED, FAILED_STEPS, EngineLost, Failure
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.grammar_jobs import GrammarJobs
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.packed_ids import ids_of_text
 from meshwright.server.process_memory import keep_loaded
+from meshwright.server.score_process import has_score, serve_scores
 from meshwright.server.transfers import TransferFigures, Transfers, TransferSetup
 from meshwright.spec.deployment import Role
-from meshwright.spec.errors import (
-    EXIT_INTERNAL,
-    EXIT_REPEATED,
-    BadInput,
-    MeshwrightError,
-)
+from meshwright.spec.errors import EXIT_INTERNAL, BadInput, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain
 from meshwright.spec.rank_environment import RankEnvironment
@@ -51,19 +47,9 @@ if TYPE_CHECKING:
     from meshwright.spec.engine import EngineOptions
     from meshwright.spec.model import ModelSpec
 
-FAILED_STEPS = 3
-"""Steps that fail one after the other before the engine is given up."""
-_DEVICE_ERRORS = ("AcceleratorError", "CUDA error")
-"""Texts of errors after which a process cannot use its device any more."""
 _RECEIVE_BYTES = 1 << 20
 LOAD_SECONDS = 600
 """Time that a rank waits for the others to read their weights."""
-
-
-class EngineLost(MeshwrightError):
-    """The engine cannot continue."""
-
-    exit_code = EXIT_REPEATED
 
 
 class Connection:
@@ -160,7 +146,9 @@ class EngineLoop:
         self._unwanted -= ids
         if aborted == ids:
             return
-        if self.transfers is None or not self.transfers.begin(request):
+        # Where the logits of a prompt are needed, its keys and values are of no use.
+        transfers = None if "prompt_logprobs" in request["sampling"] else self.transfers
+        if transfers is None or not transfers.begin(request):
             self._submit_texts(request, None)
         self._abort(list(aborted))
 
@@ -174,7 +162,7 @@ class EngineLoop:
             code = BadGrammar.code if isinstance(error, BadGrammar) else None
             self._refuse(request, str(error), code)
         except Exception as error:  # a mistake in one request does not end the process
-            if any(text in f"{type(error).__name__}: {error}" for text in _DEVICE_ERRORS):
+            if any(text in f"{type(error).__name__}: {error}" for text in DEVICE_ERRORS):
                 raise
             traceback.print_exc()
             self._refuse(request, *Failure.of(error))
@@ -262,10 +250,10 @@ class EngineLoop:
         for update in updates:
             if (id := self._ids.get(update.number)) is None:
                 continue  # it was refused while it was being queued
-            if update.reason is None and not update.logprobs and not update.cached_tokens:
-                entries.append([id, update.tokens])
-            else:
+            if update.reason or update.logprobs or update.cached_tokens or update.prompt_logprobs:
                 entries.append([id, update.tokens, update.details])
+            else:
+                entries.append([id, update.tokens])
             if update.reason is not None:
                 del self._numbers[id], self._ids[update.number]
         self._connection.send({"step": entries, "figures": self._engine.figures()})
@@ -286,7 +274,7 @@ class EngineLoop:
             self._failed_steps = 0
             return
         self._failed_steps += 1
-        if any(text in failure for text in _DEVICE_ERRORS):
+        if any(text in failure for text in DEVICE_ERRORS):
             raise EngineLost(f"the device cannot be used any more: {failure}")
         if self._failed_steps >= FAILED_STEPS:
             raise EngineLost(f"{FAILED_STEPS} steps failed one after the other; the last: {failure}")
@@ -384,6 +372,9 @@ def main() -> int:
             serve_on_ranks(setup, connection)
         else:
             weights = choose_weights(Path(setup.folder))
+            if has_score(Path(setup.folder) if weights is None else weights.path):
+                serve_scores(setup, connection, weights)
+                return 0
             engine = load_engine(setup, weights)
             keep_loaded()
             serve_engine(engine, connection, setup.transfer, weights)

@@ -3,39 +3,133 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.server.grammar_request import text_of_length
-from meshwright.server.notations import Forced
+from meshwright.server.notations import Forced, Notation, Parameters
+from meshwright.server.tools import listed, schema_types
 
 Grammar = tuple[str, str]
 """Notation and text of a grammar."""
+Special = Mapping[str, int]
+"""Ids of the special tokens: a grammar's text is never one of them."""
+ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "nullable"))
+"""Keys of a schema that leave it any text, beside alternatives."""
+_PLAIN_KEY = re.compile(r"[\w.-]+")
+_LINE_BREAK = "\n"
 
 
-def calls_grammar(functions: Sequence[Mapping[str, Any]], forced: Forced, *, several: bool) -> Grammar:
-    """The grammar of one call of one of these functions, or of several calls. Raises RequestError if it is too long."""
-    more = f" ({_quoted(forced.between)} call)*" if several else ""
-    names = " | ".join(f"function_{index}" for index in range(len(functions)))
-    before, after = (f"{_quoted(text)} " if text else "" for text in (forced.before, forced.after))
-    lines = [f"start: call{more}", f"call: {before}({names}) {after}"]
-    for index, function in enumerate(functions):
-        opening = f'{{"name": {json.dumps(function["name"])}, "{forced.arguments}": '
-        schema = {"type": "object", **(function.get("parameters") or {})}
+def calls_grammar(
+    functions: Sequence[Mapping[str, Any]], notation: Notation, special: Special, *, several: bool
+) -> Grammar | None:
+    """The grammar of one call of one of these functions, or of several calls.
+
+    None if the notation has none or cannot write a name, or where it writes values as raw text and a function limits what a text may be.
+    Raises RequestError if it is too long.
+    """
+    forced = notation.forced
+    if forced is None or not all(
+        "{json_name}" in forced.head or _PLAIN_KEY.fullmatch(each["name"]) for each in functions
+    ):
+        return None
+    rules = [_arguments(index, function, notation.parameters) for index, function in enumerate(functions)]
+    if any(rule is None for rule in rules):
+        return None
+    parts = {name: _literal(text, special) for name, text in forced._asdict().items()}
+    more = f" ({parts['between']} call)*" if several else ""
+    lines = [f"start: {parts['before']} call{more} {parts['after']}"]
+    lines.append("call: " + " | ".join(f"function_{index}" for index in range(len(functions))))
+    for index, (function, rule) in enumerate(zip(functions, rules, strict=True)):
+        assert rule is not None
         lines += [
-            f'function_{index}: {_quoted(opening)} arguments_{index} "}}"',
-            f"arguments_{index}: %json {json.dumps(schema)}",
+            f"function_{index}: {_head(forced, function['name'], special)} arguments_{index} {parts['tail']}",
+            *rule,
         ]
     return "lark", text_of_length("\n".join(lines), "tools")
 
 
-def behind_reasoning(grammar: Grammar, end: str) -> Grammar:
+def behind_reasoning(grammar: Grammar, end: str, special: Special) -> Grammar:
     """The grammar of reasoning up to its end, and then of what `grammar` says, a JSON schema or the result of `calls_grammar`."""
     notation, text = grammar
     answer = f"answer: %json {text}" if notation == "json_schema" else text.replace("start:", "answer:", 1)
+    if end in special:
+        return "lark", f"start: reasoning <[{special[end]}]> /\\n*/ answer\nreasoning: /(?s:.*)/\n{answer}"
     return "lark", f"start: reasoning /\\n*/ answer\nreasoning[suffix={_quoted(end)}]: /(?s:.*)/\n{answer}"
+
+
+def _head(forced: Forced, name: str, special: Special) -> str:
+    """What is before the arguments of a call. Nothing in the name is a special token."""
+    before, quoted, behind = forced.head.partition("{json_name}")
+    if not quoted:
+        before, _, behind = forced.head.partition("{name}")
+    shown = json.dumps(name) if quoted else name
+    rest = " /[0-9]+/ ".join(_literal(text, special) for text in behind.split("{number}"))
+    return f"{_literal(before, special)} {_quoted(shown)} {rest}"
+
+
+def _arguments(index: int, function: Mapping[str, Any], parameters: Parameters | None) -> list[str] | None:
+    """The rules of a function's arguments; None if they cannot be written one by one."""
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    if parameters is None:
+        return [f"arguments_{index}: %json {json.dumps(schema)}"]
+    properties, definitions = schema.get("properties") or {}, {}
+    if not isinstance(properties, dict):
+        return None
+    for key in ("$defs", "definitions"):
+        if key in schema:
+            definitions[key] = schema[key]
+    rules, order = [], []
+    for number, (key, value) in enumerate(properties.items()):
+        rule = f"value_{index}_{number}"
+        if not _PLAIN_KEY.fullmatch(key) or (content := _value(rule, value, schema, definitions, parameters)) is None:
+            return None
+        opening = (
+            parameters.opening.replace("{key}", key).replace("{?}", _LINE_BREAK) + _LINE_BREAK * parameters.newlines
+        )
+        part = f"{_quoted(opening)} {rule}"
+        order.append(part if key in listed(schema.get("required")) else f"({part})?")
+        rules += content
+    return [f"arguments_{index}: {' '.join(order) or _quoted('')}", *rules]
+
+
+def _value(
+    rule: str, value: Any, schema: Mapping[str, Any], definitions: Mapping[str, Any], parameters: Parameters
+) -> list[str] | None:
+    """The rules of a value with its closing mark; None for a text that is limited by more than a list of texts."""
+    closing = _quoted(_LINE_BREAK * parameters.newlines + parameters.closing + _LINE_BREAK)
+    types = schema_types(value, schema)
+    if types and "string" not in types:
+        return [f"{rule}: {rule}_json {closing}", f"{rule}_json: %json {json.dumps({**value, **definitions})}"]
+    if isinstance(value, dict) and ("enum" in value or "const" in value):
+        texts = [value["const"]] if "const" in value else listed(value["enum"])
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            return None
+        return [f"{rule}: ({' | '.join(map(_quoted, texts))}) {closing}"]
+    return [f"{rule}[suffix={closing}]: /(?s:.*)/"] if _any_text(value, schema) else None
+
+
+def _any_text(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a schema within `schema` allows any text."""
+    if not isinstance(value, dict):
+        return value is True
+    options = [option for key in ("anyOf", "oneOf") for option in listed(value.get(key))]
+    texts = [option for option in options if "string" in schema_types(option, schema)]
+    return value.keys() <= ANNOTATIONS | {"anyOf", "oneOf"} and all(_any_text(option, schema) for option in texts)
+
+
+def _literal(text: str, special: Special) -> str:
+    """A text in a grammar, with its special tokens; nothing for an empty one."""
+    if not text:
+        return ""
+    marks = [mark for mark in special if mark in text]
+    if not marks:
+        return _quoted(text)
+    pieces = re.split("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")", text)
+    return " ".join(f"<[{special[piece]}]>" if piece in special else _quoted(piece) for piece in pieces if piece)
 
 
 def _quoted(text: str) -> str:
     """A text in a grammar."""
-    return json.dumps(text)
+    return json.dumps(text, ensure_ascii=False)

@@ -13,7 +13,7 @@ From the engine:
 
 - `ready`: context, vocabulary and sizes, once the model is loaded
 - `step`: `[id, tokens]` or `[id, tokens, details]` for each request with news; `figures` as `EngineFigures`. `details` has those keys of
-  `DETAILS` that have a value
+  `DETAILS` that have a value, and `prompt_logprobs` as `PromptLogprobs.packed`
 - `transfers`: `TransferFigures`, when they have changed
 - `refused`: ids of requests that could not be queued; `error` is the reason, `code` one of `errors.FAILURES`, or none for a wrong value
 - `loaded`: the answer to `load`; `error` is none if it succeeded
@@ -35,7 +35,7 @@ DETAILS: Mapping[str, type] = {
     "stop_token": int,
     "cached_tokens": int,
 }
-"""Details of an update beside its tokens, with the types of JSON; fields of `News`."""
+"""Details of an update beside its tokens that other engines also send, with the types of JSON; fields of `News`."""
 _LENGTH = struct.Struct("!I")
 MOST_BYTES = 256 << 20
 """Longest message."""

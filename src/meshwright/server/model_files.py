@@ -53,6 +53,8 @@ class ModelFiles:
     """Defaults of requests: fields of `SamplingOptions`."""
     tool_template: str | None = None
     """Jinja source of the template of chats with tools, if it is another."""
+    answer_marks: str = ""
+    """Texts that begin and end reasoning and calls, if the tokenizer's `response_template` says them."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -69,6 +71,7 @@ class ModelFiles:
             "reach": self.reach,
             "sampling": self.sampling,
             "tool_template": self.tool_template,
+            "answer_marks": self.answer_marks,
         }
         return values, self.tokenizer.to_str().encode("utf-8")
 
@@ -86,6 +89,7 @@ class ModelFiles:
             None if values["reach"] is None else TokenReach(*values["reach"]),
             values["sampling"],
             values["tool_template"],
+            values["answer_marks"],
         )
 
 
@@ -101,8 +105,8 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
     home = file.parent
     # A prompt is never cut: one that is too long for the context is refused.
     tokenizer = open_tokenizer(file)
+    config = read_object(home / TOKENIZER_CONFIG)
     if chat_template is None:
-        config = read_object(home / TOKENIZER_CONFIG)
         template, tool_template = folder_template(home, config), folder_tool_template(home, config)
     else:
         with attach_key("chat_template"):
@@ -110,7 +114,8 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
     special, reach = folder_special_tokens(home), token_reach(tokenizer)
     sampling = _default_sampling(home / GENERATION_CONFIG) if defaults else {}
     text = read_text_format(folder, tokenizer)
-    return ModelFiles(tokenizer, file, text, template, special, reach, sampling, tool_template)
+    marks = _answer_marks(config.get("response_template"))
+    return ModelFiles(tokenizer, file, text, template, special, reach, sampling, tool_template, marks)
 
 
 def check_same_texts(folder: Path, text: TextFormat) -> None:
@@ -127,6 +132,19 @@ def check_same_texts(folder: Path, text: TextFormat) -> None:
         difference = f"texts of {folder} end with {names[0]}, those of the server with {names[1]}"
     if difference is not None:
         raise BadInput(f"{difference}; start the server again with this folder")
+
+
+def _answer_marks(template: object) -> str:
+    """The texts that begin and end a field of an answer, by transformers' `response_template`; patterns without their backslashes."""
+    fields = template.get("fields") if isinstance(template, dict) else None
+    found: list[str] = []
+    parts = fields.values() if isinstance(fields, dict) else ()
+    for part in parts:
+        for key in ("open", "open_pattern", "close", "close_pattern"):
+            value = part.get(key) if isinstance(part, dict) else None
+            texts = value if isinstance(value, list) else [value]
+            found += [text.replace("\\", "") for text in texts if isinstance(text, str)]
+    return "\n".join(found)
 
 
 def _default_sampling(file: Path) -> dict[str, Any]:

@@ -28,14 +28,18 @@ class Parameters:
 
 
 class Forced(NamedTuple):
-    """What is around calls that a grammar asks for, where ordinary text makes them: objects of name and arguments."""
+    """What is around the arguments of calls that a grammar asks for."""
 
-    before: str
-    after: str
-    between: str
+    head: str
+    """Text before the arguments, with the field `{name}` or, in quotation marks, `{json_name}`; `{number}` is any number."""
+    tail: str
+    """Text behind them."""
+    between: str = "\n"
     """Text between two calls."""
-    arguments: str = "arguments"
-    """Key of the arguments."""
+    before: str = ""
+    """Text before all calls."""
+    after: str = ""
+    """Text behind all calls."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
         before=("<tool_call>",),
         after=("</tool_call>",),
         reasoning=THINK,
-        forced=Forced("<tool_call>\n", "\n</tool_call>", "\n"),
+        forced=Forced('<tool_call>\n{"name": {json_name}, "arguments": ', "}\n</tool_call>"),
     ),
     "qwen3_coder": Notation(
         {"": _FUNCTION},
@@ -96,6 +100,7 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
         after=("</tool_call>",),
         parameters=_PARAMETER,
         reasoning=THINK,
+        forced=Forced("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"),
     ),
     "glm": Notation(
         {"": "{name}{params}"},
@@ -106,6 +111,7 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
             "<arg_key>{key}</arg_key>{?}<arg_value>", "</arg_value>", [["<arg_key>"], ["</tool_call>"]]
         ),
         reasoning=THINK,
+        forced=Forced("<tool_call>{name}\n", "</tool_call>"),
     ),
     "deepseek_v3": Notation(
         {"": "function<｜tool▁sep｜>{name}\n```json{json}```"},
@@ -113,6 +119,13 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
         before=_DEEPSEEK[:2],
         after=_DEEPSEEK[2:],
         reasoning=THINK,
+        forced=Forced(
+            _DEEPSEEK[1] + "function<｜tool▁sep｜>{name}\n```json\n",
+            "\n```" + _DEEPSEEK[2],
+            "\n",
+            _DEEPSEEK[0],
+            _DEEPSEEK[3],
+        ),
     ),
     "deepseek_v31": Notation(
         {"": "{name}<｜tool▁sep｜>{json}"},
@@ -120,6 +133,7 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
         before=_DEEPSEEK[:2],
         after=_DEEPSEEK[2:],
         reasoning=THINK,
+        forced=Forced(_DEEPSEEK[1] + "{name}<｜tool▁sep｜>", _DEEPSEEK[2], "", _DEEPSEEK[0], _DEEPSEEK[3]),
     ),
     "deepseek_v32": Notation(
         {"": '<｜DSML｜invoke name="{name}">{params}</｜DSML｜invoke>'},
@@ -144,6 +158,13 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
         after=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
         reasoning=THINK,
         numbered=True,
+        forced=Forced(
+            "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "",
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+        ),
     ),
     "harmony": Notation(channels=True, special=True),
     "llama3": Notation(
@@ -151,7 +172,7 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
         ("<|python_tag|>",),
         before=("<|python_tag|>", ";"),
         first="{",
-        forced=Forced("", "", "; ", "parameters"),
+        forced=Forced('{"name": {json_name}, "parameters": ', "}", "; "),
     ),
     "llama4": Notation(
         {"": "{call}", "[": "{python}"},
@@ -194,6 +215,7 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
             [["<parameter "], ["</invoke>", "</minimax:tool_call>"], ["</invoke>", "<invoke "]],
         ),
         reasoning=THINK,
+        forced=Forced('<invoke name="{name}">\n', "</invoke>\n", "", "<minimax:tool_call>\n", "</minimax:tool_call>"),
     ),
     "seed": Notation(
         {"": _FUNCTION},
@@ -204,6 +226,7 @@ NOTATIONS: Mapping[NotationKey, Notation] = {
             "<parameter={key}>", "</parameter>", [["<parameter="], ["</function>", "</seed:tool_call>"]]
         ),
         reasoning=("<seed:think>", "</seed:think>"),
+        forced=Forced("<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>"),
     ),
 }
 """Every notation; `think` has reasoning only."""

@@ -86,8 +86,8 @@ class OutputReader:
         self._reread = 0
         """Characters of failed calls."""
         self._parts: list[Part] = []
-        self._idle: StringSearch | None = None
-        """The search for what may end the text, while nothing is held but white space."""
+        self._idle: tuple[StringSearch, Callable[[str], str]] | None = None
+        """The search for what may end the text or reasoning, and what is shown of it, while nothing is held but white space."""
         self._plain = False
         """Whether all that follows is text."""
         self.count = 0
@@ -100,15 +100,25 @@ class OutputReader:
         self._reading = self._channels() if self._notation.channels else self._answer()
         next(self._reading)
 
+    def go_on(self, text: str) -> str | None:
+        """What is certain now of the text, or of the reasoning (`reasoning`), if that only goes on, as it mostly does; else None.
+
+        After None `add` gets the same text.
+        """
+        if self._plain:
+            return text
+        idle = self._idle
+        return None if idle is None or idle[0].may_begin(text) else idle[1](text)
+
     def add(self, text: str, *, final: bool) -> list[Part]:
         """The parts that are certain now; `final`: no more text follows."""
-        if self._plain:
-            return [Part("text", text)] if text else []
-        if self._idle is not None and not self._idle.may_begin(text):
-            self._show(text)
-        elif text:
+        kind: PartKind = "reasoning" if self.reasoning else "text"
+        shown = self.go_on(text)
+        if shown:
+            self._parts.append(Part(kind, shown))
+        elif shown is None and text:
             self._send(text)
-        if final:
+        if final and not self._plain:
             self._source.final = True
             self._send("")
         parts, self._parts = self._parts, []
@@ -148,12 +158,25 @@ class OutputReader:
                 break
         return "".join(taken)
 
-    def _until(self, search: StringSearch, pass_on: Callable[[str], None], *, plain: bool = False) -> Wait:
-        """Pass text on up to the next mark that `search` finds; returns the mark, or None at the end of the answer."""
+    def _show_until(self, search: StringSearch, kind: PartKind) -> Wait:
+        """Show text or reasoning up to the next mark that `search` finds; returns the mark, or None at the end of the answer."""
+        shown = self._shown_text if kind == "text" else self._shown_reasoning
+        return (yield from self._until(search, lambda text: self._show(text, kind), (search, shown)))
+
+    def _until(
+        self,
+        search: StringSearch,
+        pass_on: Callable[[str], None],
+        idle: tuple[StringSearch, Callable[[str], str]] | None = None,
+    ) -> Wait:
+        """Pass text on up to the next mark that `search` finds; returns the mark, or None at the end of the answer.
+
+        `idle` is what `_idle` is while no mark has begun.
+        """
         source, state, tail = self._source, 0, ""
         while True:
-            if plain and not state and not source.rest:
-                self._idle = search
+            if not state and not source.rest:
+                self._idle = idle
             more = yield from source.any()
             self._idle = None
             if not more:
@@ -178,14 +201,14 @@ class OutputReader:
         """
         source, inside = self._source, _search((end, *self._openings))
         self.reasoning = True
-        found = yield from self._until(inside, self._reason)
+        found = yield from self._show_until(inside, "reasoning")
         if found is not None and found != end:
             held = [found]
             found = yield from self._until(_search((end,)), held.append)
             if found is None:
                 source.rest = "".join(held)
             else:
-                self._reason("".join(held))
+                self._show("".join(held), "reasoning")
         self.reasoning = False
         self._space.clear()
         return (yield from self._leading_space()).lstrip("\n")
@@ -195,7 +218,7 @@ class OutputReader:
         if not self._openings and not self._source.rest:
             self._flush()
             self._plain = not self._source.final
-        while (opening := (yield from self._until(_search(self._openings), self._show, plain=True))) is not None:
+        while (opening := (yield from self._show_until(_search(self._openings), "text"))) is not None:
             yield from self._calls(opening)
         self._flush()
 
@@ -276,25 +299,33 @@ class OutputReader:
         self._parts.append(Part("call", "", ToolCall(self.count, id, name, call.arguments)))
         self.count += 1
 
-    def _show(self, text: str) -> None:
-        """Pass text on, without the white space at its end."""
-        end = len(text.rstrip())
-        if end:
-            self._shown = True
-            self._parts.append(Part("text", "".join(self._space) + text[:end]))
-            self._space.clear()
-        self._hold(text[end:])
+    def _show(self, text: str, kind: PartKind = "text") -> None:
+        """Show text or reasoning."""
+        if shown := self._shown_text(text) if kind == "text" else self._shown_reasoning(text):
+            self._parts.append(Part(kind, shown))
 
-    def _reason(self, text: str) -> None:
-        """Pass reasoning on, without the newlines at its beginning and end."""
+    def _shown_text(self, text: str) -> str:
+        """Text with the white space before it that was held, without that at its end."""
+        end = len(text.rstrip())
+        self._shown = self._shown or end > 0
+        return self._certain(text, end)
+
+    def _shown_reasoning(self, text: str) -> str:
+        """Reasoning, without the newlines at its beginning and end."""
         if not self._reasoned:
             text = text.lstrip("\n")
             self._reasoned = bool(text)
-        shown = text.rstrip("\n")
-        if shown:
-            self._parts.append(Part("reasoning", "".join(self._space) + shown))
+        return self._certain(text, len(text.rstrip("\n")))
+
+    def _certain(self, text: str, end: int) -> str:
+        """The held white space and the first `end` characters of a text; the rest, which is white space, is held."""
+        if end == len(text) and not self._space:
+            return text
+        shown = "".join([*self._space, text[:end]]) if end else ""
+        if end:
             self._space.clear()
-        self._hold(text[len(shown) :])
+        self._hold(text[end:])
+        return shown
 
     def _hold(self, space: str) -> None:
         if space:
@@ -322,11 +353,11 @@ class OutputReader:
             elif channel is not None and channel[1] == "analysis":
                 self._hold("\n\n" if self._reasoned else "")
                 self.reasoning = True
-                found = yield from self._until(ends, self._reason)
+                found = yield from self._show_until(ends, "reasoning")
                 self.reasoning = False
             else:
                 self._hold("\n\n" if self._shown else "")
-                found = yield from self._until(ends, self._show)
+                found = yield from self._show_until(ends, "text")
             self._space.clear()
             if found in ("<|start|>", "<|channel|>"):
                 source.rest = found + source.rest

@@ -11,7 +11,7 @@ from meshwright.config.reference import key_table
 from meshwright.server.agent_fields import IGNORED
 from meshwright.server.app import ADMIN_ROUTES, API_ROUTES
 from meshwright.server.notations import NOTATIONS
-from meshwright.server.text_request import ONLY_DEFAULTS, WITHOUT_EFFECT
+from meshwright.server.text_request import MOST_PROMPT_LOGPROBS, ONLY_DEFAULTS, WITHOUT_EFFECT
 from meshwright.spec.serve import ServeSpec
 
 _INTRODUCTION = """\
@@ -24,8 +24,8 @@ meshwright serve runs/quickstart
 ```
 
 This serves the newest good checkpoint at `http://127.0.0.1:8000`, to this machine only. It needs
-`pip install 'meshwright[serve]'`. A browser shows a page to talk to the model. Any client of OpenAI's API works, with
-the base URL `http://127.0.0.1:8000/v1`:
+`pip install 'meshwright[serve]'`. A browser shows a page to talk to the model, also with tools; `--no-page` leaves it
+out. Any client of OpenAI's API works, with the base URL `http://127.0.0.1:8000/v1`:
 
 ```bash norun
 curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0.0.1:8000/v1/completions
@@ -148,7 +148,7 @@ _IGNORED = textwrap.fill(
 
 def _notations() -> str:
     """The table of notations."""
-    lines = ["| notation | reasoning | a call |", "|---|---|---|"]
+    lines = ["| notation | reasoning | forced | a call |", "|---|---|---|---|"]
     for name, notation in NOTATIONS.items():
         if name == "array":
             continue
@@ -156,7 +156,8 @@ def _notations() -> str:
         opening = "<|channel|>commentary to=functions.NAME<|message|>{…}<|call|>" if notation.channels else ""
         calls = [f"{next(iter(notation.opening), '')}{pattern}" for pattern in notation.patterns.values()]
         shown = " or ".join(_code([opening] if opening else calls))
-        lines.append(f"| `{name}` | {reasoning or 'none'} | {shown or 'none'} |")
+        forced = "array" if notation.forced is None else "itself"
+        lines.append(f"| `{name}` | {reasoning or 'none'} | {forced} | {shown or 'none'} |")
     return "\n".join(lines)
 
 
@@ -177,7 +178,7 @@ its value is null.
   `stop`, `stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`, `stream`, `stream_options` (`include_usage`,
   `continuous_usage_stats`), `response_format`, `structured_outputs`, `guided_json`, `guided_regex`, `guided_choice`,
   `guided_grammar`, `priority` (lower ones first), `cache_salt` (only requests of equal salt share cached prompts),
-  `best_of` (equal to `n`), `skip_special_tokens`
+  `best_of` (equal to `n`), `skip_special_tokens`, `prompt_logprobs`
 - completions: `prompt` (text, token ids, or a list of either), `echo`, `logprobs`, `add_special_tokens`
 - chats: `messages` (text only), `tools`, `tool_choice`, `parallel_tool_calls`, `logprobs`, `top_logprobs`,
   `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, `reasoning_effort` (if the template names
@@ -199,7 +200,8 @@ its value is null.
 - `tools` are passed to the template. With `tool_choice` `auto`, calls that the model writes in the server's notation
   (setting `notation`) are returned in the message's field `tool_calls`, and other text stays text; nothing checks the
   arguments. With `required`, or the name of a function, a grammar makes the text calls whose arguments follow their
-  schemas: in the notation itself of `hermes` and `llama3`, else as a JSON array. In a stream each call is one event.
+  schemas, in the notation itself where the table below says so, else as a JSON array. In a stream each call is one
+  event.
 - Of a template that has the variable `enable_thinking` or `thinking` instead, `reasoning_effort` `none` switches the
   reasoning off, and every other effort on.
 - Reasoning that the model writes before its answer is returned as `reasoning_content`, and as `reasoning`, apart from
@@ -211,12 +213,14 @@ its value is null.
 
 ### Notations
 
-`notation: auto` takes the notation that the chat template describes. The table is in `server/notations.py`.
+`notation: auto` takes the notation that the chat template describes, or the marks in `response_template` of the
+folder's tokenizer_config.json. The table is in `server/notations.py`.
 
 {_NOTATIONS}
 
 - Where a notation writes values as raw text (qwen3_coder, glm, minimax, seed), the tool's schema says what they are: a
   parameter that may be a string stays text to the byte, others are read as JSON. Without a schema values are text.
+- Forced calls are an array too where such a notation cannot say what a schema asks of a text: a `pattern`, for example.
 - A closing mark within a value ends it only where the notation goes on behind it.
 - A call that is cut off, or is none after all, is text.
 - If the prompt ends with the opening of the reasoning, the answer begins within it. An opening of calls ends it too,
@@ -249,7 +253,14 @@ API's own form, with its events, errors and numbers of tokens. [Agents](../how-t
   the function. `stop_reason` is the stop string, or the token of `stop_token_ids`, that ended the text.
 - The tokens of `logprobs` joined are the text, and their `bytes` joined are its UTF-8. In `top_logprobs` each token is
   decoded by itself; one that is then no valid UTF-8 is shown by its bytes, for example `bytes:\\xe2` for the byte 0xE2.
-- `echo` is the prompt as given; token ids are decoded with special tokens.
+- `echo` is the prompt as given; token ids are decoded with special tokens. With `logprobs` the lists begin with the
+  prompt's tokens; the first has no log probability. Tokens that begin every text are listed and not in the echo.
+- `max_tokens: 0`, with `echo` or `prompt_logprobs`, asks about the prompt alone. With `echo`, `logprobs` and
+  `max_tokens: 1` the new token has an entry even if it ends the text, as programs that score texts expect.
+- `prompt_logprobs: K` lists for each token of a prompt an object of its own id and the K likeliest, each with
+  `logprob`, `rank` and `decoded_token`; null for the first. It needs `stream: false`.
+- Log probabilities of prompts are those of the model, computed for some tokens at a time. Such a prompt takes nothing
+  from the prefix cache. An answer has {MOST_PROMPT_LOGPROBS:,} of them at most, those of the likeliest tokens included.
 
 ## Errors
 

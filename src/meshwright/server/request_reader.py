@@ -18,9 +18,10 @@ from meshwright.server.forced_calls import behind_reasoning, calls_grammar
 from meshwright.server.grammar_request import schema_grammar
 from meshwright.server.messages_request import counted, read_messages_body
 from meshwright.server.model_files import ModelFiles
-from meshwright.server.notations import NOTATIONS, Forced, template_notation
+from meshwright.server.notations import NOTATIONS, template_notation
 from meshwright.server.output_reader import OutputFormat
 from meshwright.server.responses_request import read_responses_body, shown_request
+from meshwright.server.score_request import read_score_request
 from meshwright.server.text_request import (
     ONLY_DEFAULTS,
     Limits,
@@ -56,10 +57,10 @@ class RequestReader:
         self._files, self._template = files, template
         self._tokenizer = files.tokenizer
         self._limits = Limits(spec, model, files, context, vocab)
-        source = files.tool_template or files.chat_template
-        self._notation = _notation(spec, source)
+        described = f"{files.tool_template or files.chat_template or ''}\n{files.answer_marks}"
+        self._notation = _notation(spec, described)
         marks = None if self._notation is None else NOTATIONS[self._notation].reasoning
-        self._reasoning_marks = marks if marks is not None and any(mark in (source or "") for mark in marks) else None
+        self._reasoning_marks = marks if marks is not None and any(mark in described for mark in marks) else None
 
     @cached_property
     def _spelled(self) -> SpelledTokens:
@@ -72,12 +73,8 @@ class RequestReader:
         # The key is an integer here; some clients send false, the default of chats, which counts as absent.
         given = fields.take("logprobs") is not False
         logprobs = fields.integer("logprobs", 0, limits.spec.max_logprobs, None) if given else None
-        request = read_shared(fields, limits, logprobs=logprobs, new_tokens=DEFAULT_COMPLETION_TOKENS)
         echo = fields.flag("echo")
-        if echo and logprobs is not None:
-            raise RequestError(
-                400, "echo: log probabilities of prompts are not supported; leave out logprobs", param="echo"
-            )
+        request = read_shared(fields, limits, logprobs=logprobs, new_tokens=DEFAULT_COMPLETION_TOKENS, echo=echo)
         special = fields.flag("add_special_tokens", True)
         prompts = fields.take("prompt")
         if fields.text("suffix", ""):
@@ -112,11 +109,11 @@ class RequestReader:
         if of_agent:
             fields.ignore(EFFORT)
         fields.finish(ONLY_DEFAULTS)
-        self._force_calls(request, tools)
+        in_notation = self._force_calls(request, tools)
         prompt = write()
         if fits:
             self._check_length(prompt.text, "messages")
-        request.output = self._output(request, tools, prompt.text)
+        request.output = self._output(request, tools, prompt.text, in_notation=in_notation)
         request.prompts = [self._spelled.encode(prompt)]
         if fits:
             check_prompts(request, limits, "messages")
@@ -146,6 +143,16 @@ class RequestReader:
         request.ignored, request.tool_names = body.ignored, body.tool_names
         request.shown = shown or {}
         return request
+
+    def score(self, body: bytes) -> TextRequest:
+        """The texts of a body of /score."""
+        encode = partial(self._ids, special=True)
+        return read_score_request(parse_object(body), self._limits, encode, self._whole_chat)
+
+    def _whole_chat(self, messages: object, tools: Any, variables: Any) -> list[int]:
+        """The tokens of a chat as the template writes it, to its end."""
+        write = partial(self._chat_template().render, add_generation_prompt=False)
+        return self._spelled.encode(self._spelled.write(write, read_messages(messages), tools, variables))
 
     def tokenize(self, body: bytes) -> bytes:
         """The answer to a body of /tokenize: the tokens of its `prompt`, which is text, or of its `messages`."""
@@ -182,28 +189,33 @@ class RequestReader:
             raise RequestError(400, f"messages: {message}", param="messages")
         return self._template
 
-    def _force_calls(self, request: TextRequest, tools: Tools) -> None:
-        """Set the grammar of texts that must be calls. Raises RequestError if the request has a grammar of its own."""
+    def _force_calls(self, request: TextRequest, tools: Tools) -> bool:
+        """Set the grammar of texts that must be calls; returns whether it is in the model's notation, else it is an array.
+
+        Raises RequestError if the request has a grammar of its own.
+        """
         if tools.forced is None:
-            return
+            return False
         if request.grammar is not None:
             key = request.grammar_key
             raise RequestError(400, f"{key}: excludes a tool_choice that needs calls", param=key)
         request.grammar_key = "tools"
-        if self._forced is None:
-            request.grammar = schema_grammar(calls_schema(tools.forced, several=tools.parallel), "tools")
-        else:
-            request.grammar = calls_grammar(tools.forced, self._forced, several=tools.parallel)
+        notation, grammar = self._notation, None
+        if notation is not None:
+            grammar = calls_grammar(tools.forced, NOTATIONS[notation], self._special, several=tools.parallel)
+        request.grammar = grammar or schema_grammar(calls_schema(tools.forced, several=tools.parallel), "tools")
+        return grammar is not None
 
-    @property
-    def _forced(self) -> Forced | None:
-        """How the model's notation writes calls that a request forces."""
-        return None if self._notation is None else NOTATIONS[self._notation].forced
+    @cached_property
+    def _special(self) -> Mapping[str, int]:
+        """Ids of the special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items() if token.special}
 
-    def _output(self, request: TextRequest, tools: Tools, prompt: str) -> OutputFormat | None:
+    def _output(self, request: TextRequest, tools: Tools, prompt: str, *, in_notation: bool) -> OutputFormat | None:
         """How the answers to a prompt are read. A grammar begins behind reasoning that the prompt has begun."""
         forced, marks = tools.forced is not None, self._reasoning_marks
-        if forced and self._forced is None:
+        if forced and not in_notation:
             return OutputFormat("array", parallel=tools.parallel, named=tools.named, reasons=False)
         inside = marks is not None and prompt.rstrip().endswith(marks[0])
         if self._notation is None:
@@ -212,10 +224,13 @@ class RequestReader:
         if request.grammar is not None:
             inside = inside and (forced or request.grammar[0] == "json_schema")
             if marks is not None and inside:
-                request.grammar = behind_reasoning(request.grammar, marks[1])
+                request.grammar = behind_reasoning(request.grammar, marks[1], self._special)
             if not (forced or inside):
                 return None
-            return OutputFormat(self._notation, forced, tools.parallel, tools.named, reasons=inside, inside=inside)
+            types = parameter_types(tools.tools or ()) if forced and notation.parameters is not None else {}
+            return OutputFormat(
+                self._notation, forced, tools.parallel, tools.named, types, reasons=inside, inside=inside
+            )
         calls = tools.tools is not None and (bool(notation.patterns) or notation.channels)
         if not (calls or notation.channels or marks):
             return None
@@ -299,8 +314,8 @@ def _prompt_writer(
     return partial(spelled.write, write, messages, tools.tools, variables)
 
 
-def _notation(spec: ServeSpec, template: str | None) -> NotationName | None:
-    """The notation of reasoning and calls by the settings or the chat template."""
+def _notation(spec: ServeSpec, described: str) -> NotationName | None:
+    """The notation of reasoning and calls by the settings, or by the chat template and what else describes answers."""
     if spec.notation != "auto":
         return None if spec.notation == "none" else spec.notation
-    return None if template is None else template_notation(template)
+    return template_notation(described)

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.serve.stops import StopStrings
 from meshwright.serve.text import INCOMPLETE, TextStream
 from meshwright.server.engine_client import News
-from meshwright.server.token_logprobs import TokenLogprobs
+from meshwright.server.token_logprobs import CompletionEntry, CompletionLogprobs, TokenLogprobs
 
 
 class TextOutput:
@@ -82,6 +82,11 @@ class TextOutput:
             logprobs.show(len(text), final=self.finish_reason is not None)
         return text
 
+    def add_prompt(self, entries: Sequence[CompletionEntry]) -> None:
+        """Put the log probabilities of the prompt before those of the text, in the form of /v1/completions."""
+        if self._logprobs is not None:
+            self._logprobs.add_prompt(entries)
+
     def _end(self, news: News) -> None:
         self.finish_reason = "stop" if news.reason == "stop" else "length"
         if news.stop_token in self._reported_stops:
@@ -112,6 +117,12 @@ class _AlignedLogprobs:
     def add(self, text: str, content: bytes, logprob: Sequence[Any], *, incomplete: bool) -> None:
         """Append a token with what it adds to the text before stop strings cut it."""
         self._held.append([text, content, logprob, not incomplete])
+
+    def add_prompt(self, entries: Sequence[CompletionEntry]) -> None:
+        """Show the tokens of the prompt."""
+        assert isinstance(self._shown, CompletionLogprobs), "chats are not echoed"
+        self._shown.add_prompt(entries)
+        self.waiting = True
 
     def complete(self, ending: str) -> None:
         """Give the last token the end of the text, which is no complete character."""

@@ -36,6 +36,7 @@ WORK: Mapping[str, Work] = {
         RequestReader.responses,
         RequestReader.messages,
         RequestReader.count_tokens,
+        RequestReader.score,
         RequestReader.tokenize,
         RequestReader.detokenize,
     )

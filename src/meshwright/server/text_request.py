@@ -20,6 +20,8 @@ from meshwright.spec.serve import ServeSpec
 
 LONGEST_STOP_STRING = 256
 MOST_STOP_IDS = 64
+MOST_PROMPT_LOGPROBS = 1 << 20
+"""Log probabilities of prompts in an answer at most, those of the likeliest tokens included: about 40 MB of JSON."""
 MOST_BAD_WORDS, LONGEST_BAD_WORD = 128, 256
 """Words of `bad_words`, and characters of one, at most."""
 WITHOUT_EFFECT = (
@@ -49,7 +51,6 @@ ONLY_DEFAULTS: Mapping[str, Any] = {
     "include_reasoning": True,
     "return_token_ids": False,
     "return_tokens_as_token_ids": False,
-    "prompt_logprobs": False,
 }
 """Keys of OpenAI's and vLLM's clients that this server has not, with their defaults, which are accepted."""
 _SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -79,11 +80,11 @@ class TextRequest:
     count: int
     """Texts for each prompt."""
     new_tokens: int
-    """New tokens of a text at most, if the context has room for them."""
+    """New tokens of a text at most, if the context has room for them; 0 for an answer about the prompt alone."""
     sampling: dict[str, Any]
     """Fields of `SamplingOptions`; without `seed` each prompt gets a random one."""
     logprobs: int | None
-    """Likeliest tokens to report for each new token; None: no log probabilities."""
+    """Likeliest tokens to report for each new token, and for each token of a prompt that is repeated; None: no log probabilities."""
     stop_ids: Sequence[int]
     stop_strings: Sequence[str]
     grammar: tuple[str, str] | None
@@ -107,6 +108,8 @@ class TextRequest:
     """The prompts' own texts, with which the texts begin; empty if they do not."""
     grammar_key: str = "response_format"
     """Key of the body that asks for the grammar."""
+    prompt_logprobs: int | None = None
+    """Likeliest tokens to report for each token of the prompts in vLLM's form; None: they are not reported so."""
     output: OutputFormat | None = None
     """How reasoning and tool calls are found in the texts; None if they are not."""
     special_tokens: bool = False
@@ -143,9 +146,8 @@ class TextRequest:
         return cls(**fields)
 
 
-def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tokens: int | None) -> TextRequest:
-    """The keys that completions and chats share. `new_tokens` is the default of `max_tokens`. Raises RequestError."""
-    spec = limits.spec
+def check_model(fields: Fields, limits: Limits) -> None:
+    """Take the key `model`. Raises RequestError for another one than is served."""
     model = fields.text("model", limits.model)
     if model not in ("", limits.model):
         raise RequestError(
@@ -154,23 +156,43 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
             param="model",
             code="model_not_found",
         )
+
+
+def read_shared(
+    fields: Fields, limits: Limits, *, logprobs: int | None, new_tokens: int | None, echo: bool = False
+) -> TextRequest:
+    """The keys that completions and chats share. `new_tokens` is the default of `max_tokens`. Raises RequestError.
+
+    `echo`: the texts begin with the prompts, whose log probabilities are reported if those of new tokens are.
+    """
+    spec = limits.spec
+    check_model(fields, limits)
     fields.ignore(*WITHOUT_EFFECT)
     count = fields.integer("n", 1, spec.max_choices, 1)
     if (best := fields.take("best_of")) is not None and best != count:
         raise RequestError(400, "best_of: expected the value of n; texts are not ranked", param="best_of")
     largest = spec.max_new_tokens or LARGEST_INTEGER  # what the context has no room for is cut
-    most = fields.integer("max_tokens", 1, largest, None)
-    most = fields.integer("max_completion_tokens", 1, largest, most)
+    of_prompt = _prompt_logprobs(fields, limits)
+    fewest = 0 if echo or of_prompt is not None else 1
+    most = fields.integer("max_tokens", fewest, largest, None)
+    most = fields.integer("max_completion_tokens", fewest, largest, most)
     ignore_end = fields.flag("ignore_eos")
     special_tokens = not fields.flag("skip_special_tokens", True)
     stop_ids = [*_stop_ids(fields, limits.vocab), *(() if ignore_end else limits.files.stop_ids)]
     stop_strings = _stop_strings(fields, spec.max_stop_strings)
     least = fields.integer("min_tokens", 0, limits.new_tokens if most is None else most, 0)
     sampling = _sampling(fields, limits, logprobs, least if stop_ids or stop_strings else 0)
+    scored = [most for most in (of_prompt, logprobs if echo else None) if most is not None]
+    if scored:
+        sampling["prompt_logprobs"] = max(scored)
     grammar = read_grammar(fields)
+    if echo and logprobs is not None and most is not None and most <= 1 and grammar is None:
+        stop_ids = []  # who scores texts counts on an entry for the new token, be it one that ends texts
     if grammar is not None and ignore_end:
         raise RequestError(400, "ignore_eos: a text that follows a schema needs its end", param="ignore_eos")
     stream = fields.flag("stream")
+    if stream and of_prompt is not None:
+        raise RequestError(400, "prompt_logprobs: needs stream: false", param="prompt_logprobs")
     options = fields.section("stream_options")
     include_usage = options is not None and options.flag("include_usage")
     continuous_usage = options is not None and options.flag("continuous_usage_stats") and include_usage
@@ -179,9 +201,11 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
         options.finish()
         if not stream:
             raise RequestError(400, "stream_options: needs stream: true", param="stream_options")
+    if most is None:
+        most = new_tokens or limits.new_tokens
     request = TextRequest(
         count=count,
-        new_tokens=min(most or new_tokens or limits.new_tokens, limits.new_tokens),
+        new_tokens=min(most, limits.new_tokens),
         sampling=sampling,
         logprobs=logprobs,
         stop_ids=stop_ids,
@@ -195,6 +219,7 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
         special_tokens=special_tokens,
         priority=-fields.integer("priority", -LARGEST_PRIORITY, LARGEST_PRIORITY, 0),  # as vLLM: lower ones first
         salt=_salt(fields),
+        prompt_logprobs=of_prompt,
     )
     return request if grammar is None else replace(request, grammar_key=grammar.key)
 
@@ -212,6 +237,14 @@ def check_prompts(request: TextRequest, limits: Limits, key: str) -> None:
             raise RequestError(400, f"{key}: the prompt has no tokens", param=key)
         if len(prompt) >= limits.context:
             raise too_long(str(len(prompt)), limits.context, key)
+    most = request.sampling.get("prompt_logprobs")
+    if most is not None and (wanted := request.prompt_tokens * request.count * (1 + most)) > MOST_PROMPT_LOGPROBS:
+        raise RequestError(
+            400,
+            f"{key}: asks for {wanted} log probabilities of prompts, those of the likeliest tokens included; expected at most "
+            f"{MOST_PROMPT_LOGPROBS}: send fewer or shorter prompts, or ask for fewer of the likeliest tokens",
+            param=key,
+        )
 
 
 def too_long(tokens: str, context: int, key: str) -> RequestError:
@@ -234,6 +267,13 @@ def token_ids(value: object, key: str, vocab: int) -> list[int]:
         if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < vocab:
             raise wrong(key, f"token ids from 0 to {vocab - 1}", id)
     return value
+
+
+def _prompt_logprobs(fields: Fields, limits: Limits) -> int | None:
+    """The key `prompt_logprobs`; some clients send false, which counts as absent."""
+    if fields.take("prompt_logprobs") is False:
+        return None
+    return fields.integer("prompt_logprobs", 0, limits.spec.max_logprobs, None)
 
 
 def _stop_ids(fields: Fields, vocab: int) -> list[int]:

@@ -104,12 +104,12 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, l
         schema = function.get("parameters") or {}
         properties = schema.get("properties")
         if isinstance(properties, dict):
-            of_function = {name: _types(value, schema) for name, value in properties.items()}
+            of_function = {name: schema_types(value, schema) for name, value in properties.items()}
             found[function["name"]] = {name: types for name, types in of_function.items() if types}
     return found
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[str]:
+def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[str]:
     """The JSON types of a schema, through references within `root` and alternatives."""
     if not isinstance(schema, dict) or depth > MOST_REFERENCES:
         return []
@@ -122,15 +122,16 @@ def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[str]
         target: Any = root
         for step in reference.removeprefix("#/").split("/"):
             target = target.get(step) if isinstance(target, dict) else None
-        return _types(target, root, depth + 1)
-    options = [option for key in ("anyOf", "oneOf", "allOf") for option in _listed(schema.get(key))]
-    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
-    names = [name for option in options for name in _types(option, root, depth + 1)]
+        return schema_types(target, root, depth + 1)
+    options = [option for key in ("anyOf", "oneOf", "allOf") for option in listed(schema.get(key))]
+    values = [*listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    names = [name for option in options for name in schema_types(option, root, depth + 1)]
     return [
         *names,
         *("string" if isinstance(value, str) else "null" if value is None else "number" for value in values),
     ]
 
 
-def _listed(value: object) -> list[Any]:
+def listed(value: object) -> list[Any]:
+    """The value if it is a list; else an empty one."""
     return value if isinstance(value, list) else []

@@ -184,21 +184,31 @@ class UnitCosts:
     def copy_in(self, unit: Unit) -> float:
         """Compute seconds that a reduction's copies cost: into the buffer and, on another stream, onto the gradient shard."""
         precision, shards, sent = self.plan.precision, shard_size(self.plan), bytes_of(self.plan.precision.reduce)
-        accumulated = (
-            self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
-        )
+        if self._casts_once:
+            return self._copy_in_of_one_rank(unit)
         parameters, width = self.parameters(unit), bytes_of(precision.compute) + sent
         count = parameters.count
-        if self._casts_once and gradients_final_in_backward(self.model, self.plan):
-            return 0.0
-        if self._casts_once:
-            return self.accumulate(unit) if accumulated else self._memory_seconds(count * width)
         # A rank without sharding scales its gradients into another buffer and copies that.
         side_bytes = 4.0 * sent if shards == 1 else 0.0
-        if accumulated:
+        if self._sums_every_micro_batch(unit):
             side_bytes += (bytes_of(precision.stored) + 2 * self._summed_bytes) / shards
         padding = parameters.dense * (1 / number(self.cost_inputs.constants.packing) - 1) if shards > 1 else 0.0
         return self._memory_seconds((count + padding) * width, count * side_bytes)
+
+    def _copy_in_of_one_rank(self, unit: Unit) -> float:
+        """`copy_in` on one rank: it adds a gradient to the earlier sum, and casts a sum or a gradient whose format is not the shard's."""
+        precision = self.plan.precision
+        if self._sums_every_micro_batch(unit):
+            return self.accumulate(unit)
+        before = bytes_of(precision.reduce if self.plan.batch.accumulate > 1 else precision.compute)
+        stored = bytes_of(precision.stored)
+        if before == stored or gradients_final_in_backward(self.model, self.plan):
+            return 0.0
+        return self._memory_seconds(self._trained_share(unit) * self.parameters(unit).count * (before + stored))
+
+    def _sums_every_micro_batch(self, unit: Unit) -> bool:
+        """Whether each micro-batch's gradients of the unit are reduced and added to the shard's."""
+        return self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
 
     def accumulate(self, unit: Unit) -> float:
         """Compute seconds to accumulate a micro-batch's gradients in the dtype of the reduction: two reads, one write.

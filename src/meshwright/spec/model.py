@@ -50,6 +50,8 @@ SCALINGS = ("rope_scaling", "yarn", "longrope")
 """Keys of scalings of the rotary frequencies, of which a model, or a kind of layer, has one at most."""
 EXPERT_RANKS = 8
 """Adapters of experts have a multiple of this rank: grouped matrix products read rows of 16 bytes."""
+SCORE = "head.score"
+"""Weight of a head that gives a score."""
 MOST_PARAMETERS = 10**15
 """Weights of a model: more exceed the arithmetic of the cost model."""
 
@@ -144,6 +146,9 @@ class ModelSpec:
     """Factor of the head's input, and so of the logits (Granite)."""
     tied: bool = False
     """The head is the transposed token embedding."""
+    head: Literal["vocabulary", "score"] = "vocabulary"
+    """What the head computes of a token: a logit for each row of the vocabulary, or one number, the score of the text up to it. Only
+    `preference.loss: reward` trains a score, and sets this key."""
     parallel_block: bool = False
     """Attention and feed-forward network read one norm and are added together (MegaScale §3.1)."""
     score_scale: Annotated[float, Bound(more_than=0)] | None = None
@@ -250,6 +255,11 @@ class ModelSpec:
     def embedding_at_both_ends(self) -> bool:
         """Whether the last stage uses the token embedding too: as a tied head, or in prediction modules."""
         return self.tied or self.prediction_depth > 0
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the head computes of a token."""
+        return 1 if self.head == "score" else self.vocab_size
 
     @property
     def residual_norm(self) -> NormSpec:
@@ -372,6 +382,9 @@ def layer_mistakes(spec: ModelSpec) -> Iterator[tuple[str, str, str]]:
         yield "qk_norm_whole", "true", "false without qk_norm"
     if spec.qk_norm_rotated and (not spec.qk_norm or spec.qk_norm_whole):
         yield "qk_norm_rotated", "true", "false without qk_norm, or with qk_norm_whole"
+    for key in ("tied", "prediction_depth") if spec.head == "score" else ():
+        if value := getattr(spec, key):
+            yield key, str(value).lower(), f"{str(type(value)(0)).lower()} with head: score"
     if len(scalings := [key for key in SCALINGS if getattr(spec, key) is not None]) > 1:
         yield scalings[1], "a section", f"none beside {scalings[0]}: a model has one scaling"
     if spec.mlp == "clamped_swiglu" and (not all(routed) or spec.shared_expert_hidden):
@@ -503,19 +516,25 @@ def mixture_of(spec: ModelSpec) -> MixtureSpec:
 
 @lru_cache(maxsize=64)  # the planner calls it for every layout
 def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Every weight of the model in the order the module registers them; a tied head is not listed."""
+    """Every weight of the model in the order the module registers them; a tied head is not listed.
+
+    A score's weight is trained beside adapters too: it is new.
+    """
     weights = [_matrix("embed.weight", spec.vocab_size, spec.hidden, spec.init_std, "rows")]
     if spec.positions == "learned":
         weights.append(_matrix("positions.weight", spec.max_seq_len, spec.hidden, spec.init_std))
     for layer in range(spec.layers):
         weights.extend(layer_parameters(spec, layer))
     weights.extend(_norm(spec, "norm"))
-    if not spec.tied:
+    if spec.head == "score":
+        # So a score's deviation is 1 where the norm's weights are 1 (Stiennon et al. 2020).
+        weights.append(_matrix(SCORE, 1, spec.hidden, 1 / math.sqrt(spec.hidden + 1)))
+    elif not spec.tied:
         weights.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std, "rows"))
     for depth in range(spec.prediction_depth):
         weights.extend(prediction_parameters(spec, depth))
     if spec.adapter is not None:
-        weights = [weight if weight.adapter else as_frozen(weight) for weight in weights]
+        weights = [weight if weight.adapter or weight.name == SCORE else as_frozen(weight) for weight in weights]
     return tuple(weights)
 
 
@@ -563,13 +582,18 @@ def active_parameter_count(spec: ModelSpec) -> int:
 
 @lru_cache(maxsize=64)  # a search asks for it with every plan
 def trained_parameter_count(spec: ModelSpec) -> int:
-    """Weights that a run trains: all, or those of its adapters."""
+    """Weights that a run trains: all, or those of its adapters and of a score."""
     return sum(parameter.count for parameter in parameters(spec) if not parameter.frozen)
 
 
 def without_adapter(spec: ModelSpec) -> ModelSpec:
     """The model without its adapters: the same base."""
     return spec if spec.adapter is None else replace(spec, adapter=None)
+
+
+def with_score(spec: ModelSpec) -> ModelSpec:
+    """The model with a head that gives a score."""
+    return replace(spec, head="score", tied=False)
 
 
 def adapter_targets(spec: ModelSpec) -> tuple[str, ...]:
@@ -597,8 +621,8 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     runs = (*sequence(spec), *(predicting if spec.prediction_depth else ()))
     blocks = sum(run.count * block_flops_per_token(run.block, seq_len, causal=causal) for run in runs)
     matmul = spec.prediction_depth * 2 * spec.hidden * spec.hidden
-    matmul += (1 + spec.prediction_depth) * spec.vocab_size * spec.hidden
-    return blocks + (6.0 if spec.adapter is None else 4.0) * matmul
+    matmul += (1 + spec.prediction_depth) * spec.outputs * spec.hidden
+    return blocks + (6.0 if spec.adapter is None or spec.head == "score" else 4.0) * matmul
 
 
 def block_flops_per_token(block: BlockSpec, seq_len: int, *, causal: bool) -> float:

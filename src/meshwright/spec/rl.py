@@ -17,10 +17,13 @@ Estimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """A Python function that judges answers, in processes of its own."""
+    """How answers are judged: by a Python function in processes of its own, or by a reward model beside the engine."""
 
-    file: str
-    """Python file."""
+    file: str | None = None
+    """Python file of the function."""
+    model: str | None = None
+    """Folder of a reward model instead: of a run with `preference.loss: reward`, a checkpoint of one, or a Hugging Face folder with
+    one label. It has the tokenizer of the data; each rank has a copy. The score of a question with its answer is the reward."""
     function: str = "reward"
     """Its function `(prompt, answer, record)`, which returns a number, or None where it has no verdict. `record["reference"]` is the
     answer of the corpus."""
@@ -31,12 +34,21 @@ class RewardSpec:
     memory_gib: Annotated[float, Bound(more_than=0)] = 4.0
     """Address space of a process at most."""
 
-    def check_file(self) -> None:
-        """Raise BadInput unless the file exists."""
-        if not Path(self.file).is_file():
+    def check_path(self) -> None:
+        """Raise BadInput unless the file or folder exists."""
+        if self.file is not None and not Path(self.file).is_file():
             raise BadInput(
                 f"rl.reward.file: expected a Python file, got {self.file}, which is none", key="rl.reward.file"
             )
+        if self.model is not None and not Path(self.model).is_dir():
+            raise BadInput(
+                f"rl.reward.model: expected the folder of a reward model, got {self.model}, which is none",
+                key="rl.reward.model",
+            )
+
+    def __str__(self) -> str:
+        """What judges, for people."""
+        return f"{self.function} of {self.file}" if self.model is None else f"the reward model {self.model}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +69,9 @@ class RlSpec:
     """How answers are judged."""
     samples: Annotated[int, Bound(at_least=2)] = 8
     """Answers to each of the `train.global_batch` prompts of a step, which are compared with each other."""
+    updates: Positive = 1
+    """Steps whose answers are sampled together, by the weights before the first of them: mini-batches of one batch of answers. The batch
+    has `updates` times `train.global_batch` prompts, and each step is one update by the answers to its own prompts."""
     new_tokens: Positive = 256
     """Tokens of an answer at most; an answer without an end by then is truncated."""
     temperature: Annotated[float, Bound(more_than=0)] = 1.0
@@ -85,6 +100,10 @@ class RlSpec:
     """Penalty for the distance to the first weights."""
     exact: bool = False
     """Whether the trainer's forward gives the engine's log-probabilities bit for bit; refused where it cannot."""
+    presumed_question: Positive | None = None
+    """Mean tokens of a question that predictions before a run presume; none is half of what `new_tokens` leaves of `train.seq_len`."""
+    presumed_answer: Positive | None = None
+    """Mean tokens of an answer that predictions before a run presume; none is half of `new_tokens`. A run's account takes its own."""
     cache_tokens: NotNegative = 0
     """Tokens of the key/value cache of each rank's engine at most; 0 holds the longest texts of all answers that run at a time."""
 

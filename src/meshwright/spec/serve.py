@@ -75,6 +75,8 @@ class HttpSettings:
     """Most stop strings of a request."""
     drain_seconds: Annotated[float, Bound(at_least=0)] = 30.0
     """Longest time that SIGTERM waits for running requests."""
+    page: bool = True
+    """Whether a browser gets a page at `/` to talk to the model and see its load."""
     log_requests: bool = True
     """Whether each request but of /health is logged on stderr: number, path, status, tokens and seconds; never its text."""
 

@@ -9,37 +9,40 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.events.span import PHASES
-from meshwright.observe.number_text import duration
 from meshwright.observe.prediction_account import (
     COMPARED_STEPS,
     FEWEST_STEPS,
     KEPT_STEPS,
     WARM_UP,
     Account,
+    Comparison,
+    Part,
     TypicalStep,
     account_lines,
     compare_with_prediction,
     typical_step,
 )
 from meshwright.parallel.world import World
+from meshwright.planner.rollout_time import rl_seconds
+from meshwright.spec.errors import BadInput
 from meshwright.training.reporting import Reporter
 from meshwright.training.session import Session
 from meshwright.training.waiting import DataWait
 
 Summary = Mapping[str, Any]
-NOT_PREDICTED: Mapping[str, Any] = dict.fromkeys(
-    ("step_seconds", "low_seconds", "high_seconds", "tokens_per_second_per_gpu", "mfu", "breakdown")
-)
-"""Figures of a prediction that hold for steps of `train.global_batch` only, not for those that sample their answers."""
-SAMPLING = {"rollout_seconds": "sampling and judging", "handover_seconds": "hand-over of weights"}
-"""Figures of a step with `rl` in which the trainer waits, and their names for people."""
+PARTS = {
+    "handover_seconds": ("hand-over of weights", "handover"),
+    "rollout_seconds": ("sampling", "rollout"),
+    "rewards_seconds": ("waiting for rewards", None),
+}
+"""Figures of a step with `rl` in which the trainer waits: their names for people, and in the prediction; training is what they leave."""
 
 
 class Accounting:
@@ -80,23 +83,54 @@ class Accounting:
         measured = over_ranks(measured, self._session.world)
         if timeline is not None and timeline["steps"][0] <= self._cold:
             timeline = None
-        if self._session.rollouts is not None:
-            predicted = replace(predicted, **NOT_PREDICTED)
         comparison = compare_with_prediction(predicted, measured, timeline)
         if self._session.rollouts is not None:
-            comparison = replace(comparison, samples=True)
-        lines = [*account_lines(comparison, str(self._session.folder)), *_sampling_line(records)]
+            comparison = self._with_sampling(comparison, records)
+        lines = account_lines(comparison, str(self._session.folder))
         self.reporter.account(self._session.step, comparison, lines)
         return comparison
 
+    def _with_sampling(self, account: Account, records: Sequence[Mapping[str, Any]]) -> Account:
+        """The account of steps that sample what they train on, by the lengths that their answers had."""
+        session = self._session
+        assert session.rollouts is not None
+        expected, reason = None, ""
+        try:
+            each = [rl_seconds(session.run, session.plan, *batch) for batch in session.rollouts.recent]
+            expected = {
+                name: fmean(getattr(seconds, name) for seconds in each) for name in ("handover", "rollout", "training")
+            }
+        except BadInput as error:
+            reason = str(error)
+        whole = fmean(record["step_seconds"] for record in records)
+        parts = [
+            _part(name, fmean(record[key] for record in records), expected, of_prediction)
+            for key, (name, of_prediction) in PARTS.items()
+        ]
+        parts.append(_part("training", whole - sum(part.measured_seconds for part in parts), expected, "training"))
+        total = None if expected is None else sum(expected.values())
+        step = Comparison(measured=whole, predicted=total)
+        return replace(
+            account,
+            step_seconds=step,
+            tokens_per_second_per_gpu=_without_prediction(account.tokens_per_second_per_gpu),
+            mfu=_without_prediction(account.mfu),
+            parts=tuple(parts),
+            samples=True,
+            unpredicted=reason,
+        )
 
-def _sampling_line(records: Sequence[dict[str, Any]]) -> list[str]:
-    """The parts of a step that samples what it trains on: medians, of which training is what the others leave."""
-    if not all("rollout_seconds" in record for record in records):
-        return []
-    whole, *parts = (median(record[key] for record in records) for key in ("step_seconds", *SAMPLING))
-    texts = (f"{name} {duration(seconds)}" for name, seconds in zip(SAMPLING.values(), parts, strict=True))
-    return [f"  {', '.join(texts)}, training {duration(whole - sum(parts))}"]
+
+def _part(name: str, measured: float, expected: Mapping[str, float] | None, of_prediction: str | None) -> Part:
+    known = expected is not None and of_prediction is not None
+    return Part(
+        name=name, measured={name: measured}, predicted={name: expected[of_prediction]} if known else {}, known=known
+    )
+
+
+def _without_prediction(rate: Comparison | None) -> Comparison | None:
+    """A rate of a step, of which only one of `train.global_batch` rows is predicted."""
+    return None if rate is None else Comparison(measured=rate.measured)
 
 
 def over_ranks(rank_step: TypicalStep, world: World) -> TypicalStep:

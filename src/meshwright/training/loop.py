@@ -250,7 +250,7 @@ def _one_step(
     if rollouts is not None:
         host |= rollouts.end_step()
         if step == 1 or _due(-(-session.run.train.steps // MOST_ANSWERS), step):
-            accounting.reporter.answers(step, *rollouts.answers_to_read())
+            accounting.reporter.answers(step, rollouts.answers_to_read())
     if read.lengths is not None:
         host |= sample_figures(step, read.lengths, read.padding)
     for record in figures.push(step, result, host, read.lengths, len(range(*read.samples))):

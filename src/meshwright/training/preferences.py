@@ -49,7 +49,8 @@ class PreferenceRun:
         self.objective = PreferenceObjective(spec, session.data.order.names, device)
         self._held_out = None
         if session.held_out is not None:
-            self._held_out = PreferenceObjective(spec, session.held_out.source.order.names, device)
+            names = session.held_out.source.order.names
+            self._held_out = PreferenceObjective(spec, names, device, calibrates=True)
         self.note: str | None = None
         """A sentence about the log-probabilities of the reference that this start has computed."""
 
@@ -120,13 +121,15 @@ class PreferenceRun:
         missing = [each.missing(found) for each, found in zip(wanted, stored, strict=True)]
         if any(len(windows) for windows in missing):
             self._load()
+            tokens = session.plan.batch.micro_batch * session.run.train.seq_len * session.mesh.data_ranks
+            rate = PassRate(tokens)
             with self._acting(on_action):
                 for each, found, windows in zip(wanted, stored, missing, strict=True):
-                    self._compute(each, found, windows)
+                    self._compute(each, found, windows, rate)
             ranks.run_on_first("writing log-probabilities", lambda: self._write(wanted, stored, weights))
             self._restore()
             count = sum(len(each.layout.answers_of(windows)) for each, windows in zip(wanted, missing, strict=True))
-            self.note = f"reference log-probabilities of {count:,} answers computed in {time.monotonic() - began:.1f} s"
+            self.note = f"reference log-probabilities of {count:,} answers computed in {time.monotonic() - began:.1f} s{rate.words}"
         for each, found in zip(wanted, stored, strict=True):
             each.source.reference, each.source.mismatched_reference = found["answers"], found.get("mismatched")
 
@@ -188,7 +191,7 @@ class PreferenceRun:
         if session.run.model.adapter is not None and self._spec.reference != START:
             session.base = load_base(session.engine, session.run.model, session.run.model.init, session.run.seed)
 
-    def _compute(self, wanted: _Wanted, found: Mapping[str, np.ndarray], windows: np.ndarray) -> None:
+    def _compute(self, wanted: _Wanted, found: Mapping[str, np.ndarray], windows: np.ndarray, rate: PassRate) -> None:
         """Compute the log-probabilities of the answers in these windows, and put them into `found`. Collective."""
         session, device = self._session, self._session.world.device
         sums = {name: torch.zeros(wanted.documents, dtype=torch.float64, device=device) for name in self._names}
@@ -198,6 +201,7 @@ class PreferenceRun:
                 for batch, values in _log_probabilities(session, given):
                     present = batch.columns["signs"] != 0
                     total.index_add_(0, batch.columns["answers"][present], answers_of(values, batch).totals[present])
+            rate.end_pass(len(batches))
         numbers = wanted.layout.answers_of(windows)
         for name, total in sums.items():
             whole = session.mesh.sum_over_all(counted_once(total, session.mesh)).cpu().numpy()
@@ -215,28 +219,56 @@ class PreferenceRun:
 
 PAIRS = PreferenceSpec(loss="simpo", too_long="leave_out")
 """Reads pairs to compare their answers without a reference."""
+SCORED_PAIRS = PreferenceSpec(loss="reward", too_long="leave_out")
+"""Reads pairs to compare the scores that a reward model gives their answers."""
 
 
 @torch.no_grad()
 def evaluate_pairs(model: Decoder, held_out: HeldOut, *, micro_batch: int, device: torch.device) -> Evaluation:
     """How often a whole model finds the chosen answer of a pair likelier per token; the loss is that of chosen answers, nat per token.
 
-    `held_out` was opened with `PAIRS`.
+    Of a reward model: how often it has the higher score, the loss of pairs, and how well its probabilities are calibrated.
+    `held_out` was opened with `PAIRS`, for a reward model with `SCORED_PAIRS`.
     """
-    objective = PreferenceObjective(PAIRS, held_out.source.order.names, device)
-    tied = model.embed.weight if model.head.weight is None else None
+    spec = SCORED_PAIRS if model.spec.head == "score" else PAIRS
+    objective = PreferenceObjective(spec, held_out.source.order.names, device, calibrates=True)
+    tied, loss = model.embed.weight if model.spec.tied else None, torch.zeros((), dtype=torch.float64, device=device)
     for indices in held_out.samples.values():
         size = {"micro_batch": micro_batch, "at_once": 1}
         for batches in window_passes(_Drawn(held_out, indices), len(indices), device, rank=0, ranks=1, **size):
             for batch in batches:
                 assert batch.targets is not None
                 hidden = model.hidden(batch.tokens, batch.positions, batch.documents)
-                objective.loss(model.head.log_probabilities(hidden, batch.targets, tied), batch)
+                loss += objective.loss(model.head.log_probabilities(hidden, batch.targets, tied), batch)
     sums = objective.take().tolist()
     found, counts = objective.figures(sums), objective.counts(sums)
+    if spec.scores:
+        return Evaluation(loss.item() / max(counts.judged, 1), round(counts.tokens), None, preferences=found)
     means = {f"{name}_logprob": float(found[f"{name}_reward"]) / PAIRS.scale for name in ("chosen", "rejected")}
     shown = {name: found[name] for name in ("pairs", "likelier", "chosen_tokens", "rejected_tokens")}
     return Evaluation(-means["chosen_logprob"], round(counts.tokens), None, preferences=shown | means)
+
+
+class PassRate:
+    """The rate of forward passes, without the first, in which kernels may be compiled; `tokens` are those of a micro-batch on all ranks."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens, self._counted, self._first, self._last = tokens, 0, 0.0, 0.0
+
+    def end_pass(self, micro_batches: int) -> None:
+        """Count a pass whose results the host has waited for."""
+        self._last = time.monotonic()
+        if self._first:
+            self._counted += micro_batches
+        else:
+            self._first = self._last
+
+    @property
+    def words(self) -> str:
+        """The rate for people; empty with one pass."""
+        if not self._counted:
+            return ""
+        return f", {self._counted * self._tokens / (self._last - self._first):,.0f} tokens/s after the first pass"
 
 
 SPARE_STEPS = 16

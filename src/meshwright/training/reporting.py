@@ -110,7 +110,8 @@ class Reporter:
         step, seconds = record["step"], record["step_seconds"]
         if self._start:
             wall_time.start(step - 1, sum(self._start.phases.values()) + seconds, seconds)
-        data_seconds = record.get("phases", {}).get("data", record["data_wait_seconds"])
+        samples = "rollout_seconds" in record  # its batch is work of the run, no wait
+        data_seconds = 0.0 if samples else record.get("phases", {}).get("data", record["data_wait_seconds"])
         wall_time.step(step, data_seconds, skipped=bool(record.get("update_skipped")))
         self._last_step = step
 
@@ -164,11 +165,11 @@ class Reporter:
         if self._progress:
             self._progress.note(text)
 
-    def answers(self, step: int, question: str, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Record some answers of a step with `rl`, for people to read."""
+    def answers(self, step: int, details: Mapping[str, Any]) -> None:
+        """Record some answers of a step with `rl`, for people to read, and the lengths of all."""
         if self._metrics:
             with self.writing():
-                self._metrics.write_answers(step, question, answers)
+                self._metrics.write_answers(step, details)
 
     def checkpoint(self, step: int, path: Path, text: str) -> None:
         """Report that the checkpoint of `step` is durable."""

@@ -100,6 +100,9 @@ def _continue_from(session: Session, state: dict[str, Any]) -> None:
         session.decisions.restore(state)
     session.optimizer.set_steps(session.numerics.updates(session.step))
     session.data.restore_order(state.get("data"))
+    session.loaded = state
+    if session.rollouts is not None:
+        session.rollouts.restore(state)
 
 
 def first_sample(state: Mapping[str, Any], batches: BatchSizes, skipped: Sequence[SampleRange]) -> int:

@@ -20,7 +20,7 @@ from meshwright.parallel.apply import Engine
 from meshwright.spec.blocks.table import ADAPTER
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Box
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
+from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters, without_adapter
 from meshwright.state.parts import StateParts
 
 log = logging.getLogger("meshwright")
@@ -46,7 +46,7 @@ def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) 
             log.warning("%s", note)
         specs = {parameter.name: parameter for parameter in parameters(spec)}
         for name, parts in weights.items():
-            for box, elements in parts.pieces():
+            for box, elements in parts.pieces() if not (initial.without_score and name == SCORE) else ():
                 _fill(elements, box, specs[name], initial)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,6 +96,8 @@ class Session:
     next_sample: int = 0
     samples_of: dict[int, SampleRange] = field(default_factory=dict)
     steps_before: int | None = None
+    loaded: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values of the checkpoint that was loaded last."""
     rollouts: Rollouts | None = None
     """Reads the steps of a run with reinforcement learning."""
     preferences: PreferenceRun | None = None
@@ -144,7 +146,10 @@ class Session:
 
     def phases(self, step: int) -> dict[str, float]:
         """Seconds of a step by phase; empty if the run does not report them."""
-        return self.recorder.step_times(step) if self.run.observe.phases else {}
+        seconds = self.recorder.step_times(step) if self.run.observe.phases else {}
+        if self.rollouts is not None and "data" in seconds:
+            seconds["rollout"] = seconds.pop("data")
+        return seconds
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -166,6 +171,7 @@ class Session:
         # A background save describes its step when later steps have been launched.
         others |= {} if self.base is None else {BASE: self.base}
         next_sample = self.samples_of[step][1] if step in self.samples_of else self.next_sample
+        others |= {} if self.rollouts is None else self.rollouts.state(next_sample)
         return run_state(step, self.run.train, tokens, next_sample, self.data.record(), others)
 
     def state(self) -> dict[str, StateParts]:
@@ -263,6 +269,7 @@ def open_session(
         from meshwright.rl.rollouts import Rollouts
 
         session.rollouts = Rollouts(run, plan, mesh, engine.weights, data, Ranks(world.control), world.device_group)
+        session.rollouts.restore(session.loaded)
     clock.end("load")
     if world.leads:
         _write_environment(folder)

@@ -141,7 +141,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         attention=tuple(_attention(model, train, plan)),
         elementwise_bytes=rank_tokens * _elementwise_elements(model) * bytes_of(plan.precision.compute),
         quantise_bytes=rank_tokens * _quantised_bytes(model, plan),
-        loss_bytes=rank_tokens * (1 + model.prediction_depth) * model.vocab_size * 2 * bytes_of(plan.precision.compute),
+        loss_bytes=rank_tokens * (1 + model.prediction_depth) * model.outputs * 2 * bytes_of(plan.precision.compute),
         copy_bytes=owned * CAST + _summed_bytes(model, plan, unsharded),
         parameters=owned,
         norm_bytes=owned
@@ -193,7 +193,8 @@ def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) ->
                     yield LinearWork(m, k, n, number_format, share * count * in_block * float(product.count))
     chunk = min(int(step.tokens), train.loss_chunk)
     uses = 1 + model.prediction_depth
-    yield LinearWork(chunk, model.hidden, model.vocab_size // tensor_ranks, compute_dtype, uses * step.tokens / chunk)
+    outputs = max(1, model.outputs // tensor_ranks)
+    yield LinearWork(chunk, model.hidden, outputs, compute_dtype, uses * step.tokens / chunk)
     if model.prediction_depth:
         own = max(1, int(step.tokens) // tensor_ranks)
         yield LinearWork(own, 2 * model.hidden, model.hidden, compute_dtype, model.prediction_depth)

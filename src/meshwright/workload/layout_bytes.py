@@ -81,17 +81,16 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
     scores = formats.scores * score_gradient_bytes(model, layout.micro_batch, layout.seq / layout.context, width)
     pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
     reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
-    whole = reduces_once & (shards > 1)
     trained, trained_ends = sizes.trained, trained_share(model, None)
     owned_ends = rank_ends / shards
     owned_trained = (owned - owned_ends) * trained + owned_ends * trained_ends
     shard_sums = sums_beside_activations(
         formats, owned_trained, block * trained, loss_parameters * trained_ends, shards
     )
-    sums = np.where(whole, (layers * block * trained + rank_ends * trained_ends) * formats.reduce, shard_sums)
+    sums = np.where(reduces_once, (layers * block * trained + rank_ends * trained_ends) * formats.reduce, shard_sums)
     sums = np.where((pending_micro_batches > 0) | (micro_batches <= 1), 0.0, sums)
     paired = np.asarray(layout.paired) > 0
-    pair_sums = np.where(paired & ~whole, block * trained * formats.reduce, 0.0)
+    pair_sums = np.where(paired & ~reduces_once, block * trained * formats.reduce, 0.0)
     sums = np.where(paired & (micro_batches <= 2), pair_sums, sums + pair_sums)
     return RankTensors(
         owned=owned,
@@ -115,7 +114,7 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
         tokens=tokens,
         width=width,
         hidden=model.hidden,
-        vocab=model.vocab_size,
+        outputs=model.outputs,
         gradients_final=layout.gradients_final_in_backward(model.embedding_at_both_ends),
         pending=pending_micro_batches,
         pending_head=np.where(forwards_first, micro_batches, np.maximum(1.0, pending_micro_batches)),

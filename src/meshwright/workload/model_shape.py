@@ -54,6 +54,8 @@ class Shape:
     vocab: Array
     tied: Array
     """1 when the head shares the embedding's weights."""
+    score: Array = 0.0
+    """1 when the head gives one score in place of logits."""
     linears: tuple[LinearColumns, ...]
     """The distinct linear layers of the blocks."""
     heads: Array
@@ -163,12 +165,22 @@ class Shape:
 
     @property
     def table_params(self) -> Array:
-        """Weights of the embedding (the head has as many unless tied)."""
+        """Weights of the embedding."""
         return self.vocab * self.hidden
 
     @property
+    def outputs(self) -> Array:
+        """Numbers that the head computes of a token."""
+        return self.vocab + self.score * (1 - self.vocab)
+
+    @property
+    def end_params(self) -> Array:
+        """Weights of the embedding and of a head of its own."""
+        return self.table_params + (1 - self.tied) * self.outputs * self.hidden
+
+    @property
     def params(self) -> Array:
-        return self.dense_params + self.expert_params + (2 - self.tied) * self.table_params
+        return self.dense_params + self.expert_params + self.end_params
 
 
 def embedding_at_both_ends(shape: Shape) -> Array:
@@ -187,6 +199,7 @@ def shape_of(model: ModelSpec, seq_len: int, *, kind: int | None = None) -> Shap
         shape_of_runs(tuple((run.block, run.count) for run in runs), layers=model.layers, seq_len=seq_len),
         vocab=model.vocab_size,
         tied=float(model.tied),
+        score=float(model.head == "score"),
         frozen=float(model.adapter is not None),
         trained=trained_parameter_count(model) / parameter_count(model),
         predictions=model.prediction_depth,

@@ -291,7 +291,7 @@ def _rank_tensors(
         "tokens": tokens,
         "width": plan.axis_size("tensor"),
         "hidden": model.hidden,
-        "vocab": model.vocab_size,
+        "outputs": model.outputs,
         "pending": pending_micro_batches,
         "gradients_final": gradients_final_in_backward(model, plan),
         "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
@@ -367,13 +367,11 @@ def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], numb
     ends, blocks = part.ends * part.trained_ends / shards, list(zip(reduced_once, part.trained, strict=True))
     summed = sum(count * share for (once, share), count in zip(blocks, part.shards, strict=True) if not once)
     summed += 0 if reduced_once[-1] else ends
-    # On one rank a unit's own sum is as large as its shard's.
-    width = number_formats.reduce if shards > 1 else number_formats.stored
     whole = sum(count * share for (once, share), count in zip(blocks, part.blocks, strict=True) if once)
     whole += part.ends * part.trained_ends if reduced_once[-1] else 0
     largest, head = max(part.blocks) * max(part.trained), part.head * part.trained_ends
     sums = sums_beside_activations(number_formats, summed, largest, head, shards)
-    return float(sums) + float(width) * whole + pair * (not any(reduced_once))
+    return float(sums) + float(number_formats.reduce) * whole + pair * (not any(reduced_once))
 
 
 def finishes_each_micro_batch(plan: Plan) -> bool:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 
+from meshwright.config.complete import dimensions_of_run
+from meshwright.families.folder import folder_spec
 from meshwright.spec.engine import EngineOptions
-from meshwright.spec.model import parameter_count
+from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.fields import from_plain
+from meshwright.spec.model import ModelSpec, parameter_count, without_adapter
 from meshwright.spec.run import RunSpec
 from meshwright.workload.cache_size import CacheRoom, activation_bytes, bytes_per_block, layer_groups
 
+SCORED_TOKENS = 1 << 15
+"""Tokens of a batch that a reward model scores at most (`serve.reward_scorer.MOST_TOKENS`)."""
 MOST_REQUESTS = 256
 """Answers that an engine computes beside each other."""
 
@@ -20,7 +28,7 @@ def rollout_options(run: RunSpec, ranks: int) -> EngineOptions:
     has 1 + 128 · 65 blocks.
     """
     assert run.rl is not None
-    prompts = -(-run.train.global_batch // ranks)
+    prompts = -(-run.train.global_batch * run.rl.updates // ranks)
     requests = min(MOST_REQUESTS, prompts * run.rl.samples)
     context = min(run.train.seq_len + 1, run.model.max_seq_len)
     sizes = EngineOptions(sequences=requests, context=context, invariant=run.rl.exact, texts=False)
@@ -30,7 +38,7 @@ def rollout_options(run: RunSpec, ranks: int) -> EngineOptions:
 
 
 def rollout_bytes(run: RunSpec, ranks: int, itemsize: int) -> int:
-    """Bytes of each rank beside the trainer's: the engine's weights, cache and activations, and the reference of a KL penalty.
+    """Bytes of each rank beside the trainer's: the engine's weights, cache and activations, the reference of a KL penalty, a reward model.
 
     Their numbers have `itemsize` bytes.
     """
@@ -46,4 +54,16 @@ def rollout_bytes(run: RunSpec, ranks: int, itemsize: int) -> int:
     )
     copies = 1 + (run.rl.kl.weight > 0)
     step = activation_bytes(run.model, itemsize, options.sequences, options.most_step_tokens)
-    return copies * parameter_count(run.model) * itemsize + cache + step
+    judge = 0 if run.rl.reward.model is None else _reward_model_bytes(run.rl.reward.model, itemsize)
+    return copies * parameter_count(run.model) * itemsize + cache + step + judge
+
+
+@lru_cache(maxsize=8)
+def _reward_model_bytes(folder: str, itemsize: int) -> int:
+    """Bytes of a reward model and of the activations of a batch; 0 for a folder that cannot be read, which the start refuses."""
+    try:
+        fields = dimensions_of_run(Path(folder)) or folder_spec(Path(folder))
+        spec = without_adapter(from_plain(ModelSpec, fields))
+    except MeshwrightError:
+        return 0
+    return parameter_count(spec) * itemsize + activation_bytes(spec, itemsize, 1, SCORED_TOKENS)

@@ -136,7 +136,8 @@ class RankTensors:
     width: Array
     """Tensor ranks."""
     hidden: Array
-    vocab: Array
+    outputs: Array
+    """Numbers that the head computes of a token."""
     gradients_final: Array
     """1 when gradients are final as the backward makes them (`spec.layout.gradients_final_in_backward`)."""
     pending: Array
@@ -247,8 +248,8 @@ def _buffers(rank: RankTensors, formats: Formats, last: Array) -> Array:
 def _head_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: Array) -> dict[str, Array]:
     """Bytes in the head: a chunk's logits and the fp32 gradient of the head's weight."""
     # The head computes the tokens of all tensor ranks for its own part of the vocabulary.
-    logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.vocab / rank.width * formats.logit
-    table_parameters = rank.vocab * rank.hidden / rank.width
+    logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.outputs / rank.width * formats.logit
+    table_parameters = rank.outputs * rank.hidden / rank.width
     # A chunk's product is added to the weight gradient inside the matrix product. Each use of the head keeps its weight gradient until
     # the backward of the loss, which scales one into the compute dtype when the logits are freed. Measured on an H200 for 3B and 8B.
     table_parameters = table_parameters * rank.trained_ends
@@ -271,15 +272,17 @@ def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array, g
 
     On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
     """
-    # The head's own gradient; a tied one has a buffer until the embedding's is added. One rank adds it to an earlier sum.
-    has_gradient = (rank.head < rank.ends) & ((rank.shards > 1) | (rank.sums == 0))
+    # One rank adds a gradient to the earlier sum, without a buffer.
+    reduces = rank.reduces * ((rank.shards > 1) | (rank.sums == 0))
+    # The head's own gradient; a tied one has a buffer until the embedding's is added.
+    has_gradient = rank.head < rank.ends
     gradient = np.where(rank.gradients_final > 0, formats.compute, formats.reduce) / rank.shards
     embedding = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.ends)
     # Buffers of the communication stream are freed to that stream's pool, which compute cannot allocate from.
     buffers = np.where((rank.shards > 1) | (rank.gradients_final <= 0), formats.reduce, 0.0)
     head, block = rank.head * rank.trained_ends, rank.block * rank.trained
     without_head = np.maximum(embedding * rank.trained_ends, block) * (buffers + gradient)
-    reduced = rank.reduces * np.maximum(head * (buffers + has_gradient * gradient), without_head)
+    reduced = reduces * np.maximum(head * (buffers + has_gradient * gradient), without_head)
     computed = block * (formats.compute + np.where(rank.pending > 0, formats.reduce, 0.0))
     return {
         "gradients": rank.sums,

@@ -109,7 +109,7 @@ def stage_parameters(shape: Shape, layout: Layouts, layer_share: Array) -> tuple
 
     Returns the parameters outside the routed experts and inside them. With one pipeline rank both ends count.
     """
-    tables = np.where(np.asarray(layout.pipeline) > 1, 1.0, 2.0 - shape.tied) * shape.table_params
+    tables = np.where(np.asarray(layout.pipeline) > 1, shape.table_params, shape.end_params)
     dense = (shape.inner_dense_params * layer_share + tables) / layout.tensor
     return dense, shape.inner_expert_params * layer_share / np.maximum(layout.expert, 1.0)
 

@@ -1,0 +1,57 @@
+"""Rewards by a reward model on the rank's device, beside the engine whose answers it judges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from meshwright.data.text_format import TextFormat
+from meshwright.rl.samples import Answer
+from meshwright.serve.reward_scorer import open_scorer
+from meshwright.spec.errors import BadInput
+from meshwright.spec.run import RunSpec
+
+AT_ONCE = 64
+"""Answers between two signs of progress."""
+
+
+class RewardModel:
+    """The reward model of a run, in the trainer's format. Raises BadInput unless it reads the tokens of the data, as many as texts have."""
+
+    def __init__(self, run: RunSpec, text: TextFormat, device: torch.device, dtype: torch.dtype) -> None:
+        assert run.rl is not None and run.rl.reward.model is not None
+        folder = Path(run.rl.reward.model)
+        self._scorer = open_scorer(folder, device, dtype)
+        spec, digest = self._scorer.spec, self._scorer.tokenizer_digest
+        if digest not in (None, text.tokenizer) or spec.vocab_size != run.model.vocab_size:
+            raise BadInput(
+                f"rl.reward.model: expected a model with the tokenizer of the data, whose answers it reads; {folder} has another",
+                key="rl.reward.model",
+            )
+        needed = run.train.seq_len + 1 + len(self._scorer.after_answer)
+        if spec.max_seq_len < needed:
+            raise BadInput(
+                f"rl.reward.model: expected a context of {needed} tokens, train.seq_len and what follows an answer; "
+                f"{folder} has {spec.max_seq_len}",
+                key="rl.reward.model",
+            )
+
+    def judge(self, answers: Sequence[Answer], on_progress: Callable[[], None]) -> None:
+        """Set the rewards of answers. One whose score is not finite counts as an error, one without tokens has no verdict."""
+        judged = [answer for answer in answers if answer.tokens]
+        for first in range(0, len(judged), AT_ONCE):
+            self._judge(judged[first : first + AT_ONCE])
+            on_progress()
+
+    def _judge(self, judged: Sequence[Answer]) -> None:
+        # The score was trained behind what the template writes after an answer's end, which a truncated answer lacks.
+        ends = [() if answer.truncated else self._scorer.after_answer for answer in judged]
+        texts = [[*answer.prompt, *answer.tokens, *end] for answer, end in zip(judged, ends, strict=True)]
+        for answer, score in zip(judged, self._scorer.score(texts), strict=True):
+            if math.isfinite(score):
+                answer.outcome, answer.reward = "reward", score
+            else:
+                answer.outcome = "error"

@@ -1,0 +1,120 @@
+"""Scores of texts by a reward model on one device: one forward over texts of similar lengths, padded at their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from meshwright.checkpoint.single_device import load_model
+from meshwright.data.chat_template import TOKENIZER_CONFIG, ChatTemplate, TemplateRefusal, folder_template, read_object
+from meshwright.data.text_format import config_pad, folder_special_tokens, known_text_format, tokenizer_file
+from meshwright.data.tokenizer_file import open_tokenizer
+from meshwright.kernels.score import scores
+from meshwright.models.decoder import Decoder
+from meshwright.serve.weights import check_same_model, open_newer
+from meshwright.spec.model import SCORE, ModelSpec
+
+MOST_TOKENS = 1 << 15
+"""Tokens of a batch at most, padding included, unless a single text has more."""
+
+
+class RewardScorer:
+    """A reward model. A text's score is read at its last token.
+
+    Texts are those of the chat template, which may write more behind an answer and its end token: `after_answer`. The score was trained
+    behind that, so that who has the tokens of an answer alone appends these first. As in transformers, tokens at the end of a text that
+    are `pad` (`pad_token_id` of a Hugging Face folder) do not belong to it.
+    """
+
+    def __init__(
+        self, model: Decoder, after_answer: tuple[int, ...], pad: int | None, tokenizer_digest: str | None
+    ) -> None:
+        """`tokenizer_digest` is that of `TextFormat`; None if the folder has no tokenizer."""
+        self._model, self._whole = model, True
+        self.after_answer, self.pad, self.tokenizer_digest = after_answer, pad, tokenizer_digest
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's dimensions."""
+        return self._model.spec
+
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each text of token ids. Raises ValueError for a text that is empty or too long, and for an unknown token."""
+        for number, sequence in enumerate(sequences):
+            if not 0 < len(sequence) <= self.spec.max_seq_len:
+                raise ValueError(f"text {number} has {len(sequence)} tokens: expected 1 to {self.spec.max_seq_len}")
+            if min(sequence) < 0 or max(sequence) >= self.spec.vocab_size:
+                raise ValueError(f"text {number} has token {max(sequence)}: expected 0 to {self.spec.vocab_size - 1}")
+        if not self._whole:
+            raise ValueError("the weights were not read to their end; load weights again")
+        found, device = [0.0] * len(sequences), self._model.embed.weight.device
+        for batch in _batches([len(sequence) for sequence in sequences]):
+            longest = len(sequences[batch[0]])
+            rows = [[*sequences[index], *[0] * (longest - len(sequences[index]))] for index in batch]
+            hidden = self._model.hidden(torch.tensor(rows, device=device))
+            last = torch.tensor([self._last(sequences[index]) for index in batch], device=device)
+            ends = hidden[torch.arange(len(batch), device=device), last]
+            values = scores(ends, self._model.get_parameter(SCORE)).tolist()
+            for index, value in zip(batch, values, strict=True):
+                found[index] = value
+        return found
+
+    def load_weights(self, folder: Path) -> None:
+        """Use newer weights of the same model. Raises BadInput for another one, Damaged for damaged files.
+
+        If reading fails after all files were verified, scores are refused until weights are loaded.
+        """
+        with open_newer(folder) as stored:
+            check_same_model(self.spec, stored.spec, folder)
+            stored.verify()
+            self._whole = False
+            stored.copy_to(self._model)
+            self._whole = True
+
+    def _last(self, sequence: Sequence[int]) -> int:
+        """The place of the token at which the score is read."""
+        return next((place for place in reversed(range(len(sequence))) if sequence[place] != self.pad), 0)
+
+
+def open_scorer(
+    folder: Path, device: torch.device, dtype: torch.dtype, *, adapter: Path | None = None, contents: bool = True
+) -> RewardScorer:
+    """The reward model in `folder`: a run, a checkpoint, or a Hugging Face folder with one label; options as of `load_model`.
+
+    Raises BadInput for another model.
+    """
+    model = load_model(folder, device, dtype, adapter=adapter, contents=contents, scores=True)
+    file, text = tokenizer_file(folder), known_text_format(folder)
+    after = () if file is None or text is None else _after_answer(file.parent, open_tokenizer(file), text.stop_ids)
+    return RewardScorer(model, after, config_pad(folder), None if text is None else text.tokenizer)
+
+
+def _after_answer(home: Path, tokenizer: Tokenizer, stops: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that the chat template writes behind the end token of an answer, at the end of a chat; none without a template."""
+    source = folder_template(home, read_object(home / TOKENIZER_CONFIG))
+    if source is None:
+        return ()
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    try:
+        text = ChatTemplate(source, folder_special_tokens(home)).render(chat, add_generation_prompt=False)
+    except TemplateRefusal:
+        return ()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    end = next((place for place in reversed(range(len(ids))) if ids[place] in stops), len(ids))
+    return tuple(ids[end + 1 :])
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of texts that are computed together, the longest first."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > MOST_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

@@ -1,0 +1,144 @@
+"""The engine's process of a reward model: scores texts by the messages of the HTTP process, one forward for those that wait."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.checkpoint.inventory import Chosen
+from meshwright.serve.failures import DEVICE_ERRORS, ENGINE_FAILED, FAILED_STEPS, EngineLost, NotFinite
+from meshwright.serve.figures import EngineFigures
+from meshwright.server.packed_ids import ids_of_text
+from meshwright.spec.engine import EngineSettings
+from meshwright.spec.errors import BadInput, MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.serve.reward_scorer import RewardScorer
+    from meshwright.server.engine_process import Connection
+    from meshwright.server.engine_setup import EngineSetup
+
+USED = ("sequences", "step_tokens", "context")
+"""Settings of an engine that scores have too: texts and tokens of a forward at most, and tokens of a text."""
+
+
+def has_score(folder: Path) -> bool:
+    """Whether the model in a folder is a reward model. Raises BadInput and Damaged."""
+    from meshwright.checkpoint.stored_model import open_model
+
+    with open_model(folder, contents=False) as stored:
+        return stored.spec.head == "score"
+
+
+def check_settings(setup: EngineSetup) -> None:
+    """Raise BadInput for a setting that scores have no use for."""
+    wrong = {field.name: field.default for field in fields(EngineSettings) if field.name not in USED}
+    found = next((name for name, default in wrong.items() if setup.options[name] != default), None)
+    others = {"speculate": setup.speculate, "draft_model": setup.draft_model, "role": setup.transfer}
+    found = found or next((name for name, value in others.items() if value), None)
+    if found is not None:
+        raise BadInput(f"{found}: expected none with a reward model, which gives scores and writes no text", key=found)
+
+
+def open_setup(setup: EngineSetup, weights: Chosen | None) -> RewardScorer:
+    """The scorer on one device, a GPU if there is one. Raises BadInput for settings that it has no use for."""
+    from meshwright.checkpoint.single_device import device_and_dtype
+    from meshwright.serve.reward_scorer import open_scorer
+
+    check_settings(setup)
+    source = Path(setup.folder) if weights is None else weights.path
+    adapter = None if setup.adapter is None else Path(setup.adapter)
+    return open_scorer(source, *device_and_dtype(), adapter=adapter, contents=weights is None)
+
+
+class ScoreLoop:
+    """Scores texts until the HTTP process closes the socket. Forwards that fail end their texts only."""
+
+    def __init__(self, scorer: RewardScorer, connection: Connection, options: dict[str, Any]) -> None:
+        self._scorer, self._connection = scorer, connection
+        self._most_texts, self._most_tokens = options["sequences"], options["step_tokens"]
+        self._waiting: dict[int, list[int]] = {}
+        """The tokens of each text by its id, in order."""
+        self._paused, self._failed_steps = False, 0
+
+    def run(self) -> None:
+        """Take messages and score what waits. Raises EngineLost if the device is unusable or forwards fail one after the other."""
+        with suppress(EOFError, ConnectionError):
+            while True:
+                for message in self._connection.receive(wait=not self._busy):
+                    self._take(message)
+                if self._busy:
+                    self._score_some()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiting) and not self._paused
+
+    def _take(self, message: dict[str, Any]) -> None:
+        for key, value in message.items():
+            if key == "submit":
+                self._waiting.update(dict.fromkeys(value["ids"], ids_of_text(value["tokens"])))
+            elif key == "abort":
+                for id in value:
+                    self._waiting.pop(id, None)
+            elif key == "pause":
+                self._paused = value
+            elif key == "load":
+                self._load(value)
+
+    def _score_some(self) -> None:
+        """Score the texts that have waited longest, as many as a forward may have."""
+        ids, tokens = list[int](), 0
+        for id, text in self._waiting.items():
+            if ids and (len(ids) == self._most_texts or tokens + len(text) > self._most_tokens):
+                break
+            ids.append(id)
+            tokens += len(text)
+        texts = [self._waiting.pop(id) for id in ids]
+        try:
+            entries = [_entry(id, score) for id, score in zip(ids, self._scorer.score(texts), strict=True)]
+            self._failed_steps = 0
+        except ValueError as error:  # by what is scored
+            entries = _failed(ids, f"{error}", "request_failed")
+        except Exception as error:  # a forward that fails does not end the process
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}"
+            self._failed_steps += 1
+            if self._failed_steps == FAILED_STEPS or any(text in message for text in DEVICE_ERRORS):
+                raise EngineLost(f"the reward model cannot go on: {message}") from error
+            entries = _failed(ids, message, ENGINE_FAILED)
+        self._connection.send({"step": entries, "figures": EngineFigures(waiting=len(self._waiting))})
+
+    def _load(self, folder: str) -> None:
+        error = None
+        try:
+            self._scorer.load_weights(Path(folder))
+        except MeshwrightError as refusal:
+            error = str(refusal)
+        self._connection.send({"loaded": folder, "error": error})
+
+
+def _entry(id: int, score: float) -> list[Any]:
+    """The entry of a text in a message `step`."""
+    if math.isfinite(score):
+        return [id, [], {"reason": "stop", "score": score}]
+    return _failed([id], str(NotFinite()), NotFinite.code)[0]
+
+
+def _failed(ids: list[int], message: str, code: str) -> list[list[Any]]:
+    return [[id, [], {"reason": "failed", "error": message, "code": code}] for id in ids]
+
+
+def serve_scores(setup: EngineSetup, connection: Connection, weights: Chosen | None) -> None:
+    """Report that the reward model is ready with `weights`, then run it until the HTTP process closes the socket."""
+    scorer = open_setup(setup, weights)
+    longest = scorer.spec.max_seq_len
+    if (context := setup.options["context"] or longest) > longest:
+        raise BadInput(f"context: expected at most {longest}, the model's context, got {context}", key="context")
+    sizes = {"context": context, "vocab": scorer.spec.vocab_size, "sequences": setup.options["sequences"], "scores": 1}
+    facts, warning = ({}, None) if weights is None else (weights.facts(), weights.warning)
+    connection.send({"ready": sizes, "weights": facts, "warning": warning})
+    ScoreLoop(scorer, connection, setup.options).run()
