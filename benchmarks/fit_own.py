@@ -69,8 +69,8 @@ MACHINE_NOISE = 0.012
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: constants on the GPU generations that it ran on.
 # Others use the generation's row of constants.yaml, except for costs.constants.unmeasured_chip_constants.
 # Set by hand, from runs named in docs/design/cost-model.md, and not changed by fits: host_us, moe_us, moe_back, moe_spread,
-# quantise, token_passes, net_ring, packing, product_sums, logit_bytes, attention_wide, flex, flex_wide, flex_backward,
-# flash, flash_wide, flash_backward.
+# quantise, token_passes, net_ring, packing, product_sums, logit_bytes, attention_wide, flex, flex_wide, flex_capped,
+# flex_backward, flash, flash_wide, flash_backward.
 # `before`: constants of earlier kernels, which older runs used.
 """
 

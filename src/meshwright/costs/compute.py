@@ -304,7 +304,8 @@ def _attention_core(
     """Seconds of attention's two products, forward and backward, over all layers.
 
     Fused attention computes the causal half of the scores. Unfused attention computes all of them, through device memory. Layers with a
-    window have FlashAttention or flex attention, the latter where sums have a fixed order, which its sums have in any case.
+    window have FlashAttention or flex attention, the latter where sums have a fixed order, which its sums have in any case, and where
+    scores have a cap.
     """
     fused = np.where(k.scores > 0, 1.0, 0.5)
     layers = shape.attention_layers * np.where(k.scores > 0, 1.0, shape.full_attention)
@@ -335,7 +336,7 @@ def _attention_core(
     flex = windowed_seconds(
         1 - shape.full_attention - flash_layers,
         shape.windowed_scores - flash_scores,
-        k.flex * np.where(wide, k.flex_wide, 1.0),
+        k.flex * np.where(wide, k.flex_wide, 1.0) * np.where(np.asarray(shape.capped) > 0, k.flex_capped, 1.0),
     )
     flash = windowed_seconds(flash_layers, flash_scores, k.flash * np.where(wide, k.flash_wide, 1.0))
     return forward + flex + flash, backward + k.flex_backward * flex + k.flash_backward * flash

@@ -203,6 +203,11 @@ class Constants:
     Own engine: heads of 256 with windows of 512 and 1,024 keys, as above, forward and backward together. Their backward alone takes 5.6
     times their forward.
     """
+    flex_capped: Array = 1.0
+    """Rate of flex attention that caps scores, relative to that of the same heads without a cap.
+
+    Own engine: from a step of Gemma-2-2B, heads of 256 (benchmarks/results/2026-11-30-families-H200.json).
+    """
     flex_backward: Array = 2.5
     """Time of flex attention's backward relative to its forward.
 

@@ -154,6 +154,7 @@ def cpu_constants(k: Constants) -> Constants:
         attention_wide=1.0,
         flex=1.0,
         flex_wide=1.0,
+        flex_capped=1.0,
         flex_backward=2.5,
         flash_windows=zero,
         hbm=1.0,

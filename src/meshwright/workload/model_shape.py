@@ -71,11 +71,16 @@ class Shape:
     models long windows count as layers without one, short windows as 0.
     """
     windowed_scores: Array
-    """Attention scores that layers with a window compute, likewise: more than the window has (`computed_span`)."""
+    """Attention scores that layers with a window compute, likewise: more than the window has (`computed_span`).
+
+    Layers whose scores have a cap count as layers with a window, at most of the sequence: the same kernel computes them.
+    """
     flash_layers: Array
     """Share of the layers with attention whose windows FlashAttention computes in 16 bit (`window_by_flash`)."""
     flash_scores: Array
     """The part of `windowed_scores` of these layers."""
+    capped: Array
+    """1 if scores have a cap, else 0."""
     added_norms: Array
     """Norms of the residual stream's width that a block has beyond one before each of two bodies, mean over layers."""
     ffn: Array
@@ -261,6 +266,7 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
             "windowed_scores",
             "flash_layers",
             "flash_scores",
+            "capped",
             "attention_layers",
         )
         return dict.fromkeys(names, 0.0)
@@ -268,7 +274,7 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
     windows = [
         (window, _by_flash(op, window), count / layers)
         for op, count in attends
-        if (window := op.window) is not None and window < seq_len
+        if (window := min(op.window or seq_len, seq_len)) < seq_len or op.cap is not None
     ]
     return {
         "attention_layers": layers,
@@ -282,6 +288,7 @@ def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) 
         "windowed_scores": sum(share * _relative_scores(window, seq_len) for window, _, share in windows),
         "flash_layers": sum(share for _, flash, share in windows if flash),
         "flash_scores": sum(share * _relative_scores(window, seq_len) for window, flash, share in windows if flash),
+        "capped": float(any(op.cap is not None for op, _ in attends)),
     }
 
 
