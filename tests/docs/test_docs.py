@@ -103,6 +103,7 @@ NOT_RUN = {
     ),
     ("docs/how-to/benchmarks.md", "pip install 'meshwright[bench]'"),
     ("docs/how-to/benchmarks.md", "meshwright serve runs/quickstart --name my-model"),
+    ("docs/how-to/preferences.md", "meshwright serve order-scores &"),
     ("docs/how-to/diagnose.md", "meshwright chaos run.yaml plan.shard=2 --scenario slow-rank --steps 40"),
 }
 """Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run."""

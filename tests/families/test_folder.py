@@ -105,7 +105,7 @@ def test_the_original_gpt2_config_is_read():
     [
         (LLAMA, {"model_type": "llama4"}, ["model_type", "'llama4'", "nearest: llama"]),
         (LLAMA, {"model_type": None}, ["model_type", "None"]),
-        (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "LlamaForSequence"]),
+        (LLAMA, {"architectures": ["LlamaForTokenClassification"]}, ["architectures", "LlamaForToken"]),
         (LLAMA, {"mlp_bias": True}, ["mlp_bias", "True", "attention_bias"]),
         (LLAMA, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         (LLAMA, {"num_hidden_layers": 0}, ["num_hidden_layers", "positive integer", "0"]),
