@@ -7,7 +7,7 @@ from meshwright.events.span import PHASES, NullRecorder, PhaseTimes, Recorder, S
 
 
 def test_phases_are_the_vocabulary_of_a_step_in_order():
-    assert PHASES == ("data", "forward", "backward", "reduce", "optim", "checkpoint", "validate", "host")
+    assert PHASES == ("data", "rollout", "forward", "backward", "reduce", "optim", "checkpoint", "validate", "host")
 
 
 def test_total_is_the_sum_of_its_phases():
