@@ -43,6 +43,8 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
 LARGEST_TOKEN = 10_000
+CONSTANT = 10.0
+"""Root mean square of an embedding with a constant channel, those of the other channels being 1."""
 TINY: Mapping[str, Any] = {
     "family": "llama",
     "layers": 2,
@@ -208,13 +210,13 @@ def route_unevenly(model: Decoder) -> None:
     """Load experts by Zipf's law: the expert of rank r has the odds 1 / r.
 
     The first channel of the embedding is so large that it is 1 times the square root of the width after every norm, in each layer: what a
-    router reads there is a bias. The other channels give each token a choice of its own, of variance 1.
+    router reads there is a bias. The other channels, a tenth as large as without it, give each token a choice of its own, of variance 1.
     """
     constant = _with_constant_channel(model)
     for router in _routers(model):
         experts = router.weight.shape[0]
         order = torch.randperm(experts, device=router.weight.device) + 1
-        router.weight.normal_()
+        router.weight.normal_(std=CONSTANT / constant)
         router.weight[:, 0] = -order.log() / constant
 
 
@@ -231,7 +233,7 @@ def _with_constant_channel(model: Decoder) -> float:
     """Make the first channel of the embedding large; returns its value after a norm."""
     weight = model.embed.weight
     weight.normal_()
-    weight[:, 0] = 10 * weight.shape[1] ** 0.5
+    weight[:, 0] = CONSTANT * weight.shape[1] ** 0.5
     return weight.shape[1] ** 0.5
 
 

@@ -128,7 +128,7 @@ def test_padding_and_batches_change_no_score(rewarded: Path, pairs: Path, monkey
     scorer, texts = open_scorer(rewarded, CPU, FP32), held_out_texts(pairs)
     alone = [scorer.score([text])[0] for text in texts]
     assert scorer.score(texts) == pytest.approx(alone, rel=1e-5)
-    monkeypatch.setattr("meshwright.serve.reward_scorer.MOST_TOKENS", 50)
+    monkeypatch.setattr("meshwright.serve.reward_scorer.SCORED_TOKENS", 50)
     assert scorer.score(texts) == pytest.approx(alone, rel=1e-5)
     scorer.pad = 7
     assert scorer.score([[*texts[0], 7, 7]]) == pytest.approx(alone[:1], rel=1e-5)

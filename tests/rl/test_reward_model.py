@@ -16,9 +16,8 @@ from meshwright.data.source import open_data
 from meshwright.data.text_format import TextFormat
 from meshwright.rl.reward_model import RewardModel
 from meshwright.rl.samples import Answer
-from meshwright.serve.reward_scorer import MOST_TOKENS
 from meshwright.spec.errors import BadConfig, BadInput
-from meshwright.workload.rollout_memory import SCORED_TOKENS, rollout_bytes
+from meshwright.workload.rollout_memory import rollout_bytes
 from tests.distributed.pool import Pool
 from tests.distributed.test_rl import figures
 from tests.distributed.test_training import merge_tensors, same_bits, trained
@@ -108,7 +107,7 @@ def test_the_plan_has_room_for_the_model(rewarding: Path, questions: Path) -> No
     without = replace(run, rl=replace(run.rl, reward=replace(run.rl.reward, file="judge.py", model=None)))
     more = rollout_bytes(run, 2, 4) - rollout_bytes(without, 2, 4)
     weights = 4 * 29_000
-    assert more > weights and SCORED_TOKENS == MOST_TOKENS
+    assert more > weights
 
 
 def test_what_is_no_reward_model_of_this_data_is_refused(

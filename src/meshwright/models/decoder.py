@@ -349,9 +349,7 @@ class Head(nn.Module):
 
         `tied` is the embedding's weight if the head has no weight.
         """
-        weight = self.weight if tied is None else tied
-        assert weight is not None, "a tied head needs the embedding's weight"
-        hidden = self.scaled(hidden)
+        weight, hidden = self.matrix(tied), self.scaled(hidden)
         if targets is None:
             return capped(F.linear(hidden, weight), self.cap)
         rows, losses = hidden.flatten(0, 1), {"cap": self.cap, "z_loss": self.z_loss, "plain": self.plain}
@@ -360,12 +358,16 @@ class Head(nn.Module):
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
         """The log-probability of each target `(batch, seq)`, fp32 (fp64 in fp64), without gradient; 0 where the target is negative."""
-        weight = self.weight if tied is None else tied
-        assert weight is not None, "a tied head needs the embedding's weight"
         rows = self.scaled(hidden).flatten(0, 1)
         losses = {"cap": self.cap, "fixed_order": self.fixed_order, "plain": self.plain}
-        found = token_log_probabilities(rows, weight, targets.flatten(), self.loss_chunk, **losses)
+        found = token_log_probabilities(rows, self.matrix(tied), targets.flatten(), self.loss_chunk, **losses)
         return found.view_as(targets)
+
+    def matrix(self, tied: Tensor | None) -> Tensor:
+        """The head's weight, or that of the embedding if the head has none."""
+        weight = self.weight if tied is None else tied
+        assert weight is not None, "a tied head needs the embedding's weight"
+        return weight
 
     def scaled(self, hidden: Tensor) -> Tensor:
         """The input times `factor`."""
@@ -391,13 +393,17 @@ class ScoreHead(Head):
     ) -> Tensor | LossSums:
         """The scores `(batch, seq, 1)` of hidden `(batch, seq, hidden)`, or with targets minus their sum, each times that of `weights`."""
         if targets is None:
-            return scores(hidden, self.score)[..., None]
+            return self.values(hidden)[..., None]
         assert weights is not None, "an objective has a factor for each score"
         loss = weighted_sum(hidden.flatten(0, 1), self.score, -weights.flatten())
         return LossSums(loss, torch.zeros_like(loss))
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
-        """The scores `(batch, seq)`, without gradient."""
+        """The scores `(batch, seq)`, without gradient, whatever the targets."""
+        return self.values(hidden)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """The scores `(batch, seq)` of hidden `(batch, seq, hidden)`, without gradient."""
         return scores(hidden, self.score)
 
 

@@ -73,9 +73,7 @@ class VocabularyHead(Head):
 
         `targets` and `weights` `(batch, seq)` are those of all ranks' tokens, and equal on all.
         """
-        weight = self.weight if tied is None else tied
-        assert weight is not None, "a tied head receives the embedding's weight as `tied`"
-        hidden = self.scaled(hidden)
+        weight, hidden = self.matrix(tied), self.scaled(hidden)
         if targets is None:
             return self._logits(hidden, weight)
         sums = _LinearCrossEntropy.apply(
@@ -96,8 +94,7 @@ class VocabularyHead(Head):
     @torch.no_grad()
     def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
         """As `Head.log_probabilities`, of all ranks' tokens: hidden `(batch, seq / ranks, hidden)`, targets `(batch, seq)`."""
-        weight = self.weight if tied is None else tied
-        assert weight is not None, "a tied head receives the embedding's weight as `tied`"
+        weight = self.matrix(tied)
         rows, ranked, ranks, parts = self.scaled(hidden).flatten(0, 1), self._ranked(targets), len(self.sizes), []
         part, first = max(1, self.loss_chunk // ranks), sum(self.sizes[: self.rank])
         for h, target in zip(rows.split(part), ranked.split(part, dim=1), strict=True):
@@ -137,13 +134,13 @@ class DividedScoreHead(ScoreHead):
     ) -> Tensor | LossSums:
         """As `ScoreHead`: hidden `(batch, seq / ranks, hidden)`, scores and `weights` `(batch, seq)` of all ranks' tokens."""
         if targets is None:
-            return self.log_probabilities(hidden, hidden)[..., None]
+            return self.values(hidden)[..., None]
         assert weights is not None, "an objective has a factor for each score"
         return super().forward(hidden, targets, None, weights.chunk(self.ranks, dim=1)[self.rank])
 
-    def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
-        """The scores `(batch, seq)` of all ranks' tokens, without gradient."""
-        own = super().log_probabilities(hidden, targets)
+    def values(self, hidden: Tensor) -> Tensor:
+        """As `ScoreHead.values`, of all ranks' tokens."""
+        own = super().values(hidden)
         return all_gather_tokens(own[..., None], self.group, self.ranks)[..., 0]
 
 

@@ -31,8 +31,6 @@ Lengths = Sequence[Sequence[int]]
 """Of each question its tokens, then those of each answer."""
 COPY_SECONDS = 15e-6
 """Time of a parameter's copy beside that of its bytes."""
-STEP_WEIGHTS = 4
-"""Bytes of a trained weight that a hand-over reads."""
 NO_LIMITS = ServeLimits(ttft_seconds=1e6, tpot_seconds=1e6)
 LATER = 1e-6
 """Seconds after which the further answers to a question arrive: the first computes the question for all."""
@@ -131,10 +129,10 @@ def _handover(run: RunSpec, plan: Plan) -> float:
     prices = pricing(run.model, run.train, plan, run.cluster)
     if prices is None:
         raise BadInput(unpredicted_message(run.cluster))
-    written = parameter_count(run.model) * bytes_of(plan.precision.compute)
-    read = parameter_count(run.model) * (
-        STEP_WEIGHTS if run.model.adapter is None else bytes_of(plan.precision.compute)
-    )
+    count, precision = parameter_count(run.model), plan.precision
+    written = count * bytes_of(precision.compute)
+    # Frozen weights, those of nearly all of a model with adapters, are stored in the dtype of compute.
+    read = count * bytes_of(precision.stored if run.model.adapter is None else precision.compute)
     seconds = (read + written) / number(prices.machine.hbm) + COPY_SECONDS * len(parameters(run.model))
     if plan.ranks > 1:
         rate = (port_rate if run.cluster.nodes > 1 else link_rate)(prices.machine, prices.constants)

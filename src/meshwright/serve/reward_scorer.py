@@ -16,9 +16,7 @@ from meshwright.kernels.score import scores
 from meshwright.models.decoder import Decoder
 from meshwright.serve.weights import check_same_model, open_newer
 from meshwright.spec.model import SCORE, ModelSpec
-
-MOST_TOKENS = 1 << 15
-"""Tokens of a batch at most, padding included, unless a single text has more."""
+from meshwright.workload.rollout_memory import SCORED_TOKENS
 
 
 class RewardScorer:
@@ -112,7 +110,7 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Indices of texts that are computed together, the longest first."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > MOST_TOKENS:
+        if batch and (len(batch) + 1) * lengths[batch[0]] > SCORED_TOKENS:
             yield batch
             batch = []
         batch.append(index)

@@ -16,7 +16,7 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.cache_size import CacheRoom, activation_bytes, bytes_per_block, layer_groups
 
 SCORED_TOKENS = 1 << 15
-"""Tokens of a batch that a reward model scores at most (`serve.reward_scorer.MOST_TOKENS`)."""
+"""Tokens of a batch that a reward model scores at most (`serve.reward_scorer`), padding included, unless a single text has more."""
 MOST_REQUESTS = 256
 """Answers that an engine computes beside each other."""
 
