@@ -87,7 +87,7 @@ class Rollouts:
         if data.tokenizer_file is None or data.text_format is None:
             raise BadInput("rl: expected data with a tokenizer, whose texts the reward function reads")
         self._tokenizer = open_tokenizer(data.tokenizer_file)
-        self._stops = data.text_format.stop_ids
+        self._stops = frozenset(data.text_format.stop_ids)
         dtype = DTYPES[plan.precision.compute]
         self._engine = _engine(run, mesh.device, dtype, self._rl.temperature, ranks.size)
         self._handover = WeightHandover(run.model, weights, ranks, group, dtype)
@@ -228,13 +228,11 @@ class Rollouts:
             answer = answers[update.number]
             answer.tokens += update.tokens
             answer.logprobs += (logprob.chosen for logprob in update.logprobs)
-            if update.reason is None:
-                continue
             if update.code == NotFinite.code:
                 raise NumericalFailure("rl: the logits of an answer are not finite: the weights have diverged")
             if update.reason == "failed":
                 raise RuntimeError(f"the engine ended an answer: {update.error}")
-            text = "" if self._rewards is None else self._tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            text = partial(self._text, list(answer.tokens))
             if update.stop_token is not None and update.stop_logprob is not None:
                 answer.tokens.append(update.stop_token)
                 answer.logprobs.append(update.stop_logprob)
@@ -255,8 +253,12 @@ class Rollouts:
             log.warning("rl.reward: %d answers got no reward; the first: %s", len(messages), messages[0])
         return [[answers[number] for number in group] for group in numbers], sampled - begin
 
+    def _text(self, tokens: list[int]) -> str:
+        """The text of an answer. Of the tokenizer's methods only those for batches let the engine's thread run meanwhile."""
+        return self._tokenizer.decode_batch([tokens], skip_special_tokens=True)[0]
+
     def _updates(self, actions: Iterator[int]) -> Iterator[Update]:
-        """The updates of all steps of the engine."""
+        """The updates of all steps of the engine: one for each answer, at its end."""
         while self._engine.unfinished:
             self.on_progress(next(actions))
             yield from self._engine.step()
@@ -274,6 +276,7 @@ class Rollouts:
             sampling=SamplingOptions(seed=_seed(self._run.seed, sample), logprobs=True),
             new_tokens=min(self._rl.new_tokens, room),
             stop_ids=self._stops,
+            reports_steps=False,
         )
         for number in numbers:
             answers[number] = Answer(prompt, [], [], truncated=False)
