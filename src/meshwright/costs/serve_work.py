@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 from typing import Protocol
 
-from meshwright.spec.engine import WeightFormat
+from meshwright.spec.deployment import PricedFormat, weight_bytes
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
@@ -100,12 +100,17 @@ def device_work(
     tensor: int = 1,
     expert: int = 1,
     *,
-    weights: WeightFormat | None = None,
+    weights: PricedFormat | None = None,
+    experts: PricedFormat | None = None,
     item: int = 2,
     cache_item: int = 2,
 ) -> DeviceWork:
-    """The work of a device of an instance; numbers have `item` bytes, those of the cache `cache_item`, rounded weights one."""
+    """The work of a device of an instance; numbers have `item` bytes, those of the cache `cache_item`.
+
+    Linear layers of the blocks have the format `weights`, routed experts `experts`, or `weights` if that is none.
+    """
     part, rank = Part(0, tensor), rank_dimensions(spec, tensor)
+    rounded, expert_item = weight_bytes(weights, item), weight_bytes(experts or weights, item)
     dense = expert_weights = embedding = 0.0
     dense_bytes = head_count = 0.0
     for parameter in parameters(spec):
@@ -116,12 +121,11 @@ def device_work(
             expert_weights += count / expert
         elif parameter.inside:
             dense += count if len(parameter.shape) > 1 else 0
-            dense_bytes += count * (1 if weights is not None and _is_rounded(parameter) else item)
+            dense_bytes += count * (rounded if _is_rounded(parameter) else item)
         elif parameter.name == "head.weight":
             head_count = count
         else:
             dense_bytes += count * item
-    expert_item = item if weights is None or (weights == "fp8" and expert > 1) else 1
     stored = dense_bytes + expert_item * expert_weights + item * (embedding + head_count)
     head_count = head_count or spec.vocab_size * spec.hidden / tensor
     routed = spec.routed_layers

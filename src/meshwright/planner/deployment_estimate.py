@@ -192,7 +192,7 @@ class _Instances:
         decay = 2 * count * (1 - busy) * mean / square
         met = 0.0
         for seconds, delay in zip(services, delays, strict=True):
-            spare = self._limits.ttft_seconds - seconds - delay
+            spare = self._limits.ttft_seconds - self._costs.request_seconds - seconds - delay
             met += 1 - waiting * exp(-min(700.0, spare * decay)) if spare >= 0 else 0.0
         return met / len(services)
 

@@ -1,0 +1,132 @@
+"""Constants of the step times of other servers, so that a deployment can be planned as if they ran it.
+
+A step's bytes and FLOPs are `costs.serve_work`'s. Six constants of a server say how fast its steps and requests are: shares of the
+datasheet's bandwidth and peak, and times of a kernel, of a sum between devices, of a sequence in a step, and of a request.
+serving_software.yaml lists them with the measurements that they were fitted to; `make fit-serving` writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import log2
+from pathlib import Path
+
+import yaml
+
+from meshwright.costs.device_rates import Machine
+from meshwright.costs.plan_costs import number
+from meshwright.costs.step_times import Exchange
+from meshwright.spec.chips import Chip
+from meshwright.spec.deployment import PricedFormat, Quantisation, Software
+from meshwright.spec.fields import from_plain
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.serve_profile import StepConstants
+
+FILE = Path(__file__).with_name("serving_software.yaml")
+LAYER_KERNELS, LATENT_KERNELS, ROUTED_KERNELS = 8, 5, 12
+"""Kernels of a dense layer with one launch for each product, norm, rotation, attention and activation; those that latent attention adds,
+and those that routing, permuting, grouped products, shared experts and combining add."""
+FOUR_BIT_SHARE = 0.7
+"""Share of the other formats' rates that dense products with 4-bit weights reach: their inputs are scaled and rounded in each step."""
+LINK_SHARE = 0.7
+"""Share of the bandwidth between devices that sums reach."""
+PRODUCT_FORMATS: dict[PricedFormat, tuple[str, ...]] = {
+    "bf16": ("bf16", "fp16"),
+    "fp8": ("fp8", "bf16"),
+    "int8": ("int8", "bf16"),
+    "mxfp8": ("mxfp8", "fp8", "bf16"),
+    "nvfp4": ("nvfp4", "bf16"),
+    "mxfp4": ("mxfp8", "bf16"),
+    "int4": ("bf16", "fp16"),
+}
+"""By format of weights, the formats of products with them; the first that a device has counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSoftware:
+    """The constants of one server. Shares are relative to the datasheet's figure."""
+
+    memory_share: float
+    """Share of the memory bandwidth at which weights, keys and values are read."""
+    peak_share: float
+    """Share of the peak that products and attention reach."""
+    kernel_seconds: float
+    """Time of a kernel beside its bytes and FLOPs."""
+    sum_seconds: float
+    """Latency of a sum or an exchange between two devices; of n devices, log2(n) times as long."""
+    sequence_seconds: float
+    """Time of each running request in a step: sampling, scheduling, text."""
+    request_seconds: float
+    """Time from a request's arrival to its first token beside steps: HTTP, tokenizer, scheduling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftwareTable:
+    """The table of servers, with what it was fitted to."""
+
+    fitted: str
+    """Day of the fit, ISO 8601."""
+    source: str
+    """The measurements."""
+    measured: str
+    """Days of the first and the last measurement."""
+    software: dict[str, ServingSoftware]
+    """Constants by name of the server."""
+
+
+@cache
+def software_table() -> SoftwareTable:
+    """The constants in serving_software.yaml."""
+    return from_plain(SoftwareTable, yaml.safe_load(FILE.read_text(encoding="utf-8")))
+
+
+def product_format(chip: Chip, weights: PricedFormat | None) -> str:
+    """The number format of a device's products with weights in a format."""
+    return next(name for name in PRODUCT_FORMATS[weights or "bf16"] if name in chip.peak_flops)
+
+
+def software_constants(
+    software: ServingSoftware, model: ModelSpec, chip: Chip, machine: Machine, formats: Quantisation
+) -> StepConstants:
+    """Constants of a step on one device."""
+    memory, peak = number(machine.hbm) * software.memory_share, software.peak_share
+    weights, experts = formats.weights, formats.experts or formats.weights
+    narrow = FOUR_BIT_SHARE if weights in ("nvfp4", "mxfp4", "int4") else 1.0
+    half = peak * number(machine.half_peak)
+    kernels = model.layers * (LAYER_KERNELS + (LATENT_KERNELS if model.kv_rank else 0))
+    return StepConstants(
+        weight_bytes_per_s=narrow * memory,
+        expert_bytes_per_s=memory,
+        flops_per_s=narrow * peak * chip.peak_flops[product_format(chip, weights)],
+        expert_flops_per_s=peak * chip.peak_flops[product_format(chip, experts)],
+        cache_bytes_per_s=memory,
+        decode_flops_per_s=half,
+        attention_flops_per_s=half / _prompt_share(model),
+        decode_seconds=software.kernel_seconds * (kernels + ROUTED_KERNELS * model.routed_layers),
+        prompt_seconds=0.0,
+        sequence_seconds=software.sequence_seconds,
+        chunk_seconds=0.0,
+    )
+
+
+def software_exchange(
+    software: ServingSoftware, model: ModelSpec, machine: Machine, tensor: int, expert: int, item: int
+) -> Exchange:
+    """Sums over tensor ranks, two a layer, and the tokens' way to experts of other groups and back."""
+    ranks = tensor * expert
+    if ranks == 1:
+        return Exchange()
+    rate = LINK_SHARE * number(machine.link if ranks <= number(machine.domain) else machine.nic)
+    sums = 2 * model.layers if tensor > 1 else 0
+    exchanges = 2 * model.routed_layers if expert > 1 else 0
+    token_bytes = model.hidden * item
+    sent = sums * 2 * (tensor - 1) / tensor * token_bytes + exchanges * model.experts_per_token * token_bytes
+    return Exchange((sums + exchanges) * software.sum_seconds * log2(ranks), sent / rate)
+
+
+def _prompt_share(model: ModelSpec) -> float:
+    """FLOPs of a pair in the attention of prompts over those of decodes: prompts attend to keys and values, not to latents."""
+    if not model.kv_rank:
+        return 1.0
+    return (model.head_dim + model.rope_head_dim + model.value_head_dim) / (2 * model.kv_rank + model.rope_head_dim)
