@@ -30,12 +30,12 @@ DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.3e-3, 7e-3, 
 def usual_constants(
     machine: Machine, weights: PricedFormat | None = None, experts: PricedFormat | None = None, expert_peak: float = 0.0
 ) -> StepConstants:
-    """Constants of a device by its datasheet; `machine` has the rates of products in the format of the weights.
+    """Constants of a device by its datasheet; `machine` has the rates of products with `weights`, `expert_peak` is that with experts.
 
-    `experts` is the format of routed experts, that of the weights if it is none, with the device's peak in it.
+    An `expert_peak` of 0 stands for that of the other products.
     """
     memory, peak = number(machine.hbm), number(machine.peak)
-    rounded, rounded_experts = (value not in (None, "bf16") for value in (weights, experts or weights))
+    rounded, rounded_experts = weights not in (None, "bf16"), experts not in (None, "bf16")
     return StepConstants(
         weight_bytes_per_s=(ROUNDED_WEIGHTS_SHARE if rounded else WEIGHTS_SHARE) * memory,
         expert_bytes_per_s=(ROUNDED_EXPERTS_SHARE if rounded_experts else EXPERTS_SHARE) * memory,

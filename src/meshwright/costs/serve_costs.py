@@ -77,6 +77,11 @@ class InstanceCosts:
     port_bytes_per_s: float
     """Rate at which one request's blocks leave or enter it."""
 
+    @property
+    def groups(self) -> int:
+        """Groups of devices with requests of their own that divide the experts."""
+        return self.times.groups
+
 
 class ServeCosts:
     """Costs of instances of one model on a cluster.
@@ -109,13 +114,15 @@ class ServeCosts:
             weights,
             self.quantisation.kv_cache,
         )
+        experts = self.quantisation.experts or weights
+        expert_peak = number(self._machine.peak)
+        if experts != weights:
+            expert_peak = number(machine_of(cluster, product_format(chip, experts)).peak)
         if self.software is not None:
-            self.constants = software_constants(self.software, model, chip, self._machine, self.quantisation)
+            self.constants = software_constants(self.software, model, self._machine, weights, expert_peak)
         elif self.profile is not None and measured:
             self.constants = self.profile.constants
         else:
-            experts = self.quantisation.experts
-            expert_peak = chip.peak_flops[product_format(chip, experts)] if experts else 0.0
             self.constants = usual_constants(self._machine, weights, experts, expert_peak)
         """Constants of a step's time on one device."""
         self.overlap = not cluster.is_cpu if self.profile is None else self.profile.overlap
@@ -150,9 +157,10 @@ class ServeCosts:
             raise BadInput(f"expert: expected a divisor of model.experts = {self.model.experts}, got {expert}")
         settings = self.settings
         formats = self.quantisation
-        work = device_work(
-            self.model, tensor, expert, weights=formats.weights, experts=formats.experts, **self._item_sizes()
-        )
+        experts = formats.experts
+        if self.software is None and experts is None and formats.weights == "fp8" and expert > 1:
+            experts = "bf16"  # this engine rounds only experts that devices do not share to fp8 (`serve.formats`)
+        work = device_work(self.model, tensor, expert, weights=formats.weights, experts=experts, **self._item_sizes())
         rank = rank_dimensions(self.model, tensor)
         size = settings.tokens_per_block
         block_bytes = cache_bytes_per_block(rank, size, self._item_sizes()["cache_item"])

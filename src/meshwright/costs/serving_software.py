@@ -18,7 +18,7 @@ from meshwright.costs.device_rates import Machine
 from meshwright.costs.plan_costs import number
 from meshwright.costs.step_times import Exchange
 from meshwright.spec.chips import Chip
-from meshwright.spec.deployment import PricedFormat, Quantisation, Software
+from meshwright.spec.deployment import PricedFormat, Software
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.serve_profile import StepConstants
@@ -33,8 +33,8 @@ LINK_SHARE = 0.7
 """Share of the bandwidth between devices that sums reach."""
 PRODUCT_FORMATS: dict[PricedFormat, tuple[str, ...]] = {
     "bf16": ("bf16", "fp16"),
-    "fp8": ("fp8", "bf16"),
-    "int8": ("int8", "bf16"),
+    "fp8": ("fp8",),
+    "int8": ("int8",),
     "mxfp8": ("mxfp8", "fp8", "bf16"),
     "nvfp4": ("nvfp4", "bf16"),
     "mxfp4": ("mxfp8", "bf16"),
@@ -82,24 +82,24 @@ def software_table() -> SoftwareTable:
 
 
 def product_format(chip: Chip, weights: PricedFormat | None) -> str:
-    """The number format of a device's products with weights in a format."""
-    return next(name for name in PRODUCT_FORMATS[weights or "bf16"] if name in chip.peak_flops)
+    """The number format of a device's products with weights in a format; one that it lacks if it has none for them."""
+    names = PRODUCT_FORMATS[weights or "bf16"]
+    return next((name for name in names if name in chip.peak_flops), names[0])
 
 
 def software_constants(
-    software: ServingSoftware, model: ModelSpec, chip: Chip, machine: Machine, formats: Quantisation
+    software: ServingSoftware, model: ModelSpec, machine: Machine, weights: PricedFormat | None, expert_peak: float
 ) -> StepConstants:
-    """Constants of a step on one device."""
+    """Constants of a step on one device; `machine` has the rates of products with `weights`, `expert_peak` is that with experts."""
     memory, peak = number(machine.hbm) * software.memory_share, software.peak_share
-    weights, experts = formats.weights, formats.experts or formats.weights
     narrow = FOUR_BIT_SHARE if weights in ("nvfp4", "mxfp4", "int4") else 1.0
     half = peak * number(machine.half_peak)
     kernels = model.layers * (LAYER_KERNELS + (LATENT_KERNELS if model.kv_rank else 0))
     return StepConstants(
         weight_bytes_per_s=narrow * memory,
         expert_bytes_per_s=memory,
-        flops_per_s=narrow * peak * chip.peak_flops[product_format(chip, weights)],
-        expert_flops_per_s=peak * chip.peak_flops[product_format(chip, experts)],
+        flops_per_s=narrow * peak * number(machine.peak),
+        expert_flops_per_s=peak * expert_peak,
         cache_bytes_per_s=memory,
         decode_flops_per_s=half,
         attention_flops_per_s=half / _prompt_share(model),

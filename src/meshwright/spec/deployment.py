@@ -165,6 +165,8 @@ def release_error(instance: InstanceSpec, quantisation: Quantisation) -> str | N
             f"expert: expected 1 beside tensor {instance.tensor} and role {instance.role}, got {instance.expert}: devices share experts "
             "with tensor 1 and role both only"
         )
+    if instance.expert > 1 and quantisation.experts == "fp8":
+        return f"expert: expected 1 beside experts in fp8, got {instance.expert}"
     if instance.expert > 1 and quantisation.weights == "int8":
         return f"expert: expected 1 beside weights in int8, got {instance.expert}"
     return None
