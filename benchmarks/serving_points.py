@@ -43,9 +43,13 @@ PRESETS: dict[str, tuple[str, dict[str, object]]] = {
     "gpt-oss-120b": ("gpt-oss-120b", {"vocab_size": 201088}),
 }
 """Presets of the models, and keys that these leave open."""
-MOST_TENSOR = 16
-"""Degrees beyond are sums over a whole deployment: no server divides a layer over more devices."""
-STEP_TOKENS = 8192
+TENSORS = {1, 2, 4, 8, 16}
+"""Tensor degrees of servers. Other degrees of a row are sums over a whole deployment."""
+PREFILL_DEVICES = 4
+"""Devices of a prefill instance in rows that state only the sum of all devices."""
+MOST_FEW, MOST_FEW_LONG, LONG = 600, 110, 4096
+"""Most requests at a time for which decodes divide layers where a row does not say so, with prompts below and from LONG tokens on."""
+STEP_TOKENS = 4096
 """Prompt tokens of a step at most."""
 FORMATS_BLACKWELL_FP8_CACHE: tuple[Software, ...] = ("trtllm",)
 """Servers whose published runs of quantised models have an fp8 cache."""
@@ -179,7 +183,7 @@ def _formats(row: Row, name: str, software: Software) -> Quantisation:
     return Quantisation(weights=weights, experts=experts, kv_cache="fp8" if cached else None)
 
 
-def _deployment(row: Row, routed: bool) -> tuple[int, Iterator[InstanceSpec] | list[InstanceSpec], bool]:
+def _deployment(row: Row, routed: bool) -> tuple[int, list[InstanceSpec], bool]:
     """Requests at a time, the instances, and whether their number is assumed."""
     users = _count(row["concurrency"])
     if row["mode"] == "agg":
@@ -189,24 +193,34 @@ def _deployment(row: Row, routed: bool) -> tuple[int, Iterator[InstanceSpec] | l
             groups = users // batch  # the column is empty, and each group has a batch of its own
             tensor = 1 if groups == tensor else tensor
         users = users or batch * max(1, groups)
-        both = _checked(_instance(tensor, groups, _count(row["moe_tp_size"]), ranks))
-        return _positive(users), [replace(both, token_budget=STEP_TOKENS)], False
+        both = replace(_instance(tensor, groups, _count(row["moe_tp_size"]), ranks), token_budget=STEP_TOKENS)
+        if both.tensor not in TENSORS:
+            return _positive(users), _parts(row, both.tensor, users), True
+        if not routed:
+            both = replace(both, expert=1, count=both.expert)  # data parallelism of a dense model are copies of it
+        return _positive(users), [both], False
     keys = ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
     prefill, decode = ([_count(row[f"{role}_{key}"]) for key in keys] for role in ("prefill", "decode"))
     workers = [_count(row[f"{role}_num_workers"]) for role in ("prefill", "decode")]
     users = users or _count(row["decode_batch_size"]) * workers[1] * max(1, decode[1])
-    if prefill[0] == decode[0] > 8 and decode[3] <= 1:
-        raise Refused(TOTALS)
-    decoding, count = _instance(*decode), workers[1]
+    prompts, decodes = _instance(*prefill), _instance(*decode)
+    if not workers[0] and prefill[0] == decode[0] > 8 and decode[3] <= 1:
+        return _positive(users), _parts(row, decode[0], users), True
     if assumed := not workers[0]:
-        decoding, count = _assumed_decoding(row, decoding, decode, users, routed)
-    prompts = replace(
-        _checked(_instance(*prefill)), role="prefill", count=workers[0] or 1, token_budget=STEP_TOKENS
-    )
-    return _positive(users), [prompts, replace(_checked(decoding), role="decode", count=count)], assumed
+        several = decode[3] > 1 or decodes.devices > 8
+        workers = [1, 1]
+        if routed and decodes.devices > 1:
+            decodes, workers[1] = _assumed_decoding(row, decodes.devices, several, users)
+    if not {prompts.tensor, decodes.tensor} <= TENSORS:
+        raise Refused("degrees that no server has")
+    return _positive(users), _with_roles(prompts, workers[0], decodes, workers[1]), assumed
 
 
-TOTALS = "degrees are sums over a deployment whose parts are not stated"
+def _with_roles(prompts: InstanceSpec, prefills: int, decodes: InstanceSpec, count: int) -> list[InstanceSpec]:
+    return [
+        replace(prompts, role="prefill", count=prefills, token_budget=STEP_TOKENS),
+        replace(decodes, role="decode", count=count),
+    ]
 
 
 def _instance(tensor: int, groups: int, expert_tensor: int, ranks: int) -> InstanceSpec:
@@ -223,35 +237,35 @@ def _instance(tensor: int, groups: int, expert_tensor: int, ranks: int) -> Insta
         tensor = 1
     elif tensor == groups == 1 and expert_tensor * ranks > 1:
         groups = expert_tensor * ranks
-    if tensor < 1 or tensor & (tensor - 1):
-        raise Refused(TOTALS)
-    return InstanceSpec(tensor=tensor, expert=groups)
+    return InstanceSpec(tensor=max(1, tensor), expert=groups)
 
 
-def _checked(instance: InstanceSpec) -> InstanceSpec:
-    """An instance whose degree a server can have."""
-    if instance.tensor > MOST_TENSOR:
-        raise Refused(TOTALS)
-    return instance
-
-
-def _assumed_decoding(
-    row: Row, stated: InstanceSpec, degrees: list[int], users: int, routed: bool
-) -> tuple[InstanceSpec, int]:
+def _assumed_decoding(row: Row, devices: int, several: bool, users: int) -> tuple[InstanceSpec, int]:
     """The decode instances of a row without numbers of workers, and how many there are.
 
-    The rows of the same file that state them have one instance with attention data parallelism at many requests, and at few requests
-    four that divide layers, with TensorRT-LLM; the others' divide layers where they divide experts' layers.
+    The rows of the same file that state them have one instance with attention data parallelism, but TensorRT-LLM at few requests four
+    that divide layers; `several` says whether the row's experts are divided over groups.
     """
-    tensor, _, expert_tensor, ranks = degrees
-    devices = stated.devices
-    if devices == 1 or not routed:
-        return stated, 1
-    several = ranks > 1 or devices > 8
-    few = users <= (600 if _count(row["isl"]) < 4096 else 110)
+    few = users <= (MOST_FEW if _count(row["isl"]) < LONG else MOST_FEW_LONG)
     if row["backend"] == "trtllm" and devices <= 8 and few:
         return InstanceSpec(tensor=devices), 4 if users > 8 else 1
-    return (InstanceSpec(expert=devices), 1) if several else (stated, 1)
+    return InstanceSpec(expert=devices) if several else InstanceSpec(tensor=devices), 1
+
+
+def _parts(row: Row, devices: int, users: int) -> list[InstanceSpec]:
+    """Instances of a row whose degree is the sum over a deployment with roles.
+
+    The rows of the same file that state the parts have prefill instances of 4 devices, and the largest power of two up to 32 for decodes.
+    """
+    rest = devices - PREFILL_DEVICES
+    if rest < PREFILL_DEVICES:
+        raise Refused("degrees that no server has")
+    decoding = min(32, 1 << (rest.bit_length() - 1))
+    few = users <= (MOST_FEW if _count(row["isl"]) < LONG else MOST_FEW_LONG)
+    if row["backend"] == "trtllm" and few and rest % 8 == 0 and rest <= 32:
+        return _with_roles(InstanceSpec(expert=PREFILL_DEVICES), 1, InstanceSpec(tensor=8), rest // 8)
+    prefills = (devices - decoding) // PREFILL_DEVICES
+    return _with_roles(InstanceSpec(expert=PREFILL_DEVICES), prefills, InstanceSpec(expert=decoding), 1)
 
 
 def _positive(users: int) -> int:

@@ -129,4 +129,4 @@ def _prompt_share(model: ModelSpec) -> float:
     """FLOPs of a pair in the attention of prompts over those of decodes: prompts attend to keys and values, not to latents."""
     if not model.kv_rank:
         return 1.0
-    return (model.head_dim + model.rope_head_dim + model.value_head_dim) / (2 * model.kv_rank + model.rope_head_dim)
+    return (model.head_dim + model.value_head_dim) / (2 * model.kv_rank + model.rope_head_dim)
