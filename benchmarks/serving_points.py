@@ -45,8 +45,8 @@ PRESETS: dict[str, tuple[str, dict[str, object]]] = {
 """Presets of the models, and keys that these leave open."""
 TENSORS = {1, 2, 4, 8, 16}
 """Tensor degrees of servers. Other degrees of a row are sums over a whole deployment."""
-PREFILL_DEVICES = 4
-"""Devices of a prefill instance in rows that state only the sum of all devices."""
+PREFILL_DEVICES = {"fp4": 4, "fp8": 8}
+"""Devices of a prefill instance in rows that state only the sum of all devices, by precision."""
 MOST_FEW, MOST_FEW_LONG, LONG = 600, 110, 4096
 """Most requests at a time for which decodes divide layers where a row does not say so, with prompts below and from LONG tokens on."""
 STEP_TOKENS = 4096
@@ -255,17 +255,18 @@ def _assumed_decoding(row: Row, devices: int, several: bool, users: int) -> tupl
 def _parts(row: Row, devices: int, users: int) -> list[InstanceSpec]:
     """Instances of a row whose degree is the sum over a deployment with roles.
 
-    The rows of the same file that state the parts have prefill instances of 4 devices, and the largest power of two up to 32 for decodes.
+    The rows of the same file that state the parts have prefill instances of four or eight devices, and the largest power of two up to 32 for decodes.
     """
-    rest = devices - PREFILL_DEVICES
-    if rest < PREFILL_DEVICES:
+    own = PREFILL_DEVICES.get(row["precision"], 8)
+    rest = devices - own
+    if rest < own:
         raise Refused("degrees that no server has")
     decoding = min(32, 1 << (rest.bit_length() - 1))
     few = users <= (MOST_FEW if _count(row["isl"]) < LONG else MOST_FEW_LONG)
     if row["backend"] == "trtllm" and few and rest % 8 == 0 and rest <= 32:
-        return _with_roles(InstanceSpec(expert=PREFILL_DEVICES), 1, InstanceSpec(tensor=8), rest // 8)
-    prefills = (devices - decoding) // PREFILL_DEVICES
-    return _with_roles(InstanceSpec(expert=PREFILL_DEVICES), prefills, InstanceSpec(expert=decoding), 1)
+        return _with_roles(InstanceSpec(expert=own), 1, InstanceSpec(tensor=8), rest // 8)
+    prefills = (devices - decoding) // own
+    return _with_roles(InstanceSpec(expert=own), prefills, InstanceSpec(expert=decoding), 1)
 
 
 def _positive(users: int) -> int:
