@@ -68,7 +68,9 @@ def fit(points: Sequence[Point]) -> ServingSoftware:
         curvature = slopes.T @ (scale[:, None] * slopes)
         before = cost(found)
         while damping < 1e6:
-            shift = -np.linalg.solve(curvature + damping * np.diag(np.diag(curvature) + 1e-3), slopes.T @ (scale * found))
+            shift = -np.linalg.solve(
+                curvature + damping * np.diag(np.diag(curvature) + 1e-3), slopes.T @ (scale * found)
+            )
             tried = errors(logs + np.clip(shift, -1, 1))
             if cost(tried) < before:
                 break
@@ -99,7 +101,9 @@ def write(fitted: dict[str, ServingSoftware], count: int) -> None:
 
 
 def _software(logs: np.ndarray) -> ServingSoftware:
-    return ServingSoftware(**{field.name: float(value) for field, value in zip(fields(START), np.exp(logs), strict=True)})
+    return ServingSoftware(
+        **{field.name: float(value) for field, value in zip(fields(START), np.exp(logs), strict=True)}
+    )
 
 
 if __name__ == "__main__":

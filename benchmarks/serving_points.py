@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,14 @@ from meshwright.spec.model import ModelSpec
 
 FILE = Path(__file__).parent / "data" / "serving-points.csv.gz"
 Row = dict[str, str]
-CHIPS = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200", "b300_sxm": "B300", "gb200": "GB200", "gb300": "GB300"}
+CHIPS = {
+    "h100_sxm": "H100",
+    "h200_sxm": "H200",
+    "b200_sxm": "B200",
+    "b300_sxm": "B300",
+    "gb200": "GB200",
+    "gb300": "GB300",
+}
 PRESETS: dict[str, tuple[str, dict[str, object]]] = {
     "DeepSeek-R1": ("deepseek-v3", {}),
     "DeepSeek-R1-NVFP4": ("deepseek-v3", {}),

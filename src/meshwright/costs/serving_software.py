@@ -18,7 +18,7 @@ from meshwright.costs.device_rates import Machine
 from meshwright.costs.plan_costs import number
 from meshwright.costs.step_times import Exchange
 from meshwright.spec.chips import Chip
-from meshwright.spec.deployment import PricedFormat, Software
+from meshwright.spec.deployment import PricedFormat
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.serve_profile import StepConstants

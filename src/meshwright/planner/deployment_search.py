@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Literal
 
 from meshwright.costs.serve_costs import ServeCosts
+from meshwright.costs.serving_software import software_table
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
-from meshwright.planner.deployment_goodput import Goodput, GoodputSearch, Simulate
+from meshwright.planner.deployment_goodput import Goodput, GoodputSearch, RatePoint, Simulate
 from meshwright.planner.deployment_reasons import Option, choice_reasons, unreachable, why_not
 from meshwright.planner.deployment_space import DeploymentSpace, deployment_space
 from meshwright.simulator.serve_simulation import simulate
@@ -21,6 +22,7 @@ from meshwright.spec.deployment import (
     DeploymentPrediction,
     Quantisation,
     ServeLimits,
+    Software,
     TimedRequest,
 )
 from meshwright.spec.model import ModelSpec
@@ -46,6 +48,8 @@ RESAMPLES = 4
 """Further samples of the requests, for the band."""
 BAND_RATES = 0.75, 1.3
 """Rates beside the goodput, as factors of it, between which the band lies."""
+LOW_SHARES, LOW_REQUESTS = (0.1, 0.3, 0.5), 500
+"""Shares of the goodput at which the curve of attainment begins, and requests of a simulation there, where no batch fills slowly."""
 BAND = 0.8
 """Share of samples in the band."""
 TIE = 0.05
@@ -97,28 +101,30 @@ def plan_deployment(
     limits: ServeLimits,
     quantisation: Quantisation,
     *,
+    software: Software | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> DeploymentAnswer:
-    """The deployment of the cluster with the highest goodput.
+    """The deployment of the cluster with the highest goodput, among those that this release serves if it serves any.
 
+    `software` is another server whose step times count; nothing is then for this release.
     Raises OutOfResources if no instance fits or none meets the limits at any rate, with the limits that a request alone meets.
     """
     begin = time.perf_counter()
-    costs = ServeCosts(model, cluster, quantisation)
-    space = deployment_space(model, cluster, quantisation, costs.of)
+    costs = ServeCosts(model, cluster, quantisation, software=software)
+    space = deployment_space(model, cluster, quantisation, costs.of, software=software)
     sizes = SizeSample.of(requests)
     estimates = {deployment: estimate_goodput(deployment, sizes, costs.of, limits) for deployment in space.deployments}
     finalists = _finalists(estimates)
-    runnable = [deployment for deployment in space.deployments if deployment.runnable]
-    if not any(deployment.runnable for deployment in finalists):
-        raise unreachable(runnable, sizes, costs.of, limits)
+    choices = _choices(space.deployments)
+    if not choices & set(finalists):
+        raise unreachable(choices, sizes, costs.of, limits)
     search = GoodputSearch(_simulator(costs, limits), limits, requests)
     note(f"{len(estimates)} deployments estimated; simulating the best {len(finalists)} at most")
-    compared = _compare(search, finalists, estimates)
-    if not any(goodput.rate for deployment, goodput in compared.items() if deployment.runnable):
-        raise unreachable(runnable, sizes, costs.of, limits)
+    compared = _compare(search, finalists, estimates, choices)
+    if not any(goodput.rate for deployment, goodput in compared.items() if deployment in choices):
+        raise unreachable(choices, sizes, costs.of, limits)
     note(f"{len(compared)} simulated; simulating the best of each kind with more requests")
-    best_of_kind = _refine(search, compared)
+    best_of_kind = _refine(search, compared, choices)
     chosen = _choose(best_of_kind)
     low, high = _band(search, chosen, best_of_kind[chosen])
     devices = cluster.ranks / space.units
@@ -137,9 +143,14 @@ def plan_deployment(
         considered=len(estimates),
         units=space.units,
         search_seconds=time.perf_counter() - begin,
-        curve=tuple((point.rate / devices, point.attainment) for point in best.goodput.points),
+        curve=tuple((point.rate / devices, point.attainment) for point in _curve(search, chosen, best.goodput)),
         sources=_sources(costs),
     )
+
+
+def _choices(deployments: Sequence[Deployment]) -> Set[Deployment]:
+    """The deployments that this release serves; all of them if it serves none."""
+    return {deployment for deployment in deployments if deployment.runnable} or set(deployments)
 
 
 def _options(
@@ -162,6 +173,12 @@ def _options(
 
 
 def _sources(costs: ServeCosts) -> dict[str, str]:
+    if costs.software is not None:
+        table = software_table()
+        return {
+            "step times": f"constants fitted on {table.fitted} to {table.source}, measured {table.measured}",
+            "latencies": "this engine's batching policy in simulated time",
+        }
     profile = costs.profile
     measured = "usual shares of the datasheet's rates, not measured: `meshwright profile --serve` measures them"
     if profile is not None:
@@ -204,6 +221,7 @@ def _compare(
     search: GoodputSearch,
     finalists: Sequence[Deployment],
     estimates: dict[Deployment, float],
+    choices: Set[Deployment],
 ) -> dict[Deployment, Goodput]:
     """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind.
 
@@ -220,19 +238,21 @@ def _compare(
         if start < FINALIST_SHARE * fastest and sum(_placement(d) == kind for d in compared) > 1:
             continue
         compared[deployment] = found = search.goodput(deployment, start, COARSE_REQUESTS, tolerance=COARSE)
-        if deployment.runnable:
+        if deployment in choices:
             fastest = max(fastest, found.rate)
         if found.rate:
             ratios[kind] = found.rate / estimates[deployment]
     return compared
 
 
-def _refine(search: GoodputSearch, compared: Mapping[Deployment, Goodput]) -> dict[Deployment, Goodput]:
-    """Goodputs of the best runnable deployment of each kind, from longer simulations; a kind far behind has none."""
+def _refine(
+    search: GoodputSearch, compared: Mapping[Deployment, Goodput], choices: Set[Deployment]
+) -> dict[Deployment, Goodput]:
+    """Goodputs of the best deployment of `choices` of each kind, from longer simulations; a kind far behind has none."""
     refined: dict[Deployment, Goodput] = {}
-    fastest = max(goodput.rate for deployment, goodput in compared.items() if deployment.runnable)
+    fastest = max(goodput.rate for deployment, goodput in compared.items() if deployment in choices)
     for kind in PLACEMENTS:
-        alike = [d for d in compared if _placement(d) == kind and compared[d].rate and d.runnable]
+        alike = [d for d in compared if _placement(d) == kind and compared[d].rate and d in choices]
         if alike:
             best = max(alike, key=lambda deployment: compared[deployment].rate)
             if compared[best].rate < (FINALIST_SHARE if kind == "colocated" else REFINED_SHARE) * fastest:
@@ -247,6 +267,14 @@ def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
     best = max(best_of_kind, key=lambda deployment: best_of_kind[deployment].rate)
     plain = next((deployment for deployment in best_of_kind if _placement(deployment) == "colocated"), best)
     return plain if best_of_kind[best].rate < (1 + TIE) * best_of_kind[plain].rate else best
+
+
+def _curve(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> list[RatePoint]:
+    """Attainment by rate, ascending from low load to the first rate that no request's latencies meet, or that cannot be sustained."""
+    low = [search.point(chosen, share * goodput.rate, LOW_REQUESTS) for share in LOW_SHARES]
+    points = sorted((*low, *goodput.points), key=lambda point: point.rate)
+    end = next((index + 1 for index, point in enumerate(points) if not point.attainment), len(points))
+    return points[:end]
 
 
 def _band(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> tuple[float, float]:

@@ -140,11 +140,24 @@ class Deployment:
     def release_limit(self) -> str | None:
         """Why this release cannot serve it, in words; None if it can."""
         if self.software is not None:
-            return f"priced for {self.software}"
-        if (problem := formats_error(self.quantisation)) is not None:
+            return f"its prices are those of {self.software}"
+        if (problem := self.release_mistake) is not None:
             return problem[1]
         found = (release_error(instance, self.quantisation) for instance in self.instances)
         return next(filter(None, found), None)
+
+    @property
+    def release_mistake(self) -> tuple[str, str] | None:
+        """The key of all instances with a value that this release cannot serve, and what it expects; None if there is none."""
+        if self.software is not None:
+            return "software", f"software: expected none, as this program is no {self.software}"
+        formats, servable = self.quantisation, get_args(WeightFormat)
+        if formats.weights not in (None, *servable):
+            return "quantisation.weights", f"weights: expected {', '.join(servable)} or none, got {formats.weights}"
+        if formats.experts not in (None, formats.weights):
+            expected = f"{formats.weights or 'none'}, the format of weights"
+            return "quantisation.experts", f"experts: expected {expected}, got {formats.experts}"
+        return None
 
 
 def deployment_name(deployment: Deployment) -> str:
@@ -169,18 +182,6 @@ def release_error(instance: InstanceSpec, quantisation: Quantisation) -> str | N
         return f"expert: expected 1 beside experts in fp8, got {instance.expert}"
     if instance.expert > 1 and quantisation.weights == "int8":
         return f"expert: expected 1 beside weights in int8, got {instance.expert}"
-    return None
-
-
-def formats_error(quantisation: Quantisation) -> tuple[str, str] | None:
-    """The key of a format that this release cannot serve, and what it expects; None if it serves both."""
-    for key in ("weights", "experts"):
-        value = getattr(quantisation, key)
-        if value not in (None, *get_args(WeightFormat)):
-            return key, f"{key}: expected {', '.join(get_args(WeightFormat))} or none, got {value}"
-    if quantisation.experts not in (None, quantisation.weights):
-        expected = f"the format of weights, {quantisation.weights or 'none'}"
-        return "experts", f"experts: expected {expected}, got {quantisation.experts}"
     return None
 
 
