@@ -119,7 +119,9 @@ class ServeCosts:
         if experts != weights:
             expert_peak = number(machine_of(cluster, product_format(chip, experts)).peak)
         if self.software is not None:
-            self.constants = software_constants(self.software, model, self._machine, weights, expert_peak)
+            self.constants = software_constants(
+                self.software, device_work(model), self._machine, weights, expert_peak
+            )
         elif self.profile is not None and measured:
             self.constants = self.profile.constants
         else:
@@ -213,9 +215,12 @@ class ServeCosts:
     def _exchange(self, tensor: int, expert: int) -> Exchange:
         """All-reduces over the tensor ranks, and the tokens' way to experts of other groups and back."""
         machine, k, spec = self._machine, self._k, self.model
-        if self.software is not None:
-            return software_exchange(self.software, spec, machine, tensor, expert, self._items)
         token_bytes = float(spec.hidden * self._items)
+        if self.software is not None:
+            sums = 2 * spec.layers if tensor > 1 else 0
+            exchanges = 2 * spec.routed_layers if expert > 1 else 0
+            sent = (2 * sums * (tensor - 1) / tensor + exchanges * spec.experts_per_token) * token_bytes
+            return software_exchange(self.software, machine, tensor * expert, sums + exchanges, sent)
         fixed = each = 0.0
         if tensor > 1:
             group = rank_group(machine, k, float(tensor), 1.0)

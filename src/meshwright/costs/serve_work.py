@@ -22,6 +22,10 @@ ROUNDED_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
 """Linear layers of a block that `serve.formats` rounds to 8 bits, beside routed experts; to fp8 only those that devices do not share."""
 
 
+LAYER_KERNELS, LATENT_KERNELS, ROUTED_KERNELS = 8, 5, 12
+"""Kernels of a dense layer, those that latent attention adds, and those that experts add: routing, permuting, grouped products, combining."""
+
+
 class PromptPart(Protocol):
     """Consecutive tokens of one prompt; a part of a step is one."""
 
@@ -64,6 +68,10 @@ class DeviceWork:
     """Heads of keys and values; 1 for latents."""
     attention_flops: float
     """FLOPs of one query and one position that it attends to."""
+    expanded_flops: float = 0.0
+    """The same where latents are expanded to keys and values first, as for prompts."""
+    kernels: int = 0
+    """Kernels of a step's layers, with one for each product, norm, rotation, attention, activation and step of routing."""
     windows: tuple[tuple[int | None, float], ...]
     """Positions that a query attends to at most, None for all, and the share of the cache's bytes with that limit."""
 
@@ -131,6 +139,7 @@ def device_work(
     routed = spec.routed_layers
     slots = routed * spec.experts / expert
     one_expert = expert_weights / slots if slots else 0.0
+    latent = sum(len(group.layers) for group in layer_groups(spec) if group.latent)
     return DeviceWork(
         stored_bytes=stored,
         dense_bytes=dense_bytes,
@@ -145,6 +154,8 @@ def device_work(
         cache_bytes=float(cache_bytes_per_block(rank, 1, cache_item)),
         kv_heads=1 if rank.kv_rank else rank.kv_heads,
         attention_flops=_attention_flops(rank),
+        expanded_flops=2.0 * rank.layers * (rank.heads * rank.head_dim + rank.value_width),
+        kernels=spec.layers * LAYER_KERNELS + latent * LATENT_KERNELS + routed * ROUTED_KERNELS,
         windows=_windows(rank, cache_item),
     )
 

@@ -16,17 +16,14 @@ import yaml
 
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.plan_costs import number
+from meshwright.costs.serve_work import DeviceWork
 from meshwright.costs.step_times import Exchange
 from meshwright.spec.chips import Chip
 from meshwright.spec.deployment import PricedFormat
 from meshwright.spec.fields import from_plain
-from meshwright.spec.model import ModelSpec
 from meshwright.spec.serve_profile import StepConstants
 
 FILE = Path(__file__).with_name("serving_software.yaml")
-LAYER_KERNELS, LATENT_KERNELS, ROUTED_KERNELS = 8, 5, 12
-"""Kernels of a dense layer with one launch for each product, norm, rotation, attention and activation; those that latent attention adds,
-and those that routing, permuting, grouped products, shared experts and combining add."""
 FOUR_BIT_SHARE = 0.7
 """Share of the other formats' rates that dense products with 4-bit weights reach: their inputs are scaled and rounded in each step."""
 LINK_SHARE = 0.7
@@ -88,13 +85,15 @@ def product_format(chip: Chip, weights: PricedFormat | None) -> str:
 
 
 def software_constants(
-    software: ServingSoftware, model: ModelSpec, machine: Machine, weights: PricedFormat | None, expert_peak: float
+    software: ServingSoftware, work: DeviceWork, machine: Machine, weights: PricedFormat | None, expert_peak: float
 ) -> StepConstants:
-    """Constants of a step on one device; `machine` has the rates of products with `weights`, `expert_peak` is that with experts."""
+    """Constants of a step on one device, for a model's `work`.
+
+    `machine` has the rates of products with `weights`, `expert_peak` is that with routed experts.
+    """
     memory, peak = number(machine.hbm) * software.memory_share, software.peak_share
     narrow = FOUR_BIT_SHARE if weights in ("nvfp4", "mxfp4", "int4") else 1.0
     half = peak * number(machine.half_peak)
-    kernels = model.layers * (LAYER_KERNELS + (LATENT_KERNELS if model.kv_rank else 0))
     return StepConstants(
         weight_bytes_per_s=narrow * memory,
         expert_bytes_per_s=memory,
@@ -102,8 +101,8 @@ def software_constants(
         expert_flops_per_s=peak * expert_peak,
         cache_bytes_per_s=memory,
         decode_flops_per_s=half,
-        attention_flops_per_s=half / _prompt_share(model),
-        decode_seconds=software.kernel_seconds * (kernels + ROUTED_KERNELS * model.routed_layers),
+        attention_flops_per_s=half * work.attention_flops / work.expanded_flops,
+        decode_seconds=software.kernel_seconds * work.kernels,
         prompt_seconds=0.0,
         sequence_seconds=software.sequence_seconds,
         chunk_seconds=0.0,
@@ -111,22 +110,8 @@ def software_constants(
 
 
 def software_exchange(
-    software: ServingSoftware, model: ModelSpec, machine: Machine, tensor: int, expert: int, item: int
+    software: ServingSoftware, machine: Machine, ranks: int, operations: int, token_bytes: float
 ) -> Exchange:
-    """Sums over tensor ranks, two a layer, and the tokens' way to experts of other groups and back."""
-    ranks = tensor * expert
-    if ranks == 1:
-        return Exchange()
+    """Communication of a step between the devices of an instance: so many operations, which send `token_bytes` a token in all."""
     rate = LINK_SHARE * number(machine.link if ranks <= number(machine.domain) else machine.nic)
-    sums = 2 * model.layers if tensor > 1 else 0
-    exchanges = 2 * model.routed_layers if expert > 1 else 0
-    token_bytes = model.hidden * item
-    sent = sums * 2 * (tensor - 1) / tensor * token_bytes + exchanges * model.experts_per_token * token_bytes
-    return Exchange((sums + exchanges) * software.sum_seconds * log2(ranks), sent / rate)
-
-
-def _prompt_share(model: ModelSpec) -> float:
-    """FLOPs of a pair in the attention of prompts over those of decodes: prompts attend to keys and values, not to latents."""
-    if not model.kv_rank:
-        return 1.0
-    return (model.head_dim + model.value_head_dim) / (2 * model.kv_rank + model.rope_head_dim)
+    return Exchange(operations * software.sum_seconds * log2(ranks), token_bytes / rate)
