@@ -74,7 +74,9 @@ def main(arguments: Sequence[str]) -> None:
         "assumed": [each for each in priced if each.point.assumed],
         **by_class(stated),
     }
-    print("\nerrors in percent (assumed: rows without numbers of workers, of which none says whether tokens were speculated)")
+    print(
+        "\nerrors in percent (assumed: rows without numbers of workers, of which none says whether tokens were speculated)"
+    )
     errors = {name: show(name, members) for name, members in classes.items()}
     choices = choice_shares(priced)
     print(f"\nchoice: {np.mean(choices):.2%} of the best measured rate, mean of {len(choices)} choices")
@@ -87,7 +89,9 @@ def main(arguments: Sequence[str]) -> None:
     print("\nacceptance")
     for criterion in criteria:
         sign = "≥" if criterion.at_least else "≤"
-        print(f"  {'pass' if criterion.passed else 'FAIL'}  {criterion.reached:8.3g} {sign} {criterion.limit:<6g} {criterion.what}")
+        print(
+            f"  {'pass' if criterion.passed else 'FAIL'}  {criterion.reached:8.3g} {sign} {criterion.limit:<6g} {criterion.what}"
+        )
     if not arguments:
         result = {
             "fitted": software_table().fitted,
@@ -170,12 +174,13 @@ def left_out_errors(priced: Sequence[Priced], of: Callable[[Point], str]) -> dic
 def choice_shares(priced: Sequence[Priced]) -> list[float]:
     """Measured rate of the deployment with the best predicted rate, over the best measured.
 
-    Alternatives are deployments of one model, chip, server, formats and request sizes, with as many users a device.
+    Alternatives are deployments of one model, chip, release of a server, formats and request sizes, with as many users a device.
     """
     groups: dict[Any, list[Priced]] = defaultdict(list)
     for each in priced:
         point = each.point
-        key = (point.name, point.chip, point.software, point.formats, point.load.input_tokens, point.load.output_tokens)
+        server, sizes = (point.software, point.release), (point.load.input_tokens, point.load.output_tokens)
+        key = (point.name, point.chip, server, point.formats, sizes)
         groups[(*key, point.load.users / point.devices, point.assumed)].append(each)
     shares = []
     for members in groups.values():
@@ -207,13 +212,28 @@ def acceptance(
         Criterion("rows that are priced, percent", 100 * coverage, 85, at_least=True),
         Criterion("time of a token, all rows: median error, percent", percent("token_error", 0.5, priced), 12),
         Criterion("time of a token, all rows: 90th percentile, percent", percent("token_error", 0.9, priced), 30),
-        Criterion("time of a token, rows that state their workers: median error, percent", percent("token_error", 0.5, stated), 12),
-        Criterion("time of a token, rows that state their workers: 90th percentile, percent", percent("token_error", 0.9, stated), 30),
-        Criterion("time of a token, latent attention, stated: median error, percent", percent("token_error", 0.5, latent), 20),
+        Criterion(
+            "time of a token, rows that state their workers: median error, percent",
+            percent("token_error", 0.5, stated),
+            12,
+        ),
+        Criterion(
+            "time of a token, rows that state their workers: 90th percentile, percent",
+            percent("token_error", 0.9, stated),
+            30,
+        ),
+        Criterion(
+            "time of a token, latent attention, stated: median error, percent", percent("token_error", 0.5, latent), 20
+        ),
         Criterion("time of a token, roles, stated: median error, percent", percent("token_error", 0.5, roles), 18),
         Criterion("first token, stated: median error, percent", percent("first_error", 0.5, stated), 25),
         Criterion("constants of a server", len(fields(ServingSoftware)), 6),
-        Criterion("measured rate of the chosen deployment, percent of the best", 100 * float(np.mean(choices)), 97, at_least=True),
+        Criterion(
+            "measured rate of the chosen deployment, percent of the best",
+            100 * float(np.mean(choices)),
+            97,
+            at_least=True,
+        ),
     ]
 
 

@@ -1,7 +1,7 @@
 """Fits the constants of other servers to published points: `make fit-serving` (CPU only, a minute).
 
-Writes src/meshwright/costs/serving_software.yaml. Rows whose number of workers is an assumption are left out; each model counts by the square
-root of its rows, so that one with many does not decide for the others.
+Writes src/meshwright/costs/serving_software.yaml. Rows whose number of workers is an assumption are left out. A model counts by the
+square root of its rows, so that one with many does not decide for the others.
 """
 
 from __future__ import annotations

@@ -76,6 +76,8 @@ class Point:
     model: ModelSpec
     chip: str
     software: Software
+    release: str
+    """The server's version."""
     formats: Quantisation
     deployment: Deployment
     load: Load
@@ -164,6 +166,7 @@ def _point(row: Row) -> Point:
         model=_model(name),
         chip=CHIPS[row["system"]],
         software=software,
+        release=row["backend_version"],
         formats=formats,
         deployment=Deployment(instances=tuple(instances), quantisation=formats, software=software),
         load=Load(users=users, input_tokens=_count(row["isl"]), output_tokens=_count(row["osl"])),
@@ -262,7 +265,8 @@ def _assumed_decoding(row: Row, devices: int, several: bool, users: int) -> tupl
 def _parts(row: Row, devices: int, users: int) -> list[InstanceSpec]:
     """Instances of a row whose degree is the sum over a deployment with roles.
 
-    The rows of the same file that state the parts have prefill instances of four or eight devices, and the largest power of two up to 32 for decodes.
+    The rows of the same file that state the parts have prefill instances of four or eight devices, and the largest power of two up to
+    32 for decodes.
     """
     own = PREFILL_DEVICES.get(row["precision"], 8)
     rest = devices - own
