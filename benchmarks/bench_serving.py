@@ -1,8 +1,8 @@
-"""Measures the accuracy of the serving cost model on published points: `make bench-serving` (CPU only, half a minute).
+"""Measures the accuracy of the serving cost model on published points: `make bench-serving` (CPU only, five minutes).
 
-Prints errors by class, refusals by reason, errors with each model and each chip left out of the fit, and how good the deployment is that the
-model would choose; then each acceptance criterion with its figure. Writes them to benchmarks/results/serving-accuracy.json. Another file of
-points is measured with `python benchmarks/bench_serving.py FILE.csv.gz`.
+Prints errors by class, refusals by reason, errors with each model and each chip left out of the fit, and how good the deployment is that
+the model would choose; then each acceptance criterion with its figure. Writes them to benchmarks/results/serving-accuracy.json. For
+another file of points, `python benchmarks/bench_serving.py FILE.csv.gz` prints all but the errors of what is left out.
 """
 
 from __future__ import annotations

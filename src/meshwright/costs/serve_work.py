@@ -23,7 +23,7 @@ ROUNDED_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
 
 
 LAYER_KERNELS, LATENT_KERNELS, ROUTED_KERNELS = 8, 5, 12
-"""Kernels of a dense layer, those that latent attention adds, and those that experts add: routing, permuting, grouped products, combining."""
+"""Kernels of a dense layer, those that latent attention adds, and those that experts add to route, permute, multiply and combine."""
 
 
 class PromptPart(Protocol):

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from math import sqrt
 from typing import Literal
 
 from meshwright.costs.serve_costs import ServeCosts
@@ -34,18 +35,18 @@ PLACEMENTS: tuple[Placement, ...] = ("colocated", "roles", "experts")
 """Colocated instances, instances with roles, and colocated ones with several groups of experts."""
 FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
-REFINED_SHARE = 0.85
-"""The same by the shorter simulations, for longer ones of instances with roles and of groups of experts."""
-COARSE_REQUESTS, FINE_REQUESTS = 2000, 6000
+REFINED_SHARE = 0.9
+"""The same by the shorter simulations, for longer ones."""
+COARSE_REQUESTS, FINE_REQUESTS = 1000, 3000
 """Requests of a simulation that compares finalists, and of one that gives the printed figures.
 
 Bursts are rare and batches fill slowly: with 4,000 requests 8 GPUs served 24% more within 1 s and 50 ms than with 16,000. Clusters of
 every size are planned with the same requests, so that their goodputs compare.
 """
-COARSE, FINE = 0.06, 0.015
+COARSE, FINE = 0.06, 0.02
 """Relative distance of rates at which the bisection ends: for finalists, and for the best of each kind."""
-RESAMPLES = 4
-"""Further samples of the requests, for the band."""
+RESAMPLES, BAND_REQUESTS = 4, 1000
+"""Further samples of the requests for the band, and requests of each; more of them would vary less, by the square root of their number."""
 BAND_RATES = 0.75, 1.3
 """Rates beside the goodput, as factors of it, between which the band lies."""
 LOW_SHARES, LOW_REQUESTS = (0.1, 0.3, 0.5), 500
@@ -225,10 +226,12 @@ def _compare(
 ) -> dict[Deployment, Goodput]:
     """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind.
 
-    Two of each kind are simulated before it is given up, as the error may be one of the token budget.
+    Two of each kind are simulated before it is given up, as the error may be one of the token budget. One that misses the limits at the
+    rate of the best of its kind keeps its corrected estimate.
     """
     compared: dict[Deployment, Goodput] = {}
     ratios = dict.fromkeys(PLACEMENTS, 1.0)
+    fastest_of = dict.fromkeys(PLACEMENTS, 0.0)
     fastest = 0.0
     # The first of each kind come first, so that the others of a much slower kind need no simulation.
     kinds = [[d for d in finalists if _placement(d) == kind] for kind in PLACEMENTS]
@@ -237,10 +240,12 @@ def _compare(
         start = ratios[kind] * estimates[deployment]
         if start < FINALIST_SHARE * fastest and sum(_placement(d) == kind for d in compared) > 1:
             continue
-        compared[deployment] = found = search.goodput(deployment, start, COARSE_REQUESTS, tolerance=COARSE)
+        least = fastest_of[kind]
+        compared[deployment] = found = search.goodput(deployment, start, COARSE_REQUESTS, tolerance=COARSE, least=least)
         if deployment in choices:
             fastest = max(fastest, found.rate)
-        if found.rate:
+        if found.rate > least:
+            fastest_of[kind] = found.rate
             ratios[kind] = found.rate / estimates[deployment]
     return compared
 
@@ -255,7 +260,7 @@ def _refine(
         alike = [d for d in compared if _placement(d) == kind and compared[d].rate and d in choices]
         if alike:
             best = max(alike, key=lambda deployment: compared[deployment].rate)
-            if compared[best].rate < (FINALIST_SHARE if kind == "colocated" else REFINED_SHARE) * fastest:
+            if compared[best].rate < REFINED_SHARE * fastest:
                 continue
             found = search.goodput(best, compared[best].rate, FINE_REQUESTS, tolerance=FINE, step=1.05)
             refined[best] = found if found.rate else compared[best]
@@ -281,13 +286,19 @@ def _band(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> tuple[
     """The band of goodputs over samples of the requests; it contains the goodput, and ends where a higher rate fails.
 
     A sample is simulated at the goodput alone. The rate at which the first sample has the same attainment says by which
-    factor the new one is harder. Where all requests meet the limits up to a rate and few do above it, all factors are 1,
-    and the goodput is known as exactly as the bisection is.
+    factor the new one is harder; with more requests the logarithm of the factor is smaller. Where all requests meet the limits
+    up to a rate and few do above it, all factors are 1, and the goodput is known as exactly as the bisection is.
     """
-    beside = [search.point(chosen, factor * goodput.rate, FINE_REQUESTS) for factor in BAND_RATES]
-    curve = replace(goodput, points=tuple(sorted((*goodput.points, *beside), key=lambda point: point.rate)))
-    attained = [search.point(chosen, goodput.rate, FINE_REQUESTS, seed).attainment for seed in range(1, RESAMPLES + 1)]
-    rates = sorted([goodput.rate, *(goodput.rate**2 / curve.rate_at(attainment) for attainment in attained)])
+    rated = [
+        search.point(chosen, factor * goodput.rate, BAND_REQUESTS) for factor in (BAND_RATES[0], 1.0, BAND_RATES[1])
+    ]
+    first = rated[1].attainment
+    points = (*(point for point in goodput.points if point.rate != goodput.rate), *rated)
+    curve = replace(goodput, points=tuple(sorted(points, key=lambda point: point.rate)))
+    attained = [search.point(chosen, goodput.rate, BAND_REQUESTS, seed).attainment for seed in range(1, RESAMPLES + 1)]
+    harder = [(curve.rate_at(attainment) / curve.rate_at(first)) for attainment in attained]
+    narrower = sqrt(BAND_REQUESTS / FINE_REQUESTS)
+    rates = sorted([goodput.rate, *(goodput.rate / factor**narrower for factor in harder)])
     tail = (1 - BAND) / 2
     failing = min((point.rate for point in goodput.points if point.rate > goodput.rate), default=goodput.rate)
     return min(goodput.rate, _quantile(rates, tail)), max(failing, _quantile(rates, 1 - tail))
