@@ -93,8 +93,13 @@ def test_a_server_refuses_what_only_the_planner_can_price(keys: dict[str, Any], 
 
 
 def test_formats_of_weights_and_experts_alike_are_served() -> None:
-    deployment = Deployment(instances=(InstanceSpec(),), quantisation=Quantisation(weights="fp8", experts="fp8"))
-    assert deployment.runnable and "experts" not in server_settings(deployment, None)
+    for formats, settings in (
+        (Quantisation(weights="fp8", experts="fp8", kv_cache="fp8"), {"weights": "fp8", "kv_cache": "fp8"}),
+        (Quantisation(weights="bf16", experts="bf16"), {}),
+    ):
+        deployment = Deployment(instances=(InstanceSpec(),), quantisation=formats)
+        found = server_settings(deployment, None)
+        assert {key: found[key] for key in found.keys() & {"weights", "experts", "kv_cache"}} == settings
 
 
 def test_keys_of_a_question(tmp_path: Path) -> None:

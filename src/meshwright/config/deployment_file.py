@@ -168,8 +168,9 @@ def _settings_with_keys(deployment: Deployment, role: str | None) -> dict[str, t
         **({"expert": (own.expert, ("instances", index, "expert"))} if own.expert > 1 else {}),
         "step_tokens": (own.token_budget, ("instances", index, "token_budget")),
     }
-    for key, value in to_plain(deployment.quantisation).items():
-        if value is not None and key != "experts":  # the format of weights, which includes experts
+    formats = deployment.quantisation
+    for key, value in (("weights", formats.served_weights), ("kv_cache", formats.kv_cache)):
+        if value is not None:
             settings[key] = value, ("quantisation", key)
     return settings
 

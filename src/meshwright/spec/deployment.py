@@ -56,6 +56,22 @@ class Quantisation:
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
 
+    @property
+    def release_mistake(self) -> tuple[str, str] | None:
+        """The key of a format that this release cannot serve, and what it expects; None if there is none."""
+        servable = get_args(WeightFormat)
+        weights, experts = (None if value == "bf16" else value for value in (self.weights, self.experts))
+        if weights not in (None, *servable):
+            return "weights", f"weights: expected {', '.join(servable)} or none, got {weights}"
+        if self.experts is not None and experts != weights:
+            return "experts", f"experts: expected {weights or 'none'}, the format of weights, got {self.experts}"
+        return None
+
+    @property
+    def served_weights(self) -> WeightFormat | None:
+        """The format in which this release serves weights, if it serves them."""
+        return next((name for name in get_args(WeightFormat) if name == self.weights), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceSpec:
@@ -151,13 +167,8 @@ class Deployment:
         """The key of all instances with a value that this release cannot serve, and what it expects; None if there is none."""
         if self.software is not None:
             return "software", f"software: expected none, as this program is no {self.software}"
-        formats, servable = self.quantisation, get_args(WeightFormat)
-        if formats.weights not in (None, *servable):
-            return "quantisation.weights", f"weights: expected {', '.join(servable)} or none, got {formats.weights}"
-        if formats.experts not in (None, formats.weights):
-            expected = f"{formats.weights or 'none'}, the format of weights"
-            return "quantisation.experts", f"experts: expected {expected}, got {formats.experts}"
-        return None
+        mistake = self.quantisation.release_mistake
+        return None if mistake is None else (f"quantisation.{mistake[0]}", mistake[1])
 
 
 def deployment_name(deployment: Deployment) -> str:
