@@ -23,8 +23,8 @@ from meshwright.costs.serving_software import ServingSoftware, software_table
 from meshwright.planner.closed_loop import Latencies
 
 RESULTS = Path(__file__).parent / "results" / "serving-accuracy.json"
-FEWEST = 20
-"""Fewest points of a class that is left out of the fit."""
+FEWEST, LEFT_OUT_PROGRESS = 20, 1e-3
+"""Fewest points of a class that is left out of the fit, and progress at which that fit, which starts from the table, ends."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def left_out_errors(priced: Sequence[Priced], of: Callable[[Point], str]) -> dic
             others = [each.point for each in priced if each.point.software == server and of(each.point) != name]
             if len(others) < FEWEST:
                 continue
-            software = fit(others)
+            software = fit(others, software_table().software[server], LEFT_OUT_PROGRESS)
             own = [point for point in members if point.software == server]
             errors += [predict(point, software).tpot_seconds / point.tpot_seconds - 1 for point in own]
         if errors:

@@ -23,6 +23,7 @@ TTFT_WEIGHT = 0.3
 TYPICAL = 0.1
 """Relative error from which on errors count by their size, not its square: some rows were measured with speculation that none states."""
 ROUNDS, STEP, PROGRESS = 40, 0.02, 1e-4
+"""Rounds of a fit, the difference of logarithms for slopes, and the share of the error by which the last round lowers it less."""
 START = ServingSoftware(
     memory_share=0.8,
     peak_share=0.5,
@@ -44,7 +45,7 @@ def main() -> None:
     write(fitted, len(stated))
 
 
-def fit(points: Sequence[Point]) -> ServingSoftware:
+def fit(points: Sequence[Point], start: ServingSoftware = START, progress: float = PROGRESS) -> ServingSoftware:
     """The constants with the smallest robust error of logarithms, by damped Gauss-Newton steps of their logarithms."""
     counts = Counter(point.name for point in points)
     weights = np.array([counts[point.name] ** -0.25 for point in points])
@@ -60,7 +61,7 @@ def fit(points: Sequence[Point]) -> ServingSoftware:
     def cost(found: np.ndarray) -> float:
         return float(np.sum(weights**2 * (np.sqrt(1 + (found / TYPICAL) ** 2) - 1)))
 
-    logs = np.log([getattr(START, field.name) for field in fields(START)])
+    logs = np.log([getattr(start, field.name) for field in fields(START)])
     found, damping = errors(logs), 1e-2
     for _ in range(ROUNDS):
         slopes = np.stack([(errors(logs + STEP * unit) - found) / STEP for unit in np.eye(len(logs))], axis=1)
@@ -78,7 +79,7 @@ def fit(points: Sequence[Point]) -> ServingSoftware:
         else:
             break
         logs, found, damping = logs + np.clip(shift, -1, 1), tried, max(1e-6, damping / 5)
-        if before - cost(found) < PROGRESS * before:
+        if before - cost(found) < progress * before:
             break
     return _software(logs)
 

@@ -244,7 +244,7 @@ def _instance(tensor: int, groups: int, expert_tensor: int, ranks: int) -> Insta
     if square:
         tensor, groups = (ranks, 1) if tensor > 1 else (1, ranks)
     elif tensor == groups > 1 and ranks == tensor * groups:
-        tensor = 1
+        groups = 1
     elif tensor == groups == 1 and expert_tensor * ranks > 1:
         groups = expert_tensor * ranks
     return InstanceSpec(tensor=max(1, tensor), expert=groups)

@@ -64,7 +64,7 @@ def degrees(instances: Sequence[InstanceSpec]) -> list[tuple[str, int, int, int]
         # Degrees that name the same devices twice: equal measurements exist with 8 devices.
         ({"tp_size": "64", "moe_ep_size": "8"}, 8, 1),
         ({"tp_size": "1", "attention_dp_size": "64", "moe_ep_size": "8"}, 1, 8),
-        ({"tp_size": "8", "attention_dp_size": "8", "moe_tp_size": "1", "moe_ep_size": "64"}, 1, 8),
+        ({"tp_size": "8", "attention_dp_size": "8", "moe_tp_size": "1", "moe_ep_size": "64"}, 8, 1),
         # Without a degree of attention data parallelism, each group has its own batch.
         ({"attention_dp_size": "", "batch_size": "8", "moe_tp_size": "1", "moe_ep_size": "8"}, 1, 8),
     ],
