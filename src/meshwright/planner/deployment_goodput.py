@@ -108,7 +108,7 @@ class GoodputSearch:
         """Bisect the rate, from an estimate of it and a first factor, until two rates that meet and miss are within `tolerance`.
 
         `count` requests are simulated (`RequestSample`). A deployment that misses the limits at the rate `least` has the estimate as its
-        goodput, at most `least`, after this one simulation.
+        goodput, or a rate that is lower than `least` by the tolerance, after this one simulation.
         """
         sample = RequestSample(self._requests, count)
         points: list[RatePoint] = []
@@ -118,7 +118,7 @@ class GoodputSearch:
         if least:
             points.append(_rate_point(least, self._simulate(deployment, sample.at(least))))
             if points[-1].attainment < self._limits.attainment:
-                return Goodput(min(estimate, least), self._binding(points), tuple(points))
+                return Goodput(min(estimate, least / (1 + tolerance)), self._binding(points), tuple(points))
             low, rate = least, max(estimate, least * step)
         while SMALLEST_SHARE * estimate <= rate <= LARGEST_SHARE * estimate:
             served = self._simulate(deployment, sample.at(rate))

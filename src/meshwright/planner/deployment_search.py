@@ -49,7 +49,7 @@ RESAMPLES, BAND_REQUESTS = 4, 1000
 """Further samples of the requests for the band, and requests of each; more of them would vary less, by the square root of their number."""
 BAND_RATES = 0.75, 1.3
 """Rates beside the goodput, as factors of it, between which the band lies."""
-LOW_SHARES, LOW_REQUESTS = (0.1, 0.3, 0.5), 500
+LOW_SHARES, LOW_REQUESTS = (0.1, 0.3, 0.5, 0.7, 0.85), 500
 """Shares of the goodput at which the curve of attainment begins, and requests of a simulation there, where no batch fills slowly."""
 BAND = 0.8
 """Share of samples in the band."""
@@ -253,17 +253,24 @@ def _compare(
 def _refine(
     search: GoodputSearch, compared: Mapping[Deployment, Goodput], choices: Set[Deployment]
 ) -> dict[Deployment, Goodput]:
-    """Goodputs of the best deployment of `choices` of each kind, from longer simulations; a kind far behind has none."""
+    """Goodputs of the best deployment of `choices` of each kind, from longer simulations; a kind far behind has none.
+
+    The fastest comes first. Another kind that would not be chosen beside it keeps the goodput of the shorter simulations.
+    """
+    best: dict[Placement, Deployment] = {}
+    for deployment in sorted(compared, key=lambda deployment: -compared[deployment].rate):
+        if deployment in choices and compared[deployment].rate:
+            best.setdefault(_placement(deployment), deployment)
     refined: dict[Deployment, Goodput] = {}
-    fastest = max(goodput.rate for deployment, goodput in compared.items() if deployment in choices)
-    for kind in PLACEMENTS:
-        alike = [d for d in compared if _placement(d) == kind and compared[d].rate and d in choices]
-        if alike:
-            best = max(alike, key=lambda deployment: compared[deployment].rate)
-            if compared[best].rate < REFINED_SHARE * fastest:
-                continue
-            found = search.goodput(best, compared[best].rate, FINE_REQUESTS, tolerance=FINE, step=1.05)
-            refined[best] = found if found.rate else compared[best]
+    fastest = 0.0
+    for kind, deployment in best.items():
+        coarse = compared[deployment].rate
+        if refined and coarse < REFINED_SHARE * max(compared[chosen].rate for chosen in refined):
+            continue
+        least = fastest / (1 + TIE) if kind == "colocated" else fastest * (1 + TIE)
+        found = search.goodput(deployment, coarse, FINE_REQUESTS, tolerance=FINE, step=1.05, least=least)
+        refined[deployment] = found if found.rate else compared[deployment]
+        fastest = max(fastest, refined[deployment].rate)
     return refined
 
 
