@@ -22,6 +22,8 @@ TTFT_WEIGHT = 0.3
 """Weight of errors of first tokens beside those of further ones, which vary less between equal measurements."""
 TYPICAL = 0.1
 """Relative error from which on errors count by their size, not its square: some rows were measured with speculation that none states."""
+PRIOR = 0.5
+"""Weight of the squared logarithm of a constant over `START`, which decides what no point does; that of a point's error is one at most."""
 ROUNDS, STEP, PROGRESS = 40, 0.02, 1e-4
 """Rounds of a fit, the difference of logarithms for slopes, and the share of the error by which the last round lowers it less."""
 START = ServingSoftware(
@@ -58,28 +60,31 @@ def fit(points: Sequence[Point], start: ServingSoftware = START, progress: float
         firsts = [np.log(got.ttft_seconds / point.ttft_seconds) for got, point in zip(found, points, strict=True)]
         return np.array([*tokens, *firsts])
 
-    def cost(found: np.ndarray) -> float:
-        return float(np.sum(weights**2 * (np.sqrt(1 + (found / TYPICAL) ** 2) - 1)))
+    usual = np.log([getattr(START, field.name) for field in fields(START)])
+
+    def cost(logs: np.ndarray, found: np.ndarray) -> float:
+        robust = np.sum(weights**2 * (np.sqrt(1 + (found / TYPICAL) ** 2) - 1))
+        return float(robust + PRIOR * np.sum((logs - usual) ** 2))
 
     logs = np.log([getattr(start, field.name) for field in fields(START)])
     found, damping = errors(logs), 1e-2
     for _ in range(ROUNDS):
         slopes = np.stack([(errors(logs + STEP * unit) - found) / STEP for unit in np.eye(len(logs))], axis=1)
         scale = weights**2 / np.sqrt(1 + (found / TYPICAL) ** 2)
-        curvature = slopes.T @ (scale[:, None] * slopes)
-        before = cost(found)
+        curvature = slopes.T @ (scale[:, None] * slopes) + 2 * PRIOR * TYPICAL**2 * np.eye(len(logs))
+        gradient = slopes.T @ (scale * found) + 2 * PRIOR * TYPICAL**2 * (logs - usual)
+        before = cost(logs, found)
         while damping < 1e6:
-            shift = -np.linalg.solve(
-                curvature + damping * np.diag(np.diag(curvature) + 1e-3), slopes.T @ (scale * found)
-            )
-            tried = errors(logs + np.clip(shift, -1, 1))
-            if cost(tried) < before:
+            shift = -np.linalg.solve(curvature + damping * np.diag(np.diag(curvature) + 1e-3), gradient)
+            moved = logs + np.clip(shift, -1, 1)
+            tried = errors(moved)
+            if cost(moved, tried) < before:
                 break
             damping *= 5
         else:
             break
-        logs, found, damping = logs + np.clip(shift, -1, 1), tried, max(1e-6, damping / 5)
-        if before - cost(found) < progress * before:
+        logs, found, damping = moved, tried, max(1e-6, damping / 5)
+        if before - cost(logs, found) < progress * before:
             break
     return _software(logs)
 

@@ -119,7 +119,9 @@ class ServeCosts:
         if experts != weights:
             expert_peak = number(machine_of(cluster, product_format(chip, experts)).peak)
         if self.software is not None:
-            self.constants = software_constants(self.software, device_work(model), self._machine, weights, expert_peak)
+            self.constants = software_constants(
+                self.software, device_work(model), self._machine, chip, self.quantisation, expert_peak
+            )
         elif self.profile is not None and measured:
             self.constants = self.profile.constants
         else:

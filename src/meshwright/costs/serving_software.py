@@ -19,13 +19,15 @@ from meshwright.costs.plan_costs import number
 from meshwright.costs.serve_work import DeviceWork
 from meshwright.costs.step_times import Exchange
 from meshwright.spec.chips import Chip
-from meshwright.spec.deployment import PricedFormat
+from meshwright.spec.deployment import PricedFormat, Quantisation
 from meshwright.spec.fields import from_plain
 from meshwright.spec.serve_profile import StepConstants
 
 FILE = Path(__file__).with_name("serving_software.yaml")
 FOUR_BIT_SHARE = 0.7
-"""Share of the other formats' rates that dense products with 4-bit weights reach: their inputs are scaled and rounded in each step."""
+"""Share of the other formats' rates that products with 4-bit weights reach where these are dense, as their inputs are scaled and rounded in
+each step, and where a device without products of such a format converts the weights of experts."""
+FOUR_BITS, SIXTEEN_BITS = ("nvfp4", "mxfp4", "int4"), ("bf16", "fp16")
 LINK_SHARE = 0.7
 """Share of the bandwidth between devices that sums reach."""
 PRODUCT_FORMATS: dict[PricedFormat, tuple[str, ...]] = {
@@ -85,20 +87,23 @@ def product_format(chip: Chip, weights: PricedFormat | None) -> str:
 
 
 def software_constants(
-    software: ServingSoftware, work: DeviceWork, machine: Machine, weights: PricedFormat | None, expert_peak: float
+    software: ServingSoftware, work: DeviceWork, machine: Machine, chip: Chip, formats: Quantisation, expert_peak: float
 ) -> StepConstants:
-    """Constants of a step on one device, for a model's `work`.
+    """Constants of a step on one device, a `chip`, for a model's `work`.
 
-    `machine` has the rates of products with `weights`, `expert_peak` is that with routed experts.
+    `machine` has the rates of products with the weights, `expert_peak` is that with routed experts.
     """
     memory, peak = number(machine.hbm) * software.memory_share, software.peak_share
-    narrow = FOUR_BIT_SHARE if weights in ("nvfp4", "mxfp4", "int4") else 1.0
+    experts = formats.experts or formats.weights
+    narrow = FOUR_BIT_SHARE if formats.weights in FOUR_BITS else 1.0
+    converted = experts in FOUR_BITS and product_format(chip, experts) in SIXTEEN_BITS
+    expert_narrow = FOUR_BIT_SHARE if converted else 1.0
     half = peak * number(machine.half_peak)
     return StepConstants(
         weight_bytes_per_s=narrow * memory,
-        expert_bytes_per_s=memory,
+        expert_bytes_per_s=expert_narrow * memory,
         flops_per_s=narrow * peak * number(machine.peak),
-        expert_flops_per_s=peak * expert_peak,
+        expert_flops_per_s=expert_narrow * peak * expert_peak,
         cache_bytes_per_s=memory,
         decode_flops_per_s=half,
         attention_flops_per_s=half * work.attention_flops / work.expanded_flops,
