@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> None:
         "\nerrors in percent (assumed: rows without numbers of workers, of which none says whether tokens were speculated)"
     )
     errors = {name: show(name, members) for name, members in classes.items()}
-    choices = choice_shares(priced)
+    choices = choice_shares(stated)
     print(f"\nchoice: {np.mean(choices):.2%} of the best measured rate, mean of {len(choices)} choices")
     left_out = {} if arguments else {key: left_out_errors(stated, of) for key, of in LEFT_OUT.items()}
     for key, found in left_out.items():
@@ -181,7 +181,7 @@ def choice_shares(priced: Sequence[Priced]) -> list[float]:
         point = each.point
         server, sizes = (point.software, point.release), (point.load.input_tokens, point.load.output_tokens)
         key = (point.name, point.chip, server, point.formats, sizes)
-        groups[(*key, point.load.users / point.devices, point.assumed)].append(each)
+        groups[(*key, point.load.users / point.devices)].append(each)
     shares = []
     for members in groups.values():
         if len({each.point.deployment for each in members}) < 2:
