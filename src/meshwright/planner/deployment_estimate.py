@@ -109,7 +109,7 @@ def alone_seconds(
 ) -> tuple[float, float]:
     """Seconds to the first token that this share of requests keep, and seconds of a further token, of a request alone."""
     alone = _Instances(instance, sample, costs, ServeLimits(ttft_seconds=1.0, tpot_seconds=1.0))
-    seconds = sorted(alone.services(0))
+    seconds = sorted(costs.request_seconds + prompt for prompt in alone.services(0))
     return seconds[min(len(seconds) - 1, int(attainment * len(seconds)))], alone.decode_seconds(1.0)
 
 
