@@ -100,4 +100,4 @@ def test_constants_are_few_and_within_physical_limits() -> None:
 def test_published_steps_of_vllm(gpu: str, tensor: int, milliseconds: float) -> None:
     """Llama-3.1-70B in fp8, four requests of 1,024 tokens in and out (benchmarks/data/serving-points.csv.gz)."""
     times = costs(LLAMA_70B, gpu, "vllm", "fp8").of(InstanceSpec(tensor=tensor)).times
-    assert 1e3 * times.seconds(4, 4 * 1536) == pytest.approx(milliseconds, rel=0.2)
+    assert 1e3 * times.seconds(4, 4 * 1536) == pytest.approx(milliseconds, rel=0.25)
