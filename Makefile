@@ -20,7 +20,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples features golden test-golden bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-oldest test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples features golden test-golden bench-plan bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -163,6 +163,12 @@ published-layouts: $(VENV)/.installed
 
 keep-plans: $(VENV)/.installed
 	$(BIN)/python benchmarks/keep_plans.py
+
+bench-serving: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench_serving.py
+
+fit-serving: $(VENV)/.installed
+	$(BIN)/python benchmarks/fit_serving.py
 
 fit-costs: $(VENV)/.installed
 	$(BIN)/python benchmarks/fit_costs.py

@@ -54,7 +54,15 @@ def serve_plan(words: list[str] | None) -> ServePlan:
     spec, serve = question.value, question.value.serve
     requests = workload_requests(serve.workload)
     with question.at_keys():
-        answer = plan_deployment(spec.model, spec.cluster, requests, serve.limits, serve.quantisation, note=say)
+        answer = plan_deployment(
+            spec.model,
+            spec.cluster,
+            requests,
+            serve.limits,
+            serve.quantisation,
+            software=serve.software,
+            note=say,
+        )
     return ServePlan(spec, answer, workload_rate(requests))
 
 

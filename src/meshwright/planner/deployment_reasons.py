@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.costs.serve_costs import InstanceCosts
@@ -30,7 +30,9 @@ class Option:
 
 def choice_reasons(chosen: Option, alternatives: Sequence[Option], limits: ServeLimits) -> Iterator[str]:
     """The reasons of a choice: the roles, the token budget, how busy the instances are, and the limit that binds."""
-    alternatives = [option for option in alternatives if option.deployment.runnable]
+    if (limit := chosen.deployment.release_limit) is not None:
+        yield f"this release does not serve it: {limit}"
+    alternatives = [option for option in alternatives if _comparable(chosen, option)]
     yield _role_reason(chosen, alternatives)
     if (reason := _budget_reason(chosen, alternatives)) is not None:
         yield reason
@@ -44,7 +46,7 @@ def why_not(chosen: Option, other: Option) -> str:
         return "does not meet the limits at any rate"
     loss = 1 - other.goodput_per_gpu / chosen.goodput_per_gpu
     missed = other.goodput.binding.upper()
-    if not other.deployment.runnable:
+    if not _comparable(chosen, other):
         change = f"{abs(loss):.1%} {'less' if loss > 0 else 'more'}"
         return f"not runnable: this release serves groups of experts of one device each; it would serve {change}"
     if loss < 0:
@@ -53,7 +55,7 @@ def why_not(chosen: Option, other: Option) -> str:
 
 
 def unreachable(
-    deployments: Sequence[Deployment],
+    deployments: Iterable[Deployment],
     sizes: SizeSample,
     cost_of: Callable[[InstanceSpec], InstanceCosts],
     limits: ServeLimits,
@@ -67,6 +69,11 @@ def unreachable(
     texts = [f"serve.limits.{name}_seconds: expected at least {least[name]:.3g}, got {given[name]:g}" for name in short]
     message = "no deployment meets the limits, which a request alone needs on the fastest instance: " + "; ".join(texts)
     return OutOfResources(message, key=f"serve.limits.{short[0]}_seconds")
+
+
+def _comparable(chosen: Option, other: Option) -> bool:
+    """Whether another deployment could have been chosen: this release serves it, or not the chosen one either."""
+    return other.deployment.runnable or not chosen.deployment.runnable
 
 
 def _role_reason(chosen: Option, alternatives: Sequence[Option]) -> str:

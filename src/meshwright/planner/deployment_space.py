@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation
+from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, Software
 from meshwright.spec.divisors import divisors
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.inference_layout import split_error
@@ -46,7 +46,12 @@ class DeploymentSpace:
 
 
 def deployment_space(
-    model: ModelSpec, cluster: ClusterSpec, quantisation: Quantisation, check: Callable[[InstanceSpec], object]
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    quantisation: Quantisation,
+    check: Callable[[InstanceSpec], object],
+    *,
+    software: Software | None = None,
 ) -> DeploymentSpace:
     """All deployments of a unit; `check` raises OutOfResources for an instance that does not fit.
 
@@ -60,7 +65,9 @@ def deployment_space(
         *_disaggregated(budgets, devices),
         *_expert_parallel(model, devices, check),
     ]
-    deployments = tuple(Deployment(instances=instances, quantisation=quantisation) for instances in groups)
+    deployments = tuple(
+        Deployment(instances=instances, quantisation=quantisation, software=software) for instances in groups
+    )
     return DeploymentSpace(units, deployments)
 
 
