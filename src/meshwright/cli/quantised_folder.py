@@ -18,11 +18,11 @@ from meshwright.spec.weight_scheme import FP8_BLOCK, NUMBERS_OF
 def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str | None]:
     """The question with the 8-bit format in which its folder stores weights, and a sentence about their bytes; None without such a folder.
 
-    Only a format that the question does not give is taken, and only if the engine multiplies all weights of the folder as stored.
+    There is none for a reward model either, which is computed with expanded weights. Only a format that the question does not give is taken, and only if the engine multiplies all weights of the folder as stored.
     """
     source, _, path = question.model.init.partition(":")
     folder = Path(path)
-    if source != "hf" or (found := folder_quantization(folder)) is None:
+    if source != "hf" or question.model.head == "score" or (found := folder_quantization(folder)) is None:
         return question, None
     formats, quantisation = {scheme.native for scheme in found.schemes}, question.serve.quantisation
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

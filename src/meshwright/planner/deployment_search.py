@@ -74,6 +74,8 @@ class DeploymentAnswer:
     """(requests per second and device, attainment) of the chosen deployment, ascending."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Sources of the numbers."""
+    scores: bool = False
+    """Whether the model is a reward model."""
 
     @property
     def deployment(self) -> Deployment:
@@ -87,7 +89,7 @@ class DeploymentAnswer:
     @property
     def why(self) -> tuple[str, ...]:
         """The reasons of the choice."""
-        return tuple(choice_reasons(self.chosen, self.alternatives, self.limits))
+        return tuple(choice_reasons(self.chosen, self.alternatives, self.limits, scores=self.scores))
 
 
 def plan_deployment(
@@ -104,6 +106,8 @@ def plan_deployment(
     Raises OutOfResources if no instance fits or none meets the limits at any rate, with the limits that a request alone meets.
     """
     begin = time.perf_counter()
+    if model.head == "score":
+        requests = [scored(request) for request in requests]
     costs = ServeCosts(model, cluster, quantisation)
     space = deployment_space(model, cluster, quantisation, costs.of)
     sizes = SizeSample.of(requests)
@@ -139,7 +143,13 @@ def plan_deployment(
         search_seconds=time.perf_counter() - begin,
         curve=tuple((point.rate / devices, point.attainment) for point in best.goodput.points),
         sources=_sources(costs),
+        scores=model.head == "score",
     )
+
+
+def scored(request: TimedRequest) -> TimedRequest:
+    """A request to a reward model, whose score comes with the step of its prompt; it reads no prefix from a cache."""
+    return request._replace(output_tokens=1, prefix_blocks=())
 
 
 def _options(
