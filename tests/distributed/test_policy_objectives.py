@@ -200,7 +200,10 @@ def on_hybrid_ranks(world: World, spec: ModelSpec, plan: Plan, samples: hybrid.S
     for slot in slots_to_run(balance_samples(samples.lengths, pool), mesh.data_rank, slot_numbering(plan)):
         made = hybrid.micro_batch(slot, samples, spec.vocab_size)
         parts = [
-            {name: each[inputs.start : inputs.stop] for name, each in columns_of_sample(spec, samples, part.sample).items()}
+            {
+                name: each[inputs.start : inputs.stop]
+                for name, each in columns_of_sample(spec, samples, part.sample).items()
+            }
             for part in slot.parts
             for inputs in part.ranges
         ]

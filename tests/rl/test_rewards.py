@@ -33,6 +33,7 @@ def judge() -> Iterator[RewardProcesses]:
         ("0.25", "reward", 0.25),
         ("print", "reward", 0.5),
         ("environment", "reward", 0.0),
+        ("alarm", "reward", 0.75),
         ("none", "no verdict", None),
         ("text", "error", None),
         ("nan", "error", None),
