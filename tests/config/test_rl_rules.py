@@ -110,7 +110,7 @@ def test_broken_rules_are_named(
 def test_answers_are_drawn_from_the_whole_distribution(tmp_path: Path, key: str) -> None:
     """Probabilities over fewer tokens would be others than the trainer's, whose gradient is taken."""
     (mistake,) = mistakes(tmp_path, f"rl.{key}=0.9", text=RUN)
-    assert mistake.key == f"rl.{key}" and "answers are drawn from the whole distribution" in str(mistake)
+    assert mistake.key == f"rl.{key}" and "answers are drawn from all tokens" in str(mistake)
 
 
 def test_a_valid_run_passes(tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ from meshwright.spec.serve import ServeSpec
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
 _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
 _NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses, hybrid and expert"
-_WHOLE_DISTRIBUTION = "no such key; answers are drawn from the whole distribution, for the trainer's probabilities are of all tokens: delete the line"
+_WHOLE_DISTRIBUTION = (
+    "no such key; answers are drawn from all tokens, as the trainer's probabilities are of all of them: delete the line"
+)
 _RESTRICTED = (
     "top_p",
     "top_k",
@@ -178,6 +180,8 @@ def _refusal(path: KeyPath) -> str | None:
         return _EXPERTS
     if section == "rl" and name in _RESTRICTED:
         return _WHOLE_DISTRIBUTION
+    if path in (("rl", "beta"), ("rl", "kl", "beta")):
+        return "no such key; the weight of the divergence from the first weights is rl.kl.weight"
     if section == "plan" and name in _RENAMED:
         return f"no such key; its name is plan.{_RENAMED[name]}"
     if path == ("plan", "reduce_engine"):

@@ -123,7 +123,10 @@ class Rollouts:
         batches = batch.micro_batches(self._micro_batch, self._mesh.data_rank, self._mesh.data_ranks)
         if self._reference is not None:
             batches = [self._reference.add_to(each, self._rl.temperature) for each in batches]
+        before = self.empty
         self.empty = not len(batch.rows["tokens"])
+        if self.empty and not before and self._ranks.is_first and batch.figures["equal_prompts"]:
+            log.warning("rl: all answers to a question have the same reward: a step without differences trains nothing")
         self.recent.append((_lengths(self._sampled[first]), len(batch.rows["tokens"])))
         self._figures = batch.figures | seconds
         return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
@@ -252,7 +255,10 @@ class Rollouts:
             answers[number].outcome, answers[number].reward, message = verdict.result()
             messages += [message] if message else []
         if messages:
-            log.warning("rl.reward: %d answers got no reward; the first: %s", len(messages), messages[0])
+            log.warning(
+                "rl.reward: %d of %d answers got no reward, and others to their questions are not trained on either; the first: %s",
+                *(len(messages), len(verdicts), messages[0]),
+            )
         return [[answers[number] for number in group] for group in numbers], sampled - begin
 
     def _updates(self, actions: Iterator[int]) -> Iterator[Update]:

@@ -96,7 +96,7 @@ TRAINING = {
     "attn_implementation": Meaning(None, _ATTENTION),
     "peft_config": Meaning("model.adapter"),
     # TRL's DPO, KTO and GRPO, and verl
-    "loss_type": Meaning("preference.loss", "with rl: rl.policy"),
+    "loss_type": Meaning("preference.loss"),
     "ref_model": Meaning("preference.reference", "start, hf:DIR or checkpoint:DIR"),
     "reference_model": Meaning("preference.reference", "start, hf:DIR or checkpoint:DIR"),
     "precompute_ref_log_probs": Meaning(
