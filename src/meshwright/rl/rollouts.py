@@ -107,6 +107,8 @@ class Rollouts:
         """Of the latest steps: tokens of each question of their batch and of its answers, and the rows that trained."""
         self.empty = False
         """Whether no answer of the step that was read last has a gradient."""
+        self._said_alike = False
+        """Whether a step without a difference between rewards has been mentioned: the first of a start is."""
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
         """This rank's micro-batches of the step that begins at `sample`. Collective."""
@@ -123,10 +125,12 @@ class Rollouts:
         batches = batch.micro_batches(self._micro_batch, self._mesh.data_rank, self._mesh.data_ranks)
         if self._reference is not None:
             batches = [self._reference.add_to(each, self._rl.temperature) for each in batches]
-        before = self.empty
         self.empty = not len(batch.rows["tokens"])
-        if self.empty and not before and self._ranks.is_first and batch.figures["equal_prompts"]:
-            log.warning("rl: all answers to a question have the same reward: a step without differences trains nothing")
+        if self.empty and not self._said_alike and self._ranks.is_first and batch.figures["equal_prompts"]:
+            self._said_alike = True
+            log.warning(
+                "rl: all answers to each question have the same reward: such steps train nothing (equal_prompts)"
+            )
         self.recent.append((_lengths(self._sampled[first]), len(batch.rows["tokens"])))
         self._figures = batch.figures | seconds
         return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
