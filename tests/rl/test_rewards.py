@@ -38,6 +38,7 @@ def judge() -> Iterator[RewardProcesses]:
         ("0.25", "reward", 0.25),
         ("print", "reward", 0.5),
         ("environment", "reward", 0.0),
+        ("alarm", "reward", 0.75),
         ("none", "no verdict", None),
         ("text", "error", None),
         ("nan", "error", None),
@@ -94,6 +95,10 @@ def test_a_file_that_cannot_be_used_is_refused_before_the_run(tmp_path: Path) ->
     for spec, message in (
         (RewardSpec(file=str(tmp_path / "absent.py")), "expected a Python file, got .*absent.py"),
         (RewardSpec(file=str(broken)), "No module named 'nothing_of_this_name'"),
+        (
+            RewardSpec(file=JUDGE, function="strike"),
+            r"strike\(\) -> 'None': expected the arguments \(prompt, answer, record\)",
+        ),
         (RewardSpec(file=JUDGE, function="corect"), "expected a function corect; it has by_name, common, correct"),
     ):
         with pytest.raises(BadInput, match=message):

@@ -15,7 +15,7 @@ from typing import Protocol
 from meshwright.spec.deployment import PricedFormat, weight_bytes
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape
 from meshwright.spec.layout import Part
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters
 from meshwright.workload.cache_size import bytes_per_block, cache_bytes_per_block, layer_groups
 
 ROUNDED_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
@@ -130,12 +130,12 @@ def device_work(
         elif parameter.inside:
             dense += count if len(parameter.shape) > 1 else 0
             dense_bytes += count * (rounded if _is_rounded(parameter) else item)
-        elif parameter.name == "head.weight":
+        elif parameter.name in ("head.weight", SCORE):
             head_count = count
         else:
             dense_bytes += count * item
     stored = dense_bytes + expert_item * expert_weights + item * (embedding + head_count)
-    head_count = head_count or spec.vocab_size * spec.hidden / tensor
+    head_count = head_count or spec.outputs * spec.hidden / tensor
     routed = spec.routed_layers
     slots = routed * spec.experts / expert
     one_expert = expert_weights / slots if slots else 0.0

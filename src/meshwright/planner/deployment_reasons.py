@@ -28,15 +28,20 @@ class Option:
     """Reason why it was not chosen; empty for the chosen one."""
 
 
-def choice_reasons(chosen: Option, alternatives: Sequence[Option], limits: ServeLimits) -> Iterator[str]:
-    """The reasons of a choice: the roles, the token budget, how busy the instances are, and the limit that binds."""
+def choice_reasons(
+    chosen: Option, alternatives: Sequence[Option], limits: ServeLimits, *, scores: bool = False
+) -> Iterator[str]:
+    """The reasons of a choice: the roles, the token budget, how busy the instances are, and the limit that binds.
+
+    `scores`: the model is a reward model, which has one role and no cache.
+    """
     if (limit := chosen.deployment.release_limit) is not None:
         yield f"this release does not serve it: {limit}"
     alternatives = [option for option in alternatives if _comparable(chosen, option)]
-    yield _role_reason(chosen, alternatives)
+    yield "one device an instance, as a reward model is served" if scores else _role_reason(chosen, alternatives)
     if (reason := _budget_reason(chosen, alternatives)) is not None:
         yield reason
-    yield from _load_reasons(chosen)
+    yield from _load_reasons(chosen, cached=not scores)
     yield _binding_reason(chosen, limits)
 
 
@@ -115,7 +120,7 @@ def _budget_reason(chosen: Option, alternatives: Sequence[Option]) -> str | None
     return f"{own.token_budget:,} prompt tokens a step: with {best.deployment.instances[0].token_budget:,} it serves {loss:.0%} less"
 
 
-def _load_reasons(chosen: Option) -> Iterator[str]:
+def _load_reasons(chosen: Option, *, cached: bool) -> Iterator[str]:
     served = chosen.goodput.served
     if served is None:
         return
@@ -124,7 +129,8 @@ def _load_reasons(chosen: Option) -> Iterator[str]:
         busy = sum(entry.busy for entry in figures) / len(figures)
         peak = max(entry.cache_peak for entry in figures)
         name = "instances" if role == "both" else f"{role} instances"
-        yield f"at that rate {name} are busy {busy:.0%} of the time and fill at most {peak:.0%} of their caches"
+        filled = f" and fill at most {peak:.0%} of their caches" if cached else ""
+        yield f"at that rate {name} are busy {busy:.0%} of the time{filled}"
 
 
 def _binding_reason(chosen: Option, limits: ServeLimits) -> str:

@@ -79,6 +79,8 @@ class DeploymentAnswer:
     """(requests per second and device, attainment) of the chosen deployment, ascending."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Sources of the numbers."""
+    scores: bool = False
+    """Whether the model is a reward model."""
 
     @property
     def deployment(self) -> Deployment:
@@ -92,7 +94,7 @@ class DeploymentAnswer:
     @property
     def why(self) -> tuple[str, ...]:
         """The reasons of the choice."""
-        return tuple(choice_reasons(self.chosen, self.alternatives, self.limits))
+        return tuple(choice_reasons(self.chosen, self.alternatives, self.limits, scores=self.scores))
 
 
 def plan_deployment(
@@ -111,6 +113,8 @@ def plan_deployment(
     Raises OutOfResources if no instance fits or none meets the limits at any rate, with the limits that a request alone meets.
     """
     begin = time.perf_counter()
+    if model.head == "score":
+        requests = [scored(request) for request in requests]
     costs = ServeCosts(model, cluster, quantisation, software=software)
     space = deployment_space(model, cluster, quantisation, costs.of, software=software)
     sizes = SizeSample.of(requests)
@@ -146,7 +150,13 @@ def plan_deployment(
         search_seconds=time.perf_counter() - begin,
         curve=tuple((point.rate / devices, point.attainment) for point in _curve(search, chosen, best.goodput)),
         sources=_sources(costs),
+        scores=model.head == "score",
     )
+
+
+def scored(request: TimedRequest) -> TimedRequest:
+    """A request to a reward model, whose score comes with the step of its prompt; it reads no prefix from a cache."""
+    return request._replace(output_tokens=1, prefix_blocks=())
 
 
 def _choices(deployments: Sequence[Deployment]) -> Set[Deployment]:

@@ -136,7 +136,9 @@ def _verdict(answer: Mapping[str, Any]) -> Verdict:
         return Verdict("no verdict") if reward is None else Verdict("reward", reward)
     if "error" in answer:
         return Verdict("error", message=answer["error"])
-    return Verdict("timeout", message="it used up its time, or its process ended")
+    return Verdict(
+        "timeout", message=f"it used up rl.reward.seconds, waited {WAITING} times as long, or its process ended"
+    )
 
 
 class _Process:

@@ -107,6 +107,8 @@ class Rollouts:
         """Of the latest steps: tokens of each question of their batch and of its answers, and the rows that trained."""
         self.empty = False
         """Whether no answer of the step that was read last has a gradient."""
+        self._said_alike = False
+        """Whether a step without a difference between rewards has been mentioned: the first of a start is."""
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
         """This rank's micro-batches of the step that begins at `sample`. Collective."""
@@ -124,6 +126,11 @@ class Rollouts:
         if self._reference is not None:
             batches = [self._reference.add_to(each, self._rl.temperature) for each in batches]
         self.empty = not len(batch.rows["tokens"])
+        if self.empty and not self._said_alike and self._ranks.is_first and batch.figures["equal_prompts"]:
+            self._said_alike = True
+            log.warning(
+                "rl: all answers to each question have the same reward: such steps train nothing (equal_prompts)"
+            )
         self.recent.append((_lengths(self._sampled[first]), len(batch.rows["tokens"])))
         self._figures = batch.figures | seconds
         return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
@@ -250,7 +257,10 @@ class Rollouts:
             answers[number].outcome, answers[number].reward, message = verdict.result()
             messages += [message] if message else []
         if messages:
-            log.warning("rl.reward: %d answers got no reward; the first: %s", len(messages), messages[0])
+            log.warning(
+                "rl.reward: %d of %d answers got no reward, and others to their questions are not trained on either; the first: %s",
+                *(len(messages), len(verdicts), messages[0]),
+            )
         return [[answers[number] for number in group] for group in numbers], sampled - begin
 
     def _text(self, tokens: list[int]) -> str:
