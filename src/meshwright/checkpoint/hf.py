@@ -378,6 +378,8 @@ class HFReader:
         stored = self._stored(name)
         if part.stacked:
             return from_stacked(part, stored[first // rows : last // rows])
+        if part.one_row:
+            return stored[0, first:last]
         return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
 
     def _stored(self, name: str) -> Any:
@@ -425,7 +427,8 @@ class HFReader:
         )
 
     def _is_unused(self, name: str) -> bool:
-        return self._is_cache_scale(name) or name.endswith(FAMILIES[self.spec.family].unused)
+        family = FAMILIES[self.spec.family]
+        return self._is_cache_scale(name) or name.endswith(family.unused) or name.startswith(family.unread)
 
 
 def _gigabytes(count: int) -> str:

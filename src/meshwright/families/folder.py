@@ -33,7 +33,8 @@ class HFTensor:
 
     For stacked experts all dimensions but the last are counted as rows. `shape` is the shape in the folder; with `transposed` our rows are
     its columns. A `precise` tensor is stored in fp32 whatever the dtype of the folder. A `stacked` tensor has the experts of a layer along
-    dimension 0, and `transposed` is then meant of each of them. Outputs of an `interleaved` one alternate between gates and ups.
+    dimension 0, and `transposed` is then meant of each of them. Outputs of an `interleaved` one alternate between gates and ups. `one_row`:
+    a vector, stored as a matrix of one row.
     """
 
     name: str
@@ -43,6 +44,7 @@ class HFTensor:
     transposed: bool
     precise: bool = False
     stacked: bool = False
+    one_row: bool = False
     interleaved: bool = False
 
 
@@ -365,8 +367,9 @@ def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
     if parameter.inside:
         prefix = _prefix_of(family, spec, parameter)
         if single := family.tensors(spec).get(f"{module}.{weight_or_bias}"):
-            shape = parameter.shape
-            return [HFTensor(prefix + single, 0, shape[0], shape, False, parameter.precise)]
+            shape, one_row = parameter.shape, f"{module}.{weight_or_bias}" in family.one_row
+            stored = (1, *shape) if one_row else shape
+            return [HFTensor(prefix + single, 0, shape[0], stored, False, parameter.precise, one_row=one_row)]
         outside_block = parameter.predicts and module in family.predictions
         names = (family.predictions[module],) if outside_block else family.modules[module]
     sizes = [size for _, size in parameter.blocks] if len(names) > 1 else [parameter.shape[0]]
