@@ -31,6 +31,13 @@ TEXT: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"rope_parameters": MROPE},
     "qwen2_5_vl": {"rope_parameters": MROPE},
     "qwen3_vl": {"rope_parameters": MROPE},
+    "qwen3_vl_moe": {
+        "rope_parameters": MROPE,
+        "moe_intermediate_size": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0],
+    },
     "glm4v": {
         "hidden_size": 32,
         "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5},
@@ -50,6 +57,7 @@ FAMILIES = {
     "llava": "llama",
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
     "glm4v_moe": "glm4_moe",
     "glm4v": "glm4",
     "internvl": "qwen2",

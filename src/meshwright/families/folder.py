@@ -48,9 +48,12 @@ class HFTensor:
     interleaved: bool = False
 
 
-def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
-    """For each of our parameters, in order, the tensors of the folder that compose it, in the order of their rows."""
-    family = FAMILIES[spec.family]
+def hf_tensors(spec: ModelSpec, place: Nesting | None = None) -> dict[str, tuple[HFTensor, ...]]:
+    """For each of our parameters, in order, the tensors of the folder that compose it, in the order of their rows.
+
+    `place` is where the text part of a folder has them; their names are those of a folder of the text model alone.
+    """
+    family = FAMILIES[spec.family] if place is None else place.layout(FAMILIES[spec.family])
     return {parameter.name: tuple(_tensors_of(family, spec, parameter)) for parameter in parameters(spec)}
 
 
@@ -257,7 +260,7 @@ def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     files = _tensor_files(folder)
     if files and text_config(config, str(where)) is not None:
         family = FAMILIES[found["family"]]
-        place = nesting(family, files, str(folder))
+        place = _nesting(folder, family, files)
         embedding, head = (place.name(family, f"{family.ends[end]}.weight") for end in ("embed", "head"))
         same = head not in files or _beginning(folder, files, head) == _beginning(folder, files, embedding)
         found = {**found, "tied": same and (found["tied"] or head not in files)}
@@ -273,7 +276,19 @@ def folder_nesting(folder: Path) -> Nesting | None:
     config, where = read_json(folder / "config.json"), str(folder / "config.json")
     if (found := text_config(config, where)) is None:
         return None
-    return nesting(_family_of(*found), _tensor_files(folder), str(folder))
+    return _nesting(folder, _family_of(*found), _tensor_files(folder))
+
+
+def _nesting(folder: Path, family: Family, files: Mapping[str, str]) -> Nesting:
+    """Where a folder with these tensors has those of its text part."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        try:
+            return tuple(_header(folder / files[name])[0][name]["shape"])
+        except _UNREADABLE as error:
+            raise Damaged(f"{folder}: the shape of {name} cannot be read ({error!r}); copy the folder again") from error
+
+    return nesting(family, files, str(folder), shape)
 
 
 MODELOPT = "hf_quant_config.json"

@@ -40,15 +40,19 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
     return {**keys, "attention_bias": True, "swiglu_limit": 7.0}
 
 
-_STACKED = {f"moe.experts.{ours}": (f"mlp.experts.{ours}_proj",) for ours in ("gate_up", "down")}
-_BIASES = {f"{ours}_bias": (f"{theirs}_bias",) for ours, (theirs,) in _STACKED.items()}
+_BIASES = {f"{ours}_bias": (f"{theirs}_bias",) for ours, (theirs,) in experts.STACKED_MODULES.items()}
 FAMILY = replace(
     LLAMA,
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    modules={**experts.without_dense(LLAMA.modules), "moe.router": ("mlp.router",), **_STACKED, **_BIASES},
+    modules={
+        **experts.without_dense(LLAMA.modules),
+        "moe.router": ("mlp.router",),
+        **experts.STACKED_MODULES,
+        **_BIASES,
+    },
     tensors=lambda spec: {"attention.sinks": "self_attn.sinks"},
-    transposed=frozenset(_STACKED),
+    transposed=frozenset(experts.STACKED_MODULES),
     interleaved=frozenset({"moe.experts.gate_up"}),
     values={**dict.fromkeys(("qkv_bias", "out_bias", "sinks", "expert_bias"), True), "mlp": "clamped_swiglu"},
     required=experts.REQUIRED,

@@ -18,6 +18,8 @@ MODULES = {
     "moe.experts.down": ("mlp.experts.{expert}.down_proj",),
 }
 """Names that most folders have for the weights of experts and their router."""
+STACKED_MODULES = {f"moe.experts.{ours}": (f"mlp.experts.{ours}_proj",) for ours in ("gate_up", "down")}
+"""Those of experts that folders stack (gpt-oss, Qwen3-VL-MoE); such weights are transposed."""
 SHARED_MODULES = {
     "moe.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "moe.shared.down": ("mlp.shared_experts.down_proj",),
