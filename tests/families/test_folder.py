@@ -103,7 +103,9 @@ def test_the_original_gpt2_config_is_read():
 @pytest.mark.parametrize(
     ("spec", "change", "words"),
     [
-        (LLAMA, {"model_type": "llama4"}, ["model_type", "'llama4'", "nearest: llama"]),
+        (LLAMA, {"model_type": "llama4"}, ["model_type", "'llama4'", "attention in chunks, and experts"]),
+        (LLAMA, {"model_type": "deepseek_v32"}, ["sparse attention, in which an indexer"]),
+        (LLAMA, {"model_type": "llamma"}, ["model_type", "'llamma'", "nearest: llama"]),
         (LLAMA, {"model_type": None}, ["model_type", "None"]),
         (LLAMA, {"architectures": ["LlamaForTokenClassification"]}, ["architectures", "LlamaForToken"]),
         (LLAMA, {"mlp_bias": True}, ["mlp_bias", "True", "attention_bias"]),

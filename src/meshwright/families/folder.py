@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families.format import WITHOUT_EFFECT, Family, HFConfig
+from meshwright.families.missing import lacks
 from meshwright.families.quantization import KEY, Quantization, read_quantization
 from meshwright.families.registry import FAMILIES
 from meshwright.families.text_part import Nesting, nesting, text_config
@@ -362,6 +363,8 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
+        if (missing := lacks(str(model_type))) is not None:
+            raise BadInput(f"{where}: model_type: {model_type!r} has {missing}, which this decoder does not compute")
         near = nearest(str(model_type), FAMILIES)
         hint = f" (nearest: {near})" if near else ""
         raise BadInput(f"{where}: model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}{hint}")
