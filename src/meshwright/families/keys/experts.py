@@ -72,12 +72,13 @@ def read_shared(
 
 def write_shared(spec: ModelSpec, folder: str, key: str = "n_shared_experts", least: int = 1) -> dict[str, Any]:
     """The number of shared experts; raises BadInput if their joint width is no multiple of an expert's, or there are too few."""
-    if spec.shared_expert_hidden < least or spec.shared_expert_hidden % spec.expert_hidden:
+    width = max(1, spec.expert_hidden)
+    if spec.shared_expert_hidden < least or spec.shared_expert_hidden % width:
         raise BadInput(
             f"model.shared_expert_hidden: a {folder} folder needs a multiple of expert_hidden ({spec.expert_hidden}), "
             f"got {spec.shared_expert_hidden}"
         )
-    return {key: spec.shared_expert_hidden // spec.expert_hidden}
+    return {key: spec.shared_expert_hidden // width}
 
 
 def read_dense_layers(config: HFConfig, layers: int) -> int:
