@@ -1,7 +1,4 @@
-"""ERNIE 4.5, dense (Baidu 2025): Llama that rotates neighbours. The preset has the dimensions of the released config file.
-
-Its learning rate was not published: this is that of other models of like size.
-"""
+"""ERNIE 4.5, dense (Baidu 2025): Llama that rotates neighbours."""
 
 from __future__ import annotations
 

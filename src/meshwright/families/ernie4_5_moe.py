@@ -1,6 +1,5 @@
 """ERNIE 4.5 with experts (Baidu 2025): a softmax weighs experts, which it chooses with a bias added.
 
-The presets have the dimensions of the released config files, and learning rates of other models of like size: theirs were not published.
 Released folders have a module that predicts a further token, of a form of its own, which is not read.
 """
 
@@ -35,8 +34,7 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    keys = decoder.shortened(decoder.write(spec), spec)
-    del keys["attention_dropout"]  # the class has none
+    keys = decoder.shortened(ERNIE4_5.to_config(spec), spec)
     routed = {**experts.write(spec, _EXPERTS, "ERNIE 4.5"), **experts.write_shared(spec, "ERNIE 4.5", _SHARED, least=0)}
     return {**keys, **routed, "moe_layer_end_index": spec.layers - 1}
 

@@ -92,7 +92,10 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A released model, and the settings with which its training starts."""
+    """A released model with the dimensions of its config.json, and the settings with which its training starts.
+
+    The learning rate is that of other models of like size, where none was published.
+    """
 
     model: Mapping[str, Any]
     """ModelSpec fields, without the family."""

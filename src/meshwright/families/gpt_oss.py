@@ -1,7 +1,6 @@
 """gpt-oss (OpenAI 2025, arXiv 2508.10925): experts with biases and a clamped activation, attention with sinks, alternating windows.
 
-The presets are as released. Their learning rates were not published: these are those of other models of like size. Released folders
-have experts in MXFP4 (`families.quantization`), which are transposed against a folder in bf16.
+Released folders have experts in MXFP4 (`families.quantization`), which are transposed against a folder in bf16.
 """
 
 from __future__ import annotations
@@ -40,19 +39,15 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
     return {**keys, "attention_bias": True, "swiglu_limit": 7.0}
 
 
-_BIASES = {f"{ours}_bias": (f"{theirs}_bias",) for ours, (theirs,) in experts.STACKED_MODULES.items()}
+_STACKED = experts.STACKED_MODULES
+_BIASES = {f"{ours}_bias": (f"{theirs}_bias",) for ours, (theirs,) in _STACKED.items()}
 FAMILY = replace(
     LLAMA,
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    modules={
-        **experts.without_dense(LLAMA.modules),
-        "moe.router": ("mlp.router",),
-        **experts.STACKED_MODULES,
-        **_BIASES,
-    },
+    modules={**experts.without_dense(LLAMA.modules), "moe.router": ("mlp.router",), **_STACKED, **_BIASES},
     tensors=lambda spec: {"attention.sinks": "self_attn.sinks"},
-    transposed=frozenset(experts.STACKED_MODULES),
+    transposed=frozenset(_STACKED),
     interleaved=frozenset({"moe.experts.gate_up"}),
     values={**dict.fromkeys(("qkv_bias", "out_bias", "sinks", "expert_bias"), True), "mlp": "clamped_swiglu"},
     required=experts.REQUIRED,
