@@ -534,7 +534,8 @@ def _name_in(towers: Towers | None, spec: ModelSpec, part: HFTensor) -> str:
 
 def _written_tensors(spec: ModelSpec, towers: Towers | None) -> dict[str, tuple[HFTensor, ...]]:
     """For each parameter the tensors of an exported folder that it fills, copies included."""
-    copies, own = prediction_copies(spec), hf_tensors(spec, None if towers is None else towers.nesting)
+    copies = prediction_copies(spec)
+    own = hf_tensors(spec, None if towers is None else towers.nesting)
     return {name: (*parts, *copies.get(name, ())) for name, parts in own.items()}
 
 

@@ -385,9 +385,9 @@ def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
     if parameter.inside:
         prefix = _prefix_of(family, spec, parameter)
         if single := family.tensors(spec).get(f"{module}.{weight_or_bias}"):
-            shape, one_row = parameter.shape, f"{module}.{weight_or_bias}" in family.one_row
-            stored = (1, *shape) if one_row else shape
-            return [HFTensor(prefix + single, 0, shape[0], stored, False, parameter.precise, one_row=one_row)]
+            one_row = f"{module}.{weight_or_bias}" in family.one_row
+            shape = (1, *parameter.shape) if one_row else parameter.shape
+            return [HFTensor(prefix + single, 0, parameter.shape[0], shape, False, parameter.precise, one_row=one_row)]
         outside_block = parameter.predicts and module in family.predictions
         names = (family.predictions[module],) if outside_block else family.modules[module]
     sizes = [size for _, size in parameter.blocks] if len(names) > 1 else [parameter.shape[0]]

@@ -7,7 +7,7 @@ does not wait for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -156,7 +156,14 @@ class MixtureOfExperts(nn.Module):
         particular = self.groups_per_token != self.groups or self.replayed is not None
         if self.plain or particular or not has_kernel(logits, self.count):
             return self._route(logits)[1:]
-        return router.pick(logits, self.choice_bias, **self._kernel_options)
+        return router.pick(
+            logits,
+            self.choice_bias,
+            sigmoid=self.sigmoid,
+            copies=self.per_token,
+            normalised=self.normalised,
+            scale=self.scale,
+        )
 
     def route(self, x: Tensor, counted: CountedTokens | None = None) -> RoutedTokens:
         """Choose the experts of x `(batch, seq, hidden)` and sort its copies by expert; `counted` as in `forward`."""
@@ -205,17 +212,14 @@ class MixtureOfExperts(nn.Module):
             probabilities, weights, chosen = self._route(logits)
             sums = probabilities.sum(1) if counted is None else (probabilities * counted.mask[..., None]).flatten(0, 1)
             return Choice(weights, chosen, sums, _loads(chosen, self.count))
-        return choose(logits, self.choice_bias, **self._kernel_options)
-
-    @property
-    def _kernel_options(self) -> dict[str, Any]:
-        """How the router's kernels choose."""
-        return {
-            "sigmoid": self.sigmoid,
-            "copies": self.per_token,
-            "normalised": self.normalised,
-            "scale": self.scale,
-        }
+        return choose(
+            logits,
+            self.choice_bias,
+            sigmoid=self.sigmoid,
+            copies=self.per_token,
+            normalised=self.normalised,
+            scale=self.scale,
+        )
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities `(batch, seq, experts)`, and weights and indices of the chosen experts, of the router's output.
