@@ -1,4 +1,4 @@
-"""Qwen3 dense (Yang et al. 2025): Llama with a norm on each query and key head, no biases. Presets are as released."""
+"""Qwen3 dense (Yang et al. 2025): Llama with a norm on each query and key head, no biases."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class TrainSpec:
     `data.packing: none` over samples weighted by their trained tokens, with chats over sequences weighted by their tokens without fillers.
     A dense model has none."""
     balance_bias: Annotated[float, Bound(at_least=0)] = 0.001
-    """Step by which each update moves the biases of a sigmoid router towards equal loads of its experts; 0 keeps them."""
+    """Step by which each update moves the biases by which routers choose experts, towards equal loads; 0 keeps them."""
     expert_load: str | None = None
     """Loads of experts that the planner expects: `uniform`, or the file of recorded loads or the run that has them, as
     `--replay-routing` reads; none assumes up to 1.2 times the mean for the busiest expert rank."""
