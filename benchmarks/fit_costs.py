@@ -24,16 +24,17 @@ import yaml
 from meshwright.calibration.published_records import Case, failed, measured_seconds, read_record
 from meshwright.calibration.record_predictions import memory
 from meshwright.costs.collective_costs import MAX_LINE_SHARE
-from meshwright.costs.compute import MAX_PEAK_SHARE
 from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, at_release, constant_arrays
 from meshwright.costs.device_rates import Machine
+from meshwright.costs.software import SOFTWARE
 from meshwright.costs.stack_footprint import MemoryConstants, footprint
 from meshwright.costs.step import step_cost
+from meshwright.spec.chips import CHIPS
 from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
-RUNS = tuple(sorted((Path(__file__).parent / "data").glob("*-runs.csv")))
+RUNS = tuple(sorted((Path(__file__).parent / "data").glob("published-runs*.csv")))
 """Tables of runs with the columns of published-runs.csv. Runs of this program are fitted by fit_own.py."""
 # "Share" means the share of the figure in the datasheet. costs/constants.py explains each constant in full.
 PRIORS: dict[str, tuple[float, float]] = {
@@ -74,6 +75,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "start_us": (15.0, 0.4),  # us to start a collective
     "messages": (0.3, 0.8),  # data-parallel collectives per layer
     "reduce_bytes": (4.0, 0.01),  # bytes sent between replicas per gradient element
+    "scatter_bytes": (2.0, 0.01),  # bytes sent between shards per gradient element
     "stall_s": (0.0, 0.1),  # s by which a congested network delays a micro-batch at a stage boundary
     "stall_nodes": (16.0, 0.3),  # nodes at which half of the runs congest the network
     "crowd": (0.0, 0.3),  # relative increase of the time of collectives between replicas on a congested network
@@ -89,8 +91,8 @@ PRIORS: dict[str, tuple[float, float]] = {
 }
 """Constant → (guess, standard deviation of its logarithm). A guess of 0 fixes the constant at 0 in that column of the table."""
 LIMITS = {
-    "gemm": MAX_PEAK_SHARE,
-    "attention": MAX_PEAK_SHARE,
+    "gemm": 0.88,
+    "attention": 0.88,
     "hbm": 0.95,
     "link": MAX_LINE_SHARE,
     "net": MAX_LINE_SHARE,
@@ -108,7 +110,9 @@ element, which software without fused kernels moves for masks, sorts and casts.
 """
 STACK_GUESSES: dict[str, dict[str, float]] = {
     "nanotron": {"ring_us": 2700.0, "stall_s": 0.6, "host_us": 4000.0, "net_us": 400.0, "crowd": 2.0},
+    "torchtitan": {"scatter_bytes": 4.0},  # FSDP2 reduces in fp32 unless told otherwise
     "bridge": {"reduce_bytes": 2.0},
+    "bridge_graphs": {"host_us": 50.0},  # one graph launches the whole step
     "nemo": {"reduce_bytes": 2.0},
     "megatron_tuned": {"reduce_bytes": 2.0},
     "megatron_deepspeed": {"scores": 12.0, "passes": 100.0},
@@ -136,6 +140,11 @@ MEMORY_PRIORS: dict[str, tuple[float, float]] = {
 """As `PRIORS`, for the constants of memory (costs/stack_footprint.py)."""
 MEMORY_GUESSES: dict[str, dict[str, float]] = {"nanotron": {"held": 7.0, "wide": 1.5, "hidden": 8.0, "live": 2.5}}
 """nanotron runs without fused operations: it also saves inputs of norms, residuals, and rotated queries and keys."""
+PARENTS = {software.constants: software.parent for software in SOFTWARE if software.parent}
+"""Software with few runs → the set of constants that it shares, but for `OWN_CONSTANTS`."""
+OWN_CONSTANTS = ("slow", "host_us", "net", "hide", "expert_exposed", "moe_passes")
+"""Constants that software with a parent has of its own."""
+MIN_RUNS_OF_GENERATION = 2
 STRENGTH = 30.0
 """Weight of the data against the priors in the loss.
 
@@ -239,6 +248,8 @@ class FittedConstant:
     guess: np.ndarray
     index: np.ndarray
     spread: float
+    start: np.ndarray | None = None
+    """Where the search for it begins; None at the guess."""
 
 
 def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
@@ -252,15 +263,27 @@ def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
     ).seconds
 
 
-def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict[str, Any]:
-    """Constants by generation and stack that predict the runs best; those with fewer than `least` runs use the pooled default."""
-    columns = [_columns([pair[side] for pair in arrays.pairs], min_runs) for side in (0, 1)]
+def fit_time(
+    arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20, start: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Constants by generation and stack that predict the runs best; those with fewer than `min_runs` runs use the pooled default.
+
+    `start` is a table from which the search for them begins; without it, it begins at the guesses.
+    """
+    generations = _columns([pair[0] for pair in arrays.pairs], MIN_RUNS_OF_GENERATION)
+    stacks = [pair[1] for pair in arrays.pairs]
+    parents = _columns([PARENTS.get(stack, stack) for stack in stacks], min_runs)
+    children = _columns([stack if stack in PARENTS or stack in parents[0] else "default" for stack in stacks], 1)
     fitted_constants = []
     for name in (name for name in NAMES if name in PRIORS):
         section = "generations" if name in GENERATION else "stacks"
-        names, index = columns[section == "stacks"]
+        names, index = generations if name in GENERATION else children if name in OWN_CONSTANTS else parents
         guesses = [STACK_GUESSES.get(column, {}).get(name, PRIORS[name][0]) for column in names]
-        fitted_constants.append(FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1]))
+        constant = FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1])
+        if start is not None:
+            found = (start[section].get(column, {}).get(name, guess) for column, guess in zip(names, guesses, strict=True))
+            constant.start = np.array(list(found))
+        fitted_constants.append(constant)
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
         return np.log(
@@ -350,20 +373,15 @@ def solve(
     sizes = [len(constant.columns) for constant in fitted_constants]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     guess = np.concatenate([np.log(np.maximum(constant.guess, 1e-9)) for constant in fitted_constants])
+    starts = [constant.guess if constant.start is None else constant.start for constant in fitted_constants]
     # A guess of 0 fixes the constant at 0 in this column.
     is_fitted = np.concatenate([constant.guess > 0 for constant in fitted_constants])
-    stiffness = np.concatenate(
-        [np.full(size, constant.spread**-2.0) for constant, size in zip(fitted_constants, sizes, strict=True)]
-    )
-    highest = np.log(
-        np.concatenate(
-            [
-                np.full(size, LIMITS.get(constant.name, np.inf))
-                for constant, size in zip(fitted_constants, sizes, strict=True)
-            ]
-        )
-    )
-    log_constants = np.minimum(guess, highest)
+    precision = np.zeros((offsets[-1], offsets[-1]))
+    for constant, size, offset in zip(fitted_constants, sizes, offsets[:-1], strict=True):
+        precision[offset : offset + size, offset : offset + size] = _prior_precision(constant)
+    limits = [_limit(constant.name, column) for constant in fitted_constants for column in constant.columns]
+    highest = np.log(np.array(limits))
+    log_constants = np.minimum(np.log(np.maximum(np.concatenate(starts), 1e-9)), highest)
 
     def values(log_constants: np.ndarray) -> dict[str, np.ndarray]:
         values_by_column = np.where(is_fitted, np.exp(log_constants), 0.0)
@@ -374,7 +392,8 @@ def solve(
 
     def loss(residuals: np.ndarray, log_constants: np.ndarray) -> float:
         return float(
-            STRENGTH * np.sum(weight * np.abs(residuals)) + 0.5 * np.sum(stiffness * (log_constants - guess) ** 2)
+            STRENGTH * np.sum(weight * np.abs(residuals))
+            + 0.5 * (log_constants - guess) @ precision @ (log_constants - guess)
         )
 
     damping, residuals = 1.0, evaluate(values(log_constants)) - target
@@ -387,8 +406,8 @@ def solve(
             slopes[np.arange(len(residuals)), offset + constant.index] = (evaluate(shifted) - target - residuals) / 1e-3
         slopes[:, ~is_fitted] = 0.0
         run_weights = STRENGTH * weight / np.maximum(np.abs(residuals), 0.01)
-        gradient = slopes.T @ (run_weights * residuals) + stiffness * (log_constants - guess)
-        curvature = slopes.T @ (run_weights[:, None] * slopes) + np.diag(stiffness)
+        gradient = slopes.T @ (run_weights * residuals) + precision @ (log_constants - guess)
+        curvature = slopes.T @ (run_weights[:, None] * slopes) + precision
         # The other constants are at their limit, and the step would exceed it.
         below_limit = ~((log_constants >= highest) & (gradient < 0))
         previous_loss = best
@@ -406,6 +425,29 @@ def solve(
         if previous_loss - best < 2e-5 * best:
             break
     return _as_table(fitted_constants, np.where(is_fitted, np.exp(log_constants), 0.0), offsets)
+
+
+def _limit(name: str, column: str) -> float:
+    """Largest value of a constant in one column."""
+    sustained = max((chip.sustained for chip in CHIPS.values() if chip.generation == column), default=0.0)
+    return sustained if sustained and name in ("gemm", "attention") else LIMITS.get(name, np.inf)
+
+
+def _prior_precision(constant: FittedConstant) -> np.ndarray:
+    """Inverse covariance of the prior of one constant's columns.
+
+    A column deviates from its guess by `spread`; that of software with a parent, and that of a generation, from the deviation of the
+    parent (`default`) instead, so those with few runs are near others.
+    """
+    precision = np.zeros((len(constant.columns), len(constant.columns)))
+    for column, name in enumerate(constant.columns):
+        parent = PARENTS.get(name) if constant.section == "stacks" else "default" if column else None
+        difference = np.zeros(len(constant.columns))
+        difference[column] = 1.0
+        if parent in constant.columns:
+            difference[constant.columns.index(parent)] = -1.0
+        precision += np.outer(difference, difference) * constant.spread**-2.0
+    return precision
 
 
 def _as_table(fitted_constants: list[FittedConstant], constants: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
@@ -431,7 +473,12 @@ def select_runs(arrays: RunArrays, selected_runs: np.ndarray) -> RunArrays:
     """The runs for which `selected_runs` is True."""
 
     def selected_rows(columns: Any) -> Any:
-        return type(columns)(**{field.name: getattr(columns, field.name)[selected_runs] for field in fields(columns)})
+        return type(columns)(**{field.name: selected(getattr(columns, field.name)) for field in fields(columns)})
+
+    def selected(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(selected_rows, value))
+        return value if isinstance(value, str) else value[selected_runs]
 
     names = [name for name, selected in zip(arrays.names, selected_runs, strict=True) if selected]
     pairs = [pair for pair, selected in zip(arrays.pairs, selected_runs, strict=True) if selected]
@@ -527,7 +574,7 @@ def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     for name in sorted(set(generations)):
         of_generation = comparable & (generations == name)
         if of_generation.sum() >= 15:
-            shares[str(name)] = min(MAX_PEAK_SHARE, float(f"{np.quantile(product_shares[of_generation], 0.75):.4g}"))
+            shares[str(name)] = min(LIMITS["gemm"], float(f"{np.quantile(product_shares[of_generation], 0.75):.4g}"))
     return shares
 
 

@@ -33,6 +33,8 @@ SMALL_HEAD = 32.0
 """Head size at which attention takes twice as long for its FLOPs as with very wide heads."""
 WIDE_HEAD = 192.0
 """Kernels for wider heads have smaller tiles and a rate of their own."""
+UNFUSED_SCORE_BYTES = 8.0
+"""Bytes moved per score, forward, by attention that is said to be unfused, where the software's constants have none: those of Megatron-LM."""
 BACKWARD_RATIO = 2.5
 """Time of fused attention's backward relative to its forward: five products instead of two (Dao et al. 2022)."""
 QUERY_BLOCK_KEYS = 350.0
@@ -78,8 +80,6 @@ gradient twice.
 """
 TILE = 128.0
 """Tile of a matrix product that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
-MAX_PEAK_SHARE = 0.88
-"""Largest sustained share of a datasheet's peak; the best measured products reach 0.77 on an H200, 0.86 on an A100."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def product_rate(machine: Machine, k: Constants) -> ProductRate:
 
 
 def _sustained_rate(machine: Machine, k: Constants, peak: Array, format_share: Array = 1.0) -> ProductRate:
-    share = np.minimum(k.gemm * format_share / k.slow, MAX_PEAK_SHARE)
+    share = np.minimum(k.gemm * format_share / k.slow, machine.sustained)
     return ProductRate(peak * share, k.narrow, machine.multiprocessors)
 
 
@@ -307,17 +307,19 @@ def _attention_core(
     window have FlashAttention or flex attention, the latter where sums have a fixed order, which its sums have in any case, and where
     scores have a cap.
     """
-    fused = np.where(k.scores > 0, 1.0, 0.5)
-    layers = shape.attention_layers * np.where(k.scores > 0, 1.0, shape.full_attention)
+    score_bytes = np.where(np.asarray(layout.unfused) > 0, np.maximum(k.scores, UNFUSED_SCORE_BYTES), k.scores)
+    fused = np.where(score_bytes > 0, 1.0, 0.5)
+    layers = shape.attention_layers * np.where(score_bytes > 0, 1.0, shape.full_attention)
     pairs = layers * tokens * layout.seq / layout.tensor
     flops = 2 * pairs * (shape.query_width + shape.value_width) * fused
     head_dim = shape.query_width / shape.heads
     wide = head_dim > WIDE_HEAD
     small_heads = 1 + SMALL_HEAD / head_dim
-    rate = machine.half_peak * k.attention * np.where(wide, k.attention_wide, 1.0)
+    share = np.where(np.asarray(layout.attention) > 0, layout.attention, k.attention)
+    rate = machine.half_peak * share * np.where(wide, k.attention_wide, 1.0)
     forward = flops / rate * k.slow * small_heads * _misaligned_head_slowdown(shape)
-    score_seconds = pairs * shape.heads * k.scores / memory_rate
-    backward = np.where(k.scores > 0, 2.0, BACKWARD_RATIO) * forward + 2 * score_seconds
+    score_seconds = pairs * shape.heads * score_bytes / memory_rate
+    backward = np.where(score_bytes > 0, 2.0, BACKWARD_RATIO) * forward + 2 * score_seconds
     forward = forward + score_seconds
     backward = backward * (1 + layout.fixed_order * k.fixed_order * np.interp(head_dim, *PRICE_OF_ORDER))
     if not np.any(shape.windowed_scores):

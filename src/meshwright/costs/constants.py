@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from meshwright.costs.software import parent_of
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.workload.arrays import Array
 
@@ -280,7 +281,7 @@ def with_own(published: dict[str, Any], measured: dict[str, Any]) -> dict[str, A
 
 
 def constants(generation: str, stack: str, values: dict[str, Any] | None = None) -> Constants:
-    """The constants of one GPU generation and one stack; unknown names take `default`.
+    """The constants of one GPU generation and one stack, whose parent has those that it lacks; unknown names take `default`.
 
     Values measured for this stack on this generation override those of the generation and of the stack.
     """
@@ -288,7 +289,8 @@ def constants(generation: str, stack: str, values: dict[str, Any] | None = None)
     generations, stacks = values["generations"], values["stacks"]
     defaults = {**generations["default"], **stacks["default"]}
     measured = values.get("measured", {}).get(stack, {}).get(generation, {})
-    return Constants(**{**defaults, **generations.get(generation, {}), **stacks.get(stack, {}), **measured})
+    shared = stacks.get(parent_of(stack), {})
+    return Constants(**{**defaults, **generations.get(generation, {}), **shared, **stacks.get(stack, {}), **measured})
 
 
 def is_measured(generation: str, stack: str = OWN) -> bool:

@@ -38,5 +38,7 @@ class Machine:
     """Factor by which the bandwidth above a pod is smaller than the sum of its ports."""
     pod: Array = np.inf
     """Devices below the oversubscribed level."""
+    sustained: Array = 0.88
+    """Largest share of the peak that products sustain (`spec.chips.Chip.sustained`)."""
     multiprocessors: Array = 0.0
     """Multiprocessors, each of which computes one tile of a product at a time; 0 if unknown or irrelevant."""

@@ -106,6 +106,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
         per_node=cluster.gpus_per_node,
         oversubscribed=network.oversubscription,
         pod=network.pod_nodes * cluster.gpus_per_node if network.pod_nodes else float("inf"),
+        sustained=min(chip.sustained for chip in chips),
         multiprocessors=float(first_chip.multiprocessors),
     )
 

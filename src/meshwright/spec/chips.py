@@ -28,6 +28,11 @@ class Chip:
     host: float = 25e9
     multiprocessors: int = 0
     """Multiprocessors, each of which computes one tile of a matrix product at a time; 0 ignores partly filled waves of tiles."""
+    sustained: float = 0.88
+    """Largest share of its peak that products sustain: less than 1 where the power limit lowers the clock under load.
+
+    The best measured products reach 0.77 on an H200 and 0.86 on an A100; an H20 has the power of an H100 for a seventh of its peak.
+    """
     best_bf16_flops: float | None = None
     """FLOP/s of the fastest bf16 matrix product measured, under the chip's power limit."""
 
@@ -158,7 +163,7 @@ CHIPS = _table(
         multiprocessors=148,
         best_bf16_flops=1822e12,
     ),
-    Chip("H20", "hopper-h20", 96 * GiB, _H20, 4e12, 450e9, 50e9, host=_PCIE5, multiprocessors=78),
+    Chip("H20", "hopper-h20", 96 * GiB, _H20, 4e12, 450e9, 50e9, host=_PCIE5, multiprocessors=78, sustained=0.97),
     Chip("RTX3090", "ampere-rtx", 24 * GiB, _GA102, 0.936e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=82),
     Chip(
         name="A10",
