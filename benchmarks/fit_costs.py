@@ -12,7 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ import numpy as np
 import yaml
 
 from meshwright.calibration.published_records import Case, failed, measured_seconds, read_record
-from meshwright.calibration.record_predictions import memory
+from meshwright.calibration.record_predictions import class_of, memory
+from meshwright.costs.bands import RunClass, fitted_bands
 from meshwright.costs.collective_costs import MAX_LINE_SHARE
 from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, at_release, constant_arrays
 from meshwright.costs.device_rates import Machine
@@ -160,6 +161,7 @@ class RunArrays:
 
     names: list[str]
     """Sources."""
+    cases: list[Case]
     pairs: list[tuple[str, str]]
     """(GPU generation, software stack)."""
     shape: Shape
@@ -205,6 +207,7 @@ def arrays_of(usable_records: list[tuple[int, dict[str, str], Case, float]]) -> 
     weight = np.array([_weight(record, sources) for _, record, _, _ in usable_records])
     return RunArrays(
         [record["source"] for _, record, _, _ in usable_records],
+        cases,
         [(case.generation, case.stack) for case in cases],
         side_by_side([case.shape for case in cases]),
         side_by_side([case.machine for case in cases]),
@@ -248,9 +251,6 @@ class FittedConstant:
     guess: np.ndarray
     index: np.ndarray
     spread: float
-    start: np.ndarray | None = None
-    """Where the search for it begins; None at the guess."""
-
 
 def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
     """Seconds of every run under a table of constants."""
@@ -263,13 +263,8 @@ def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
     ).seconds
 
 
-def fit_time(
-    arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20, start: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Constants by generation and stack that predict the runs best; those with fewer than `min_runs` runs use the pooled default.
-
-    `start` is a table from which the search for them begins; without it, it begins at the guesses.
-    """
+def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict[str, Any]:
+    """Constants by generation and stack that predict the runs best; those with fewer than `min_runs` runs use the pooled default."""
     generations = _columns([pair[0] for pair in arrays.pairs], MIN_RUNS_OF_GENERATION)
     stacks = [pair[1] for pair in arrays.pairs]
     parents = _columns([PARENTS.get(stack, stack) for stack in stacks], min_runs)
@@ -279,11 +274,7 @@ def fit_time(
         section = "generations" if name in GENERATION else "stacks"
         names, index = generations if name in GENERATION else children if name in OWN_CONSTANTS else parents
         guesses = [STACK_GUESSES.get(column, {}).get(name, PRIORS[name][0]) for column in names]
-        constant = FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1])
-        if start is not None:
-            found = (start[section].get(column, {}).get(name, guess) for column, guess in zip(names, guesses, strict=True))
-            constant.start = np.array(list(found))
-        fitted_constants.append(constant)
+        fitted_constants.append(FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1]))
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
         return np.log(
@@ -296,7 +287,10 @@ def fit_time(
             ).seconds
         )
 
-    return solve(fitted_constants, evaluate, np.log(arrays.measured), arrays.weight, rounds)
+    table = solve(fitted_constants, evaluate, np.log(arrays.measured), arrays.weight, rounds)
+    runs = Counter(name for pair in arrays.pairs for name in pair)
+    table["measured_with"] = sorted(name for name, count in runs.items() if count >= min_runs and name != "default")
+    return table
 
 
 def fit_memory(
@@ -373,7 +367,6 @@ def solve(
     sizes = [len(constant.columns) for constant in fitted_constants]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     guess = np.concatenate([np.log(np.maximum(constant.guess, 1e-9)) for constant in fitted_constants])
-    starts = [constant.guess if constant.start is None else constant.start for constant in fitted_constants]
     # A guess of 0 fixes the constant at 0 in this column.
     is_fitted = np.concatenate([constant.guess > 0 for constant in fitted_constants])
     precision = np.zeros((offsets[-1], offsets[-1]))
@@ -381,7 +374,7 @@ def solve(
         precision[offset : offset + size, offset : offset + size] = _prior_precision(constant)
     limits = [_limit(constant.name, column) for constant in fitted_constants for column in constant.columns]
     highest = np.log(np.array(limits))
-    log_constants = np.minimum(np.log(np.maximum(np.concatenate(starts), 1e-9)), highest)
+    log_constants = np.minimum(guess, highest)
 
     def values(log_constants: np.ndarray) -> dict[str, np.ndarray]:
         values_by_column = np.where(is_fitted, np.exp(log_constants), 0.0)
@@ -482,8 +475,10 @@ def select_runs(arrays: RunArrays, selected_runs: np.ndarray) -> RunArrays:
 
     names = [name for name, selected in zip(arrays.names, selected_runs, strict=True) if selected]
     pairs = [pair for pair, selected in zip(arrays.pairs, selected_runs, strict=True) if selected]
+    cases = [case for case, selected in zip(arrays.cases, selected_runs, strict=True) if selected]
     return RunArrays(
         names,
+        cases,
         pairs,
         selected_rows(arrays.shape),
         selected_rows(arrays.machine),
@@ -501,45 +496,41 @@ def random_fifths(count: int) -> list[np.ndarray]:
     return [fold_of == fold for fold in range(5)]
 
 
-BAND = 0.8
-"""Share of runs that should lie inside a band."""
-MIN_RECORDS, MIN_SOURCES = 3, 4
-"""Fewest runs of a source that is left out, and fewest sources for a band of a stack or a generation."""
+MIN_RECORDS = 3
+"""Fewest runs of a source that is left out of a fit."""
 
 
-def bands(arrays: RunArrays) -> dict[str, float]:
-    """Half-widths of the 80% bands, in logarithms, from errors of runs whose whole source was left out of the fit.
+def left_out(arrays: RunArrays) -> tuple[np.ndarray, list[RunClass]]:
+    """Seconds of every run under constants fitted without its source, and its class under these constants.
 
-    A stack with runs from at least four sources has its own band. The runs of these stacks also give a band for each generation with at
-    least four sources. All other stacks share the band `default`.
+    All sources are left out in turn, also those with one run. Of large sources `MOST_RUNS` stand for all.
     """
-    return widths(arrays, np.log(arrays.measured / cross_validated_seconds(arrays, source_folds(arrays))))
+    names = np.array([source_of(name) for name in arrays.names])
+    seconds, classes = np.full(len(names), np.nan), list[RunClass | None]([None] * len(names))
+    fitted, kept = thinned(arrays)
+    for name in dict.fromkeys(names.tolist()):
+        table = fit_time(select_runs(fitted, names[kept] != name))
+        of_source = names == name
+        seconds[of_source] = predict(select_runs(arrays, of_source), table)
+        for index in np.flatnonzero(of_source):
+            classes[index] = class_of(arrays.cases[index], table)
+    return seconds, [run for run in classes if run is not None]
 
 
-def widths(arrays: RunArrays, residual: np.ndarray, ignored_source: str | None = None) -> dict[str, float]:
-    """Half-widths by class from residuals ln(measured / predicted) of left-out sources; `ignored_source` names a source to ignore."""
-    source = np.array([source_of(name) for name in arrays.names])
-    has_residual = np.isfinite(residual) & (source != ignored_source)
-    stacks, generations = (np.array([pair[side] for pair in arrays.pairs]) for side in (1, 0))
-    well_known_stacks = {
-        name for name in set(stacks) if len(set(source[has_residual & (stacks == name)])) >= MIN_SOURCES
-    }
-    of_well_known_stack = has_residual & np.isin(stacks, list(well_known_stacks))
-    half_widths = {"default": _half_width(residual, source, has_residual & ~of_well_known_stack)}
-    for labels, selected in ((stacks, of_well_known_stack), (generations, of_well_known_stack)):
-        for label in sorted({str(name) for name in labels[selected]}):
-            if len(set(source[selected & (labels == label)])) >= MIN_SOURCES:
-                half_widths[label] = _half_width(residual, source, selected & (labels == label))
-    return half_widths
+MOST_RUNS = 100
+"""Runs of one source that a fit without another source uses."""
 
 
-def _half_width(residual: np.ndarray, source: np.ndarray, selected: np.ndarray) -> float:
-    """The `BAND` quantile of the absolute residuals of the chosen runs, with equal weight for each source."""
-    size, runs_by_source = np.abs(residual[selected]), Counter(source[selected])
-    weight = np.array([1 / runs_by_source[name] for name in source[selected]])
-    order = np.argsort(size)
-    cumulated_weight = np.cumsum(weight[order]) / weight.sum()
-    return float(f"{size[order][np.searchsorted(cumulated_weight, BAND)]:.4f}")
+def thinned(arrays: RunArrays) -> tuple[RunArrays, np.ndarray]:
+    """The runs with at most `MOST_RUNS` of a source, drawn with a fixed seed, which have the weight of all; and which they are."""
+    names, random = np.array([source_of(name) for name in arrays.names]), np.random.default_rng(0)
+    kept, weight = np.ones(len(names), dtype=bool), arrays.weight.copy()
+    for name, count in Counter(names.tolist()).items():
+        if count > MOST_RUNS:
+            indices = np.flatnonzero(names == name)
+            kept[random.choice(indices, count - MOST_RUNS, replace=False)] = False
+            weight[indices] *= count / MOST_RUNS
+    return select_runs(replace(arrays, weight=weight), kept), kept
 
 
 def source_of(name: str) -> str:
@@ -588,7 +579,8 @@ def main() -> None:
     table = fit_time(arrays, rounds=arguments.rounds)
     table["best_quartile"] = best_quartile(arrays, table)
     table["memory"] = memory_constants()
-    table["bands"] = bands(arrays)
+    seconds, classes = left_out(arrays)
+    table["bands"] = fitted_bands(classes, [source_of(name) for name in arrays.names], np.log(arrays.measured / seconds))
     table["fitted_on"] = dict(sorted(Counter(arrays.names).items()))
     FILE.write_text(
         HEADER + yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8"

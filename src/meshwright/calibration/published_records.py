@@ -187,7 +187,7 @@ def release_of(source: str, note: str) -> float:
     if mlperf:
         return _MLPERF_ROUNDS.get(mlperf.group(1), 2025.0) - 2025.0
     version = re.search(r"(?:container |ngc|v)(2\d)\.(\d\d)\b", f"{source} {note}")
-    version = version or re.search(r"\b20(2\d)-(\d\d)\b", source)
+    version = version or re.search(r"\b20(2\d)-(\d\d)\b", f"{source} {note}")
     if version:
         return int(version.group(1)) + (int(version.group(2)) - 1) / 12 - 25.0
     year = re.search(r"\b20(2\d)$", source)

@@ -264,7 +264,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @cache
 def table() -> dict[str, Any]:
-    """constants.yaml merged with own.yaml: `generations`, `stacks`, `measured`, `bands`, `memory` and `fitted_on`."""
+    """constants.yaml and own.yaml: `generations`, `stacks`, `measured`, `measured_with`, `bands`, `own_band`, `memory`, `fitted_on`."""
     published, own = (yaml.load(file.read_bytes(), _LOADER) for file in (FILE, OWN_FILE))
     return with_own(published, own)
 
@@ -274,7 +274,7 @@ def with_own(published: dict[str, Any], measured: dict[str, Any]) -> dict[str, A
     return {
         **published,
         "stacks": {**published["stacks"], OWN: measured["stack"]},
-        "bands": {**published["bands"], OWN: measured["band"]},
+        "own_band": measured["band"],
         "measured": {OWN: measured["measured"]},
         "own_runs": sum(len(runs) for runs in measured.get("fitted_on", {}).values()),
     }

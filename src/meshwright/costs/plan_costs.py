@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from meshwright.costs.bands import RunClass, band_of
 from meshwright.costs.constants import (
     OWN,
     Constants,
@@ -186,11 +187,9 @@ def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float
 def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
     """Logarithms of the ends of the 80% band, and the source of the band.
 
-    Without similar own runs the band is the error of predictions for published runs that were excluded from the fit: those of well-known
-    stacks if own runs exist on the generation, else those of stacks with few sources. A device without fitted runs may be off by a
-    factor of three.
+    Without similar own runs the band is that of published runs of the plan's class that were excluded from the fit; other software counts
+    as measured where own runs exist on the generation. A device without fitted runs may be off by a factor of three.
     """
-    bands = table()["bands"]
     if (hand_set := hand_set_band(cluster)) is not None:
         return hand_set, "set by hand: the device is in no table"
     unmeasured_features = ", ".join(missing_features(cluster, plan))
@@ -200,19 +199,19 @@ def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, floa
         return GUESSED_BAND, f"set by hand: no run on {generation} devices was fitted"
     if not unmeasured_features and (is_measured(generation) or cluster.profile is not None):
         return symmetric_band(
-            bands[OWN]
+            table()["own_band"]
         ), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
-    if is_measured(generation):
-        width, runs = bands.get(generation, bands["default"]), f"on {generation} devices"
-    else:
-        width, runs, unmeasured_features = (
-            bands["default"],
-            "of stacks with few published sources",
-            f"{generation} devices",
-        )
-    return symmetric_band(
-        width
-    ), f"published runs {runs}, excluded from the fit, because {OWN} was not measured with {unmeasured_features}"
+    run_class = RunClass(
+        several_hosts=cluster.nodes > 1,
+        mixture=plan.experts is not None,
+        measured_generation=generation in table()["measured_with"],
+        measured_software=is_measured(generation),
+    )
+    because = unmeasured_features if is_measured(generation) else f"{generation} devices"
+    return (
+        band_of(run_class, table()["bands"]),
+        f"published runs like it ({run_class.name}), excluded from the fit, because {OWN} was not measured with {because}",
+    )
 
 
 def symmetric_band(width: float) -> tuple[float, float]:
