@@ -369,9 +369,15 @@ def source_criteria(arrays: RunArrays, seconds: np.ndarray) -> list[Criterion]:
         for name, median in worst:
             print(f"  {median:6.1%}  {name[:100]}")
     return [
-        Criterion("median of the sources' medians, sources left out", float(np.median(list(medians["all"].values()))), 0.04),
+        Criterion(
+            "median of the sources' medians, sources left out", float(np.median(list(medians["all"].values()))), 0.04
+        ),
         Criterion("worst dense source, left out", max(medians["dense"].values()), 0.12),
-        Criterion("mixtures, median of the sources' medians, left out", float(np.median(list(medians["mixtures"].values()))), 0.1),
+        Criterion(
+            "mixtures, median of the sources' medians, left out",
+            float(np.median(list(medians["mixtures"].values()))),
+            0.1,
+        ),
         Criterion("worst source of mixtures without Mamba, left out", max(medians["mixtures"].values()), 0.25),
     ]
 
@@ -392,7 +398,9 @@ def band_criteria(arrays: RunArrays, seconds: np.ndarray, classes: list[RunClass
             inside[index] = low <= residual[index] <= high
     used = table()["bands"]
     criteria = []
-    print("\nbands of sources left out: rows, sources, share inside the class's band, share inside the band without the source, band, class")
+    print(
+        "\nbands of sources left out: rows, sources, share inside the class's band, share inside the band without the source, band, class"
+    )
     for label in sorted({run.name for run in classes}):
         members = np.array([run.name == label for run in classes])
         low, high = band_of(next(run for run in classes if run.name == label), used)

@@ -12,7 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,6 @@ PARENTS = {software.constants: software.parent for software in SOFTWARE if softw
 """Software with few runs → the set of constants that it shares, but for `OWN_CONSTANTS`."""
 OWN_CONSTANTS = ("slow", "host_us", "net", "hide", "expert_exposed", "moe_passes")
 """Constants that software with a parent has of its own."""
-MIN_RUNS_OF_GENERATION = 2
 STRENGTH = 30.0
 """Weight of the data against the priors in the loss.
 
@@ -251,6 +250,9 @@ class FittedConstant:
     guess: np.ndarray
     index: np.ndarray
     spread: float
+    parents: dict[str, str] = field(default_factory=dict)
+    """Column with few runs → the column that it is near."""
+
 
 def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
     """Seconds of every run under a table of constants."""
@@ -265,7 +267,7 @@ def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
 
 def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict[str, Any]:
     """Constants by generation and stack that predict the runs best; those with fewer than `min_runs` runs use the pooled default."""
-    generations = _columns([pair[0] for pair in arrays.pairs], MIN_RUNS_OF_GENERATION)
+    generations = _columns([pair[0] for pair in arrays.pairs], 1)
     stacks = [pair[1] for pair in arrays.pairs]
     parents = _columns([PARENTS.get(stack, stack) for stack in stacks], min_runs)
     children = _columns([stack if stack in PARENTS or stack in parents[0] else "default" for stack in stacks], 1)
@@ -274,7 +276,10 @@ def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict
         section = "generations" if name in GENERATION else "stacks"
         names, index = generations if name in GENERATION else children if name in OWN_CONSTANTS else parents
         guesses = [STACK_GUESSES.get(column, {}).get(name, PRIORS[name][0]) for column in names]
-        fitted_constants.append(FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1]))
+        parents_of = PARENTS if section == "stacks" else {}
+        fitted_constants.append(
+            FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1], parents_of)
+        )
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
         return np.log(
@@ -290,6 +295,7 @@ def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict
     table = solve(fitted_constants, evaluate, np.log(arrays.measured), arrays.weight, rounds)
     runs = Counter(name for pair in arrays.pairs for name in pair)
     table["measured_with"] = sorted(name for name, count in runs.items() if count >= min_runs and name != "default")
+    table["runs"] = dict(sorted(runs.items()))
     return table
 
 
@@ -298,9 +304,7 @@ def fit_memory(
 ) -> dict[str, Any]:
     """Memory constants per stack that predict the measured memory of the runs best."""
     names, index = _columns([case.stack for _, case in usable_records], min_runs)
-    shape, layout = (
-        side_by_side([getattr(case, field) for _, case in usable_records]) for field in ("shape", "layout")
-    )
+    shape, layout = (side_by_side([getattr(case, name) for _, case in usable_records]) for name in ("shape", "layout"))
     prints_first_stage = np.array([float(case.first_stage) for _, case in usable_records])
     runs_by_source = Counter(record["source"] for record, _ in usable_records)
     weight = np.array([runs_by_source[record["source"]] ** -0.35 for record, _ in usable_records])
@@ -429,12 +433,12 @@ def _limit(name: str, column: str) -> float:
 def _prior_precision(constant: FittedConstant) -> np.ndarray:
     """Inverse covariance of the prior of one constant's columns.
 
-    A column deviates from its guess by `spread`; that of software with a parent, and that of a generation, from the deviation of the
-    parent (`default`) instead, so those with few runs are near others.
+    A column deviates from its guess by `spread`; one with a parent from the deviation of the parent instead, so those with few runs are
+    near others.
     """
     precision = np.zeros((len(constant.columns), len(constant.columns)))
     for column, name in enumerate(constant.columns):
-        parent = PARENTS.get(name) if constant.section == "stacks" else "default" if column else None
+        parent = constant.parents.get(name)
         difference = np.zeros(len(constant.columns))
         difference[column] = 1.0
         if parent in constant.columns:
@@ -466,7 +470,7 @@ def select_runs(arrays: RunArrays, selected_runs: np.ndarray) -> RunArrays:
     """The runs for which `selected_runs` is True."""
 
     def selected_rows(columns: Any) -> Any:
-        return type(columns)(**{field.name: selected(getattr(columns, field.name)) for field in fields(columns)})
+        return type(columns)(**{entry.name: selected(getattr(columns, entry.name)) for entry in fields(columns)})
 
     def selected(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -580,7 +584,9 @@ def main() -> None:
     table["best_quartile"] = best_quartile(arrays, table)
     table["memory"] = memory_constants()
     seconds, classes = left_out(arrays)
-    table["bands"] = fitted_bands(classes, [source_of(name) for name in arrays.names], np.log(arrays.measured / seconds))
+    table["bands"] = fitted_bands(
+        classes, [source_of(name) for name in arrays.names], np.log(arrays.measured / seconds)
+    )
     table["fitted_on"] = dict(sorted(Counter(arrays.names).items()))
     FILE.write_text(
         HEADER + yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8"

@@ -161,9 +161,7 @@ def _software(record: Record, conventions: tuple[Convention, ...]) -> tuple[Soft
     return software, next((convention.stack for convention in conventions if convention.stack), software.constants)
 
 
-def _release_year(
-    record: Record, conventions: tuple[Convention, ...], software: Software, assumed: list[str]
-) -> float:
+def _release_year(record: Record, conventions: tuple[Convention, ...], software: Software, assumed: list[str]) -> float:
     """`release_of` the record; where it names no release, that of the source's convention, else that of a stated software.
 
     Years after the start of 2025, which is assumed where neither is stated.
@@ -427,7 +425,9 @@ def _with_experts(
 def _balance(record: Record) -> float:
     value = number_or_none(record, "balance")
     if value is None or not 1 <= value <= LARGEST_SIZE:
-        raise _CannotBePriced(f"balance is {record.get('balance')!r}, expected forced, or tokens of the busiest expert rank over the mean")
+        raise _CannotBePriced(
+            f"balance is {record.get('balance')!r}, expected forced, or tokens of the busiest expert rank over the mean"
+        )
     return value
 
 

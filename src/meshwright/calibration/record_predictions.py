@@ -12,14 +12,11 @@ from meshwright.calibration.published_records import Case, Reading, read_record
 from meshwright.costs.bands import RunClass, band_of
 from meshwright.costs.constants import at_release, constant_arrays, table
 from meshwright.costs.device_rates import Machine
-from meshwright.costs.stack_footprint import footprint, memory_constants
+from meshwright.costs.stack_footprint import FITTING_SHARE, footprint, memory_constants
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import FULL, Layouts
 from meshwright.workload.model_shape import Shape
-
-FITTING_SHARE = 0.89
-"""Share of a device's memory up to which a layout counts as fitting; the other part is for memory that is not modelled."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from meshwright.planner.checkpoint_cost import checkpoint_cost
 from meshwright.planner.chip_comparison import ChipPoint, chips_named, compare_chips
 from meshwright.planner.devices import Idle
 from meshwright.planner.effective_time import predict_effective_time
+from meshwright.planner.exchange_features import Step, feature_steps
 from meshwright.planner.explain import limits, reason_against
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.fixes import choose_or_suggest_fixes
@@ -42,6 +43,7 @@ from meshwright.planner.objectives import (
     scaling,
     shortest_training,
 )
+from meshwright.planner.precision_choice import PricedFormat, ProductFormat, format_named, priced_formats
 from meshwright.planner.reprice import predict
 from meshwright.planner.sample_choice import SampleChoice, choose_sample_layout
 from meshwright.planner.sample_lengths import expected_histogram
@@ -79,6 +81,10 @@ class PlanQuestion:
     """Chips to compare for the job."""
     software: tuple[Software, ...] = ()
     """Software to compare for the job."""
+    features: bool = False
+    """Whether to show what features of other systems' expert parallelism would change."""
+    precision: ProductFormat | None = None
+    """The narrowest format whose step is shown."""
 
     @classmethod
     def of(
@@ -94,6 +100,8 @@ class PlanQuestion:
         steps_assumed: bool = False,
         chips: str | None = None,
         software: str | None = None,
+        features: bool = False,
+        precision: str | None = None,
     ) -> PlanQuestion:
         """Raises BadInput for invalid values, and for options that cannot be combined."""
         if for_ not in (None, "train"):
@@ -138,6 +146,8 @@ class PlanQuestion:
             steps_assumed,
             chips_named(chips) if chips is not None else (),
             software_listed(software) if software is not None else (),
+            features,
+            None if precision is None else format_named(precision),
         )
 
 
@@ -194,6 +204,16 @@ class Answer:
     def software(self) -> tuple[SoftwarePlan, ...]:
         """The job with the software of --software."""
         return tuple(best_with(self.asked_run, software) for software in self.question.software)
+
+    @cached_property
+    def features(self) -> tuple[Step, ...]:
+        """The plan's step with features of other systems, of --features."""
+        return feature_steps(self.run, self.plan)
+
+    @cached_property
+    def formats(self) -> tuple[PricedFormat, ...]:
+        """The plan's step in other formats, of --precision."""
+        return () if self.question.precision is None else priced_formats(self.run, self.plan, self.question.precision)
 
     @property
     def asked_run(self) -> RunSpec:
@@ -288,6 +308,10 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         body["chips"] = [_chip(point) for point in answer.chips]
     if answer.question.software:
         body["software"] = [to_plain(point) for point in answer.software]
+    if answer.question.features:
+        body["features"] = to_plain(answer.features)
+    if answer.question.precision is not None:
+        body["formats"] = to_plain(answer.formats)
     if answer.samples is not None:
         body["samples"] = samples_as_plain(answer.run, answer.samples)
     if over := answer.does_not_fit:

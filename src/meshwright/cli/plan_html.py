@@ -28,6 +28,7 @@ from meshwright.observe.svg import Axis, Chart, Series, draw
 from meshwright.observe.timeline_svg import draw_timeline
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.explain import limits, parts_of
+from meshwright.planner.money import price_of
 from meshwright.planner.sample_reasons import sample_reasons
 from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.model import layer_order, parameter_count
@@ -241,7 +242,7 @@ def _line(label: str, values: Sequence[float | None]) -> Series:
 
 
 def _trainings(answer: Answer) -> str:
-    price = answer.question.price
+    price = price_of(answer.run.cluster, answer.question.price).value
     lines = []
     for training in answer.trainings[:LONGEST_TABLE]:
         took = (seconds_text(training.point.seconds or 0.0), number_text.duration(training.seconds))

@@ -5,6 +5,7 @@ The bands are conformal: the class's own errors on sources that the constants ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import numpy as np
 
 COVERED = 0.8
 """Share of runs between the ends of a band."""
-MIN_RUNS, MIN_SOURCES = 20, 2
+MIN_RUNS, MIN_SOURCES = 20, 3
 """Fewest runs and sources of a class with a band of its own; others take that of a wider class."""
 Band = tuple[float, float]
 
@@ -56,21 +57,26 @@ def band_of(run: RunClass, bands: Mapping[str, Sequence[float]]) -> Band:
 
 
 def fitted_bands(classes: Sequence[RunClass], sources: Sequence[str], residuals: np.ndarray) -> dict[str, list[float]]:
-    """The band of each class, and of wider ones, from ln(measured ÷ predicted) of runs of left-out sources."""
+    """The band of each class, and of wider ones, from ln(measured ÷ predicted) of runs of left-out sources.
+
+    Each source has the same weight in a class, because one source of a thousand runs tells less about the next source than ten of ten runs.
+    """
     members: dict[str, list[int]] = {}
     for index, run in enumerate(classes):
         for name in run.names():
             members.setdefault(name, []).append(index)
     bands = {}
     for name, indices in sorted(members.items()):
-        if name == "all" or (len(indices) >= MIN_RUNS and len({sources[index] for index in indices}) >= MIN_SOURCES):
-            bands[name] = conformal_band(residuals[indices])
+        runs_by_source = Counter(sources[index] for index in indices)
+        if name == "all" or (len(indices) >= MIN_RUNS and len(runs_by_source) >= MIN_SOURCES):
+            weights = np.array([1 / runs_by_source[sources[index]] for index in indices])
+            bands[name] = conformal_band(residuals[indices], weights)
     return bands
 
 
-def conformal_band(residuals: np.ndarray) -> list[float]:
-    """Ends between which `COVERED` of the residuals lie: the order statistics (n + 1)(1 ± covered) ÷ 2 of Vovk et al. 2005."""
-    ordered = np.sort(residuals)
-    beyond = (len(ordered) + 1) * (1 - COVERED) / 2
-    low = int(np.clip(np.floor(beyond), 1, len(ordered))) - 1
-    return [float(f"{ordered[end]:.4f}") for end in (low, len(ordered) - 1 - low)]
+def conformal_band(residuals: np.ndarray, weights: np.ndarray) -> list[float]:
+    """Ends between which `COVERED` of the weight of the residuals lies, with half of the rest beyond each."""
+    order = np.argsort(residuals)
+    middle = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+    beyond = (1 - COVERED) / 2
+    return [float(f"{end:.4f}") for end in np.interp([beyond, 1 - beyond], middle, residuals[order])]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.device_rates import Machine
+from meshwright.costs.device_rates import Machine, expert_products
 from meshwright.workload.arrays import Array
 from meshwright.workload.layer_products import Product, layer_products
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
@@ -34,7 +34,7 @@ SMALL_HEAD = 32.0
 WIDE_HEAD = 192.0
 """Kernels for wider heads have smaller tiles and a rate of their own."""
 UNFUSED_SCORE_BYTES = 8.0
-"""Bytes moved per score, forward, by attention that is said to be unfused, where the software's constants have none: those of Megatron-LM."""
+"""Bytes moved per score, forward, by attention that a run states to be unfused: those of Megatron-LM's tables."""
 BACKWARD_RATIO = 2.5
 """Time of fused attention's backward relative to its forward: five products instead of two (Dao et al. 2022)."""
 QUERY_BLOCK_KEYS = 350.0
@@ -180,6 +180,11 @@ def layer_times(
     rate = replace(rate, flops=rate.flops / _misaligned_head_slowdown(shape))
     memory_rate = machine.hbm * k.hbm / k.slow
     tensor_ranks = layout.tensor
+    of_experts = expert_products(machine) if np.any(machine.expert_peak) else machine
+    expert_rate = rate
+    if of_experts is not machine:
+        expert_rate = product_rate(of_experts, k)
+        expert_rate = replace(expert_rate, flops=expert_rate.flops / _misaligned_head_slowdown(shape))
     products = ForwardBackward(0.0, 0.0)
     wide_rate = _sustained_rate(machine, k, machine.half_peak)
     for product in layer_products(shape, step, tensor_ranks):
@@ -187,9 +192,12 @@ def layer_times(
             if product.role == "adapter":
                 seconds = _adapter_passes(product, memory_rate)
             else:
-                seconds = rate.forward_backward(product.m, product.k, product.n, product.count, frozen=shape.frozen)
+                of_product = expert_rate if product.role == "expert" else rate
+                seconds = of_product.forward_backward(
+                    product.m, product.k, product.n, product.count, frozen=shape.frozen
+                )
             if product.role == "expert" and not np.any(shape.frozen):
-                seconds += _wide_weight_gradient(product, machine, k, rate, wide_rate)
+                seconds += _wide_weight_gradient(product, of_experts, k, expert_rate, wide_rate)
             products += seconds.times(product.layers)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory_rate)
     pass_bytes = k.passes + NORM_BYTES * shape.added_norms
@@ -208,7 +216,7 @@ def layer_times(
         tokens * shape.hidden * shape.layers * 8 * k.quantise / memory_rate / tensor_ranks,
         0.0,
     )
-    expert_rounding = _expert_rounding(shape, machine, k, step) / memory_rate
+    expert_rounding = _expert_rounding(shape, of_experts, k, step) / memory_rate
     tail_seconds = KERNELS_WITH_TAIL * shape.layers * k.tail_us * 1e-6
     quantise_forward, quantise_backward = quantise_seconds + expert_rounding, 1.5 * quantise_seconds + expert_rounding
     forward = products.forward + core_forward + pass_seconds + routed_seconds + quantise_forward + tail_seconds
@@ -256,6 +264,7 @@ def _wide_weight_gradient(
     """Seconds that weight gradients of experts add in bf16 where other products are in fp8, in this program's engine."""
     size = product.k, product.m, product.n, product.count
     in_fp8 = (np.asarray(machine.product_format) > 0) & (np.asarray(k.own_engine) > 0)
+    in_fp8 &= np.asarray(machine.wide_gradients) > 0
     return ForwardBackward(0.0, np.where(in_fp8, wide_rate.seconds(*size) - rate.seconds(*size), 0.0))
 
 

@@ -93,7 +93,7 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     if priced is None:
         return None
     memory_share = plan.predicted.memory_peak_bytes / priced.machine.memory if plan.predicted else 0.0
-    cost = _mean_cost(model, train, plan, priced, memory_share)
+    cost = mean_cost(model, train, plan, priced, memory_share)
     seconds = number(cost.seconds)
     low, high = band(seconds, cluster, plan)
     parts = {"compute": cost.compute, "optimizer": cost.optimizer, "host": cost.host + cost.constant}
@@ -235,7 +235,7 @@ def number(value: object) -> float:
     return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
 
 
-def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, memory_share: float) -> StepCost:
+def mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, memory_share: float) -> StepCost:
     """The cost of a step; if layer strategies differ, the mean over layers of the step with all layers like that layer."""
     layers_by_strategy = Counter(replace(strategy, range="all") for strategy in plan.strategies(model.layers))
     offloaded = sum(count for layer, count in layers_by_strategy.items() if layer.activations_offloaded) / model.layers

@@ -51,7 +51,13 @@ class Software:
 _DEEPEP = {"one_copy": 1.0}
 
 SOFTWARE: tuple[Software, ...] = (
-    Software(name="meshwright", constants="meshwright", date=2026.9, pattern="meshwright", about="own runs on H200 (own.yaml)"),
+    Software(
+        name="meshwright",
+        constants="meshwright",
+        date=2026.9,
+        pattern="meshwright",
+        about="own runs on H200 (own.yaml)",
+    ),
     Software(
         name="maxtext",
         constants="jax",
@@ -226,7 +232,9 @@ def software_named(name: str) -> Software:
         return found
     names = [software.name for software in SOFTWARE]
     near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    raise KeyError(f"{name!r} is not known" + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"))
+    raise KeyError(
+        f"{name!r} is not known" + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}")
+    )
 
 
 def software_of(source: str, note: str, year: float = 0.0) -> Software:

@@ -26,6 +26,8 @@ class Rate:
 
     value: float | None
     source: str
+    unit: str = ""
+    """Before a number in words: the currency, or "costs " for a price in the user's own."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,14 @@ class Expense:
 def price_of(cluster: ClusterSpec, asked: float | None = None) -> Rate:
     """The price of one device for one hour: as asked, as the cluster states, or the table's."""
     if asked is not None:
-        return Rate(asked, "--price")
+        return Rate(asked, "--price", "costs ")
     if cluster.price_per_gpu_hour is not None:
-        return Rate(cluster.price_per_gpu_hour, "cluster.price_per_gpu_hour")
+        return Rate(cluster.price_per_gpu_hour, "cluster.price_per_gpu_hour", "costs ")
     if cluster.groups:
         return Rate(None, "nodes of several kinds: cluster.price_per_gpu_hour states their mean")
     if (price := PRICES.get(cluster.gpu)) is None:
         return Rate(None, f"no price of {cluster.gpu} in the table; cluster.price_per_gpu_hour states one")
-    return Rate(price.dollars, f"US dollars, {price.source}, {price.date}")
+    return Rate(price.dollars, f"{price.source}, {price.date}", "US$")
 
 
 def watts_of(cluster: ClusterSpec) -> Rate:
@@ -66,7 +68,9 @@ def watts_of(cluster: ClusterSpec) -> Rate:
     if cluster.groups or cluster.gpu not in WATTS:
         return Rate(None, f"no power of {cluster.gpu} in the table; cluster.watts_per_gpu states one")
     limit = WATTS[cluster.gpu]
-    return Rate(SYSTEM_POWER * limit, f"{SYSTEM_POWER} × {limit} W, the limit of the device, with its share of the host")
+    return Rate(
+        SYSTEM_POWER * limit, f"{SYSTEM_POWER} × {limit} W, the limit of the device, with its share of the host"
+    )
 
 
 def expense(run: RunSpec, plan: Plan, tokens: float | None = None, price: float | None = None) -> Expense | None:

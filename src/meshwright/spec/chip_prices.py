@@ -33,7 +33,7 @@ PRICES = {
     "MI300X": Price(1.99, f"{_NEOCLOUDS}: the median of providers", "2026-05-18"),
     "MI325X": Price(1.95, f"{_NEOCLOUDS}: TensorWave", "2026-05-18"),
 }
-"""Price by chip. Chips that are missing had no dated price on demand; the planner then gives no money, unless the cluster states a price."""
+"""Price by chip. Chips that are missing had no dated price on demand: the planner gives money only if the cluster states a price."""
 
 WATTS = {
     "V100": 300,
@@ -72,7 +72,7 @@ WATTS = {
 }
 """Power limit of one device in watts, from the vendors' datasheets."""
 SYSTEM_POWER = 1.8
-"""Power of a whole system relative to the limits of its devices: 10.2 kW of a DGX H100 for 8 × 700 W, 14.3 kW of a DGX B200 for 8 × 1,000 W.
+"""Power of a system relative to the limits of its devices: a DGX H100 takes 10.2 kW for 8 × 700 W, a DGX B200 14.3 for 8 × 1,000.
 
 Cooling of the building is not in it.
 """
