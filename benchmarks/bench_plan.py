@@ -398,9 +398,7 @@ def band_criteria(arrays: RunArrays, seconds: np.ndarray, classes: list[RunClass
             inside[index] = low <= residual[index] <= high
     used = table()["bands"]
     criteria = []
-    print(
-        "\nbands of sources left out: rows, sources, share inside the class's band, share inside the band without the source, band, class"
-    )
+    print("\nbands of sources left out: rows, sources, share in the band, in that without the source, band, class")
     for label in sorted({run.name for run in classes}):
         members = np.array([run.name == label for run in classes])
         low, high = band_of(next(run for run in classes if run.name == label), used)

@@ -62,7 +62,7 @@ def test_best_quartile_of_published_hopper_runs_is_within_ten_percent_of_own_pro
 
 def test_plans_are_priced_with_own_constants_and_a_narrow_band() -> None:
     assert STACK == OWN
-    assert 0 < table()["bands"][OWN] < 0.1
+    assert 0 < table()["own_band"] < 0.1
 
 
 def test_own_constants_do_not_change_predictions_of_published_runs() -> None:

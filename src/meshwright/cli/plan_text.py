@@ -454,11 +454,17 @@ def _formats(console: Console, answer: Answer) -> None:
         return
     mixture = bool(answer.run.model.experts)
     heads = ("dense layers", "experts") if mixture else ("format",)
-    table = Table(*heads, "step", "can be trained", "accuracy", box=None, padding=(0, 2, 0, 0))
-    for entry in answer.formats:
+    table = Table(*heads, "step", "can be trained", box=None, padding=(0, 2, 0, 0))
+    shown = [
+        entry for entry in answer.formats if entry.dense == entry.experts or "bf16" in (entry.dense, entry.experts)
+    ]
+    for entry in shown:
         names = (entry.dense, entry.experts) if mixture else (entry.dense,)
-        table.add_row(*names, seconds_text(entry.seconds), entry.cannot_train or "yes", entry.accuracy)
+        table.add_row(*names, seconds_text(entry.seconds), entry.cannot_train or "yes")
     console.print(Padding(table, (0, 0, 0, 1)))
+    _sentences(
+        console, "accuracy", [f"{entry.dense}: {entry.accuracy}" for entry in shown if entry.dense == entry.experts]
+    )
 
 
 def three_digits(number: float) -> str:

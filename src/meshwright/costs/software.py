@@ -109,6 +109,14 @@ SOFTWARE: tuple[Software, ...] = (
         about="NVIDIA's performance tables, containers 25.09 to 26.08",
     ),
     Software(
+        name="hai-llm",
+        constants="hai_llm",
+        parent="bridge",
+        date=2024.9,
+        pattern="deepseek-v3 report",
+        about="DeepSeek's, one run of its report",
+    ),
+    Software(
         name="megatron-bridge-graphs",
         constants="bridge_graphs",
         parent="bridge",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from meshwright.costs.stack_footprint import FITTING_SHARE, footprint, memory_co
 from meshwright.costs.step import step_cost
 from meshwright.spec.divisors import divisors
 from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.spec.run import RunSpec
 from meshwright.workload.layouts import FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape, shape_of
@@ -90,7 +92,7 @@ def best_with(run: RunSpec, software: Software) -> SoftwarePlan:
             answer, refused=f"no layout divides {run.train.global_batch} sequences over {cluster.ranks} ranks"
         )
     stack = software.constants
-    sizes = sum(footprint(shape, layouts, memory_constants([stack])).values())
+    sizes = np.asarray(sum(footprint(shape, layouts, memory_constants([stack])).values()))
     k = at_release(constants(chip.generation, stack), software.date - 2025.0)
     seconds = step_cost(shape, machine, layouts, k, sizes / machine.memory).seconds
     fits = sizes <= FITTING_SHARE * machine.memory
@@ -151,9 +153,11 @@ def _layouts(run: RunSpec, shape: Shape, machine: Machine, software: Software) -
                 for micro in (size for size in MICRO_BATCHES if per_rank % size == 0):
                     if pipeline > 1 and per_rank // micro < pipeline:
                         continue
-                    for expert in _expert_ranks(model.experts or 0, tensor * context * data, software, machine):
-                        for virtual in virtuals:
-                            rows.append((tensor, pipeline, virtual, context, data, micro, expert))
+                    experts = _expert_ranks(model.experts, tensor * context * data, software)
+                    rows += [
+                        (tensor, pipeline, virtual, context, data, micro, expert)
+                        for expert, virtual in product(experts, virtuals)
+                    ]
     if not rows:
         return None
     modes = np.array([0.0, SELECTIVE, FULL])
@@ -189,8 +193,8 @@ def _virtual_stages(layers: int, pipeline: int) -> list[int]:
     return [count for count in range(1, MOST_VIRTUAL + 1) if layers % (pipeline * count) == 0]
 
 
-def _expert_ranks(experts: int, stage_ranks: int, software: Software, machine: Machine) -> list[int]:
-    """Numbers of ranks that may divide the experts: those of the fast domain, and all that hold one expert at least."""
+def _expert_ranks(experts: int, stage_ranks: int, software: Software) -> list[int]:
+    """Numbers of ranks that may divide the experts."""
     if not experts or not software.expert_ranks:
         return [1]
     return [size for size in _powers(min(experts, stage_ranks)) if experts % size == 0 and stage_ranks % size == 0]
@@ -215,8 +219,9 @@ def _words(sizes: dict[str, float]) -> str:
     parts.append(f"data {sizes['data']:.0f}")
     kinds = {0: "replicated", 1: "optimizer sharded", 3: "fully sharded"}
     parts += [kinds[int(sizes["zero"])], f"{sizes['micro_batches']:.0f} × {sizes['micro_batch']:.0f}"]
-    recompute = {0: "", int(SELECTIVE): "recompute selective", int(FULL): "recompute full"}[int(sizes["recompute"])]
-    return ", ".join(filter(None, [*parts, recompute]))
+    if sizes["recompute"]:
+        parts.append(f"recompute {RECOMPUTE_MODES[int(sizes['recompute'])]}")
+    return ", ".join(parts)
 
 
 def _names() -> str:
