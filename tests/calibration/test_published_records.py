@@ -120,9 +120,7 @@ texts = st.one_of(
 
 @given(
     st.dictionaries(
-        st.sampled_from(
-            [*RECORD, *OPTIONAL]
-        ),
+        st.sampled_from([*RECORD, *OPTIONAL]),
         texts,
     )
 )
@@ -176,7 +174,8 @@ def test_a_row_states_a_mixture_and_its_exchange() -> None:
 
 def test_a_row_states_sharding_sequence_and_attention() -> None:
     fused, unfused, flash2 = (
-        predict_records([{**RECORD, "attention": kernel}])[0].seconds for kernel in ("cudnn", "unfused", "flash-attention 2")
+        predict_records([{**RECORD, "attention": kernel}])[0].seconds
+        for kernel in ("cudnn", "unfused", "flash-attention 2")
     )
     assert fused and unfused and flash2 and fused < flash2 < unfused
     case = read_record({**RECORD, "sequence": "yes", "optimizer_sharding": "yes"}).case

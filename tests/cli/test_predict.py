@@ -33,7 +33,11 @@ def test_json_answers_every_row(tmp_path: Path) -> None:
     assert summary["median_error"] == summary["median_of_sources"] == summary["worst_source"]["worst_error"] == error
     (run_class,) = summary["classes"]
     assert run_class["class"] == first["class"] == "one host, dense, unmeasured software, measured generation"
-    assert run_class["inside_band"] == summary["inside_band"] == float(first["low_seconds"] <= 3.0 <= first["high_seconds"])
+    assert (
+        run_class["inside_band"]
+        == summary["inside_band"]
+        == float(first["low_seconds"] <= 3.0 <= first["high_seconds"])
+    )
 
 
 def test_table_names_sources_and_reasons(tmp_path: Path) -> None:

@@ -276,7 +276,11 @@ def test_the_band_is_narrow_only_for_plans_similar_to_own_runs() -> None:
         low, high = class_band(run_class, table()["bands"])
         return float(np.exp(low)), float(np.exp(high))
 
-    for mesh, offload in (({"tensor": 2, "shard": 4}, "none"), ({"context_ring": 2, "shard": 4}, "none"), ({"shard": 8}, "optimizer")):
+    for mesh, offload in (
+        ({"tensor": 2, "shard": 4}, "none"),
+        ({"context_ring": 2, "shard": 4}, "none"),
+        ({"shard": 8}, "optimizer"),
+    ):
         one_host = of_class(several_hosts=False, measured_software=True)
         assert band_of(NODE, mesh, offload=offload) == pytest.approx(one_host)  # type: ignore[arg-type]
     several = band_of(TWO_NODES, {"shard": 16})

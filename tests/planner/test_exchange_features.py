@@ -44,5 +44,11 @@ def test_deepseek_v3_with_the_published_features_takes_the_published_time() -> N
 
 
 def test_dense_models_have_no_such_features() -> None:
-    words = ["model=llama3-1b", "cluster.gpu=H100", "cluster.gpus_per_node=8", "train.seq_len=2048", "train.global_batch=64"]
+    words = [
+        "model=llama3-1b",
+        "cluster.gpu=H100",
+        "cluster.gpus_per_node=8",
+        "train.seq_len=2048",
+        "train.global_batch=64",
+    ]
     assert feature_steps(*_planned(*words)) == ()

@@ -53,7 +53,10 @@ def test_price_and_power_of_the_table_the_cluster_and_the_question() -> None:
     assert price_of(replace(cluster, price_per_gpu_hour=1.5), 9.0).value == 9.0
     assert watts_of(cluster).value == SYSTEM_POWER * 700
     assert watts_of(replace(cluster, watts_per_gpu=900)).value == 900
-    assert price_of(ClusterSpec(gpu="L4")).value is None and "cluster.price_per_gpu_hour" in price_of(ClusterSpec(gpu="L4")).source
+    assert (
+        price_of(ClusterSpec(gpu="L4")).value is None
+        and "cluster.price_per_gpu_hour" in price_of(ClusterSpec(gpu="L4")).source
+    )
 
 
 def test_interruptions_and_validations_are_inside_money_and_days() -> None:

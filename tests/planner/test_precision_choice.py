@@ -16,7 +16,13 @@ from meshwright.spec.run import RunSpec
 
 
 def _planned(model: str, gpu: str) -> tuple[RunSpec, Plan]:
-    words = [f"model={model}", f"cluster.gpu={gpu}", "cluster.gpus_per_node=8", "train.seq_len=4096", "train.global_batch=64"]
+    words = [
+        f"model={model}",
+        f"cluster.gpu={gpu}",
+        "cluster.gpus_per_node=8",
+        "train.seq_len=4096",
+        "train.global_batch=64",
+    ]
     run = load_run(None, [*words, "data.mix=stdlib", "train.steps=9"])
     answer = point_of(run).answer
     assert answer is not None
@@ -30,7 +36,9 @@ def _by_name(entries: tuple[PricedFormat, ...]) -> dict[tuple[str, str], PricedF
 def test_formats_of_the_chip_down_to_the_limit() -> None:
     run, plan = _planned("llama3-8b", "H100")
     entries = _by_name(priced_formats(run, plan, format_named("nvfp4")))
-    assert {dense for dense, _ in entries} == {"bf16", "fp8-tensor", "fp8-row", "fp8-block"}, "an H100 has no MXFP8 and no NVFP4"
+    assert {dense for dense, _ in entries} == {"bf16", "fp8-tensor", "fp8-row", "fp8-block"}, (
+        "an H100 has no MXFP8 and no NVFP4"
+    )
     assert {dense for dense, _ in _by_name(priced_formats(run, plan, format_named("bf16")))} == {"bf16"}
     assert plan.predicted is not None
     assert entries["bf16", "bf16"].seconds == pytest.approx(plan.predicted.step_seconds or 0.0)

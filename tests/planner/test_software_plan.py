@@ -15,7 +15,9 @@ from meshwright.spec.run import RunSpec
 
 def _run(model: str, nodes: int = 2, batch: int = 128) -> RunSpec:
     words = [f"model={model}", "cluster.gpu=H100", f"cluster.nodes={nodes}", "cluster.gpus_per_node=8"]
-    return load_run(None, [*words, "train.seq_len=8192", f"train.global_batch={batch}", "data.mix=stdlib", "train.steps=9"])
+    return load_run(
+        None, [*words, "train.seq_len=8192", f"train.global_batch={batch}", "data.mix=stdlib", "train.steps=9"]
+    )
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "megatron-bridge", "nemo", "kempnerforge"])

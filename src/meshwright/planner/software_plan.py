@@ -28,8 +28,8 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.layouts import FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape, shape_of
 
-MOST_TENSOR, MOST_CONTEXT, MOST_VIRTUAL = 8, 16, 8
-"""Largest numbers of ranks and of stages a rank that the search tries."""
+MOST_TENSOR, MOST_CONTEXT, MOST_STAGES, MOST_VIRTUAL = 8, 16, 64, 8
+"""Largest numbers of tensor, context and pipeline ranks, and of stages a rank, that the search tries."""
 MICRO_BATCHES = (1, 2, 4, 8)
 IMBALANCE = 1.2
 """Tokens of the busiest expert rank over the mean, as for published runs that do not state it."""
@@ -141,9 +141,12 @@ def _layouts(run: RunSpec, shape: Shape, machine: Machine, software: Software) -
     """Layouts that the software could run, as columns; None if there is none."""
     cluster, model = as_nodes(run.cluster), run.model
     ranks, layers = cluster.ranks, model.layers
+    stages = sorted(
+        {*divisors(layers), *_powers(min(MOST_STAGES, layers))}
+    )  # published runs also divide layers unevenly
     rows = []
     for tensor in _powers(min(MOST_TENSOR, int(machine.domain))):
-        for pipeline in (size for size in divisors(layers) if ranks % (tensor * size) == 0):
+        for pipeline in (size for size in stages if ranks % (tensor * size) == 0):
             virtuals = _virtual_stages(layers, pipeline) if software.virtual_stages else [1]
             for context in _powers(MOST_CONTEXT):
                 data, rest = divmod(ranks, tensor * pipeline * context)
@@ -190,7 +193,7 @@ def _virtual_stages(layers: int, pipeline: int) -> list[int]:
     """Stages that one pipeline rank may have."""
     if pipeline == 1:
         return [1]
-    return [count for count in range(1, MOST_VIRTUAL + 1) if layers % (pipeline * count) == 0]
+    return [count for count in range(1, MOST_VIRTUAL + 1) if pipeline * count <= layers]
 
 
 def _expert_ranks(experts: int, stage_ranks: int, software: Software) -> list[int]:
