@@ -398,13 +398,17 @@ def band_criteria(arrays: RunArrays, seconds: np.ndarray, classes: list[RunClass
             inside[index] = low <= residual[index] <= high
     used = table()["bands"]
     criteria = []
-    print("\nbands of sources left out: rows, sources, share in the band, in that without the source, band, class")
+    print(
+        "\nbands of sources left out: rows, sources, share inside, mean of the sources' shares, share without the source, band, class"
+    )
     for label in sorted({run.name for run in classes}):
         members = np.array([run.name == label for run in classes])
         low, high = band_of(next(run for run in classes if run.name == label), used)
-        share = float(np.mean((residual[members] >= low) & (residual[members] <= high)))
+        in_band = (residual[members] >= low) & (residual[members] <= high)
+        share, sources = float(np.mean(in_band)), list(dict.fromkeys(names[members].tolist()))
+        by_source = np.mean([in_band[names[members] == name].mean() for name in sources])
         print(
-            f"  {members.sum():5} {len(set(names[members])):3} {share:6.1%} {inside[members].mean():6.1%}  "
+            f"  {members.sum():5} {len(sources):3} {share:6.1%} {by_source:6.1%} {inside[members].mean():6.1%}  "
             f"{np.expm1(low):+.0%} to {np.expm1(high):+.0%}  {label}"
         )
         if members.sum() >= MIN_RUNS:

@@ -302,7 +302,11 @@ def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict
 def fit_memory(
     usable_records: list[tuple[dict[str, str], Case]], *, rounds: int = 40, min_runs: int = 15
 ) -> dict[str, Any]:
-    """Memory constants per stack that predict the measured memory of the runs best."""
+    """Memory constants per stack that predict the measured memory of the runs best.
+
+    Runs of software with a parent are left out: their tables do not say which weights and gradients stay whole between micro-batches.
+    """
+    usable_records = [(record, case) for record, case in usable_records if case.stack not in PARENTS]
     names, index = _columns([case.stack for _, case in usable_records], min_runs)
     shape, layout = (side_by_side([getattr(case, name) for _, case in usable_records]) for name in ("shape", "layout"))
     prints_first_stage = np.array([float(case.first_stage) for _, case in usable_records])
