@@ -546,12 +546,6 @@ def source_of(name: str) -> str:
     return re.sub(r"(training_results_v[0-9.]+).*", r"\1", name)
 
 
-def source_folds(arrays: RunArrays) -> list[np.ndarray]:
-    """A fold for each source with at least `MIN_RECORDS` runs."""
-    names = np.array([source_of(name) for name in arrays.names])
-    return [names == name for name, count in Counter(names.tolist()).items() if count >= MIN_RECORDS]
-
-
 MIN_COMPARABLE_PARAMETERS = 1e9
 """Parameters of a dense model from which matrix products take most of a step."""
 

@@ -9,7 +9,18 @@ from math import log2
 
 from meshwright.cli.plan_answer import Answer, sources_of
 from meshwright.cli.plan_samples import HEADS, TITLE, sample_lines
-from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money, two_digits
+from meshwright.cli.plan_text import (
+    CHIP_HEADS,
+    LONGEST_TABLE,
+    SOFTWARE_HEADS,
+    chip_lines,
+    efficiencies,
+    expense_sentences,
+    money,
+    software_lines,
+    three_digits,
+    two_digits,
+)
 from meshwright.cli.plan_words import (
     axes,
     bytes_text,
@@ -53,6 +64,7 @@ def page(answer: Answer) -> str:
         f'<div class="grid">{_step(answer)}{_memory(answer)}</div>',
         f'<div class="grid">{_timeline(answer)}</div>',
         f'<div class="grid">{listing("What limits the step", [limit.text for limit in limits(run, plan)])}{_changes(answer)}</div>',
+        _money(answer),
         _runner_ups(answer),
         _samples(answer),
         table("Where the numbers come from", (), sources_of(answer).items()),
@@ -100,9 +112,25 @@ def _tiles(answer: Answer) -> str:
             f"of {memory / 1e9:.0f} GB, fullest rank" if memory else "fullest rank",
         )
     )
+    if (spent := answer.expense) is not None and spent.money_per_million_tokens is not None:
+        price = spent.price_per_gpu_hour
+        cost = f"{price.unit}{three_digits(spent.money_per_million_tokens)}"
+        tiles.append(("A million tokens", cost, f"{price.unit}{price.value:g} a GPU-hour"))
     if not answer.plan_from_file:
         tiles.append(("Considered", number_text.short(answer.considered), f"layouts in {answer.search_seconds:.2f} s"))
     return tile_list(tiles)
+
+
+def _money(answer: Answer) -> str:
+    """Money and energy, and the job on other chips and with other software where they were asked for."""
+    parts = [] if answer.expense is None else [listing("Money and energy", list(expense_sentences(answer.expense)))]
+    if answer.question.chips:
+        heads = (*CHIP_HEADS, *(("days", "GPU-hours") if answer.tokens else ()))
+        lines = [line + ("",) * (len(heads) - len(line)) for line in chip_lines(answer)]
+        parts.append(table("The same job on other chips", heads, lines))
+    if answer.question.software:
+        parts.append(table("As other software would run it", SOFTWARE_HEADS, software_lines(answer)))
+    return "".join(parts)
 
 
 def _links(answer: Answer) -> str:

@@ -382,47 +382,61 @@ def expense_sentences(spent: Expense) -> Iterable[str]:
     yield f"power of a GPU: {powered}"
 
 
-def _chips(console: Console, answer: Answer) -> None:
-    if not answer.question.chips:
-        return
-    _heading(console, "the same job on other chips, the cheapest first")
-    whole = ("days", "GPU-hours") if answer.tokens else ()
-    heads = ("chip", "plan", "step", "tokens/s a GPU", "money / M tokens", "kWh / M tokens", *whole)
-    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
+CHIP_HEADS = ("chip", "plan", "step", "tokens/s a GPU", "money / M tokens", "kWh / M tokens")
+SOFTWARE_HEADS = ("software", "step (80%)", "tokens/s a GPU", "memory", "layout")
+
+
+def chip_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
+    """A line of the comparison for each chip, under `CHIP_HEADS` and, with known tokens, days and GPU-hours."""
     for entry in answer.chips:
         point, spent = entry.point, entry.expense
         if spent is None or point.answer is None or point.tokens_per_second is None or point.seconds is None:
-            table.add_row(entry.chip, point.refused or "its rates are not known")
+            yield entry.chip, point.refused or "its rates are not known"
             continue
         cells = [spent.money_per_million_tokens, spent.kwh_per_million_tokens]
         totals = [spent.days, spent.gpu_hours] if answer.tokens else []
-        table.add_row(
+        yield (
             entry.chip,
             axes_line(point.answer.best.plan),
             seconds_text(point.seconds),
             f"{point.tokens_per_second / point.gpus:,.0f}",
-            *("no price" if value is None else three_digits(value) for value in cells),
+            *("not known" if value is None else three_digits(value) for value in cells),
             *("" if value is None else two_digits(value) for value in totals),
         )
+
+
+def _chips(console: Console, answer: Answer) -> None:
+    if not answer.question.chips:
+        return
+    _heading(console, "the same job on other chips, the cheapest first")
+    table = Table(*CHIP_HEADS, *(("days", "GPU-hours") if answer.tokens else ()), box=None, padding=(0, 2, 0, 0))
+    for line in chip_lines(answer):
+        table.add_row(*line)
     console.print(Padding(table, (0, 0, 0, 1)))
 
 
-def _software(console: Console, answer: Answer) -> None:
-    if not answer.question.software:
-        return
-    _heading(console, "as other software would run it, each with its best layout")
-    table = Table("software", "step (80%)", "tokens/s a GPU", "memory", "layout", box=None, padding=(0, 2, 0, 0))
+def software_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
+    """A line of the comparison for each software, the fastest first, under `SOFTWARE_HEADS`."""
     for entry in sorted(answer.software, key=lambda entry: entry.seconds or float("inf")):
         if entry.seconds is None or entry.low is None or entry.high is None or entry.memory_bytes is None:
-            table.add_row(entry.software, "", "", "", entry.refused)
+            yield entry.software, "", "", "", entry.refused
             continue
-        table.add_row(
+        yield (
             entry.software,
             f"{seconds_text(entry.seconds)} ({seconds_text(entry.low)} to {seconds_text(entry.high)})",
             f"{entry.tokens_per_second_per_gpu:,.0f}",
             bytes_text(entry.memory_bytes),
             entry.layout,
         )
+
+
+def _software(console: Console, answer: Answer) -> None:
+    if not answer.question.software:
+        return
+    _heading(console, "as other software would run it, each with its best layout")
+    table = Table(*SOFTWARE_HEADS, box=None, padding=(0, 2, 0, 0))
+    for line in software_lines(answer):
+        table.add_row(*line)
     console.print(Padding(table, (0, 0, 0, 1)))
     for entry in answer.software:
         console.print(

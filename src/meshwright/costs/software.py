@@ -114,6 +114,7 @@ SOFTWARE: tuple[Software, ...] = (
         parent="bridge",
         date=2024.9,
         pattern="deepseek-v3 report",
+        shards_optimizer=True,
         about="DeepSeek's, one run of its report",
     ),
     Software(
