@@ -553,8 +553,9 @@ MIN_COMPARABLE_PARAMETERS = 1e9
 def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     """Share of the 16-bit peak that large products reach, by generation, in the fastest quarter of comparable runs.
 
-    Comparable: dense, 16-bit products, fused attention. Runs report no speed of their products. The fit gives the share that products of
-    the run's stack reach, `gemm / slow`; a run that is 5% faster than its prediction is assumed to have products that are 5% faster.
+    Comparable: dense, 16-bit products, fused attention, software with many runs. Runs report no speed of their products. The fit gives the
+    share that products of the run's stack reach, `gemm / slow`; a run that is 5% faster than its prediction is assumed to have products
+    that are 5% faster.
     """
     k = at_release(constant_arrays(arrays.pairs, table), arrays.release)
     shape = arrays.shape
@@ -562,6 +563,7 @@ def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     comparable = (shape.moe_layers + shape.mixer_layers == 0) & (arrays.machine.product_format == 0)
     comparable &= (k.scores == 0) & (shape.params >= MIN_COMPARABLE_PARAMETERS)
     product_shares = k.gemm / k.slow * predict(arrays, table) / arrays.measured
+    comparable &= np.array([stack not in PARENTS for _, stack in arrays.pairs])
     generations = np.array([generation for generation, _ in arrays.pairs])
     shares = {}
     for name in sorted(set(generations)):
