@@ -298,7 +298,7 @@ def test_sources_name_the_runs_behind_the_band() -> None:
         "tensor ranks": (NODE, {"tensor": 2, "shard": 4}),
         "several hosts": (TWO_NODES, {"shard": 16}),
         "not measured with ampere devices": (replace(NODE, gpu="A100"), {"shard": 8}),
-        "no run on ascend": (replace(NODE, gpu="Ascend910"), {"shard": 8}),
+        "few runs on ascend": (replace(NODE, gpu="Ascend910"), {"shard": 8}),
         "runs of meshwright": (NODE, {"shard": 8}),
     }
     for text, (cluster, mesh) in cases.items():

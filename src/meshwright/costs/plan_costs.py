@@ -195,8 +195,8 @@ def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, floa
     unmeasured_features = ", ".join(missing_features(cluster, plan))
     chips = [CHIPS[name] for name in (cluster.gpu, *(group.gpu for group in cluster.groups)) if name in CHIPS]
     generation = next((chip.generation for chip in chips if not is_measured(chip.generation)), chips[0].generation)
-    if generation not in table()["generations"]:
-        return GUESSED_BAND, f"set by hand: no run on {generation} devices was fitted"
+    if generation not in table()["measured_with"]:
+        return GUESSED_BAND, f"set by hand: few runs on {generation} devices were fitted, or none"
     if not unmeasured_features and (is_measured(generation) or cluster.profile is not None):
         return symmetric_band(
             table()["own_band"]
@@ -204,7 +204,7 @@ def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, floa
     run_class = RunClass(
         several_hosts=cluster.nodes > 1,
         mixture=plan.experts is not None,
-        measured_generation=generation in table()["measured_with"],
+        measured_generation=True,
         measured_software=is_measured(generation),
     )
     because = unmeasured_features if is_measured(generation) else f"{generation} devices"
