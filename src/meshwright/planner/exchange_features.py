@@ -6,13 +6,13 @@ program's engine. Sources: DeepSeek-V3's report (arXiv 2412.19437: sections 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshwright.costs.plan_costs import Pricing, as_nodes, mean_cost, number, pricing
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, Recompute
 from meshwright.spec.run import RunSpec
 
 DOMAINS_PER_TOKEN = 4.0
@@ -21,6 +21,8 @@ DISPATCH_IN_FP8 = 1.5
 """Bytes per element of an exchange whose dispatch is fp8 and whose combination is bf16."""
 BLOCKS = 2.0
 """`Machine.product_format` of block-scaled fp8."""
+BLOCK_PRODUCTS = 1350 / 1979
+"""Share of the fp8 peak that DeepGEMM's products reach on Hopper (github.com/deepseek-ai/DeepGEMM, README of February 2025)."""
 DUAL_PIPE_FILL = 14 / 45
 """Idle time of DualPipe relative to 1F1B's, with 16 ranks (arXiv 2412.19437, table 2)."""
 GRAPH_HOST_US = 50.0
@@ -37,6 +39,8 @@ class Feature:
     name: str
     change: Changed
     present: Callable[[Pricing], bool]
+    recompute: Recompute | None = None
+    """The recomputation of every layer with it; none leaves that of the plan."""
 
 
 def _layout(**fields: float) -> Changed:
@@ -54,9 +58,18 @@ def _one_graph(priced: Pricing) -> Pricing:
 
 
 def _fp8_blocks(priced: Pricing) -> Pricing:
-    """Products of all linear layers in fp8 at twice the 16-bit peak, weight gradients of experts too."""
+    """Products of all linear layers in fp8 at twice the 16-bit peak, weight gradients of experts too, at DeepGEMM's rate."""
     machine = replace(priced.machine, peak=2 * priced.machine.half_peak, product_format=BLOCKS, wide_gradients=0.0)
-    return replace(priced, machine=machine)
+    k = priced.constants
+    return replace(priced, machine=machine, constants=replace(k, gemm_block=BLOCK_PRODUCTS / k.gemm))
+
+
+def _no_tensor_ranks(priced: Pricing) -> Pricing:
+    """Data ranks in place of tensor ranks, which the report's memory allows: moments in bf16, light recomputation (3.2.3)."""
+    layout = priced.layout
+    data, shards = layout.data * layout.tensor, layout.shards * layout.tensor
+    changed = replace(layout, tensor=1.0, data=data, shards=shards, sequence=0.0, shard_stride=1.0)
+    return replace(priced, layout=changed)
 
 
 def _dual_pipe(priced: Pricing) -> Pricing:
@@ -87,6 +100,8 @@ FEATURES = (
         _one_graph,
         lambda priced: bool(number(priced.constants.host_us) <= GRAPH_HOST_US),
     ),
+    Feature("no tensor ranks, by moments in bf16", _no_tensor_ranks, _at("tensor", 1.0)),
+    Feature("recomputing norms and up-projections only", lambda priced: priced, lambda priced: False, recompute="none"),
     Feature(
         "products in fp8 blocks", _fp8_blocks, lambda priced: bool(number(priced.machine.product_format) == BLOCKS)
     ),
@@ -113,32 +128,28 @@ def feature_steps(run: RunSpec, plan: Plan) -> tuple[Step, ...]:
 
     The closed form gives the ratios; the plan's predicted step is their base.
     """
-    cluster = as_nodes(run.cluster)
-    priced = pricing(run.model, run.train, plan, cluster)
+    priced = pricing(run.model, run.train, plan, as_nodes(run.cluster))
     if priced is None or plan.predicted is None or not plan.predicted.step_seconds or not run.model.experts:
         return ()
     share = plan.predicted.memory_peak_bytes / number(priced.machine.memory)
 
-    def seconds(inputs: Pricing) -> float:
-        return number(mean_cost(run.model, run.train, plan, inputs, share).seconds)
+    def seconds(features: Sequence[Feature]) -> float:
+        inputs, changed = priced, plan
+        for feature in features:
+            inputs = _with(inputs, feature)
+            if feature.recompute is not None:
+                layers = tuple(replace(layer, recompute=feature.recompute) for layer in changed.layers)
+                changed = replace(changed, layers=layers)
+        return number(mean_cost(run.model, run.train, changed, inputs, share).seconds)
 
-    base = seconds(priced)
-    steps, together = [], priced
+    scale = plan.predicted.step_seconds / seconds(())
+    steps, together = [], list[Feature]()
     for feature in FEATURES:
-        if feature.present(priced):
-            steps.append(
-                Step(
-                    feature.name,
-                    True,
-                    plan.predicted.step_seconds,
-                    seconds(together) / base * plan.predicted.step_seconds,
-                )
-            )
-            continue
-        together = _with(together, feature)
-        alone, both = seconds(_with(priced, feature)), seconds(together)
-        scale = plan.predicted.step_seconds / base
-        steps.append(Step(feature.name, False, alone * scale, both * scale))
+        present = feature.present(priced)
+        if not present:
+            together.append(feature)
+        alone = scale * seconds(() if present else (feature,))
+        steps.append(Step(feature.name, present, alone, scale * seconds(together)))
     return tuple(steps)
 
 
