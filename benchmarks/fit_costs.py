@@ -11,7 +11,7 @@ import csv
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,16 @@ from meshwright.calibration.published_records import Case, failed, measured_seco
 from meshwright.calibration.record_predictions import class_of, memory
 from meshwright.costs.bands import RunClass, fitted_bands
 from meshwright.costs.collective_costs import MAX_LINE_SHARE
-from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, at_release, constant_arrays
+from meshwright.costs.constants import (
+    FILE,
+    GENERATION,
+    NAMES,
+    Constants,
+    at_release,
+    constant_arrays,
+    is_measured,
+    table,
+)
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.software import SOFTWARE
 from meshwright.costs.stack_footprint import MemoryConstants, footprint
@@ -143,6 +152,8 @@ MEMORY_GUESSES: dict[str, dict[str, float]] = {"nanotron": {"held": 7.0, "wide":
 """nanotron runs without fused operations: it also saves inputs of norms, residuals, and rotated queries and keys."""
 PARENTS = {software.constants: software.parent for software in SOFTWARE if software.parent}
 """Software with few runs → the set of constants that it shares, but for `OWN_CONSTANTS`."""
+HELD_SPREAD = 1e-5
+"""Standard deviation of the logarithm of a constant that is held."""
 OWN_CONSTANTS = ("slow", "host_us", "net", "hide", "expert_exposed", "moe_passes")
 """Constants that software with a parent has of its own."""
 STRENGTH = 30.0
@@ -252,6 +263,8 @@ class FittedConstant:
     spread: float
     parents: dict[str, str] = field(default_factory=dict)
     """Column with few runs → the column that it is near."""
+    held: tuple[str, ...] = ()
+    """Columns that stay at their guess."""
 
 
 def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
@@ -265,8 +278,14 @@ def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
     ).seconds
 
 
-def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict[str, Any]:
-    """Constants by generation and stack that predict the runs best; those with fewer than `min_runs` runs use the pooled default."""
+def fit_time(
+    arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20, held: Mapping[str, Mapping[str, float]] | None = None
+) -> dict[str, Any]:
+    """Constants by generation and stack that predict the runs best; those with fewer than `min_runs` runs use the pooled default.
+
+    Generations of `held` keep the constants that it gives.
+    """
+    held = held or {}
     generations = _columns([pair[0] for pair in arrays.pairs], 1)
     stacks = [pair[1] for pair in arrays.pairs]
     parents = _columns([PARENTS.get(stack, stack) for stack in stacks], min_runs)
@@ -276,9 +295,10 @@ def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict
         section = "generations" if name in GENERATION else "stacks"
         names, index = generations if name in GENERATION else children if name in OWN_CONSTANTS else parents
         guesses = [STACK_GUESSES.get(column, {}).get(name, PRIORS[name][0]) for column in names]
+        guesses = [held.get(column, {}).get(name, guess) for column, guess in zip(names, guesses, strict=True)]
         parents_of = PARENTS if section == "stacks" else {}
         fitted_constants.append(
-            FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1], parents_of)
+            FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1], parents_of, tuple(held))
         )
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
@@ -447,7 +467,8 @@ def _prior_precision(constant: FittedConstant) -> np.ndarray:
         difference[column] = 1.0
         if parent in constant.columns:
             difference[constant.columns.index(parent)] = -1.0
-        precision += np.outer(difference, difference) * constant.spread**-2.0
+        spread = HELD_SPREAD if name in constant.held else constant.spread
+        precision += np.outer(difference, difference) * spread**-2.0
     return precision
 
 
@@ -573,14 +594,28 @@ def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     return shares
 
 
+def held_generations(runs: Counter[str]) -> dict[str, dict[str, float]]:
+    """Present constants of generations with many published runs and without own runs, from which this program's plans there are priced."""
+    present = table()["generations"]
+    return {
+        name: present[name] for name, count in runs.items() if count >= 20 and name in present and not is_measured(name)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument(
+        "--generations",
+        action="store_true",
+        help="fit again the generations on which this program has no own runs; prices of its plans there change with them",
+    )
     arguments = parser.parse_args()
     runs = read_runs()
     usable_records = usable_runs(runs)
     arrays = arrays_of(usable_records)
-    table = fit_time(arrays, rounds=arguments.rounds)
+    held = {} if arguments.generations else held_generations(Counter(pair[0] for pair in arrays.pairs))
+    table = fit_time(arrays, rounds=arguments.rounds, held=held)
     table["best_quartile"] = best_quartile(arrays, table)
     table["memory"] = memory_constants()
     seconds, classes = left_out(arrays)
