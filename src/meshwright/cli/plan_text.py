@@ -466,7 +466,7 @@ def _formats(console: Console, answer: Answer) -> None:
     if not answer.formats:
         console.print("  its step time is not known")
         return
-    mixture = bool(answer.run.model.experts)
+    mixture = answer.plan.experts is not None
     heads = ("dense layers", "experts") if mixture else ("format",)
     table = Table(*heads, "step", "can be trained", box=None, padding=(0, 2, 0, 0))
     shown = [

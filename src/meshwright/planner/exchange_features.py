@@ -129,7 +129,7 @@ def feature_steps(run: RunSpec, plan: Plan) -> tuple[Step, ...]:
     The closed form gives the ratios; the plan's predicted step is their base.
     """
     priced = pricing(run.model, run.train, plan, as_nodes(run.cluster))
-    if priced is None or plan.predicted is None or not plan.predicted.step_seconds or not run.model.experts:
+    if priced is None or plan.predicted is None or not plan.predicted.step_seconds or plan.experts is None:
         return ()
     share = plan.predicted.memory_peak_bytes / number(priced.machine.memory)
 

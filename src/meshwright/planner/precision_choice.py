@@ -117,7 +117,7 @@ def priced_formats(run: RunSpec, plan: Plan, narrowest: ProductFormat) -> tuple[
     scale = plan.predicted.step_seconds / seconds(priced)
     entries = []
     for dense in allowed:
-        for experts in allowed if run.model.experts else (dense,):
+        for experts in allowed if plan.experts is not None else (dense,):
             machine = _machine(priced, machine_of(cluster, dense.peak), dense, chip.peak_flops[experts.peak], experts)
             entries.append(
                 PricedFormat(
