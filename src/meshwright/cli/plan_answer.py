@@ -359,6 +359,10 @@ def _answer_for_file(run: RunSpec, question: PlanQuestion) -> Answer:
         raise BadInput(
             f"plan: {run.plan} is a single plan; --gpus and --objective training choose others, with plan=auto or pins"
         )
+    if question.chips:
+        raise BadInput(
+            f"plan: {run.plan} is a plan of one cluster; --chips chooses one for each chip, with plan=auto or pins"
+        )
     plan = predict(run, given_plan(run))
     if question.for_train:
         refuse_untrainable(run, plan)
@@ -450,6 +454,7 @@ def _point(point: Point, tokens: float | None, price: float | None) -> dict[str,
         "plan": plain_keys(point.answer.best.plan) if point.answer else None,
         "step_seconds": point.seconds,
         "tokens_per_second": point.tokens_per_second,
+        "training_share": point.training_share,
         "days": hours / point.gpus / 24 if hours else None,
         "mfu": point.mfu,
         "gpu_hours": hours,
