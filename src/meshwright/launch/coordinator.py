@@ -50,6 +50,7 @@ from meshwright.policies.job_events import (
     Test,
     Tick,
     Trained,
+    Unhealthy,
     Unplannable,
     Unrecordable,
 )
@@ -125,6 +126,7 @@ class Coordinator:
         self._watch = HangWatch(hang_seconds)
         self._ticked = clock()
         self._informed: set[str] = set()
+        self._noted: set[str] = set()
         self._positions: tuple[tuple[str, ...], dict[str, int]] = ((), {})
         self._stop = 0
         self._attempt = Attempt(self.state.attempt)
@@ -218,6 +220,8 @@ class Coordinator:
         # coordinator began the attempt, and the address is not in the stored state.
         if stale and not self._attempt.address:
             yield Lost(report.host, f"host {report.host} had not begun when the coordinator was started again")
+        for finding in report.findings:
+            yield Unhealthy(report.host, finding)
         ready = report.port != 0 and not stale  # processes that wait to begin report the port of their store
         if ready != (report.host in state.ready):
             yield Ready(report.host, ready)
@@ -375,8 +379,10 @@ class Coordinator:
                     self._report_end(reason, incident)
                 case Record(incident):
                     self._record(incident, ends=False)
-                case Note(text):
-                    write_line(f"meshwright: {text}")
+                case Note(text, key):
+                    if key not in self._noted:
+                        write_line(f"meshwright: {text}")
+                    self._noted |= {key} if key else set()
                 case Begin() | Finish():
                     pass  # directives follow from the state
         return True
@@ -395,11 +401,11 @@ class Coordinator:
             assert state.stop is not None
             self._informed.add(host)
             return exit_directive(state)
-        if is_excluded(state, host):
+        position = self._position(host)
+        if is_excluded(state, host) and (state.status != "ending" or position is None):
             return Directive("idle", state.attempt)
         if state.status == "preparing" and host in state.testing:
             return self._self_test(host)
-        position = self._position(host)
         if position is None or state.status not in ("running", "ending"):
             # While an attempt runs and a spare host is ready already, nothing depends on a quick report of this one.
             spare_is_ready = state.status in ("running", "ending") and len(state.ready) > 0
@@ -418,6 +424,7 @@ class Coordinator:
             port=attempt.port,
             assignment=attempt.assignment,
             stop=self._stop,
+            drain=bool(state.draining),
         )
 
     def _self_test(self, host: str) -> Directive:
@@ -464,7 +471,7 @@ class Coordinator:
         if state.stop is not None:
             return
         if incident is None:  # `reason` is, for example, "4 hosts are ready again"
-            write_line(f"meshwright: {reason}; the run continues on all ready hosts {self._source()}")
+            write_line(f"meshwright: {reason}; the run continues on ready hosts {self._source()}")
             return
         rank = None if incident.rank is None else self._attempt.ranks.get(incident.rank)
         parts = [reason + (f" (host {incident.host})" if len(state.members) > 1 else "")]
@@ -481,7 +488,7 @@ class Coordinator:
         if not lines and stop is not None and stop.code in (EXIT_INTERRUPTED, EXIT_PREEMPTED) and not stop.diagnosis:
             lines = ["ended on request before training began"]
         excluded = [
-            f"host {each.host} was excluded, as it failed the self-test: {each.cause}" for each in self.state.excluded
+            f"host {each.host} was excluded, as it {each.verdict}: {each.cause}" for each in self.state.excluded
         ]
         return [*lines, *([stop.diagnosis] if stop is not None and stop.diagnosis else []), *excluded]
 

@@ -15,6 +15,7 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent, starts_spares
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.folder import folder_lock
+from meshwright.launch.health_monitor import health_monitor
 from meshwright.launch.local import POLL_SECONDS, Listener, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
 from meshwright.launch.metrics_endpoint import MetricsEndpoint, metrics_endpoint
@@ -66,7 +67,8 @@ def run_job(
     with (
         folder_lock(folder),
         metrics_endpoint(run.observe.prometheus, folder) as endpoint,
-        closing(Agent(HOST, start, folder, listener=guard, spares=starts_spares(run))) as agent,
+        health_monitor(run) as health,
+        closing(Agent(HOST, start, folder, listener=guard, spares=starts_spares(run), health=health)) as agent,
     ):
         guard.agent = agent
         end_orphans(folder)
