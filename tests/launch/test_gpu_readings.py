@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from meshwright.chaos.health_faults import FOLDER
 from meshwright.launch.gpu_readings import _MEMBERS, GpuReader, NoGpus, visible_indices
 from meshwright.policies.host_health import HealthWatch, Reading
 
-FAKE = Path(__file__).parent / "fake_nvml" / "pynvml.py"
+FAKE = FOLDER / "pynvml.py"
 
 
 class FakeNvml:
@@ -194,7 +195,7 @@ def _real() -> ModuleType:
         if file.is_file() and file != FAKE:
             spec = importlib.util.spec_from_file_location("real_pynvml", file)
             assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
+            module = sys.modules["real_pynvml"] = importlib.util.module_from_spec(spec)  # where it looks for itself
             spec.loader.exec_module(module)
             return module
     pytest.skip("nvidia-ml-py is not installed")

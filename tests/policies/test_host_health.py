@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +148,24 @@ def test_every_rule_has_a_source_and_a_name_of_its_own() -> None:
     severity = ["none", "warn", "drain", "exclude"]
     for rule in RULES:
         assert rule.failure == "none" or severity.index(rule.failure) >= severity.index(rule.run), rule.name
+
+
+def test_the_page_lists_every_xid_with_its_actions() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/operate.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ]
+    listed: dict[int, tuple[str, ...]] = {}
+    for cells in (row for row in rows if len(row) == 4 and "XID" in row[0]):
+        text = re.sub(
+            r"(\d+) to (\d+)", lambda ends: ", ".join(map(str, range(int(ends[1]), int(ends[2]) + 1))), cells[0]
+        )
+        listed |= {int(xid): tuple(cells[1:]) for xid in re.findall(r"\b\d{2,3}\b(?! checksum| million)", text)}
+    expected = {
+        xid: (rule.start, rule.run, rule.failure) for rule in RULES if rule.quantity == "xid" for xid in rule.values
+    }
+    expected |= dict.fromkeys(IGNORED_XIDS, ("none",) * 3)
+    program_errors = next(rule.values for rule in RULES if rule.name == "xid-program")
+    assert listed == {
+        xid: actions for xid, actions in expected.items() if xid not in program_errors
+    }  # those are "other XIDs"

@@ -38,7 +38,7 @@ class GpuReader:
     def __init__(self, count: int | None = None, environment: Mapping[str, str] = os.environ) -> None:
         """Open NVML for the first `count` visible GPUs. Raises NoGpus."""
         try:
-            import pynvml  # pyrefly: ignore
+            import pynvml
         except ImportError:
             raise NoGpus("the package nvidia-ml-py is not installed (pip install 'meshwright[health]')") from None
         self._nvml: ModuleType = pynvml

@@ -1,13 +1,15 @@
-"""NVML of GPUs that a JSON file describes (`FAKE_NVML`): what the real package `nvidia-ml-py` offers, as far as it is read.
+"""NVML of GPUs that a JSON file describes: what the real package `nvidia-ml-py` offers, as far as meshwright reads it.
 
-The file is read again at each call: `{"gpus": [{...}], "events": [[gpu, xid], ...], "refused": [function, ...]}`. The keys
-of a GPU are those of `HEALTHY`. `tests/launch/test_gpu_readings.py` compares names and constants with the real package.
+The variable FAKE_NVML names the file; `{host}` in it stands for the name of the host. The file is read at each call:
+`{"gpus": [{...}], "events": [[gpu, xid], ...], "refused": [function, ...]}`. The keys of a GPU are those of `HEALTHY`. A
+test compares names and constants with the real package.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +50,11 @@ _delivered = 0
 
 
 def _world() -> dict[str, Any]:
-    return json.loads(Path(os.environ["FAKE_NVML"]).read_text())
+    return json.loads(
+        Path(
+            os.environ["FAKE_NVML"].replace("{host}", os.environ.get("MESHWRIGHT_HOST") or socket.gethostname())
+        ).read_text()
+    )
 
 
 def _gpu(index: int, function: str) -> dict[str, Any]:
