@@ -89,6 +89,7 @@ class Agent:
         listener: Listener | None = None,
         spares: bool = True,
         health: HealthMonitor | None = None,
+        report_defect: Callable[[str, str], object] = lambda host, cause: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`start(spare)` starts processes that wait; those that are no spares open the device at once.
@@ -96,7 +97,8 @@ class Agent:
         No directive makes the agent read or write a file outside of the run's `folder`.
 
         Without `spares` the processes for a restart start when all ranks have ended. After a stop signal none start.
-        With `health` the host is ready once its health was read.
+        With `health` the host is ready once its health was read. `report_defect` is called with host and cause, once, if the
+        host is excluded.
         """
         self._host, self._address, self._start, self._spares = host, address, start, spares
         self._folder = folder
@@ -111,7 +113,8 @@ class Agent:
         self._trained_at: float | None = None
         self._kill_at: float | None = None
         self._stop = self._dead_spares = 0
-        self._drained = False
+        self._drained = self._idles = False
+        self._report_defect = report_defect
         self._test: _RunningTest | None = None
         self._tested: HostTest | None = None
         self._evidence: threading.Thread | None = None
@@ -173,6 +176,9 @@ class Agent:
             self._end(directive)
         if directive.order == "idle":
             self._discard_waiting()
+            if not self._idles:
+                self._idles = True
+                self._report_defect(self._host, directive.cause)
         elif directive.order == "wait" or (directive.order == "end" and self._may_restart()) or self._wants_spares():
             self._waiting = self._waiting or self._start(True)
 

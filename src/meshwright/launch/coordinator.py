@@ -25,7 +25,7 @@ from meshwright.launch.progress_file import JobProgress, rank_snapshot
 from meshwright.launch.reports import Directive, Evidence, Report
 from meshwright.launch.state_file import StateFile
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
-from meshwright.policies.host_tests import seconds_of_test
+from meshwright.policies.host_tests import machine_of, seconds_of_test
 from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
 from meshwright.policies.job_events import (
     AttemptReported,
@@ -403,7 +403,8 @@ class Coordinator:
             return exit_directive(state)
         position = self._position(host)
         if is_excluded(state, host) and (state.status != "ending" or position is None):
-            return Directive("idle", state.attempt)
+            found = next(each for each in state.excluded if machine_of(each.host) == machine_of(host))
+            return Directive("idle", state.attempt, cause=f"{found.verdict}: {found.cause}")
         if state.status == "preparing" and host in state.testing:
             return self._self_test(host)
         if position is None or state.status not in ("running", "ending"):

@@ -40,6 +40,7 @@ from meshwright.launch.control import (
     coordinator_address,
 )
 from meshwright.launch.coordinator import Coordinator, exit_directive
+from meshwright.launch.defect_report import DefectReporter
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.health_monitor import health_monitor
 from meshwright.launch.local import POLL_SECONDS, empty_arenas, forward_signals, rank_starter
@@ -291,12 +292,21 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
         endpoint_of_host as endpoint,
         snapshot_server(run, own_address, arenas) as server,
         health_monitor(run) as health,
+        closing(DefectReporter(run)) as report_defect,
     ):
         variables = {} if server is None else {SERVER_VARIABLE: server.address}
         start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
         machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
         host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
-        agent = Agent(host, start, runs / run.name, address=own_address, spares=starts_spares(run), health=health)
+        agent = Agent(
+            host,
+            start,
+            runs / run.name,
+            address=own_address,
+            spares=starts_spares(run),
+            health=health,
+            report_defect=report_defect,
+        )
         client = ControlClient(address, token, run.name)
         with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
             revive = server.revive if server else lambda: None

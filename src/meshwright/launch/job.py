@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -14,6 +15,7 @@ from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent, starts_spares
 from meshwright.launch.coordinator import Coordinator
+from meshwright.launch.defect_report import DefectReporter
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.health_monitor import health_monitor
 from meshwright.launch.local import POLL_SECONDS, Listener, forward_signals, rank_starter
@@ -114,6 +116,9 @@ def _supervise(agent: Agent, prepared: Prepared, endpoint: MetricsEndpoint) -> i
             agent.obey(directive)
         agent.obey(coordinator.receive(agent.report()))  # its evidence, if the job ended at once
     agent.close_attempt()
+    with closing(DefectReporter(run)) as report_defect:
+        for exclusion in coordinator.state.excluded:
+            report_defect(socket.gethostname(), f"{exclusion.verdict}: {exclusion.cause}")
     for line in coordinator.outcome(folder / "logs"):
         write_line(line if line.startswith("  ") else f"meshwright: {line}")
     return coordinator.code

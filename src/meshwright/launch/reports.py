@@ -98,7 +98,7 @@ class Directive:
     """Address and port of the store, on the host of rank 0."""
     assignment: str = ""
     cause: str = ""
-    """Reason why the ranks end."""
+    """Reason why the ranks end, or why this host idles."""
     evidence: Evidence = Evidence()
     """The last failure. It stands in every answer, as an agent may get no order to end ranks that have all ended."""
     grace: float = 0.0

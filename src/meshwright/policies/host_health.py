@@ -173,6 +173,11 @@ def action_of(rule: str, moment: Moment) -> HealthAction:
     return actions[moment]
 
 
+def source_of(rule: str) -> str:
+    """Where the threshold of a rule is from."""
+    return _BY_NAME[rule].source
+
+
 @dataclass
 class HealthWatch:
     """Compares the readings of one host with the rules."""
