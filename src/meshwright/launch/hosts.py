@@ -51,7 +51,7 @@ from meshwright.launch.outcome import RankState
 from meshwright.launch.progress_file import ProgressFile
 from meshwright.launch.reports import Directive, Report
 from meshwright.launch.snapshot_server import snapshot_server
-from meshwright.policies.host_health import is_rule
+from meshwright.policies.host_health import Finding, is_rule
 from meshwright.policies.restart import Stop
 from meshwright.policies.supervision import State
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, MeshwrightError
@@ -325,12 +325,12 @@ class _Link:
         address: tuple[str, int],
         command: str,
         revive: Callable[[], object],
-        observe: Callable[[Sequence[RankState]], object] = lambda ranks: None,
+        observe: Callable[[Sequence[RankState], Sequence[Finding]], object] = lambda ranks, findings: None,
     ) -> None:
         """`start_coordinator` returns None if it started one. `command` starts an agent, for people.
 
         `revive` is called regularly: it starts processes beside the agent again that have died. `observe` receives the
-        states of this host's ranks as often.
+        states of this host's ranks, and what is wrong with the host, as often.
         """
         self._agent, self._client, self._start_coordinator, self._revive = agent, client, start_coordinator, revive
         self._address, self._command, self._observe = address, command, observe
@@ -349,7 +349,7 @@ class _Link:
             self._agent.poll(POLL_SECONDS)
             self._revive()
             report, now = self._agent.report(), time.monotonic()
-            self._observe(report.ranks)
+            self._observe(report.ranks, report.findings)
             self._look(report, now)
             if (reason := self._reason_to_end(now)) is not None:
                 write_line(f"meshwright: {reason}")

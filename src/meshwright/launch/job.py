@@ -112,7 +112,7 @@ def _supervise(agent: Agent, prepared: Prepared, endpoint: MetricsEndpoint) -> i
             directive = coordinator.receive(report)
             coordinator.tick()
             progress.update()
-            endpoint.update(report.ranks)
+            endpoint.update(report.ranks, report.findings)
             agent.obey(directive)
         agent.obey(coordinator.receive(agent.report()))  # its evidence, if the job ended at once
     agent.close_attempt()
