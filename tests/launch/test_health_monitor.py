@@ -21,12 +21,13 @@ from meshwright.launch.health_monitor import HealthMonitor, health_monitor
 from meshwright.launch.host_readings import HostReader
 from meshwright.launch.hosts import checked_report
 from meshwright.launch.local import Ranks
-from meshwright.launch.reports import Report
+from meshwright.launch.reports import Directive, Report
 from meshwright.policies.host_health import Finding
 from meshwright.policies.restart import RestartPolicy
 from meshwright.policies.supervision import Rules
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import to_plain
+from meshwright.spec.rank_environment import PROGRAM_STOP
 
 
 class World:
@@ -188,3 +189,27 @@ def test_a_port_is_down_only_if_it_was_up_and_a_clock_that_is_set_is_noticed(
     second = values()
     assert second["port mlx5_0/1"]["port_down"] == 1 and second["port mlx5_1/1"]["port_down"] == 0
     assert 3599 < second["host"]["clock_jump"] < 3601
+
+
+def test_a_drain_asks_the_ranks_of_its_attempt_to_save_and_end_once(tmp_path: Path) -> None:
+    class Running(Ranks):
+        stops: list[int] = []
+
+        def begin(self, *arguments: object) -> None:
+            pass
+
+        def discard(self) -> None:
+            pass
+
+        def stop(self, number: int = 0) -> None:
+            self.stops.append(number)
+
+    with closing(Agent("a/1", lambda spare: Running(), tmp_path)) as agent:
+        agent.obey(Directive("run", 1, ranks=1, assignment=str(tmp_path / "assignment.json")))
+        assert Running.stops == []
+        for _ in range(2):
+            agent.obey(Directive("run", 1, drain=True))
+        assert Running.stops == [PROGRAM_STOP]
+        assert agent.report().stop == 0, "the job goes on"
+        agent.obey(Directive("run", 2, ranks=1, assignment=str(tmp_path / "assignment.json"), drain=True))
+        assert Running.stops == [PROGRAM_STOP, PROGRAM_STOP]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from meshwright.policies.host_health import (
     action_of,
 )
 
+ROOT = Path(__file__).parents[2]
 HEALTHY = {
     "lost": 0.0,
     "recovery_action": 0.0,
@@ -134,6 +136,22 @@ def test_a_normal_day_leads_to_nothing(seed: int) -> None:
         assert watch.update(number * READING_SECONDS, [reading]) == (), f"reading {number}"
 
 
+def test_recorded_readings_of_healthy_gpus_lead_to_nothing() -> None:
+    """Readings of `benchmarks/health.py --keep` on GPUs under load."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*-health-*.json"))
+    if not files:
+        pytest.skip("benchmarks/results has no recorded readings of GPUs")
+    for file in files:
+        watch = HealthWatch()
+        for number, part in enumerate(json.loads(file.read_text(encoding="utf-8"))["kept"]):
+            found = watch.update(
+                number * READING_SECONDS, [Reading(each["part"], each["values"], tuple(each["xids"])) for each in part]
+            )
+            assert [finding for finding in found if finding.part.startswith("GPU")] == [], (
+                f"{file.name}, reading {number}"
+            )
+
+
 def test_the_memory_of_the_watch_does_not_grow() -> None:
     watch = HealthWatch()
     for number in range(10_000):
@@ -151,7 +169,7 @@ def test_every_rule_has_a_source_and_a_name_of_its_own() -> None:
 
 
 def test_the_page_lists_every_xid_with_its_actions() -> None:
-    page = (Path(__file__).parents[2] / "docs/how-to/operate.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/operate.md").read_text(encoding="utf-8")
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
     ]
