@@ -188,6 +188,11 @@ class Agent:
         if self._running is not None:
             self._running.stop(number)
 
+    def prepare_restart(self) -> None:
+        """Have processes ready for the next attempt: the coordinator counts this host as lost, and its ranks stand still."""
+        if self._running is not None and not self._stop and not self._idles:
+            self._waiting = self._waiting or self._start(True)
+
     def kill_at_once(self) -> None:
         """Send SIGKILL to all ranks, without waiting: safe in a signal handler."""
         for ranks in (self._running, self._waiting):

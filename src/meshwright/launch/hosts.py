@@ -39,7 +39,7 @@ from meshwright.launch.control import (
     NoCoordinator,
     coordinator_address,
 )
-from meshwright.launch.coordinator import Coordinator, exit_directive
+from meshwright.launch.coordinator import SILENT_SECONDS, Coordinator, exit_directive
 from meshwright.launch.defect_report import DefectReporter
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.health_monitor import health_monitor
@@ -86,7 +86,7 @@ MOST_FINDINGS = 1000
 """Most findings about one host in a report: rules times GPUs and ports."""
 COORDINATOR_BACKLOG = 1024
 """Connections that may wait for the coordinator: agents start at the same time."""
-LONGEST_BACK_OFF = 2.0
+LONGEST_BACK_OFF = 1.0
 """Most seconds between two attempts to reach the coordinator, before a random factor of 0.5 to 1."""
 
 
@@ -351,6 +351,8 @@ class _Link:
             report, now = self._agent.report(), time.monotonic()
             self._observe(report.ranks, report.findings)
             self._look(report, now)
+            if min(self._silent, self._still) > SILENT_SECONDS:
+                self._agent.prepare_restart()
             if (reason := self._reason_to_end(now)) is not None:
                 write_line(f"meshwright: {reason}")
                 return EXIT_COMMUNICATION
