@@ -104,6 +104,15 @@ def test_attempts_never_overlap(events: list[Event]) -> None:
 
 
 @given(EVENTS)
+def test_no_excluded_host_is_ready_or_begins(events: list[Event]) -> None:
+    for _, state, actions in begun(*events):
+        excluded = {exclusion.host for exclusion in state.excluded}
+        assert not excluded & set(state.ready)
+        assert not excluded & {draining.host for draining in state.draining}
+        assert not (excluded & set(state.members) and any(isinstance(action, Prepare | Begin) for action in actions))
+
+
+@given(EVENTS)
 def test_each_attempt_is_decided_at_most_once_and_the_job_finishes_once(events: list[Event]) -> None:
     ended: list[int] = []
     finished = 0

@@ -81,7 +81,7 @@ def test_a_hot_host_is_replaced_after_the_running_step_without_a_failure() -> No
     state, actions = after(Committed(7), Failed(1, SAVED), state=state)
     assert state.status == "ending" and not state.incidents and state.stop is None
     assert actions == [End("host b (GPU 3: too hot) is left out")]
-    state, actions = after(Ended(1, "a"), Ended(1, "b"), Ready("a"), Ready("b"), state=state)
+    state, actions = after(Ready("a"), Ready("b"), Ended(1, "a"), Ended(1, "b"), Ready("b"), state=state)
     assert state.members == ("a", "c") and not state.draining and state.restart.delay == 0
     state, actions = after(Prepared(2), state=state)
     assert [type(action) for action in actions] == [Begin]
@@ -128,7 +128,8 @@ def test_a_stop_request_during_a_drain_ends_the_job() -> None:
 
 def test_a_host_that_is_drained_and_fails_is_left_out_too() -> None:
     for failure in (Failed(1, Incident(5, "rank 1 hangs", 1, "b", 4, hang=True)), Lost("b", "silent")):
-        state, _ = after(Unhealthy("b", HOT), failure, Ended(1, "a"), Ended(1, "b"), Ready("a"), state=running("c"))
+        events = (failure, Ready("a"), Ready("b"), Ended(1, "a"), Ended(1, "b"))
+        state, _ = after(Unhealthy("b", HOT), *events, state=running("c"))
         assert state.members == ("a", "c") and len(state.incidents) == 1
 
 

@@ -347,20 +347,29 @@ def _take_corruption(state: State, incident: Incident, now: float, rules: Rules)
 def _exclude(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
     """Go on without a host; also a job that was to end, as the host that failed its test may be the reason."""
     state = replace(
-        state,
+        _without_excluded(state, (exclusion,)),
         status="gathering",
-        excluded=(*state.excluded, exclusion),
         tests=(),
         testing=(),
-        suspects=_without_machines(state.suspects, [exclusion.host]),
         incomplete=(),
-        ready=tuple(host for host in state.ready if machine_of(host) != machine_of(exclusion.host)),
         stop=None,
         restart=Restart() if state.stop is not None else state.restart,
     )
-    note = _note_of(exclusion)
     state, more = _gather(state, now, rules)
-    return state, (note, *more)
+    return state, (_note_of(exclusion), *more)
+
+
+def _without_excluded(state: State, exclusions: tuple[Exclusion, ...]) -> State:
+    """Exclude hosts: they are neither ready nor suspects nor to be drained any more."""
+    hosts = [exclusion.host for exclusion in exclusions]
+    machines = {machine_of(host) for host in hosts}
+    return replace(
+        state,
+        excluded=(*state.excluded, *exclusions),
+        draining=tuple(draining for draining in state.draining if machine_of(draining.host) not in machines),
+        suspects=_without_machines(state.suspects, hosts),
+        ready=tuple(host for host in state.ready if machine_of(host) not in machines),
+    )
 
 
 def _note_of(exclusion: Exclusion) -> Note:
@@ -414,13 +423,7 @@ def _exclude_unhealthy(state: State, exclusion: Exclusion, now: float, rules: Ru
     host, note = exclusion.host, _note_of(exclusion)
     if host in state.members and state.status == "preparing":
         return _exclude(state, exclusion, now, rules)
-    state = replace(
-        state,
-        excluded=(*state.excluded, exclusion),
-        draining=tuple(draining for draining in state.draining if draining.host != host),
-        suspects=_without_machines(state.suspects, [host]),
-        ready=tuple(other for other in state.ready if machine_of(other) != machine_of(host)),
-    )
+    state = _without_excluded(state, (exclusion,))
     if host not in state.members or state.status != "running":
         return state, (note,)
     state, actions = _fail(state, Incident(EXIT_COMMUNICATION, exclusion.cause, host=host), now, rules)
@@ -516,8 +519,7 @@ def _end(state: State, now: float, rules: Rules) -> Answer:
         return _finish(replace(state, stop=Stop(EXIT_DONE)))
     if state.stop is not None and not (rules.test_at_end and state.stop.code == EXIT_NUMERICAL):
         return _finish(state)
-    state = replace(state, status="gathering", excluded=(*state.excluded, *state.draining), draining=())
-    return _gather(state, now, rules)
+    return _gather(replace(_without_excluded(state, state.draining), status="gathering"), now, rules)
 
 
 def _finish(state: State) -> Answer:
