@@ -100,6 +100,17 @@ def test_defects_show_in_the_values(nvml: FakeNvml, change: dict[str, Any], quan
     assert read(reader).values[quantity] == value
 
 
+@pytest.mark.parametrize("lost", [{"error": 15}, {"error": 16, "handle_error": 15}])
+def test_a_gpu_that_was_lost_before_the_start_is_lost_and_the_others_are_read(
+    nvml: FakeNvml, lost: dict[str, Any]
+) -> None:
+    nvml.write([lost, {}], events=[[1, 31]])
+    reader = GpuReader()
+    readings = reader.read(reader.wait(5.0), os.getpid())
+    assert readings[0].values == {"lost": 1.0} and readings[1].values["lost"] == 0 and readings[1].xids == (31,)
+    assert not reader.events_hidden
+
+
 def test_links_that_other_gpus_of_the_host_have_are_down(nvml: FakeNvml) -> None:
     nvml.write([{}, {"links": [1] * 17 + [0]}])
     readings = GpuReader().read({}, os.getpid())

@@ -44,8 +44,9 @@ class GpuReader:
         self._nvml: ModuleType = pynvml
         try:
             pynvml.nvmlInit()
-            indices = visible_indices(_identities(pynvml), environment.get("CUDA_VISIBLE_DEVICES"))[:count]
-            self._gpus = [_Gpu(pynvml, index) for index in indices]
+            listed = [_Gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+            visible = visible_indices([gpu.identity for gpu in listed], environment.get("CUDA_VISIBLE_DEVICES"))
+            self._gpus = [listed[index] for index in visible[:count]]
         except pynvml.NVMLError as error:
             raise NoGpus(f"NVML: {error}") from None
         self.events_hidden = ""
@@ -90,7 +91,7 @@ class GpuReader:
         nvml = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()
-            for gpu in self._gpus:
+            for gpu in (gpu for gpu in self._gpus if gpu.handle is not None):
                 if not nvml.nvmlDeviceGetSupportedEventTypes(gpu.handle) & nvml.nvmlEventTypeXidCriticalError:
                     self.events_hidden = f"GPU {gpu.index} reports none here"
                     return None
@@ -116,18 +117,27 @@ class GpuReader:
 
 
 class _Gpu:
-    """One GPU, and the calls that it supports."""
+    """One GPU, and the calls that it supports. One that was lost before has no handle and stays lost."""
 
     def __init__(self, nvml: ModuleType, index: int) -> None:
-        self.index, self.handle, self._nvml = index, nvml.nvmlDeviceGetHandleByIndex(index), nvml
+        self.index, self.handle, self._nvml = index, None, nvml
+        self.identity = ""
+        self._lanes = 0
         self.most_links = 0
         """NVLinks that were up at the same time."""
         self._refused: set[str] = set()
         """Quantities that NVML does not offer for this GPU."""
-        self._lanes = self._ask("pcie_lanes", lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(self.handle)) or 0
+        try:
+            self.handle = self._ask("handle", lambda: nvml.nvmlDeviceGetHandleByIndex(index))
+            self.identity = self._ask("identity", lambda: nvml.nvmlDeviceGetUUID(self.handle)) or ""
+            self._lanes = self._ask("lanes", lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(self.handle)) or 0
+        except _Lost:
+            self.handle = None
 
     def read(self, own_pid: int, *, link_errors: bool) -> dict[str, float]:
         """The quantities of `policies.host_health.RULES`, and the number of `nvlinks` that are up."""
+        if self.handle is None:
+            return {"lost": 1.0}
         try:
             return {"lost": 0.0, **self._values(own_pid, link_errors=link_errors)}
         except _Lost:
@@ -233,12 +243,6 @@ class _Gpu:
         """Bytes of processes of this host that do not descend from `own_pid`; a container hides those outside of it."""
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
         return float(sum(each.usedGpuMemory or 0 for each in processes if _is_foreign(each.pid, own_pid)))
-
-
-def _identities(nvml: ModuleType) -> list[str]:
-    """UUIDs of the GPUs that NVML lists."""
-    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-    return [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
 
 
 def visible_indices(identities: Sequence[str], visible: str | None) -> list[int]:

@@ -67,7 +67,7 @@ class HealthMonitor:
         silent = self._clock() - self._answered
         if self._ended or silent <= SILENT_SECONDS:
             return self._findings
-        return (*self._findings, *HealthWatch().update(0.0, [Reading("host", {"silent_seconds": silent})]))
+        return (*self._findings, *HealthWatch().update(0.0, [Reading("host", {"silent_seconds": round(silent, 1)})]))
 
     def close(self) -> None:
         """End the process. One that waits in the driver for ever ends later."""
@@ -91,7 +91,8 @@ class HealthMonitor:
                 return
             *lines, self._incomplete = (self._incomplete + data).split(b"\n")
             for line in lines:
-                self._take(json.loads(line))
+                with suppress(ValueError):  # a line that a library of the driver wrote
+                    self._take(json.loads(line))
 
     def _take(self, line: dict[str, Any]) -> None:
         for note in line["notes"]:

@@ -79,6 +79,8 @@ def nvmlDeviceGetCount() -> int:
 
 
 def nvmlDeviceGetHandleByIndex(index: int) -> int:
+    if error := _world()["gpus"][index].get("handle_error"):
+        raise NVMLError(error)
     return index
 
 
@@ -141,6 +143,7 @@ def nvmlDeviceGetNvLinkState(handle: int, link: int) -> int:
 
 
 def nvmlDeviceGetMaxPcieLinkWidth(handle: int) -> int:
+    _gpu(handle, "nvmlDeviceGetMaxPcieLinkWidth")
     return 16
 
 
