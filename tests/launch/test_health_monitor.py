@@ -128,7 +128,7 @@ def test_a_warning_is_printed_once_although_each_report_repeats_it(
     for value in range(5):
         coordinator.receive(Report("a", findings=(Finding("disk-space", "host", f"{value} bytes"),)))
     coordinator.close()
-    assert capfd.readouterr().err == "meshwright: host a: host: 0 bytes\n"
+    assert capfd.readouterr().err == "meshwright: host a: 0 bytes\n"
 
 
 def test_an_excluded_member_ends_its_ranks_before_it_idles(tmp_path: Path) -> None:

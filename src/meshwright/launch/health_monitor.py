@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.events.parent import PARENT
 from meshwright.events.terminal import write_line
 from meshwright.launch.health_reader import ALL
-from meshwright.policies.host_health import SILENT_SECONDS, Finding, HealthWatch, Reading
+from meshwright.policies.host_health import HOST, SILENT_SECONDS, Finding, HealthWatch, Reading
 from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_secrets
 
@@ -67,7 +67,7 @@ class HealthMonitor:
         silent = self._clock() - self._answered
         if self._ended or silent <= SILENT_SECONDS:
             return self._findings
-        return (*self._findings, *HealthWatch().update(0.0, [Reading("host", {"silent_seconds": round(silent, 1)})]))
+        return (*self._findings, *HealthWatch().update(0.0, [Reading(HOST, {"silent_seconds": round(silent, 1)})]))
 
     def close(self) -> None:
         """End the process. One that waits in the driver for ever ends later."""

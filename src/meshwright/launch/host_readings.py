@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.policies.host_health import Reading
+from meshwright.policies.host_health import HOST, Reading
 
 PRESSURE = Path("/proc/pressure/memory")
 INFINIBAND, INTERFACES = Path("/sys/class/infiniband"), Path("/sys/class/net")
@@ -40,7 +40,7 @@ class HostReader:
     def read(self) -> list[Reading]:
         """One reading of the host, and one of each network port."""
         values = {**_disk(), **_memory_pressure(), **self._clock()}
-        return [Reading("host", values), *self._infiniband(), *self._interfaces()]
+        return [Reading(HOST, values), *self._infiniband(), *self._interfaces()]
 
     def _clock(self) -> dict[str, float]:
         """How far the clock was set since the reading before. The time in which the host sleeps counts as passed."""

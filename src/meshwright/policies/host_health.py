@@ -21,6 +21,8 @@ READING_SECONDS = 3.0
 SILENT_SECONDS = 30.0
 """Seconds without a reading after which the driver counts as silent."""
 
+HOST = "host"
+"""Part of readings that are about the whole host."""
 CATALOGUE = "NVIDIA's XID catalogue, 29 October 2025"
 DCGM = "DCGM, dcgm_gpu_hardware_limits.h"
 GCM = "Meta's GCM, health checks"
@@ -157,8 +159,8 @@ class Finding:
 
     @property
     def description(self) -> str:
-        """The finding as part of a sentence."""
-        return f"{self.part}: {self.text}"
+        """The finding as part of a sentence about its host."""
+        return self.text if self.part == HOST else f"{self.part}: {self.text}"
 
 
 def is_rule(name: str) -> bool:
