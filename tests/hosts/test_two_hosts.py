@@ -87,6 +87,7 @@ class Flow:
 
 def test_names_temporary_files_and_shared_memory_are_of_each_host(hosts: Hosts, tmp_path: Path) -> None:
     assert [on(hosts, host, "uname", "-n").strip() for host in (0, 1)] == [host_name(0), host_name(1)]
+    assert on(hosts, 1, "getent", "hosts", host_name(0)).split() == [address(0), host_name(0)]
     (tmp_path / "common").touch()
     on(hosts, 0, "touch", "/tmp/mine", "/dev/shm/mine")
     for folder in ("/tmp", "/dev/shm"):

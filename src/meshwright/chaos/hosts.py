@@ -1,7 +1,7 @@
 """Several hosts on one machine; without root, processes on the loopback interface.
 
-Each host has a network namespace with a link to a switch, a hostname and a /dev/shm of its own, and a /tmp if that is
-wanted. Links can be slow, be down, or stay up while the switch drops everything.
+Each host has a network namespace with a link to a switch, a hostname, a /dev/shm and an /etc/hosts that names all of them,
+and a /tmp of its own if that is wanted. Links can be slow, be down, or stay up while the switch drops everything.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ QUEUE = ("burst", "256kb", "latency", "50ms")
 """Burst and longest queue of a slow link, as tc(8) takes them."""
 _HOLD = """
 set -e
-name=$1; own=$2; shift 2
+name=$1; names=$2; own=$3; shift 3
 echo "$name" > /proc/sys/kernel/hostname
+mount --bind "$names" /etc/hosts
 mount -t tmpfs shm /dev/shm
 if [ "$own" ]; then
     for shared; do mkdir -p "$own/${shared#/tmp/}"; mount --bind "$shared" "$own/${shared#/tmp/}"; done
@@ -65,9 +66,12 @@ class Hosts:
             self.emulation = f"namespaces{f', links of {rate}' if rate else ''}"
             try:
                 self._make(count, rate)
+                names = folder / "hosts"
+                lines = ["127.0.0.1 localhost", *(f"{address(host)} {host_name(host)}" for host in range(count))]
+                names.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
                 for host in range(count):
                     own = None if shared is None else folder / f"tmp-{host}"
-                    self._hold(host, own, shared or ())
+                    self._hold(host, names, own, shared or ())
             except BaseException:
                 self.close()
                 raise
@@ -92,14 +96,15 @@ class Hosts:
         _ip("netns", "add", name)
         self._names.append(name)
 
-    def _hold(self, host: int, own: Path | None, shared: Sequence[Path]) -> None:
-        """Start the process that keeps the namespaces of a host for its name, /dev/shm and /tmp."""
+    def _hold(self, host: int, names: Path, own: Path | None, shared: Sequence[Path]) -> None:
+        """Start the process that keeps the namespaces of a host for its name, `names`, /dev/shm and /tmp."""
         folders = [str(path.resolve()) for path in shared if path.resolve().is_relative_to("/tmp")]
         if own is not None:
             own.mkdir(mode=0o1777, exist_ok=True)
         network = f"--net=/run/netns/{self._prefix}{host}"
         namespaces = ["nsenter", network, "unshare", "--uts", "--mount", "--propagation", "private"]
-        script = ["sh", "-c", _HOLD, "sh", host_name(host), "" if own is None else str(own.resolve()), *folders]
+        words = [host_name(host), str(names.resolve()), "" if own is None else str(own.resolve()), *folders]
+        script = ["sh", "-c", _HOLD, "sh", *words]
         holder = subprocess.Popen([*namespaces, *script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._holders.append(holder)
         assert holder.stdout is not None
