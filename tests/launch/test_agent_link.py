@@ -69,12 +69,13 @@ class Silence:
         self._count = 0
         self.last_answer = self.clock.now
         self.prepared_at: list[float] = []
+        """Seconds since the last answer at which the agent prepared a restart."""
         agent = SimpleNamespace(
             poll=self._poll,
             report=self._report,
             obey=lambda directive: None,
             close_attempt=lambda: None,
-            prepare_restart=lambda: self.prepared_at.append(self.seconds),
+            prepare_restart=lambda: self.prepared_at.append(self.clock.now - self.last_answer),
         )
         client = SimpleNamespace(report=self._ask)
         self.link = hosts._Link(cast(Any, agent), cast(Any, client), start, ("10.0.0.1", 29400), COMMAND, lambda: None)
