@@ -222,7 +222,8 @@ class Coordinator:
             yield Lost(report.host, f"host {report.host} had not begun when the coordinator was started again")
         for finding in report.findings:
             yield Unhealthy(report.host, finding)
-        ready = report.port != 0 and not stale  # processes that wait to begin report the port of their store
+        # Processes that wait to begin report the port of their store.
+        ready = report.port != 0 and not stale and not is_excluded(self.state, report.host)
         if ready != (report.host in state.ready):
             yield Ready(report.host, ready)
             if ready and state.status == "running" and report.host not in state.members:
