@@ -11,6 +11,7 @@ from meshwright.chaos.host_faults import REPLACED_SECONDS, TWO_HOSTS, training_h
 from meshwright.chaos.hosts import host_name
 from meshwright.chaos.process_faults import CONTINUES, middle
 from meshwright.chaos.scenario import Scenario, Stage
+from meshwright.durable.writes import write_durable
 
 FOLDER = Path(__file__).parent / "nvml"
 """Folder of the fake package."""
@@ -29,9 +30,7 @@ def fake_gpus(stage: Stage) -> dict[str, str]:
 def _describe(stage: Stage, host: int, *xids: int) -> None:
     """Let the GPU of a host be healthy, and report `xids`."""
     file = stage.folder / f"nvml-{host_name(host)}.json"
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps({"gpus": [{}], "events": [[0, xid] for xid in xids]}), encoding="ascii")
-    part.replace(file)
+    write_durable(file, json.dumps({"gpus": [{}], "events": [[0, xid] for xid in xids]}))
 
 
 def report_xid(xid: int, printed: str, *, fails: bool) -> Callable[[Stage], None]:
