@@ -59,7 +59,8 @@ test-faults: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/faults.py --out build/faults.json
 	$(BIN)/python benchmarks/effective_time.py --failures 5 --every 40 --out build/effective-time.json
 
-# As root: agents, coordinator, Gloo and snapshots on hosts with a network of their own, whose links have 400 Mbit/s.
+# As root: agents, coordinator, Gloo and snapshots on hosts with a network of their own, whose links have 400 Mbit/s. Slurm runs too where
+# Debian's packages slurmctld, slurmd, slurm-client and munge are installed.
 test-hosts: $(VENV)/.installed-test
 	$(PYTEST) tests/hosts
 	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lost-gpu drain-host \
