@@ -238,6 +238,12 @@ class SupervisionSpec:
     """Hosts beside `cluster.nodes` that wait to replace a host."""
     wait_seconds: Annotated[float, Bound(at_least=0)] | None = None
     """Seconds to wait for a lost host or its replacement before the run continues on the remaining hosts; none waits on."""
+    health: bool | None = None
+    """Read the health of the host and its GPUs every 3 s, and go on without a host that is not healthy; none reads it
+    where ranks use GPUs. GPUs are read by the package `nvidia-ml-py`."""
+    report_command: str | None = None
+    """Command that is started on a host which is excluded, once, with a JSON object on its standard input: run, host, cause,
+    time. It can ask the site to repair the host."""
     check_state_every: NotNegative = 0
     """Steps between checks of weights and moments for silent corruption, also before each checkpoint; 0 checks never.
     Corrupt state ends in a rollback to the newest checkpoint, and the rank that had it is named."""
