@@ -66,7 +66,7 @@ class FastEncoder:
         self._turn = threading.Semaphore(workers)
         """There are at most as many encoders as workers, because each takes some 0.1 GB and half a second to load."""
         self._put_back(self._load(), 0)
-        self._most_resident = _resident() + workers * WORD_MEMORY
+        self._most_resident = resident() + workers * WORD_MEMORY
         self.check([*HARD_TEXTS, *(f"a {token['content']}b" for token in special)])
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -99,7 +99,7 @@ class FastEncoder:
 
     def _put_back(self, encoder: Any, encoded: int) -> None:
         """Keep an encoder for the next call, unless its words take too much memory."""
-        if encoded < LEAST_TEXT or _resident() < self._most_resident:
+        if encoded < LEAST_TEXT or resident() < self._most_resident:
             self._idle.append((encoder, encoded))
 
     def _load(self) -> Any:
@@ -144,7 +144,7 @@ def _as_difference() -> Iterator[None]:
         raise EncodersDiffer(f"gigatoken does not encode this ({shorten(reason)})") from None
 
 
-def _resident() -> int:
+def resident() -> int:
     """Bytes of memory that this process uses now; where the system does not say, the most that it has used."""
     status = Path("/proc/self/statm")
     if status.exists():
