@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -62,10 +62,12 @@ class ChunkStream:
         run: Callable[[Sequence[int]], Iterator[int]] | None = None,
         duplicates: bool = False,
         similarity: float | None = None,
+        total_bytes: int = 0,
         shown: bool = False,
     ) -> None:
         self._units, self._dtype, self._tokenizer, self._folder, self._run = units, dtype, tokenizer, folder, run
-        self._duplicates, self._similarity, self._shown = duplicates, similarity, shown
+        self._duplicates, self._similarity = duplicates, similarity
+        self._total_bytes, self._shown = total_bytes, shown
         self._records: dict[int, ChunkRecord] = {}
         self.left_out, self.removed = LeftOut(), Removed()
         self.digests: dict[str, str] = {}
@@ -142,13 +144,10 @@ class ChunkStream:
     def _do_all(self, finished: Iterator[int]) -> list[ChunkRecord]:
         """The records of all units, once they are done."""
         records: list[ChunkRecord] = []
-        documents = tokens = 0
-        with progress("reading and encoding", len(self._units), self._shown) as report:
+        with progress("reading and encoding", self._total_bytes, self._shown) as report:
             for at in range(len(self._units)):
                 records.append(self._wait(at, finished))
-                documents += records[-1].documents
-                tokens += records[-1].tokens
-                report(at + 1, documents, tokens)
+                report(*totals(records))
         return records
 
     def _described(self, duplicates: Duplicates, records: Sequence[ChunkRecord]) -> Removed:
@@ -176,6 +175,13 @@ class ChunkStream:
                     text = self._tokenizer.decode(each.tokens[:SHOWN].tolist(), skip_special_tokens=True)
                 removed.add(reason, f"{each.document.file} [{each.document.id}]", why, text, each.text_bytes)
         return removed
+
+
+def totals(records: Iterable[ChunkRecord]) -> tuple[int, int, int]:
+    """Bytes read, documents and tokens of units."""
+    counts = [(record.size, record.documents, record.tokens) for record in records]
+    size, documents, tokens = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0)
+    return size, documents, tokens
 
 
 def _without(documents: Iterator[EncodedDocument], numbers: np.ndarray) -> Iterator[EncodedDocument]:

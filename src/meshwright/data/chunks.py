@@ -37,8 +37,9 @@ TOKENS, DOCUMENTS, SIGNATURES, SETS, ENDS = "tokens", "documents", "signatures",
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """What a unit gave: `bytes` are the sizes of its files by their ending."""
+    """What a unit of `size` bytes gave: `bytes` are the sizes of its files by their ending."""
 
+    size: int
     documents: int
     tokens: int
     bytes: dict[str, int]
@@ -54,9 +55,9 @@ def chunk_path(folder: Path, unit: int, sort: str) -> Path:
 
 
 def write_chunk(
-    folder: Path, unit: int, encoded: Iterable[EncodedDocument], reading: Reading, signed: bool, near: bool
+    folder: Path, unit: int, size: int, encoded: Iterable[EncodedDocument], reading: Reading, signed: bool, near: bool
 ) -> None:
-    """Write the documents of a unit, which `encoded` makes of `reading`; with `signed` their signatures too."""
+    """Write the documents of a unit of `size` bytes, which `encoded` makes of `reading`; with `signed` their signatures too."""
     sorts = [TOKENS, DOCUMENTS, *([SIGNATURES] if signed else []), *([SETS, ENDS] if near else [])]
     count = tokens = 0
     with ExitStack() as opened:
@@ -77,6 +78,7 @@ def write_chunk(
                 files[ENDS].write(np.array(writer.ends, dtype="<u8").tobytes())
         sizes = {sort: _publish(file, chunk_path(folder, unit, sort)) for sort, file in files.items()}
     record = {
+        "size": size,
         "documents": count,
         "tokens": tokens,
         "bytes": sizes,
@@ -96,6 +98,7 @@ def read_record(folder: Path, unit: int) -> ChunkRecord | None:
     plain = parse_json(path.read_bytes(), path, own=True, hint="; remove the file and prepare again")
     try:
         return ChunkRecord(
+            plain["size"],
             plain["documents"],
             plain["tokens"],
             plain["bytes"],

@@ -42,11 +42,15 @@ HARMLESS: tuple[Reason, ...] = ("hidden", "empty", "the same as another")
 
 @dataclass(frozen=True)
 class FileRange:
-    """A part of a file: bytes [start, stop) of lines, or row groups of parquet, with `before` lines or rows before it in the file."""
+    """A part of a file: bytes [start, stop) of lines, or row groups of parquet, with `before` lines or rows before it in the file.
+
+    `size` is its share of the file in bytes.
+    """
 
     start: int
     stop: int
     before: int
+    size: int
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class Job:
         reading = Reading(unit.files, (), lambda file: read_documents(file, self.text_key), self.cleaner)
         encoded = encode_documents(reading.documents(), self.tokenizer, self.dtype, 1, self.encoder)
         signed = self.cleaning.duplicates is not None
-        write_chunk(self.folder, number, encoded, reading, signed, self.cleaning.similarity is not None)
+        write_chunk(self.folder, number, unit.size, encoded, reading, signed, self.cleaning.similarity is not None)
 
 
 def _check_unchanged(file: InputFile) -> None:

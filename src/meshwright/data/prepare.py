@@ -250,6 +250,7 @@ def _stream_of_units(
         run=lambda units: run_units(job.folder, units, how.workers, how.ray),
         duplicates=preparation.cleaning.duplicates is not None,
         similarity=preparation.cleaning.similarity,
+        total_bytes=sum(file.size for file in files),
         shown=how.shown,
     )
     stream.digests.update(job.digests)

@@ -28,6 +28,11 @@ class Unit:
 
     files: tuple[InputFile, ...]
 
+    @property
+    def size(self) -> int:
+        """Bytes of the files, as they are on the disk."""
+        return sum(file.size if file.range is None else file.range.size for file in self.files)
+
     def to_plain(self) -> list[dict[str, Any]]:
         """The unit as values of JSON."""
         return [
@@ -108,7 +113,7 @@ def _line_ranges(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> l
     if starts[-1][0] == offset and len(starts) > 1:
         starts.pop()
     stops = [start for start, _ in starts[1:]] + [offset]
-    return [FileRange(start, stop, before) for (start, before), stop in zip(starts, stops, strict=True)]
+    return [FileRange(start, stop, before, stop - start) for (start, before), stop in zip(starts, stops, strict=True)]
 
 
 def _row_groups(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> list[FileRange | None]:
@@ -122,13 +127,15 @@ def _row_groups(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> li
         return [None]
     digests[file.name] = digest_file(file.path)
     parts: list[FileRange | None] = []
+    groups = [table.row_group(number) for number in range(table.num_row_groups)]
+    total = sum(group.total_byte_size for group in groups) or 1
     start, rows, before, size = 0, 0, 0, 0
-    for group in range(table.num_row_groups):
-        rows += table.row_group(group).num_rows
-        size += table.row_group(group).total_byte_size
-        if size >= unit_bytes or group == table.num_row_groups - 1:
-            parts.append(FileRange(start, group + 1, before))
-            start, before, size = group + 1, rows, 0
+    for number, group in enumerate(groups):
+        rows += group.num_rows
+        size += group.total_byte_size
+        if size >= unit_bytes or number == len(groups) - 1:
+            parts.append(FileRange(start, number + 1, before, file.size * size // total))
+            start, before, size = number + 1, rows, 0
     return parts or [None]
 
 
