@@ -110,7 +110,8 @@ RayOption = Annotated[
     ),
 ]
 EncoderOption = Annotated[
-    Encoder, typer.Option(help="auto: gigatoken where its ids are those of tokenizers. The output does not depend on it.")
+    Encoder,
+    typer.Option(help="auto: gigatoken where its ids are those of tokenizers. The output does not depend on it."),
 ]
 
 
@@ -276,7 +277,9 @@ def merge_command(
     parts: Annotated[
         list[Path], typer.Argument(metavar="PART_DIR...", help="The folders of all parts (`data prepare --part`).")
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the corpus; `data.mix` in a run file names it.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory of the corpus; `data.mix` in a run file names it.")
+    ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Then read every file again and compare its digest with the manifest.")
     ] = False,

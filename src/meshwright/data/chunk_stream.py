@@ -164,7 +164,9 @@ class ChunkStream:
             rows = range(*np.searchsorted(duplicates.documents, origins[at : at + 2]).tolist())
             if not rows:
                 continue
-            encoded = list(_only(read_chunk(*place, self._dtype), duplicates.documents[rows.start : rows.stop] - origins[at]))
+            encoded = list(
+                _only(read_chunk(*place, self._dtype), duplicates.documents[rows.start : rows.stop] - origins[at])
+            )
             for row, each in zip(rows, encoded, strict=True):
                 reason = EXACT_DUPLICATE if duplicates.exact[row] else NEAR_DUPLICATE
                 why = text = ""

@@ -169,4 +169,3 @@ def _publish(file: BinaryIO, path: Path) -> int:
     size = file.tell()
     publish(Path(file.name), path)
     return size
-

@@ -44,7 +44,9 @@ class Cleaning:
         if self.duplicates in (None, EXACT):
             return None
         word, _, number = self.duplicates.partition(":")
-        expected = f"expected {EXACT}, {NEAR}, or {NEAR}:SIMILARITY from {LEAST_SIMILARITY} to 1, for example {NEAR}:0.8"
+        expected = (
+            f"expected {EXACT}, {NEAR}, or {NEAR}:SIMILARITY from {LEAST_SIMILARITY} to 1, for example {NEAR}:0.8"
+        )
         if word != NEAR:
             near = nearest(word, (EXACT, NEAR))
             raise BadInput(f"--deduplicate {self.duplicates}: {expected}" + (f" (nearest: {near})" if near else ""))

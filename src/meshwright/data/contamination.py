@@ -29,7 +29,9 @@ class EvaluationTexts:
         for number, file in enumerate(files):
             of_file = np.unique(np.concatenate([np.zeros(0, np.uint64), *_runs(file)]))
             if not len(of_file):
-                raise BadInput(f"--evaluation {file.name}: has no text of {WORDS} words or more, which the check compares")
+                raise BadInput(
+                    f"--evaluation {file.name}: has no text of {WORDS} words or more, which the check compares"
+                )
             found.append(of_file)
             sources.append(np.full(len(of_file), number))
         runs, owners = np.concatenate(found), np.concatenate(sources)

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import meshwright
 from meshwright.data.fast_encoder import EncodersDiffer
+from meshwright.durable.writes import remove_partials
 from meshwright.spec import errors
 from meshwright.spec.errors import MeshwrightError, OutOfResources
 
@@ -54,6 +55,7 @@ def run_locally(folder: Path, units: Iterable[int], processes: int) -> Iterator[
         for process in running:
             process.end()
         selector.close()
+        remove_partials(folder)  # of processes that were ended
 
 
 def _count_death(deaths: Counter[int], process: _Process) -> None:

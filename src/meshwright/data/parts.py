@@ -16,6 +16,7 @@ from meshwright.data.chat_template import GENERATION_CONFIG, copy_chat_files
 from meshwright.data.chunk_stream import ChunkStream, UnitPlace, totals
 from meshwright.data.chunks import ChunkRecord, read_record
 from meshwright.data.cleaning import Cleaning
+from meshwright.data.corpus import read_documents
 from meshwright.data.fast_encoder import EncodersDiffer
 from meshwright.data.input_record import input_record
 from meshwright.data.inputs import InputFile, check_text_key, list_inputs
@@ -36,7 +37,6 @@ from meshwright.data.prepare import (
     write_corpus,
     write_shards,
 )
-from meshwright.data.corpus import read_documents
 from meshwright.data.progress import progress
 from meshwright.data.request import (
     ENCODERS_DIFFER,
@@ -80,9 +80,7 @@ class Part:
     def files(self, files: Sequence[InputFile]) -> list[InputFile]:
         """The files of this part: those whose middle is in its share of all bytes."""
         total = sum(file.size for file in files) or 1
-        return [
-            file for file in files if (2 * file.before + file.size) * self.count // (2 * total) == self.number - 1
-        ]
+        return [file for file in files if (2 * file.before + file.size) * self.count // (2 * total) == self.number - 1]
 
 
 @dataclass(frozen=True)
@@ -309,7 +307,9 @@ def _check_parts(parts: Sequence[_PartRecord]) -> None:
     folders: dict[int, Path] = {}
     for record in parts:
         if record.part.number in folders:
-            raise BadInput(f"{record.folder}: is part {_words(record)}, as is {folders[record.part.number]}; name each once")
+            raise BadInput(
+                f"{record.folder}: is part {_words(record)}, as is {folders[record.part.number]}; name each once"
+            )
         folders[record.part.number] = record.folder
     missing = [number for number in range(1, first.part.count + 1) if number not in folders]
     if missing:

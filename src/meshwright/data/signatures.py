@@ -76,7 +76,7 @@ class SignatureWriter:
             self._texts.append(text)
             self._size += len(text)
             if self._size >= BLOCK_CHARACTERS:
-                self._sign()
+                self._sign(self._sets)
         if len(self._digests) == SEGMENT_DOCUMENTS:
             self._finish_segment()
 
@@ -85,13 +85,12 @@ class SignatureWriter:
         if self._digests:
             self._finish_segment()
 
-    def _sign(self) -> None:
+    def _sign(self, sets: BinaryIO) -> None:
         """Compute the minima of the texts of a block, and write their shingles."""
-        assert self._sets is not None
         if not self._texts:
             return
         values, starts = shingle_sets(self._texts)
-        self._sets.write(values.astype("<u4").tobytes())
+        sets.write(values.astype("<u4").tobytes())
         end = self.ends[-1] if self.ends else 0
         self.ends += (starts[1:] + end).tolist()
         filled = np.flatnonzero(np.diff(starts))
@@ -102,7 +101,8 @@ class SignatureWriter:
         self._texts, self._size = [], 0
 
     def _finish_segment(self) -> None:
-        self._sign()
+        if self._sets is not None:
+            self._sign(self._sets)
         segment = Segment(self._signatures.tell(), len(self._digests), len(self._with_words), self._first)
         if self._sets is not None:
             documents = np.array(self._with_words, dtype=np.uint32)
