@@ -6,7 +6,7 @@ import io
 import json
 import random
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -157,7 +157,7 @@ def test_a_removed_document_is_similar_to_one_that_stays(tmp_path: Path) -> None
 def test_sets_are_those_of_another_program() -> None:
     texts = ["One two, three FOUR five six seven.", "one two three four five", "", "...", "short text", "Short-text!"]
     values, starts = shingle_sets(texts)
-    sets = [set(values[a:b].tolist()) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    sets = [set(values[a:b].tolist()) for a, b in pairwise(starts)]
     assert [len(each) for each in sets] == [3, 1, 0, 0, 1, 1]
     assert sets[1] < sets[0] and sets[4] == sets[5]
 

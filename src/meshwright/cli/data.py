@@ -77,7 +77,7 @@ FilterOption = Annotated[
     typer.Option(
         "--filter",
         metavar="FILE.py:FUNCTION",
-        help="A function `def keep(text: str) -> bool` of yours; documents for which it says False are removed. May be given several times.",
+        help="A function `def keep(text: str) -> bool` of yours: False removes a document. May be given several times.",
     ),
 ]
 EvaluationOption = Annotated[

@@ -76,6 +76,9 @@ class Cleaning:
         }
 
 
+NO_CLEANING = Cleaning()
+
+
 class Cleaner:
     """The filters of a cleaning, loaded."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ SETS_IN_MEMORY = 256
 
 @dataclass(frozen=True)
 class SignedUnit:
-    """The signatures of a unit with `documents` documents; `sets` has their shingles, up to `ends`; None if only exact texts are compared."""
+    """The signatures of a unit. `sets` has the shingles of its documents, up to `ends`; both are None if only exact texts are compared."""
 
     signatures: Path
     sets: Path | None
@@ -80,7 +81,7 @@ def _key_ranges(documents: int) -> Iterator[tuple[int, int]]:
     """Ranges of the leading byte of keys, so that each has at most some `KEYS_AT_ONCE` keys of a band."""
     ranges = min(-(-documents // KEYS_AT_ONCE), LEADING) or 1
     bounds = [LEADING * number // ranges for number in range(ranges + 1)]
-    yield from zip(bounds[:-1], bounds[1:], strict=True)
+    yield from pairwise(bounds)
 
 
 def _pairs_of(keys: np.ndarray, documents: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The pure step of a preparation: read, filter, sign and encode a unit of its files, in any process on any host.
 
-A folder has the job as `job.json`, beside it the tokenizer, and gets the result of each unit (data/chunks.py). All hosts must see the folder
-and the input files under the same names.
+A folder has the job as `job.json`, beside it the tokenizer, and gets the result of each unit (data/chunks.py). All hosts must see the
+folder and the input files under the same names.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from meshwright.data.answer_ends import AnswerEnds, count_answer_ends
 from meshwright.data.chat import CHAT_ENDINGS, ChatCounts, ChatReader, reads_chats
 from meshwright.data.chat_template import GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE, copy_chat_files, special_tokens
 from meshwright.data.chunk_stream import ChunkStream, Numbered, UnitPlace
-from meshwright.data.cleaning import Cleaner, Cleaning
+from meshwright.data.cleaning import NO_CLEANING, Cleaner, Cleaning
 from meshwright.data.corpus import Document, read_documents
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
@@ -69,7 +69,6 @@ from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.host_limits import usable_cores
 
 Encoder = Literal["auto", "tokenizers"]
-NO_CLEANING = Cleaning()
 NO_PREFERENCES: Mapping[str, PreferenceCounts] = MappingProxyType({})
 
 COMPARED_BYTES = 1 << 20
@@ -400,17 +399,16 @@ def _encoded_here(
 
 
 def write_shards(
-    documents: Generator[Numbered, None, None], writers: Mapping[str, SplitWriter], total_bytes: int, shown: bool
+    documents: Iterator[Numbered], writers: Mapping[str, SplitWriter], total_bytes: int, shown: bool
 ) -> None:
     """Write every document into the shards of its split, and finish them."""
     with (
         ExitStack() as unfinished,
         progress("preparing", total_bytes, shown) as report,
-        closing(documents) as numbered,
     ):
         for writer in writers.values():
             unfinished.callback(writer.abandon)  # after success no shard is open
-        for split, number, encoded in numbered:
+        for split, number, encoded in documents:
             writers[split].add(encoded, number)
             written = sum(writer.documents for writer in writers.values())
             report(encoded.document.consumed, written, sum(writer.tokens for writer in writers.values()))

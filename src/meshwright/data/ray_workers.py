@@ -37,7 +37,8 @@ def check_ray(chats: bool) -> None:
 def run_on_ray(folder: Path, units: Sequence[int], address: str) -> Iterator[int]:
     """Do `units` of the job in `folder` on the cluster at `address`; the number of each once it is done, in any order.
 
-    Raises what a unit raises; OutOfResources if its workers die again and again; BadInput for no cluster, and a folder that it does not see.
+    Raises what a unit raises; OutOfResources if its workers die again and again; BadInput if there is no cluster, or it does not see the
+    folder.
     """
     import ray
 
@@ -61,7 +62,8 @@ def _run(ray: Any, folder: Path, units: Sequence[int], address: str) -> Iterator
     try:
         while waiting or running:
             while waiting and len(running) < most:
-                running[task.remote(str(folder), waiting[0])] = waiting.popleft()
+                unit = waiting.popleft()
+                running[task.remote(str(folder), unit)] = unit
             (done, *_), _ = ray.wait(list(running))
             unit = running.pop(done)
             try:

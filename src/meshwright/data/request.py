@@ -15,7 +15,7 @@ import xxhash
 
 from meshwright.data.chat import ChatFiles, read_chat_files
 from meshwright.data.chat_template import TEXT_FILES, TOOL_TEMPLATE
-from meshwright.data.cleaning import Cleaning
+from meshwright.data.cleaning import NO_CLEANING, Cleaning
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import HELD_OUT, INPUTS, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.message_ranges import ASSISTANT
@@ -62,7 +62,7 @@ class Preparation:
     shard_tokens: int = SHARD_TOKENS
     chat: ChatRequest | None = None
     unended_answers: Literal["refuse", "accept"] = "refuse"
-    cleaning: Cleaning = Cleaning()
+    cleaning: Cleaning = NO_CLEANING
 
     @cached_property
     def loaded(self) -> LoadedTokenizer | None:

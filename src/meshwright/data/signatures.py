@@ -4,9 +4,9 @@ MinHash (Broder 1997): of 140 permutations of all shingles, the least value in a
 probability of their Jaccard similarity. Twenty bands of seven values each are hashed to a key; two documents of similarity 0.8 share a key
 with 0.99, of 0.5 with 0.15 (Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3).
 
-A file of signatures has segments one after another. A segment has for each band its keys in ascending order (uint64), the number of the
-document of each (uint32), and where the keys of each leading byte begin (257 × uint32). The last band has the exact texts: keys are the first
-half of a 128-bit digest; the second halves (uint64) follow them.
+A file of signatures has segments one after another. A segment has for each band where the keys of each leading byte begin (257 × uint32),
+its keys in ascending order (uint64), and the number of the document of each (uint32). The last band has the exact texts: keys are the
+first half of a 128-bit digest; the second halves (uint64) follow.
 """
 
 from __future__ import annotations

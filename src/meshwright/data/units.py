@@ -140,5 +140,5 @@ def _row_groups(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> li
 
 
 def _file(plain: dict[str, Any]) -> InputFile:
-    part = plain.pop("range")
-    return InputFile(**{**plain, "path": Path(plain["path"])}, range=None if part is None else FileRange(**part))
+    path, part = Path(plain.pop("path")), plain.pop("range")
+    return InputFile(path, **plain, range=None if part is None else FileRange(**part))
