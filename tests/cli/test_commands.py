@@ -76,6 +76,10 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
         lambda tiny, run, tmp: [tiny.parent / "source", "--tokenizer", run / "tokenizer.json", "--out", tmp / "data"],
         {"out", "splits", "vocab_size", "bad", "not_read", "reused", "text_format"},
     ),
+    "data import": (
+        lambda tiny, run, tmp: [tiny.parent / "data", "--tokenizer", run / "tokenizer.json", "--out", tmp / "imported"],
+        {"out", "splits", "vocab_size", "bad", "not_read", "reused", "text_format"},
+    ),
     "data lengths": (lambda tiny, run, tmp: [tiny.parent / "data"], {"documents", "tokens", "longest", "ranges"}),
     "data show": (lambda tiny, run, tmp: [run, "--step", 2], {"step", "samples"}),
     "tokenizer train": (
@@ -140,7 +144,17 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "goodput", "stragglers", "missing"}),
 }
 """Words that make each command with --json succeed, and the keys of its answer."""
-JSON_COMMANDS_ELSEWHERE = {"chaos", "predict", "bench-serve", "profile", "runs list", "compare", "sweep", "bench"}
+JSON_COMMANDS_ELSEWHERE = {
+    "chaos",
+    "data merge",
+    "predict",
+    "bench-serve",
+    "profile",
+    "runs list",
+    "compare",
+    "sweep",
+    "bench",
+}
 
 
 def test_every_command_with_json_is_asked() -> None:

@@ -305,6 +305,51 @@ def merge_command(
     print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
 
 
+@app.command("import")
+def import_command(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Token files of datatrove (.ds) or Megatron (.bin), their indices beside them, or folders of them.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            "--tokenizer", metavar="TOKENIZER", help="The tokenizer.json that made the tokens, or a folder that has it."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; `data.mix` in a run file names it.")],
+    held_out: Annotated[
+        float,
+        typer.Option(metavar="FRACTION", help="Share of the documents kept apart for validation, for example 0.01."),
+    ] = 0.0,
+    eos: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN", help="Token that ends each document; default: the one that the tokenizer's folder names."
+        ),
+    ] = None,
+    shard_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens after which a shard is closed; a killed import loses at most one shard.")
+    ] = 1 << 27,
+    as_json: Json = False,
+) -> None:
+    """Take over tokens that another program made.
+
+    Every document is checked: its ids are in the tokenizer, and it ends with the tokenizer's end token.
+
+    Example:
+
+        meshwright data import tokenized/ --tokenizer llama3/ --out corpus
+    """
+    from meshwright.data.token_files import import_tokens
+
+    prepared = import_tokens(inputs, tokenizer, out, held_out=held_out, eos=eos, shard_tokens=shard_tokens, shown=True)
+    print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
+
+
 @app.command("show")
 def show_command(
     target: Annotated[
