@@ -1,11 +1,10 @@
 """Time and memory of `data prepare` on generated text: MB per second of processor time, and the peak memory of all its processes together.
 
-    python benchmarks/prepare.py --tokenizer DIR --files '/usr/share/doc/**/*.txt' [--megabytes 200 1000] [--repeated 0.1]
-                                 [--deduplicate near]
+    python benchmarks/prepare.py --tokenizer DIR --files '/usr/share/doc/**/*.txt' [--megabytes 200 1000]
 
-Documents of some 3 kB are drawn from the lines of the files, with one in fifty words replaced by a random one, so that the encoder meets new
-words throughout. A share `--repeated` of them is an earlier document with up to 5% of its words changed. The text is written once into
---folder. Other options go to `data prepare`. Prints one JSON object per size.
+Documents of some 3 kB are drawn from the lines of the files, with one in fifty words replaced by a random one, so that the encoder
+meets new words throughout. A share `--repeated` of them (0) is an earlier document with up to 5% of its words changed. The text is
+written once into --folder. Other options, such as `--deduplicate near`, go to `data prepare`. Prints one JSON object per size.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.chat_template import GENERATION_CONFIG, copy_chat_files
+from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.chunk_stream import ChunkStream, UnitPlace, totals
 from meshwright.data.chunks import ChunkRecord, read_record
 from meshwright.data.cleaning import Cleaning
@@ -253,7 +253,7 @@ def _merge(parts: Sequence[_PartRecord], preparation: Preparation, shown: bool) 
     source = next(iter(_directories(preparation, parts[0].folder)))
     for directory in preparation.directories().values():
         directory.mkdir(exist_ok=True)
-        copy_chat_files(source, directory, leave_out=(GENERATION_CONFIG,))
+        copy_chat_files(source, directory)
         write_durable(directory / TOKENIZER, tokenizer.content)
     stream = ChunkStream(
         [UnitPlace(job.folder, unit) for job in jobs for unit in range(len(job.units))],
