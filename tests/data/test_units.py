@@ -138,18 +138,28 @@ def test_a_worker_that_is_killed_is_replaced(
 
 
 def test_a_unit_that_kills_every_worker_is_named(
-    mixed: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_units: None
+    mixed: Path,
+    tokenizer_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_units: None,
+    whole: dict[str, bytes],
 ) -> None:
     give = local_workers._Process.give
 
     def give_and_kill(self: local_workers._Process, unit: int) -> None:
         give(self, unit)
-        if unit == 3:
+        if unit == 6:
             os.kill(self._process.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(local_workers._Process, "give", give_and_kill)
-    with pytest.raises(OutOfResources, match="3 processes were ended by SIGKILL while they did unit"):
-        prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=1, **OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(local_workers._Process, "give", give_and_kill)
+        with pytest.raises(OutOfResources, match="3 processes were ended by SIGKILL while they did unit"):
+            prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=1, **OPTIONS)
+    done = {path.name for path in (tmp_path / "out" / "units").glob("unit-*.json")}
+    assert done, "units that were done are kept"
+    prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=1, **OPTIONS)
+    assert contents(tmp_path / "out") == whole
 
 
 def test_a_worker_whose_memory_is_full_ends_and_another_goes_on(

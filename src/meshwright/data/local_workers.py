@@ -38,9 +38,10 @@ def run_locally(folder: Path, units: Iterable[int], processes: int) -> Iterator[
             while waiting and len(running) < processes:
                 running.append(_Process(folder))
                 selector.register(running[-1].output, selectors.EVENT_READ, running[-1])
-            for process in running:
-                while waiting and len(process.units) < AHEAD:
-                    process.give(waiting.popleft())
+            for count in range(AHEAD):
+                for process in running:
+                    if waiting and len(process.units) == count:
+                        process.give(waiting.popleft())
             for key, _ in selector.select():
                 process = key.data
                 yield from process.answers()

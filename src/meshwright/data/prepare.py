@@ -154,8 +154,10 @@ def prepare(
                 raise
             message = f"{out}: the disk is full; make room and run the same command again to continue"
             raise OutOfResources(message) from error
-        except MeshwrightError:
-            if not (out / JOURNAL).exists():
+        except MeshwrightError as error:
+            # Units that are done are worth keeping if the same command can go on with more memory or disk.
+            goes_on = isinstance(error, OutOfResources) and any((out / UNITS).glob("unit-*.json"))
+            if not ((out / JOURNAL).exists() or goes_on):
                 forget(out)
             raise
 
