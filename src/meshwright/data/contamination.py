@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.data.corpus import Document, read_documents
 from meshwright.data.inputs import InputFile, list_inputs
 from meshwright.data.records import all_fields
-from meshwright.data.shingles import shingles, word_hashes
+from meshwright.data.shingles import distinct, shingles, word_hashes
 from meshwright.spec.errors import BadInput
 
 WORDS = 13
@@ -27,7 +27,7 @@ class EvaluationTexts:
         self._names = [file.name for file in files]
         found, sources = [], []
         for number, file in enumerate(files):
-            of_file = np.unique(np.concatenate([np.zeros(0, np.uint64), *_runs(file)]))
+            of_file = distinct(np.concatenate([np.zeros(0, np.uint64), *_runs(file)]))
             if not len(of_file):
                 raise BadInput(
                     f"--evaluation {file.name}: has no text of {WORDS} words or more, which the check compares"

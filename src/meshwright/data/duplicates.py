@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshwright.data.shingles import distinct
 from meshwright.data.signatures import BANDS, EXACT_BAND, LEADING, Segment, read_keys
 
 KEYS_AT_ONCE = 1 << 22
@@ -52,7 +53,7 @@ def find_duplicates(units: Sequence[SignedUnit], similarity: float | None) -> Du
     exact = _pairs(units, starts, near, EXACT_BAND)
     alike = np.zeros(0, np.uint64)
     for band in range(BANDS if near else 0):
-        alike = np.union1d(alike, _pairs(units, starts, near, band))
+        alike = distinct(np.concatenate([alike, _pairs(units, starts, near, band)]))
     sets = _Sets(units, starts) if near else None
     return _removed(exact, np.setdiff1d(alike, exact), sets, similarity)
 
@@ -74,7 +75,7 @@ def _pairs(units: Sequence[SignedUnit], starts: np.ndarray, near: bool, band: in
                     second.append(some.keys if some.second is None else some.second)
         if keys:
             found.append(_pairs_of(np.concatenate(keys), np.concatenate(documents), np.concatenate(second)))
-    return np.unique(np.concatenate(found))
+    return distinct(np.concatenate(found))
 
 
 def _key_ranges(documents: int) -> Iterator[tuple[int, int]]:
@@ -92,7 +93,7 @@ def _pairs_of(keys: np.ndarray, documents: np.ndarray, second: np.ndarray) -> np
     begins = np.concatenate([[True], ~same])
     first = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))[at] if len(at) else at
     later = documents[at] << np.uint64(32)
-    return np.unique(np.concatenate([later | documents[first], later | documents[at - 1]]))
+    return distinct(np.concatenate([later | documents[first], later | documents[at - 1]]))
 
 
 def _removed(exact: np.ndarray, alike: np.ndarray, sets: _Sets | None, similarity: float | None) -> Duplicates:

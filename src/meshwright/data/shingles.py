@@ -104,6 +104,12 @@ def shingles(hashes: np.ndarray, starts: np.ndarray, words: int) -> tuple[np.nda
     return _mixed(joined[kept]), np.concatenate([[0], np.cumsum(of_text)]).astype(np.int64)
 
 
+def distinct(values: np.ndarray) -> np.ndarray:
+    """The different values, ascending. `numpy.unique` of numpy 2.3 and later takes five times as long for such values."""
+    ordered = np.sort(values)
+    return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
+
+
 def joined_words(hashes: np.ndarray) -> int:
     """The hash of a whole run of words."""
     value = 0

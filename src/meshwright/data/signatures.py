@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from meshwright.data.shingles import joined_words, shingles, text_ranges, word_hashes
+from meshwright.data.shingles import distinct, joined_words, shingles, text_ranges, word_hashes
 
 WORDS = 5
 """Words of a shingle."""
@@ -156,7 +156,7 @@ def shingle_sets(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     if short:
         owners = np.concatenate([owners, np.array([number for number, _ in short], dtype=np.uint64)])
         values = np.concatenate([values, np.array([value for _, value in short], dtype=np.uint64)])
-    different = np.unique((owners << np.uint64(32)) | values)
+    different = distinct((owners << np.uint64(32)) | values)
     bounds = np.arange(len(texts) + 1, dtype=np.uint64) << np.uint64(32)
     return different.astype(np.uint32), np.searchsorted(different, bounds)
 
