@@ -168,7 +168,9 @@ def test_parts_that_do_not_belong_together_are_named(texts: Path, tokenizer_file
     with pytest.raises(BadInput, match=r"no prepared part here \(nearest: .*/3/3\)"):
         merge([tmp_path / "3" / "3a"], out)
     next((three[2] / "units").glob("*.tokens")).unlink()
-    with pytest.raises(Damaged, match=r"files of unit \d are missing; prepare this part again"):
+    with pytest.raises(
+        Damaged, match=r"files of unit \d are missing or have other sizes; remove .*/3/3 and prepare this part again"
+    ):
         merge(three, out)
     assert not out.exists()
 

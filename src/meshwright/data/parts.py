@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.chunk_stream import ChunkStream, UnitPlace, totals
-from meshwright.data.chunks import ChunkRecord, read_record
+from meshwright.data.chunks import ChunkRecord, has_documents, read_record
 from meshwright.data.cleaning import Cleaning
 from meshwright.data.corpus import read_documents
 from meshwright.data.fast_encoder import EncodersDiffer
@@ -231,6 +231,11 @@ def merge(folders: Sequence[Path], out: Path, *, shown: bool = False) -> Prepare
     """
     parts = sorted((read_part(folder) for folder in folders), key=lambda record: record.part.number)
     _check_parts(parts)
+    for record in parts:
+        for unit, of_unit in enumerate(_unit_records(record)):
+            if not has_documents(record.folder / UNITS, unit, of_unit):
+                files = f"{record.folder / UNITS}: files of unit {unit} are missing or have other sizes"
+                raise Damaged(f"{files}; remove {record.folder} and prepare this part again")
     request = parts[0].request
     preparation = _preparation(request, out)
     with locked(out, wait=False):
@@ -348,17 +353,23 @@ def _directories(preparation: Preparation, folder: Path) -> list[Path]:
 
 
 def _result(record: _PartRecord, reused: bool) -> PreparedPart:
-    left_out = LeftOut.from_plain(record.left_out)
-    records: list[ChunkRecord] = []
+    left_out, records = LeftOut.from_plain(record.left_out), _unit_records(record)
+    for of_unit in records:
+        left_out.merge(of_unit.left_out)
+    _, documents, tokens = totals(records)
+    return PreparedPart(record.folder, record.part, documents, tokens, left_out, reused)
+
+
+def _unit_records(record: _PartRecord) -> list[ChunkRecord]:
+    """What the units of a part gave. Raises Damaged if one is missing."""
+    records = []
     for unit in range(record.units):
         of_unit = read_record(record.folder / UNITS, unit)
         if of_unit is None:
             missing = f"{record.folder / UNITS}: the result of unit {unit} is missing"
             raise Damaged(f"{missing}; remove {record.folder} and prepare this part again")
         records.append(of_unit)
-        left_out.merge(of_unit.left_out)
-    _, documents, tokens = totals(records)
-    return PreparedPart(record.folder, record.part, documents, tokens, left_out, reused)
+    return records
 
 
 def _no_part(folder: Path) -> str:
