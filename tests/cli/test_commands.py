@@ -77,7 +77,13 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
         {"out", "splits", "vocab_size", "bad", "not_read", "reused", "text_format"},
     ),
     "data import": (
-        lambda tiny, run, tmp: [tiny.parent / "data", "--tokenizer", run / "tokenizer.json", "--out", tmp / "imported"],
+        lambda tiny, run, tmp: [
+            tiny.parent / "data" / "train",
+            "--tokenizer",
+            run / "tokenizer.json",
+            "--out",
+            tmp / "imported",
+        ],
         {"out", "splits", "vocab_size", "bad", "not_read", "reused", "text_format"},
     ),
     "data lengths": (lambda tiny, run, tmp: [tiny.parent / "data"], {"documents", "tokens", "longest", "ranges"}),
@@ -169,7 +175,7 @@ def test_json_is_one_object_on_stdout(name: str, tiny: Path, finished: Path, tmp
     assert set(answer.json) == keys
 
 
-@pytest.mark.parametrize("name", sorted(set(JSON_COMMANDS) - {"data prepare", "tokenizer train"}))
+@pytest.mark.parametrize("name", sorted(set(JSON_COMMANDS) - {"data prepare", "data import", "tokenizer train"}))
 def test_a_name_that_is_not_there_brings_the_nearest(name: str, finished: Path, tmp_path: Path, monkeypatch) -> None:
     shutil.copytree(finished, tmp_path / "runs" / "tiny")
     shutil.copy(finished.parent / "tiny" / "config.yaml", tmp_path / "runs" / "tiny.yaml")
@@ -179,6 +185,20 @@ def test_a_name_that_is_not_there_brings_the_nearest(name: str, finished: Path, 
     answer = meshwright(*name.split(), wrong, *options, "--json")
     assert answer.code == 2 and answer.json["ok"] is False
     assert "tinny" in answer.out and re.search(r"runs/tiny|tiny\.yaml", answer.out)
+
+
+def test_parts_are_prepared_and_merged(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"Text {number} of four.\n")
+    inputs = [tmp_path / f"{number}.txt" for number in range(4)]
+    for number in (1, 2):
+        options = ["--tokenizer", "train:260", "--part", f"{number}/2", "--out", tmp_path / str(number), "--json"]
+        answer = meshwright("data", "prepare", *inputs, *options)
+        assert answer.code == 0 and (answer.json["part"], answer.json["documents"]) == (f"{number}/2", 2)
+    answer = meshwright(
+        "data", "merge", tmp_path / "1", tmp_path / "2", "--out", tmp_path / "whole", "--verify", "--json"
+    )
+    assert answer.code == 0 and answer.json["splits"]["train"]["documents"] == 4
 
 
 @pytest.mark.parametrize("name", COMMANDS)
