@@ -76,6 +76,16 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
         lambda tiny, run, tmp: [tiny.parent / "source", "--tokenizer", run / "tokenizer.json", "--out", tmp / "data"],
         {"out", "splits", "vocab_size", "bad", "not_read", "reused", "text_format"},
     ),
+    "data import": (
+        lambda tiny, run, tmp: [
+            tiny.parent / "data" / "train",
+            "--tokenizer",
+            run / "tokenizer.json",
+            "--out",
+            tmp / "imported",
+        ],
+        {"out", "splits", "vocab_size", "bad", "not_read", "reused", "text_format"},
+    ),
     "data lengths": (lambda tiny, run, tmp: [tiny.parent / "data"], {"documents", "tokens", "longest", "ranges"}),
     "data show": (lambda tiny, run, tmp: [run, "--step", 2], {"step", "samples"}),
     "tokenizer train": (
@@ -140,7 +150,17 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "goodput", "stragglers", "missing"}),
 }
 """Words that make each command with --json succeed, and the keys of its answer."""
-JSON_COMMANDS_ELSEWHERE = {"chaos", "predict", "bench-serve", "profile", "runs list", "compare", "sweep", "bench"}
+JSON_COMMANDS_ELSEWHERE = {
+    "chaos",
+    "data merge",
+    "predict",
+    "bench-serve",
+    "profile",
+    "runs list",
+    "compare",
+    "sweep",
+    "bench",
+}
 
 
 def test_every_command_with_json_is_asked() -> None:
@@ -155,7 +175,7 @@ def test_json_is_one_object_on_stdout(name: str, tiny: Path, finished: Path, tmp
     assert set(answer.json) == keys
 
 
-@pytest.mark.parametrize("name", sorted(set(JSON_COMMANDS) - {"data prepare", "tokenizer train"}))
+@pytest.mark.parametrize("name", sorted(set(JSON_COMMANDS) - {"data prepare", "data import", "tokenizer train"}))
 def test_a_name_that_is_not_there_brings_the_nearest(name: str, finished: Path, tmp_path: Path, monkeypatch) -> None:
     shutil.copytree(finished, tmp_path / "runs" / "tiny")
     shutil.copy(finished.parent / "tiny" / "config.yaml", tmp_path / "runs" / "tiny.yaml")
@@ -165,6 +185,20 @@ def test_a_name_that_is_not_there_brings_the_nearest(name: str, finished: Path, 
     answer = meshwright(*name.split(), wrong, *options, "--json")
     assert answer.code == 2 and answer.json["ok"] is False
     assert "tinny" in answer.out and re.search(r"runs/tiny|tiny\.yaml", answer.out)
+
+
+def test_parts_are_prepared_and_merged(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"Text {number} of four.\n")
+    inputs = [tmp_path / f"{number}.txt" for number in range(4)]
+    for number in (1, 2):
+        options = ["--tokenizer", "train:260", "--part", f"{number}/2", "--out", tmp_path / str(number), "--json"]
+        answer = meshwright("data", "prepare", *inputs, *options)
+        assert answer.code == 0 and (answer.json["part"], answer.json["documents"]) == (f"{number}/2", 2)
+    answer = meshwright(
+        "data", "merge", tmp_path / "1", tmp_path / "2", "--out", tmp_path / "whole", "--verify", "--json"
+    )
+    assert answer.code == 0 and answer.json["splits"]["train"]["documents"] == 4
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -101,7 +101,7 @@ def test_encoders_are_loaded_anew_when_their_words_take_too_much_memory(
     monkeypatch.setattr(fast_encoder, "LEAST_TEXT", 100)
     texts = [story(i) for i in range(5)]
     for resident, most in ((0, 0), (1 << 62, 3)):
-        monkeypatch.setattr(fast_encoder, "_resident", lambda resident=resident: resident)
+        monkeypatch.setattr(fast_encoder, "resident", lambda resident=resident: resident)
         for _ in range(3):
             assert lists(fast.ids(texts)) == expected(tokenizer, texts)
         assert most - 1 <= loads <= most

@@ -15,6 +15,8 @@ from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from meshwright.data.answer_ends import AnswerEnds
+    from meshwright.data.left_out import LeftOut
+    from meshwright.data.parts import PreparedPart
     from meshwright.data.prepare import Prepared
     from meshwright.data.source import DataSource
     from meshwright.spec.job import TrainSpec
@@ -60,6 +62,56 @@ UnendedOption = Annotated[
     typer.Option(
         help="With --chat or --preferences: refuse or accept answers that do not end with a special token; refuse by default."
     ),
+]
+
+
+class Encoder(StrEnum):
+    """The program that encodes text."""
+
+    auto = "auto"
+    tokenizers = "tokenizers"
+
+
+FilterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--filter",
+        metavar="FILE.py:FUNCTION",
+        help="A function `def keep(text: str) -> bool` of yours: False removes a document. May be given several times.",
+    ),
+]
+EvaluationOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--evaluation",
+        metavar="FILE",
+        help="File or folder of an evaluation: documents with 13 words in a row of it are removed. May be given several times.",
+    ),
+]
+DeduplicateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="exact|near|near:SIMILARITY",
+        help="Remove documents with the text of an earlier one, or one whose runs of 5 words are the same to this share (0.75).",
+    ),
+]
+PartOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I/N",
+        help="Prepare part I of N on this host, for example 2/8, into an --out of its own; `data merge` joins all parts to the corpus.",
+    ),
+]
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Ray cluster that reads and encodes, for example auto. Its hosts must see inputs and --out under the same names.",
+    ),
+]
+EncoderOption = Annotated[
+    Encoder,
+    typer.Option(help="auto: gigatoken where its ids are those of tokenizers. The output does not depend on it."),
 ]
 
 
@@ -124,9 +176,19 @@ def prepare_command(
             metavar="TOKEN", help="Token that ends each document; default: the one that the tokenizer's folder names."
         ),
     ] = None,
+    filters: FilterOption = None,
+    evaluations: EvaluationOption = None,
+    deduplicate: DeduplicateOption = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Encoding threads. The output does not depend on it. Default: all cores.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes that read and encode, of small inputs and chats threads. The output does not depend on it. Default: all cores.",
+        ),
     ] = None,
+    part: PartOption = None,
+    ray: RayOption = None,
+    encoder: EncoderOption = Encoder.auto,
     shard_tokens: Annotated[
         int,
         typer.Option(min=1, help="Tokens after which a shard is closed; a killed preparation loses at most one shard."),
@@ -138,15 +200,17 @@ def prepare_command(
 ) -> None:
     """Turn text into token shards that training reads.
 
-    The work is done in parallel. When it is killed, the same command continues it, to the same bytes.
+    The work is done in parallel. When it is killed, the same command continues it, to the same bytes. So it is on a Ray cluster, and with
+    --part on several hosts.
 
     Example:
 
         meshwright data prepare docs/ posts.jsonl.gz --tokenizer train:32000 --held-out 0.01 --out data/mine
     """
+    from meshwright.data.cleaning import Cleaning
     from meshwright.data.manifest import verify as verify_directory
     from meshwright.data.prepare import prepare
-    from meshwright.data.request import ChatRequest
+    from meshwright.data.request import ChatRequest, Preparation
     from meshwright.spec.errors import Damaged
 
     if chat and preferences:
@@ -160,6 +224,30 @@ def prepare_command(
     ):
         raise BadInput("--chat-template, --train-roles and --unended-answers: are for chats; add --chat")
     roles = tuple(role.strip() for role in (train_roles or "assistant").split(","))
+    cleaning = Cleaning(tuple(filters or ()), tuple(evaluations or ()), deduplicate)
+    if part is not None:
+        from meshwright.data.parts import Part, prepare_part
+
+        if chat or preferences:
+            raise BadInput("--part: is for text; chats and preferences are prepared on one host")
+        if verify:
+            raise BadInput("--verify: is for a whole corpus; `data merge` takes it")
+        preparation = Preparation(
+            tuple(inputs),
+            tokenizer,
+            out,
+            held_out,
+            text_key or "text",
+            on_bad.value,
+            eos,
+            shard_tokens,
+            cleaning=cleaning,
+        )
+        how: Any = {"workers": workers, "ray": ray, "encoder": encoder.value, "shown": True}
+        prepared_part = prepare_part(preparation, Part.parse(part), text_key=text_key, **how)
+        _say_left_out(prepared_part.left_out)
+        print(json.dumps(_part_summary(prepared_part)) if as_json else _part_sentences(prepared_part))
+        return
 
     prepared = prepare(
         inputs,
@@ -172,13 +260,93 @@ def prepare_command(
         shard_tokens=shard_tokens,
         chat=ChatRequest(roles, chat_template, preferences) if chat or preferences else None,
         unended_answers="accept" if unended_answers is Unended.accept else "refuse",
+        cleaning=cleaning,
         workers=workers,
+        ray=ray,
+        encoder=encoder.value,
         shown=True,
     )
-    if lines := prepared.left_out.lines():
-        sys.stderr.write("\n".join(["left out:", *lines, ""]))
+    _say_left_out(prepared.left_out)
     if verify and (faults := verify_directory(out)):
         raise Damaged("\n".join(faults))
+    print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
+
+
+@app.command("merge")
+def merge_command(
+    parts: Annotated[
+        list[Path], typer.Argument(metavar="PART_DIR...", help="The folders of all parts (`data prepare --part`).")
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory of the corpus; `data.mix` in a run file names it.")
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Then read every file again and compare its digest with the manifest.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Join the parts of a corpus that several hosts prepared.
+
+    The corpus is the one that a single `data prepare` makes, byte for byte; with --deduplicate this command finds the duplicates. The parts
+    stay as they are. When it is killed, the same command continues.
+
+    Example:
+
+        meshwright data merge parts/1 parts/2 parts/3 --out corpus
+    """
+    from meshwright.data.manifest import verify as verify_directory
+    from meshwright.data.parts import merge
+    from meshwright.spec.errors import Damaged
+
+    prepared = merge(parts, out, shown=True)
+    _say_left_out(prepared.left_out)
+    if verify and (faults := verify_directory(out)):
+        raise Damaged("\n".join(faults))
+    print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
+
+
+@app.command("import")
+def import_command(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Token files of datatrove (.ds) or Megatron (.bin), their indices beside them, or folders of them.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            "--tokenizer", metavar="TOKENIZER", help="The tokenizer.json that made the tokens, or a folder that has it."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; `data.mix` in a run file names it.")],
+    held_out: Annotated[
+        float,
+        typer.Option(metavar="FRACTION", help="Share of the documents kept apart for validation, for example 0.01."),
+    ] = 0.0,
+    eos: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN", help="Token that ends each document; default: the one that the tokenizer's folder names."
+        ),
+    ] = None,
+    shard_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens after which a shard is closed; a killed import loses at most one shard.")
+    ] = 1 << 27,
+    as_json: Json = False,
+) -> None:
+    """Take over tokens that another program made.
+
+    Every document is checked: its ids are in the tokenizer, and it ends with the tokenizer's end token.
+
+    Example:
+
+        meshwright data import tokenized/ --tokenizer llama3/ --out corpus
+    """
+    from meshwright.data.token_files import import_tokens
+
+    prepared = import_tokens(inputs, tokenizer, out, held_out=held_out, eos=eos, shard_tokens=shard_tokens, shown=True)
     print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
 
 
@@ -275,6 +443,33 @@ def _open_target(
     return source, run.train
 
 
+def _say_left_out(left_out: LeftOut) -> None:
+    if lines := left_out.lines():
+        sys.stderr.write("\n".join(["left out:", *lines, ""]))
+
+
+def _part_summary(prepared: PreparedPart) -> dict[str, Any]:
+    left_out = prepared.left_out
+    return {
+        "out": str(prepared.out),
+        "part": f"{prepared.part.number}/{prepared.part.count}",
+        "documents": prepared.documents,
+        "tokens": prepared.tokens,
+        "bad": {"count": left_out.bad.count, "first": left_out.bad.first},
+        "not_read": left_out.not_read,
+        "reused": prepared.reused,
+    }
+
+
+def _part_sentences(prepared: PreparedPart) -> str:
+    number, count = prepared.part.number, prepared.part.count
+    first = "already prepared by this command: part" if prepared.reused else "prepared part"
+    return (
+        f"{first} {number} of {count}: {prepared.documents:,} documents, {prepared.tokens:,} tokens\n"
+        f"When all {count} are there:  meshwright data merge PART_DIR... --out DIR"
+    )
+
+
 def _summary(prepared: Prepared) -> dict[str, Any]:
     splits = {
         split: {"documents": manifest.documents, "tokens": manifest.tokens, "text_bytes": manifest.text_bytes}
@@ -293,6 +488,7 @@ def _summary(prepared: Prepared) -> dict[str, Any]:
         **({} if manifest.preferences is None else {"preferences": manifest.preferences.kind}),
         "bad": {"count": left_out.bad.count, "first": left_out.bad.first},
         "not_read": left_out.not_read,
+        **({"removed": manifest.removed} if manifest.removed else {}),
         "reused": prepared.reused,
     }
 
@@ -304,6 +500,7 @@ def _ends(answers: AnswerEnds) -> dict[str, int]:
 
 def _sentences(prepared: Prepared) -> str:
     from meshwright.data.left_out import not_read_words
+    from meshwright.data.removed import REPORT, removed_words
 
     first = "prepared" if prepared.chats is None else f"prepared {prepared.chats}"
     lines = ["already prepared by this command" if prepared.reused else first]
@@ -320,6 +517,8 @@ def _sentences(prepared: Prepared) -> str:
     manifest = next(iter(prepared.manifests.values()))
     if manifest.not_read:
         lines.append(f"  not read: {not_read_words(manifest.not_read)}")
+    if manifest.removed:
+        lines.append(f"  removed: {removed_words(manifest.removed)} (examples: {prepared.out / REPORT})")
     if manifest.text_format is not None:
         end = manifest.text_format.document_end
         ends = [f"each document ends with {end.text}"] if end is not None and not manifest.masked else []

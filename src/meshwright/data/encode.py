@@ -120,9 +120,11 @@ def _encode_batch(
         encodings = tokenizer.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
 
-    contexts = ids_of([piece.context for piece in batch])
-    ids = ids_of([piece.context + piece.text for piece in batch])
-    return [(piece, tokens[len(context) :]) for piece, context, tokens in zip(batch, contexts, ids, strict=True)]
+    contexts = list(filter(None, (piece.context for piece in batch)))
+    ids = ids_of([*(piece.context + piece.text for piece in batch), *contexts])
+    lengths = map(len, ids[len(batch) :])
+    starts = [next(lengths) if piece.context else 0 for piece in batch]
+    return [(piece, tokens[start:]) for piece, tokens, start in zip(batch, ids[: len(batch)], starts, strict=True)]
 
 
 def _pieces_of(

@@ -66,19 +66,24 @@ class FastEncoder:
         self._turn = threading.Semaphore(workers)
         """There are at most as many encoders as workers, because each takes some 0.1 GB and half a second to load."""
         self._put_back(self._load(), 0)
-        self._most_resident = _resident() + workers * WORD_MEMORY
+        self._most_resident = resident() + workers * WORD_MEMORY
         self.check([*HARD_TEXTS, *(f"a {token['content']}b" for token in special)])
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, uint32. Raises EncodersDiffer if an excerpt has other ids in `tokenizers`."""
         step = max(len(texts) // EXCERPTS, 1)
-        self.check(_middle(text) for text in texts[::step][:EXCERPTS])
-        return self.ids(texts)
+        excerpts = [_middle(text) for text in texts[::step][:EXCERPTS]]
+        rows = self.ids([*texts, *excerpts])  # one call: each costs as much as some 50 kB of text
+        self._compare(excerpts, rows[len(texts) :])
+        return rows[: len(texts)]
 
     def check(self, texts: Iterable[str]) -> None:
         """Raises EncodersDiffer if a text has other ids in `tokenizers`."""
         asked = list(texts)
-        for text, ids, right in zip(asked, self.ids(asked), self._right(asked), strict=True):
+        self._compare(asked, self.ids(asked))
+
+    def _compare(self, texts: list[str], rows: Sequence[np.ndarray]) -> None:
+        for text, ids, right in zip(texts, rows, self._right(texts), strict=True):
             if ids.tolist() != right:
                 raise EncodersDiffer(f"the ids of gigatoken are not those of tokenizers at {shorten(repr(text))}")
 
@@ -95,11 +100,13 @@ class FastEncoder:
         return [next(rows) if is_known else np.array(next(others), dtype=np.uint32) for is_known in known]
 
     def _right(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
         return [encoding.ids for encoding in self._oracle.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _put_back(self, encoder: Any, encoded: int) -> None:
         """Keep an encoder for the next call, unless its words take too much memory."""
-        if encoded < LEAST_TEXT or _resident() < self._most_resident:
+        if encoded < LEAST_TEXT or resident() < self._most_resident:
             self._idle.append((encoder, encoded))
 
     def _load(self) -> Any:
@@ -144,7 +151,7 @@ def _as_difference() -> Iterator[None]:
         raise EncodersDiffer(f"gigatoken does not encode this ({shorten(reason)})") from None
 
 
-def _resident() -> int:
+def resident() -> int:
     """Bytes of memory that this process uses now; where the system does not say, the most that it has used."""
     status = Path("/proc/self/statm")
     if status.exists():

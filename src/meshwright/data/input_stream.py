@@ -9,7 +9,7 @@ from typing import BinaryIO, cast
 import xxhash
 
 from meshwright.data.file_formats import READ_BYTES, DecompressedFile
-from meshwright.data.inputs import InputFile
+from meshwright.data.inputs import FileRange, InputFile
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class InputStream(io.BufferedReader):
     def __init__(self, file: InputFile) -> None:
         """Raises OSError if the file cannot be opened."""
         self.file = file
-        self.number = 0
+        self.number = 0 if file.range is None else file.range.before
         """Number of the line or record that was read last."""
-        self._stored = _StoredFile(file.path.open("rb", buffering=0))
+        self._stored = _StoredFile(file.path.open("rb", buffering=0), file.range)
         compression = file.format.compression
         stored = cast(BinaryIO, self._stored)
         super().__init__(self._stored if compression is None else DecompressedFile(stored, compression), READ_BYTES)
@@ -39,7 +39,7 @@ class InputStream(io.BufferedReader):
         return self._stored.count
 
     def contents(self) -> Contents:
-        """The digest of the whole file; reads what is left of it."""
+        """The digest of the whole file; reads what is left of it. Not for a part of a file."""
         while self._stored.read(READ_BYTES):
             pass
         return Contents(self.file, self._stored.state.hexdigest())
@@ -53,18 +53,20 @@ class InputStream(io.BufferedReader):
 
 
 class _StoredFile(io.RawIOBase):
-    """The bytes of a file as they are on the disk: their number and digest until now."""
+    """The bytes of a file, or of a part of it, as they are on the disk: the position in the file, and the digest until now."""
 
-    def __init__(self, file: io.FileIO) -> None:
+    def __init__(self, file: io.FileIO, part: FileRange | None = None) -> None:
         self._file = file
-        self.count = 0
+        self.count = 0 if part is None else file.seek(part.start)
+        self._stop = None if part is None else part.stop
         self.state = xxhash.xxh3_128()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # pyrefly: ignore[bad-override]
-        count = self._file.readinto(buffer) or 0
+        within = buffer if self._stop is None else buffer[: self._stop - self.count]
+        count = self._file.readinto(within) or 0
         self.state.update(buffer[:count])
         self.count += count
         return count

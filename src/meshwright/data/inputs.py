@@ -41,12 +41,25 @@ HARMLESS: tuple[Reason, ...] = ("hidden", "empty", "the same as another")
 
 
 @dataclass(frozen=True)
+class FileRange:
+    """A part of a file: bytes [start, stop) of lines, or row groups of parquet, with `before` lines or rows before it in the file.
+
+    `size` is its share of the file in bytes.
+    """
+
+    start: int
+    stop: int
+    before: int
+    size: int
+
+
+@dataclass(frozen=True)
 class InputFile:
     """A file to read. `name` is shown to people; `key` is its path in its input and does not change if the input moves.
 
     `from_search` means that it comes from the search of a directory, so that a binary or empty file is skipped.
     `before` is the size of all files before this one in bytes; `modified_ns` and `changed_ns` are the times of its contents and
-    of its inode.
+    of its inode. With `range` only a part of the file is read.
     """
 
     path: Path
@@ -57,6 +70,7 @@ class InputFile:
     before: int = 0
     modified_ns: int = 0
     changed_ns: int = 0
+    range: FileRange | None = None
 
     format: FileFormat = field(init=False)
 

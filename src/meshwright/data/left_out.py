@@ -47,6 +47,21 @@ class LeftOut:
         if len(figures["first"]) < NAMED:
             figures["first"].append(f"{item.where}: {item.detail}" if item.detail else item.where)
 
+    def merge(self, later: LeftOut) -> None:
+        """Add what was left out of the text behind."""
+        self.bad.count += later.bad.count
+        self.bad.first += later.bad.first[: NAMED - len(self.bad.first)]
+        for reason, more in later.not_read.items():
+            figures = self.not_read.setdefault(reason, {"files": 0, "bytes": 0, "first": []})
+            figures["files"] += more["files"]
+            figures["bytes"] += more["bytes"]
+            figures["first"] += more["first"][: NAMED - len(figures["first"])]
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> LeftOut:
+        """What `dataclasses.asdict` gives."""
+        return cls(BadDocuments(**plain["bad"]), plain["not_read"])
+
     @property
     def lost(self) -> dict[str, dict[str, Any]]:
         """The files that are not read though the inputs name them."""

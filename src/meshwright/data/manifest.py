@@ -90,7 +90,8 @@ class Manifest:
     `inputs` is the digest of `inputs.jsonl`, None in directories of earlier releases; `not_read` has the files and bytes that were not
     read, by reason. `text_format` is None in directories of earlier releases; `unended_answers` counts answers of chats without end token.
     `trained_tokens` counts the tokens of chats that are trained on; None for text, and in directories of earlier releases. With
-    `preferences` each document is a prompt with one answer, whose tokens have the weight 1 if it is good and -1 if not.
+    `preferences` each document is a prompt with one answer, whose tokens have the weight 1 if it is good and -1 if not. `removed` has the
+    documents and bytes of text that cleaning removed from the whole corpus, by reason.
     """
 
     tokenizer: TokenizerRecord
@@ -104,6 +105,7 @@ class Manifest:
     unended_answers: Count = 0
     trained_tokens: Count | None = None
     preferences: PreferenceCounts | None = None
+    removed: dict[str, dict[str, Count]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -134,8 +136,9 @@ class Manifest:
         totals = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
         text_format = None if self.text_format is None else self.text_format.to_plain()
         values = {"version": self.version, **totals, **asdict(self), "text_format": text_format}
-        if self.preferences is None:
-            del values["preferences"]
+        for name in ("preferences", "removed"):
+            if not values[name]:
+                del values[name]
         text = json.dumps(values, indent=1)
         write_durable(directory / MANIFEST, text.encode() + b"\n")
 

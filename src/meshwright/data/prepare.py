@@ -10,10 +10,11 @@ import errno
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -21,20 +22,27 @@ import numpy as np
 from meshwright.data.answer_ends import AnswerEnds, count_answer_ends
 from meshwright.data.chat import CHAT_ENDINGS, ChatCounts, ChatReader, reads_chats
 from meshwright.data.chat_template import GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE, copy_chat_files, special_tokens
-from meshwright.data.corpus import Document, FromFile, read_documents
+from meshwright.data.chunk_stream import ChunkStream, Numbered, UnitPlace
+from meshwright.data.cleaning import NO_CLEANING, Cleaner, Cleaning
+from meshwright.data.corpus import Document, read_documents
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
 from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
 from meshwright.data.input_record import changed_inputs, input_record, write_input_record
-from meshwright.data.input_stream import Contents
 from meshwright.data.inputs import HARMLESS, InputFile, NotRead, check_text_key, list_inputs
+from meshwright.data.jobs import JOB, Job
 from meshwright.data.left_out import LeftOut, not_read_words
-from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest, Shard
+from meshwright.data.local_workers import run_locally
+from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest, PreferenceCounts, Shard
 from meshwright.data.preferences import PreferenceReader, count_preferences
 from meshwright.data.progress import progress
+from meshwright.data.ray_workers import check_ray, run_on_ray
+from meshwright.data.reading import Read, Reading
+from meshwright.data.removed import Removed, removed_words
 from meshwright.data.request import (
     ENCODERS_DIFFER,
     SHARD_TOKENS,
+    UNITS,
     ChatRequest,
     Preparation,
     begin,
@@ -45,7 +53,7 @@ from meshwright.data.request import (
     newest_input_ns,
 )
 from meshwright.data.shards import JOURNAL, SplitWriter, recover_journal
-from meshwright.data.text_format import read_text_format
+from meshwright.data.text_format import TextFormat, read_text_format
 from meshwright.data.tokenizer import (
     LoadedTokenizer,
     parse_tokenizer,
@@ -54,17 +62,19 @@ from meshwright.data.tokenizer import (
     sample_texts,
     train_tokenizer,
 )
+from meshwright.data.units import UNIT_BYTES, divide, text_bytes
 from meshwright.durable.lock import locked
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.host_limits import usable_cores
 
-Read = Callable[[InputFile], Iterable[FromFile]]
-"""Reads the documents of a file in order."""
-
+Encoder = Literal["auto", "tokenizers"]
+NO_PREFERENCES: Mapping[str, PreferenceCounts] = MappingProxyType({})
 
 COMPARED_BYTES = 1 << 20
 """Text of the corpus, spread over its files, about whose ids both encoders are asked before the work: some 0.4 s."""
+READ_HERE = 2 * UNIT_BYTES
+"""Text that is read and encoded in this process; more is divided into units for several processes."""
 FORM_OF_RECORDS = "messages"
 """The key of chats in a request that names none: then the form of the records decides."""
 
@@ -81,6 +91,8 @@ class Prepared:
     """Of chats, the tokens that end the answers; None for text."""
     chats: ChatCounts | None = None
     """The chats that were read; None for text and if all output existed already."""
+    removed: Removed = field(default_factory=Removed)
+    """What cleaning removed; empty if all output existed already."""
 
 
 def prepare(
@@ -95,7 +107,10 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     chat: ChatRequest | None = None,
     unended_answers: Literal["refuse", "accept"] = "refuse",
+    cleaning: Cleaning = NO_CLEANING,
     workers: int | None = None,
+    ray: str | None = None,
+    encoder: Encoder = "auto",
     shown: bool = False,
     wait: bool = False,
 ) -> Prepared:
@@ -103,17 +118,20 @@ def prepare(
 
     `tokenizer` is a `tokenizer.json`, a folder with one, or `train:SIZE`; `held_out` the fraction of documents kept
     apart; `text_key` by default `text`, with `chat` the one of the form that the records have; `unended_answers` is what
-    happens to answers of chats without end token; `workers` the encoding threads (all cores when None); `shown` draws
-    progress on stderr; `wait` waits for another process that writes here. A second call with the same arguments
-    continues after a kill, or finds the work done.
+    happens to answers of chats without end token; `cleaning` names filters, evaluations and duplicates to remove; `workers`
+    are the processes or threads that encode (all cores when None), or those of the Ray cluster at the address `ray`;
+    `encoder` may be `tokenizers` alone; `shown` draws progress on stderr; `wait` waits for another process that writes here.
+    A second call with the same arguments continues after a kill, or finds the work done.
 
     Raises BadInput for inputs or tokenizers that cannot be used and when `out` holds something else, OutOfResources
     when the disk is too small. A request that is refused before its first shard is finished leaves nothing in `out`.
     """
     key = text_key or ("text" if chat is None else FORM_OF_RECORDS)
     preparation = Preparation(
-        tuple(inputs), tokenizer, out, held_out, key, on_bad, eos, shard_tokens, chat, unended_answers
+        tuple(inputs), tokenizer, out, held_out, key, on_bad, eos, shard_tokens, chat, unended_answers, cleaning
     )
+    if ray is not None:
+        check_ray(chat is not None)
     preparation.check()
     files, not_read = list_inputs(inputs, exclude=out)
     check_text_key(text_key, files)
@@ -125,58 +143,64 @@ def prepare(
         if done:
             check_same_corpus(out, preparation.directories()[TRAIN], done[TRAIN], request)
             _check_reusable(preparation, done[TRAIN], files)
-            for name in (JOURNAL, ENCODERS_DIFFER):
-                (out / name).unlink(missing_ok=True)
+            _forget_work(out)
             return Prepared(out, done, LeftOut(), reused=True, answers=_answers(preparation, done))
         begin(preparation, files, request)
         try:
-            return _run(preparation, files, not_read, request, workers or usable_cores(), shown)
+            how = _How(workers or usable_cores(), ray, encoder, shown)
+            return _run(preparation, files, not_read, request, how)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             message = f"{out}: the disk is full; make room and run the same command again to continue"
             raise OutOfResources(message) from error
-        except MeshwrightError:
-            if not (out / JOURNAL).exists():
+        except MeshwrightError as error:
+            # Units that are done are worth keeping if the same command can go on with more memory or disk.
+            goes_on = isinstance(error, OutOfResources) and any((out / UNITS).glob("unit-*.json"))
+            if not ((out / JOURNAL).exists() or goes_on):
                 forget(out)
             raise
 
 
+@dataclass(frozen=True)
+class _How:
+    """What does not change the corpus: processes or threads, the Ray cluster in their place, the encoder, whether progress is drawn."""
+
+    workers: int
+    ray: str | None
+    encoder: Encoder
+    shown: bool
+
+
 def _run(
-    preparation: Preparation,
-    files: list[InputFile],
-    not_read: list[NotRead],
-    request: dict[str, Any],
-    workers: int,
-    shown: bool,
+    preparation: Preparation, files: list[InputFile], not_read: list[NotRead], request: dict[str, Any], how: _How
 ) -> Prepared:
+    cleaner = Cleaner(preparation.cleaning)
     if preparation.on_bad == "refuse":
-        _refuse_bad(files, not_read, _read_of(preparation, _reader(preparation, files))[0])
+        refuse_bad(files, not_read, _read_of(preparation, _reader(preparation, files))[0])
     reader = _reader(preparation, files)
     read, chats = _read_of(preparation, reader)
-    tokenizer = _tokenizer(preparation, files, shown)
-    fast = _fast_encoder(preparation, files, tokenizer, workers, shown)
-    dtype = token_dtype(tokenizer.record.vocab_size)
-    journal = recover_journal(preparation.out)
-    writers = {
-        split: SplitWriter(preparation.out, split, directory, dtype, preparation.shard_tokens, journal)
-        for split, directory in preparation.directories().items()
-    }
-    _check_space(preparation.out, files, np.dtype(dtype).itemsize, writers)
-    reading = _Reading(files, not_read, read)
+    tokenizer = tokenizer_of(preparation, files, how.shown)
+    fast = fast_encoder(preparation, files, tokenizer, how.workers, how.encoder, how.shown)
+    writers = split_writers(preparation, tokenizer)
+    _check_space(preparation.out, files, np.dtype(token_dtype(tokenizer.record.vocab_size)).itemsize, writers)
+    source: Reading | ChunkStream
+    if _in_units(preparation, files, how):
+        source = _stream_of_units(preparation, files, not_read, tokenizer, fast is not None, how)
+        fast = None
+        documents = source.documents(preparation.split_of, writers)
+    else:
+        source = Reading(files, not_read, read, cleaner)
+        documents = _encoded_here(preparation, source, tokenizer, fast, writers, how.workers)
     try:
-        _write_shards(preparation, reading, tokenizer, fast, writers, workers, shown)
+        write_shards(documents, writers, sum(file.size for file in files), how.shown)
     except EncodersDiffer as difference:
-        _tell(difference, shown)
+        tell(difference, how.shown)
         forget_shards(preparation.out)
         (preparation.out / ENCODERS_DIFFER).touch()
-        return _run(preparation, files, not_read, request, workers, shown)
-    left_out = reading.left_out
-    for split, writer in writers.items():
-        if not writer.shards:
-            # Nothing here is worth keeping, and without a journal a corrected command may start afresh.
-            (preparation.out / JOURNAL).unlink(missing_ok=True)
-            raise BadInput(_no_documents(preparation, split, left_out))
+        return _run(preparation, files, not_read, request, how)
+    left_out, removed = source.left_out, source.removed
+    check_splits(preparation, writers, left_out, removed)
     text, answers = tokenizer.text, None
     if preparation.chat is not None:
         shards = {split: writer.shards for split, writer in writers.items()}
@@ -186,15 +210,123 @@ def _run(
     if isinstance(reader, PreferenceReader) and reader.kind is not None:
         for split, directory in preparation.directories().items():
             preferences[split] = count_preferences(reader.kind, ((directory, shard) for shard in writers[split].shards))
+    manifests = write_corpus(
+        preparation,
+        writers,
+        tokenizer,
+        text,
+        request,
+        input_record(files, source.digests),
+        left_out,
+        removed,
+        answers,
+        preferences,
+    )
+    return Prepared(preparation.out, manifests, left_out, False, answers, chats, removed)
+
+
+def _in_units(preparation: Preparation, files: Sequence[InputFile], how: _How) -> bool:
+    """Whether the work is divided: it is much, or for several hosts, or duplicates can be found only when all is read."""
+    if preparation.chat is not None:
+        return False
+    much = sum(map(text_bytes, files)) > READ_HERE or (preparation.out / UNITS).exists()
+    return much or how.ray is not None or preparation.cleaning.duplicates is not None
+
+
+def _stream_of_units(
+    preparation: Preparation,
+    files: Sequence[InputFile],
+    not_read: list[NotRead],
+    tokenizer: LoadedTokenizer,
+    fast: bool,
+    how: _How,
+) -> ChunkStream:
+    """The documents of the files, which other processes read and encode."""
+    job = job_of(preparation, files, tokenizer, fast)
+    stream = ChunkStream(
+        [UnitPlace(job.folder, number) for number in range(len(job.units))],
+        job.dtype,
+        tokenizer.tokenizer,
+        job.folder,
+        run=lambda units: run_units(job.folder, units, how.workers, how.ray),
+        duplicates=preparation.cleaning.duplicates is not None,
+        similarity=preparation.cleaning.similarity,
+        total_bytes=sum(file.size for file in files),
+        shown=how.shown,
+    )
+    stream.digests.update(job.digests)
+    for item in not_read:
+        stream.left_out.add(item)
+    return stream
+
+
+def job_of(preparation: Preparation, files: Sequence[InputFile], tokenizer: LoadedTokenizer, fast: bool) -> Job:
+    """The job of an earlier attempt, if it encodes by the same program, or a new one."""
+    folder = preparation.out / UNITS
+    if (folder / JOB).is_file():
+        job = Job.read(folder)
+        if job.fast == fast:
+            return job
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    units, digests = divide(files, UNIT_BYTES)
+    job = Job(folder, tokenizer, preparation.text_key, preparation.cleaning, fast, tuple(units), digests)
+    job.write()
+    return job
+
+
+def run_units(folder: Path, units: Sequence[int], workers: int, ray: str | None) -> Iterator[int]:
+    """Do units of the job in `folder` by processes of this host or a Ray cluster; the number of each that is done."""
+    if not units:
+        return iter(())
+    if ray is not None:
+        return run_on_ray(folder, units, ray)
+    return run_locally(folder, units, min(workers, len(units)))
+
+
+def split_writers(preparation: Preparation, tokenizer: LoadedTokenizer) -> dict[str, SplitWriter]:
+    """The writers of the shards of each split, behind those that are finished."""
+    dtype, journal = token_dtype(tokenizer.record.vocab_size), recover_journal(preparation.out)
+    return {
+        split: SplitWriter(preparation.out, split, directory, dtype, preparation.shard_tokens, journal)
+        for split, directory in preparation.directories().items()
+    }
+
+
+def check_splits(
+    preparation: Preparation, writers: Mapping[str, SplitWriter], left_out: LeftOut, removed: Removed
+) -> None:
+    """Raise BadInput if a split has no document."""
+    for split, writer in writers.items():
+        if not writer.shards:
+            # Nothing here is worth keeping, and without a journal a corrected command may start afresh.
+            (preparation.out / JOURNAL).unlink(missing_ok=True)
+            raise BadInput(_no_documents(preparation, split, left_out, removed))
+
+
+def write_corpus(
+    preparation: Preparation,
+    writers: Mapping[str, SplitWriter],
+    tokenizer: LoadedTokenizer,
+    text: TextFormat,
+    request: dict[str, Any],
+    record: bytes,
+    left_out: LeftOut,
+    removed: Removed,
+    answers: AnswerEnds | None = None,
+    preferences: Mapping[str, PreferenceCounts] = NO_PREFERENCES,
+) -> dict[str, Manifest]:
+    """Write what stands beside the finished shards, the manifests last."""
     figures = {
         reason: {"files": each["files"], "bytes": each["bytes"]} for reason, each in sorted(left_out.not_read.items())
     }
-    record = input_record(files, reading.digests)
     records = {split: write_input_record(directory, record) for split, directory in preparation.directories().items()}
+    if preparation.cleaning.wanted:
+        removed.write(preparation.out)
     manifests = {
         split: Manifest(
             tokenizer.record,
-            dtype,
+            token_dtype(tokenizer.record.vocab_size),
             tuple(writer.shards),
             left_out.bad.count,
             request,
@@ -204,11 +336,12 @@ def _run(
             unended_answers=0 if answers is None else answers.unended,
             trained_tokens=None if answers is None else answers.trained[preparation.directories()[split]],
             preferences=preferences.get(split),
+            removed=removed.counts(),
         )
         for split, writer in writers.items()
     }
     _commit(preparation, manifests)
-    return Prepared(preparation.out, manifests, left_out, reused=False, answers=answers, chats=chats)
+    return manifests
 
 
 def _count_answers(
@@ -236,38 +369,15 @@ def _answers(preparation: Preparation, manifests: Mapping[str, Manifest]) -> Ans
     )
 
 
-class _Reading:
-    """A pass over the documents of all files; `left_out` and `digests` are complete once it is done."""
-
-    def __init__(self, files: list[InputFile], not_read: list[NotRead], read: Read) -> None:
-        self.files, self._read = files, read
-        self.left_out = LeftOut()
-        self.digests: dict[str, str] = {}
-        """Digest of the bytes of each file, by name."""
-        for item in not_read:
-            self.left_out.add(item)
-
-    def documents(self) -> Iterator[Document]:
-        for file in self.files:
-            for item in self._read(file):
-                if isinstance(item, Document):
-                    yield item
-                elif isinstance(item, Contents):
-                    self.digests[item.file.name] = item.digest
-                else:
-                    self.left_out.add(item)
-
-
-def _write_shards(
+def _encoded_here(
     preparation: Preparation,
-    reading: _Reading,
+    reading: Reading,
     tokenizer: LoadedTokenizer,
     fast: FastEncoder | None,
-    writers: dict[str, SplitWriter],
+    writers: Mapping[str, SplitWriter],
     workers: int,
-    shown: bool,
-) -> None:
-    """Read, encode and write every document that is not in a finished shard."""
+) -> Generator[Numbered, None, None]:
+    """Read and encode every document that is not in a finished shard, in threads of this process."""
     pending: deque[tuple[str, int]] = deque()  # (split, number) of each document in the encoder
 
     def unfinished_documents() -> Iterator[Document]:
@@ -285,38 +395,52 @@ def _write_shards(
             return encode_chats(documents, chat_tokenizer(tokenizer.content), named, dtype, workers)
         return encode_documents(documents, tokenizer, dtype, workers, fast)
 
+    with closing(encode(unfinished_documents())) as encoded_documents:
+        for encoded in encoded_documents:
+            yield *pending.popleft(), encoded
+
+
+def write_shards(
+    documents: Iterator[Numbered], writers: Mapping[str, SplitWriter], total_bytes: int, shown: bool
+) -> None:
+    """Write every document into the shards of its split, and finish them."""
     with (
         ExitStack() as unfinished,
-        progress("preparing", sum(file.size for file in reading.files), shown) as report,
-        closing(encode(unfinished_documents())) as encoded_documents,
+        progress("preparing", total_bytes, shown) as report,
     ):
         for writer in writers.values():
             unfinished.callback(writer.abandon)  # after success no shard is open
-        for encoded in encoded_documents:
-            split, number = pending.popleft()
+        for split, number, encoded in documents:
             writers[split].add(encoded, number)
-            documents = sum(writer.documents for writer in writers.values())
-            report(encoded.document.consumed, documents, sum(writer.tokens for writer in writers.values()))
+            written = sum(writer.documents for writer in writers.values())
+            report(encoded.document.consumed, written, sum(writer.tokens for writer in writers.values()))
         for writer in writers.values():
             writer.finish_shard()
 
 
-def _fast_encoder(
-    preparation: Preparation, files: list[InputFile], tokenizer: LoadedTokenizer, workers: int, shown: bool
+def fast_encoder(
+    preparation: Preparation,
+    files: list[InputFile],
+    tokenizer: LoadedTokenizer,
+    workers: int,
+    encoder: Encoder,
+    shown: bool,
 ) -> FastEncoder | None:
     """The fast encoder of texts, if it gives the ids of the tokenizer for a sample of the files; None for chats."""
-    if preparation.chat is not None or (preparation.out / ENCODERS_DIFFER).exists():
+    differs = (preparation.out / ENCODERS_DIFFER).exists()
+    if preparation.chat is not None or encoder == "tokenizers" or differs:
         return None
     try:
         fast = FastEncoder(tokenizer.content, tokenizer.tokenizer, workers)
         fast.check(text for _, text in sample_texts(files, preparation.text_key, COMPARED_BYTES))
     except EncodersDiffer as difference:
-        _tell(difference, shown)
+        tell(difference, shown)
         return None
     return fast
 
 
-def _tell(difference: EncodersDiffer, shown: bool) -> None:
+def tell(difference: EncodersDiffer, shown: bool) -> None:
+    """Say why tokenizers encodes all text."""
     if shown:
         sys.stderr.write(f"{difference}; tokenizers encodes all text, several times slower\n")
 
@@ -369,7 +493,7 @@ def _check_earlier(preparation: Preparation, manifest: Manifest) -> None:
         raise BadInput(f"{difference}; choose another --out, or remove it to prepare again")
 
 
-def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) -> LoadedTokenizer:
+def tokenizer_of(preparation: Preparation, files: list[InputFile], shown: bool) -> LoadedTokenizer:
     """The tokenizer of an earlier attempt or of the request; also written into every split's directory."""
     directories = list(preparation.directories().values())
     earlier = directories[0] / TOKENIZER
@@ -407,8 +531,14 @@ def _commit(preparation: Preparation, manifests: dict[str, Manifest]) -> None:
     for split in reversed(manifests):
         manifests[split].write(preparation.directories()[split])
     (preparation.out / UNFINISHED).unlink()
-    (preparation.out / JOURNAL).unlink()
-    (preparation.out / ENCODERS_DIFFER).unlink(missing_ok=True)
+    _forget_work(preparation.out)
+
+
+def _forget_work(out: Path) -> None:
+    """Remove what only an unfinished preparation needs."""
+    for name in (JOURNAL, ENCODERS_DIFFER):
+        (out / name).unlink(missing_ok=True)
+    shutil.rmtree(out / UNITS, ignore_errors=True)
 
 
 def _check_space(out: Path, files: list[InputFile], itemsize: int, writers: dict[str, SplitWriter]) -> None:
@@ -421,16 +551,17 @@ def _check_space(out: Path, files: list[InputFile], itemsize: int, writers: dict
         raise OutOfResources(f"{out}: about {needed:,} bytes are needed, {free:,} are free on its disk")
 
 
-def _refuse_bad(files: list[InputFile], not_read: list[NotRead], read: Read) -> None:
-    reading = _Reading(files, not_read, read)
+def refuse_bad(files: Sequence[InputFile], not_read: list[NotRead], read: Read) -> None:
+    """Raise BadInput if a document cannot be used."""
+    reading = Reading(files, not_read, read)
     for _ in reading.documents():
         pass
     if lines := reading.left_out.lines():
         raise BadInput("\n".join(["--on-bad refuse (`--on-bad skip` leaves these out):", *lines]))
 
 
-def _no_documents(preparation: Preparation, split: str, left_out: LeftOut) -> str:
-    lines = left_out.lines()
+def _no_documents(preparation: Preparation, split: str, left_out: LeftOut, removed: Removed) -> str:
+    lines = left_out.lines() + ([f"removed: {removed_words(removed.counts())}"] if removed.reasons else [])
     if preparation.held_out and not lines:
         return f"{preparation.out}: held-out fraction {preparation.held_out:g} leaves no document for {split}; choose another fraction"
     return "\n".join([f"{', '.join(preparation.inputs)}: no usable document for {split}", *lines])

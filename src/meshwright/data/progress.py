@@ -11,6 +11,8 @@ from datetime import timedelta
 Report = Callable[[int, int, int], None]
 """Called with the bytes of input read, the documents written and the tokens written until now."""
 SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_UPDATES = 0.1
+"""Of a bar: words are made so often, not for each document."""
 
 
 @contextmanager
@@ -32,6 +34,11 @@ class _Meter:
         self.total = max(total_bytes, 1)
         self._started: float | None = None
         self._first = (0, 0)
+
+    @property
+    def started(self) -> bool:
+        """Whether there are figures from which rates are counted."""
+        return self._started is not None
 
     def words(self, done: int, documents: int, tokens: int) -> str:
         """Documents, tokens and their rates, and the remaining time if there is a rate."""
@@ -56,10 +63,17 @@ def _bar(title: str, total_bytes: int) -> Iterator[Report]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=total_bytes, words="")
 
+        figures, drawn = (0, 0, 0), float("-inf")
+
         def report(done: int, documents: int, tokens: int) -> None:
-            bar.update(task, completed=done, words=meter.words(done, documents, tokens))
+            nonlocal figures, drawn
+            figures = (done, documents, tokens)
+            if (now := time.monotonic()) - drawn >= SECONDS_BETWEEN_UPDATES:
+                drawn = now
+                bar.update(task, completed=done, words=meter.words(*figures))
 
         yield report
+        bar.update(task, completed=figures[0], words=meter.words(*figures))
 
 
 def _lines(title: str, total_bytes: int) -> Report:
@@ -67,9 +81,11 @@ def _lines(title: str, total_bytes: int) -> Report:
 
     def report(done: int, documents: int, tokens: int) -> None:
         nonlocal last
-        figures, now = meter.words(done, documents, tokens), time.monotonic()
+        now = time.monotonic()
+        if not meter.started:
+            meter.words(done, documents, tokens)
         if now - last >= SECONDS_BETWEEN_LINES:
             last = now
-            sys.stderr.write(f"{title}: {done / meter.total:.0%}, {figures}\n")
+            sys.stderr.write(f"{title}: {done / meter.total:.0%}, {meter.words(done, documents, tokens)}\n")
 
     return report

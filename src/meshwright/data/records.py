@@ -17,7 +17,7 @@ from meshwright.data.input_stream import Contents, InputStream
 from meshwright.data.inputs import InputFile, NotRead
 from meshwright.data.preference_forms import preference_form_of
 from meshwright.durable.writes import digest_file
-from meshwright.spec.errors import nearest
+from meshwright.spec.errors import BadInput, nearest
 
 LONGEST_ELEMENT = 128 << 20
 """Most characters of an element of a JSON array."""
@@ -54,7 +54,7 @@ ReadRecord = Record | BadDocument | NotRead | Contents
 
 
 def read_records(file: InputFile, key: str, columns: Sequence[str] = ()) -> Iterator[ReadRecord]:
-    """The records of a file that have `key`, then the digest of the file.
+    """The records of a file that have `key`, then the digest of the file; of a part of a file, its records alone.
 
     Of parquet only the columns `key`, `id` and `columns` are read.
     """
@@ -72,7 +72,8 @@ def read_records(file: InputFile, key: str, columns: Sequence[str] = ()) -> Iter
         except (DamagedData, OSError) as error:
             place = f"{file.name}:{stream.number + 1}"
             yield NotRead(place, "damaged", f"cannot be read further: {error}", file.size - stream.consumed)
-        yield stream.contents()
+        if file.range is None:
+            yield stream.contents()
 
 
 def first_records(file: InputFile, most: int = 100) -> Iterator[Mapping[str, Any]]:
@@ -87,6 +88,28 @@ def first_records(file: InputFile, most: int = 100) -> Iterator[Mapping[str, Any
                     yield item.fields
     except (DamagedData, OSError):
         return
+
+
+def all_fields(file: InputFile) -> Iterator[Mapping[str, Any]]:
+    """The records of a file with all their keys. Raises BadInput if one cannot be read."""
+    if file.format.layout == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            for batch in pyarrow.parquet.ParquetFile(file.path).iter_batches(batch_size=ROWS_AT_ONCE):
+                yield from batch.to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise BadInput(f"{file.name}: cannot be read as parquet: {error}") from error
+        return
+    try:
+        with InputStream(file) as stream:
+            for item in LAYOUT_READERS[file.format.layout](stream, None):
+                if not isinstance(item, Record):
+                    raise BadInput(str(item))
+                yield item.fields
+    except (DamagedData, OSError) as error:
+        raise BadInput(f"{file.name}: cannot be read: {error}") from error
 
 
 def _first_rows(file: InputFile) -> Iterator[Mapping[str, Any]]:
@@ -290,7 +313,8 @@ def _parquet(file: InputFile, key: str, columns: Sequence[str]) -> Iterator[Read
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
+    part = file.range
+    number = 0 if part is None else part.before
     try:
         table = pyarrow.parquet.ParquetFile(file.path)
         names = table.schema_arrow.names
@@ -299,13 +323,16 @@ def _parquet(file: InputFile, key: str, columns: Sequence[str]) -> Iterator[Read
         else:
             wanted = [name for name in dict.fromkeys([key, "id", *columns]) if name in names]
             count = table.metadata.num_rows or 1
-            for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, columns=wanted):
+            groups = None if part is None else range(part.start, part.stop)
+            for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, row_groups=groups, columns=wanted):
                 for fields in batch.to_pylist():
                     number += 1
                     where = f"{file.name}:{number}"
                     yield _record(where, number, _without_nulls(fields), key, file.size * number // count)
     except (pyarrow.ArrowException, OSError) as error:
         yield NotRead(f"{file.name}:{number + 1}", "damaged", f"cannot be read as parquet: {error}")
+    if part is not None:
+        return
     try:
         yield Contents(file, digest_file(file.path))
     except OSError:

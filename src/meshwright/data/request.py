@@ -15,9 +15,11 @@ import xxhash
 
 from meshwright.data.chat import ChatFiles, read_chat_files
 from meshwright.data.chat_template import TEXT_FILES, TOOL_TEMPLATE
+from meshwright.data.cleaning import NO_CLEANING, Cleaning
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import HELD_OUT, INPUTS, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.message_ranges import ASSISTANT
+from meshwright.data.removed import REPORT
 from meshwright.data.shards import JOURNAL
 from meshwright.data.text_format import tokenizer_identity
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_train_request, tokenizer_folder
@@ -26,6 +28,8 @@ from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.folder_files import parse_json
 
 SHARD_TOKENS = 1 << 27
+UNITS = "units"
+"""The folder in the output directory with the results of units of work (data/chunks.py), until they are in shards."""
 ENCODERS_DIFFER = ".encoders_differ"
 """An empty file in the output directory: a batch had other ids in the fast encoder, so `tokenizers` encodes all text."""
 LATER_KEYS = ("document_end", "begin")
@@ -58,6 +62,7 @@ class Preparation:
     shard_tokens: int = SHARD_TOKENS
     chat: ChatRequest | None = None
     unended_answers: Literal["refuse", "accept"] = "refuse"
+    cleaning: Cleaning = NO_CLEANING
 
     @cached_property
     def loaded(self) -> LoadedTokenizer | None:
@@ -89,6 +94,7 @@ class Preparation:
             raise BadInput(f"shard size {self.shard_tokens}: expected a positive number of tokens")
         if self.chat is not None:
             self._check_chat(self.chat)
+        self.cleaning.check()
         _ = self.loaded
         with suppress(FileNotFoundError):
             # One stat, not exists() and is_dir(): another process may remove its empty directory between two.
@@ -100,6 +106,8 @@ class Preparation:
             raise BadInput(f"--tokenizer {self.tokenizer}: chats need the folder of a model, with its template")
         if not chat.roles or not all(chat.roles):
             raise BadInput("--train-roles: expected roles with commas between them, for example assistant,tool")
+        if self.cleaning.wanted:
+            raise BadInput("--filter, --evaluation and --deduplicate: are for text, not for chats and preferences")
 
     def chat_files(self) -> ChatFiles | None:
         """The template of chats; None for texts. Raises BadInput if there is none."""
@@ -129,6 +137,7 @@ class Preparation:
             "chat": None
             if chat is None
             else {"template_digest": chat.digest, "train_roles": list(roles)} | preferences,
+            **self.cleaning.describe(),
         }
 
 
@@ -148,18 +157,23 @@ def begin(preparation: Preparation, files: list[InputFile], request: dict[str, A
     """
     times = json.dumps([[file.modified_ns, file.changed_ns] for file in files])
     full = {**request, "newest_input_ns": newest_input_ns(files), "input_times": digest(times.encode())}
-    path = preparation.out / UNFINISHED
+    begin_request(preparation.out, full, request)
+
+
+def begin_request(out: Path, full: dict[str, Any], request: dict[str, Any]) -> None:
+    """Store `full`, a request with what else an attempt depends on, as `begin` does."""
+    path = out / UNFINISHED
     if path.is_file():
-        before = parse_json(path.read_bytes(), path, own=True, hint=f"; remove {preparation.out} and prepare again")
+        before = parse_json(path.read_bytes(), path, own=True, hint=f"; remove {out} and prepare again")
         if not isinstance(before, dict):
-            raise Damaged(f"{path}: expected the request of a preparation; remove {preparation.out} and prepare again")
-        if (preparation.out / JOURNAL).exists():
-            check_same(preparation.out, before, full)
+            raise Damaged(f"{path}: expected the request of a preparation; remove {out} and prepare again")
+        if (out / JOURNAL).exists():
+            check_same(out, before, full)
         if before == full:
             return
-        forget(preparation.out)
+        forget(out)
     else:
-        _check_unused(preparation.out, request)
+        _check_unused(out, request)
     write_durable(path, json.dumps(full, indent=1).encode() + b"\n")
 
 
@@ -204,13 +218,14 @@ def forget(out: Path) -> None:
         if (out / split).is_dir():
             shutil.rmtree(out / split)
     shutil.rmtree((out / TOOL_TEMPLATE).parent, ignore_errors=True)
-    for name in (TOKENIZER, *TEXT_FILES, INPUTS, ENCODERS_DIFFER):
+    for name in (TOKENIZER, *TEXT_FILES, INPUTS, ENCODERS_DIFFER, REPORT):
         (out / name).unlink(missing_ok=True)
     forget_shards(out)
 
 
 def forget_shards(out: Path) -> None:
-    """Remove the shards of an unfinished attempt."""
+    """Remove the shards and units of an unfinished attempt."""
+    shutil.rmtree(out / UNITS, ignore_errors=True)
     (out / JOURNAL).unlink(missing_ok=True)
     for directory in (out, out / TRAIN, out / HELD_OUT):
         for file in directory.glob("shard-*"):

@@ -54,7 +54,7 @@ def _journal_line(line: bytes, where: str) -> JournalLine:
 class SplitWriter:
     """The shards of one split (`train` or `held_out`), each closed once it holds `shard_tokens` tokens.
 
-    Starts behind the shards that `journal` (in `out`) records; documents up to number `done_through` are in those.
+    Starts behind the shards that `journal` (in `out`) records; documents up to number `done_through` are in finished shards.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class SplitWriter:
         self.shards.append(shard)
         self._finished_tokens += shard.tokens
         self._finished_documents += shard.documents
+        self.done_through = self._through
         self._writer, self._lines, self._weights, self._text_bytes = None, [], [], 0
 
     def abandon(self) -> None:

@@ -1,0 +1,144 @@
+"""What is removed from a corpus besides unusable documents: by filters of the user, and for text of evaluations.
+
+Duplicates need all documents and come later (`data.duplicates`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from meshwright.data.contamination import EvaluationTexts
+from meshwright.data.corpus import Document
+from meshwright.data.inputs import list_inputs
+from meshwright.data.removed import Removed
+from meshwright.durable.writes import digest_file
+from meshwright.spec.errors import BadInput, nearest
+
+EXACT, NEAR = "exact", "near"
+SIMILARITY = 0.75
+LEAST_SIMILARITY = 0.7
+"""Below it bands miss many pairs: 18% at 0.7."""
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """The options of cleaning: `FILE.py:FUNCTION` of filters, files of evaluations, and `exact`, `near` or `near:SIMILARITY`."""
+
+    filters: tuple[str, ...] = ()
+    evaluations: tuple[str, ...] = ()
+    duplicates: str | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.filters or self.evaluations or self.duplicates)
+
+    @cached_property
+    def similarity(self) -> float | None:
+        """Least Jaccard similarity of near-duplicates; None if only exact ones are removed. Raises BadInput for another option."""
+        if self.duplicates in (None, EXACT):
+            return None
+        word, _, number = self.duplicates.partition(":")
+        expected = (
+            f"expected {EXACT}, {NEAR}, or {NEAR}:SIMILARITY from {LEAST_SIMILARITY} to 1, for example {NEAR}:0.8"
+        )
+        if word != NEAR:
+            near = nearest(word, (EXACT, NEAR))
+            raise BadInput(f"--deduplicate {self.duplicates}: {expected}" + (f" (nearest: {near})" if near else ""))
+        try:
+            similarity = float(number) if number else SIMILARITY
+        except ValueError:
+            similarity = 0.0
+        if not LEAST_SIMILARITY <= similarity <= 1:
+            raise BadInput(f"--deduplicate {self.duplicates}: {expected}")
+        return similarity
+
+    def check(self) -> None:
+        """Raise BadInput for options that cannot be used."""
+        _ = self.similarity
+        for name in self.filters:
+            load_filter(name)
+        if self.evaluations:
+            list_inputs(self.evaluations)
+
+    def describe(self) -> dict[str, Any]:
+        """The options as the request of a corpus has them, with digests of the files that they name."""
+        files = list_inputs(self.evaluations).files if self.evaluations else []
+        return {
+            "filters": [[name, digest_file(_filter_file(name))] for name in self.filters] or None,
+            "evaluations": [[file.name, digest_file(file.path)] for file in files] or None,
+            "duplicates": self.duplicates,
+        }
+
+
+NO_CLEANING = Cleaning()
+
+
+class Cleaner:
+    """The filters of a cleaning, loaded."""
+
+    def __init__(self, cleaning: Cleaning) -> None:
+        """Raises BadInput for a filter or an evaluation file that cannot be used."""
+        self._filters = [(name, load_filter(name)) for name in cleaning.filters]
+        self._evaluations = EvaluationTexts(cleaning.evaluations) if cleaning.evaluations else None
+
+    def removes(self, document: Document, removed: Removed) -> bool:
+        """Whether a filter removes a document, which is then counted in `removed`."""
+        reason, why = self._reason(document)
+        if reason is not None:
+            size = len(document.text.encode("utf-8"))
+            removed.add(reason, f"{document.file} [{document.id}]", why, document.text, size)
+        return reason is not None
+
+    def _reason(self, document: Document) -> tuple[str | None, str]:
+        for name, keeps in self._filters:
+            try:
+                verdict = keeps(document.text)
+            except Exception as error:
+                where = f"{document.file} [{document.id}]"
+                raise BadInput(f"--filter {name}: {where}: {type(error).__name__}: {error}") from error
+            if not isinstance(verdict, bool):
+                raise BadInput(
+                    f"--filter {name}: {document.file} [{document.id}]: expected True to keep the text or False, got {verdict!r}"
+                )
+            if not verdict:
+                return f"filter {name}", ""
+        if self._evaluations is not None and (found := self._evaluations.found_in(document.text)) is not None:
+            return "text of an evaluation", found
+        return None, ""
+
+
+def load_filter(name: str) -> Callable[[str], Any]:
+    """The function that `FILE.py:FUNCTION` names. Raises BadInput if there is none."""
+    file, function = _filter_file(name), name.rpartition(":")[2]
+    spec = importlib.util.spec_from_file_location(f"meshwright_filter_{file.stem}", file)
+    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadInput(f"--filter {name}: {file} cannot be imported: {type(error).__name__}: {error}") from error
+    call = getattr(module, function, None)
+    if not callable(call):
+        names = sorted(key for key, value in vars(module).items() if isinstance(value, FunctionType) and key[0] != "_")
+        near = nearest(function, names)
+        hint = f" (nearest: {near})" if near else ""
+        raise BadInput(f"--filter {name}: {file} has no function {function}{hint}; it has {', '.join(names) or 'none'}")
+    return call
+
+
+def _filter_file(name: str) -> Path:
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py") or not function.isidentifier():
+        raise BadInput(f"--filter {name}: expected FILE.py:FUNCTION, for example filters.py:keep")
+    if not Path(path).is_file():
+        folder = Path(path).parent
+        siblings: Sequence[str] = [each.name for each in folder.glob("*.py")] if folder.is_dir() else []
+        near = nearest(Path(path).name, siblings)
+        raise BadInput(f"--filter {name}: {path}: no such file" + (f" (nearest: {folder / near})" if near else ""))
+    return Path(path)

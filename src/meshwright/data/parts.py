@@ -1,0 +1,381 @@
+"""Preparation on independent hosts: `--part I/N` prepares a part of the files, and `data merge` joins all parts to the corpus.
+
+A part has consecutive files, so that the parts one after another are the corpus, as one host makes it. Its folder has `part.json`, the
+tokenizer, and in `units` the results of its units (data/chunks.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.chat_template import copy_chat_files
+from meshwright.data.chunk_stream import ChunkStream, UnitPlace, totals
+from meshwright.data.chunks import ChunkRecord, has_documents, read_record
+from meshwright.data.cleaning import Cleaning
+from meshwright.data.corpus import read_documents
+from meshwright.data.fast_encoder import EncodersDiffer
+from meshwright.data.input_record import input_record
+from meshwright.data.inputs import InputFile, check_text_key, list_inputs
+from meshwright.data.jobs import JOB, Job
+from meshwright.data.left_out import LeftOut
+from meshwright.data.manifest import MANIFEST, TOKENIZER, TRAIN, UNFINISHED
+from meshwright.data.prepare import (
+    Encoder,
+    Prepared,
+    check_splits,
+    fast_encoder,
+    job_of,
+    refuse_bad,
+    run_units,
+    split_writers,
+    tell,
+    tokenizer_of,
+    write_corpus,
+    write_shards,
+)
+from meshwright.data.progress import progress
+from meshwright.data.request import (
+    ENCODERS_DIFFER,
+    UNITS,
+    Preparation,
+    begin,
+    begin_request,
+    check_same,
+    check_same_corpus,
+    finished_manifests,
+    forget,
+    forget_shards,
+)
+from meshwright.data.shards import JOURNAL
+from meshwright.data.tokenizer import LoadedTokenizer
+from meshwright.durable.lock import locked
+from meshwright.durable.writes import write_durable
+from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest
+from meshwright.spec.folder_files import parse_json
+from meshwright.spec.host_limits import usable_cores
+
+PART = "part.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part `number` of `count`, from 1 on."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """The part in `I/N`. Raises BadInput for anything else."""
+        number, _, count = text.partition("/")
+        if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+            raise BadInput(f"--part {text}: expected I/N with I from 1 to N, for example 2/8")
+        return cls(int(number), int(count))
+
+    def files(self, files: Sequence[InputFile]) -> list[InputFile]:
+        """The files of this part: those whose middle is in its share of all bytes."""
+        total = sum(file.size for file in files) or 1
+        return [file for file in files if (2 * file.before + file.size) * self.count // (2 * total) == self.number - 1]
+
+
+@dataclass(frozen=True)
+class PreparedPart:
+    """A part that is finished."""
+
+    out: Path
+    part: Part
+    documents: int
+    tokens: int
+    left_out: LeftOut
+    reused: bool
+
+
+@dataclass(frozen=True)
+class _PartRecord:
+    """What `part.json` has: the request of the whole corpus, and what its folder holds of it."""
+
+    folder: Path
+    part: Part
+    request: dict[str, Any]
+    units: int
+    fast: bool
+    differs: bool
+    rows: list[list[Any]]
+    """Name, size, times of contents and inode of each file."""
+    left_out: dict[str, Any]
+    """What the listing of all inputs left out."""
+
+
+def prepare_part(
+    preparation: Preparation,
+    part: Part,
+    *,
+    text_key: str | None = None,
+    workers: int | None = None,
+    ray: str | None = None,
+    encoder: Encoder = "auto",
+    shown: bool = False,
+) -> PreparedPart:
+    """Prepare a part of the corpus of `preparation` in its folder `out`. The same call continues after a kill, or finds the work done.
+
+    Raises BadInput as `prepare` does.
+    """
+    if preparation.chat is not None:
+        raise BadInput("--part: is for text; chats and preferences are prepared on one host")
+    preparation.check()
+    out = preparation.out
+    listed, not_read = list_inputs(preparation.inputs, exclude=out)
+    check_text_key(text_key, listed)
+    request = preparation.describe(listed)
+    files = part.files(listed)
+    whole = {**request, "part": f"{part.number}/{part.count}"}
+    with locked(out, wait=False):
+        if (out / MANIFEST).is_file() or (out / TRAIN / MANIFEST).is_file():
+            raise BadInput(f"{out}: holds a corpus; choose another --out for a part of one")
+        if (out / PART).is_file() and not (out / UNFINISHED).is_file():
+            record = read_part(out)
+            check_same(out, {**record.request, "part": f"{record.part.number}/{record.part.count}"}, whole)
+            if not (record.fast and encoder == "tokenizers"):
+                return _result(record, reused=True)
+            (out / PART).unlink()
+            forget(out)
+        begin(preparation, listed, whole)
+        try:
+            if preparation.on_bad == "refuse":
+                refuse_bad(files, not_read, lambda file: read_documents(file, preparation.text_key))
+            tokenizer = tokenizer_of(preparation, listed, shown)
+            job = _run_part(preparation, listed, files, tokenizer, workers or usable_cores(), ray, encoder, shown)
+        except MeshwrightError:
+            if not any((out / UNITS).glob("unit-*.json")):
+                forget(out)
+            raise
+        listing = LeftOut()
+        for item in not_read:
+            listing.add(item)
+        plain = {
+            "version": VERSION,
+            "part": asdict(part),
+            "request": request,
+            "units": len(job.units),
+            "fast": job.fast,
+            "differs": (out / ENCODERS_DIFFER).exists(),
+            "rows": [[file.name, file.size, file.modified_ns, file.changed_ns] for file in files],
+            "left_out": asdict(listing),
+        }
+        write_durable(out / PART, json.dumps(plain).encode() + b"\n")
+        (out / UNFINISHED).unlink()
+        return _result(read_part(out), reused=False)
+
+
+def _run_part(
+    preparation: Preparation,
+    listed: list[InputFile],
+    files: Sequence[InputFile],
+    tokenizer: LoadedTokenizer,
+    workers: int,
+    ray: str | None,
+    encoder: Encoder,
+    shown: bool,
+) -> Job:
+    """Do the units of a part that are not done."""
+    out = preparation.out
+    fast = fast_encoder(preparation, listed, tokenizer, workers, encoder, shown) is not None
+    job = job_of(preparation, files, tokenizer, fast)
+    records = [read_record(job.folder, unit) for unit in range(len(job.units))]
+    undone = [unit for unit, record in enumerate(records) if record is None]
+    try:
+        with progress("preparing the part", sum(file.size for file in files), shown) as report:
+            for unit in run_units(job.folder, undone, workers, ray):
+                records[unit] = read_record(job.folder, unit)
+                report(*totals(record for record in records if record is not None))
+    except EncodersDiffer as difference:
+        tell(difference, shown)
+        forget_shards(out)
+        (out / ENCODERS_DIFFER).touch()
+        return _run_part(preparation, listed, files, tokenizer, workers, ray, encoder, shown)
+    return job
+
+
+def read_part(folder: Path) -> _PartRecord:
+    """The record of the part in `folder`. Raises BadInput if it has none, Damaged for another file."""
+    path = folder / PART
+    if not path.is_file():
+        raise BadInput(_no_part(folder))
+    try:
+        plain = parse_json(path.read_bytes(), path, own=True)
+        if plain["version"] != VERSION:
+            raise Damaged(f"{path}: version {plain['version']}, this release reads version {VERSION}")
+        return _PartRecord(
+            folder,
+            Part(**plain["part"]),
+            plain["request"],
+            plain["units"],
+            plain["fast"],
+            plain["differs"],
+            plain["rows"],
+            plain["left_out"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path}: no record of a part ({error!r}); prepare this part again") from None
+
+
+def merge(folders: Sequence[Path], out: Path, *, shown: bool = False) -> Prepared:
+    """Join the parts in `folders` to the corpus that one host would have made, in `out`. The parts stay.
+
+    Raises BadInput that names a part which is missing, unfinished, given twice, or of another command; Damaged for files that are missing.
+    """
+    parts = sorted((read_part(folder) for folder in folders), key=lambda record: record.part.number)
+    _check_parts(parts)
+    for record in parts:
+        for unit, of_unit in enumerate(_unit_records(record)):
+            if not has_documents(record.folder / UNITS, unit, of_unit):
+                files = f"{record.folder / UNITS}: files of unit {unit} are missing or have other sizes"
+                raise Damaged(f"{files}; remove {record.folder} and prepare this part again")
+    request = parts[0].request
+    preparation = _preparation(request, out)
+    with locked(out, wait=False):
+        if done := finished_manifests(preparation):
+            check_same_corpus(out, preparation.directories()[TRAIN], done[TRAIN], request)
+            return Prepared(out, done, LeftOut(), reused=True)
+        begin_request(out, {**request, "merged": [record.units for record in parts]}, request)
+        try:
+            return _merge(parts, preparation, shown)
+        except MeshwrightError:
+            if not (out / JOURNAL).exists():
+                forget(out)
+            raise
+
+
+def _merge(parts: Sequence[_PartRecord], preparation: Preparation, shown: bool) -> Prepared:
+    jobs = [Job.read(record.folder / UNITS) for record in parts]
+    total_bytes = sum(size for record in parts for _, size, _, _ in record.rows)
+    tokenizer = jobs[0].tokenizer
+    source = next(iter(_directories(preparation, parts[0].folder)))
+    for directory in preparation.directories().values():
+        directory.mkdir(exist_ok=True)
+        copy_chat_files(source, directory)
+        write_durable(directory / TOKENIZER, tokenizer.content)
+    stream = ChunkStream(
+        [UnitPlace(job.folder, unit) for job in jobs for unit in range(len(job.units))],
+        jobs[0].dtype,
+        tokenizer.tokenizer,
+        preparation.out / UNITS,
+        duplicates=preparation.cleaning.duplicates is not None,
+        similarity=preparation.cleaning.similarity,
+        total_bytes=total_bytes,
+        shown=shown,
+    )
+    stream.left_out.merge(LeftOut.from_plain(parts[0].left_out))
+    for job in jobs:
+        stream.digests.update(job.digests)
+    writers = split_writers(preparation, tokenizer)
+    write_shards(stream.documents(preparation.split_of, writers), writers, total_bytes, shown)
+    check_splits(preparation, writers, stream.left_out, stream.removed)
+    rows = [
+        InputFile(Path(name), name, name, size, modified_ns=modified, changed_ns=changed)
+        for record in parts
+        for name, size, modified, changed in record.rows
+    ]
+    manifests = write_corpus(
+        preparation,
+        writers,
+        tokenizer,
+        tokenizer.text,
+        parts[0].request,
+        input_record(rows, stream.digests),
+        stream.left_out,
+        stream.removed,
+    )
+    return Prepared(preparation.out, manifests, stream.left_out, reused=False, removed=stream.removed)
+
+
+def _check_parts(parts: Sequence[_PartRecord]) -> None:
+    """Raise BadInput unless these are all parts of one corpus, each once."""
+    first = parts[0]
+    for record in parts[1:]:
+        if record.part.count != first.part.count:
+            raise BadInput(
+                f"{record.folder}: is part {_words(record)}, and {first.folder} is part {_words(first)}; a corpus has parts of one division"
+            )
+        differing = [key for key in first.request if first.request[key] != record.request.get(key)]
+        if differing:
+            changes = "; ".join(
+                f"{key}: {first.request[key]} in {first.folder}, {record.request.get(key)} in {record.folder}"
+                for key in differing
+            )
+            raise BadInput(f"{record.folder}: was prepared by another command ({changes}); prepare that part again")
+    folders: dict[int, Path] = {}
+    for record in parts:
+        if record.part.number in folders:
+            raise BadInput(
+                f"{record.folder}: is part {_words(record)}, as is {folders[record.part.number]}; name each once"
+            )
+        folders[record.part.number] = record.folder
+    missing = [number for number in range(1, first.part.count + 1) if number not in folders]
+    if missing:
+        names = ", ".join(f"{number}/{first.part.count}" for number in missing)
+        raise BadInput(f"part {names}: missing; name the folders of all {first.part.count} parts")
+    if any(record.differs for record in parts) and any(record.fast for record in parts):
+        again = ", ".join(_words(record) for record in parts if record.fast)
+        found = next(record for record in parts if record.differs)
+        raise BadInput(
+            f"{found.folder}: gigatoken gave other ids than tokenizers here; prepare the parts that it encoded again with "
+            f"--encoder tokenizers: {again}"
+        )
+
+
+def _words(record: _PartRecord) -> str:
+    return f"{record.part.number}/{record.part.count}"
+
+
+def _preparation(request: dict[str, Any], out: Path) -> Preparation:
+    """The preparation of a request that parts have in common."""
+    names = {key: [name for name, _ in request[key] or ()] for key in ("filters", "evaluations")}
+    return Preparation(
+        tuple(request["inputs"]),
+        request["tokenizer"],
+        out,
+        request["held_out"],
+        request["text_key"],
+        shard_tokens=request["shard_tokens"],
+        cleaning=Cleaning(tuple(names["filters"]), tuple(names["evaluations"]), request["duplicates"]),
+    )
+
+
+def _directories(preparation: Preparation, folder: Path) -> list[Path]:
+    """The folders of the splits, in that of a part."""
+    return [folder / directory.relative_to(preparation.out) for directory in preparation.directories().values()]
+
+
+def _result(record: _PartRecord, reused: bool) -> PreparedPart:
+    left_out, records = LeftOut.from_plain(record.left_out), _unit_records(record)
+    for of_unit in records:
+        left_out.merge(of_unit.left_out)
+    _, documents, tokens = totals(records)
+    return PreparedPart(record.folder, record.part, documents, tokens, left_out, reused)
+
+
+def _unit_records(record: _PartRecord) -> list[ChunkRecord]:
+    """What the units of a part gave. Raises Damaged if one is missing."""
+    records = []
+    for unit in range(record.units):
+        of_unit = read_record(record.folder / UNITS, unit)
+        if of_unit is None:
+            missing = f"{record.folder / UNITS}: the result of unit {unit} is missing"
+            raise Damaged(f"{missing}; remove {record.folder} and prepare this part again")
+        records.append(of_unit)
+    return records
+
+
+def _no_part(folder: Path) -> str:
+    if (folder / UNFINISHED).is_file() or (folder / UNITS / JOB).is_file():
+        return f"{folder}: this part is not finished; run its `meshwright data prepare --part` again to continue it"
+    siblings = [each.parent.name for each in folder.parent.glob(f"*/{PART}")] if folder.parent.is_dir() else []
+    near = nearest(folder.name, siblings)
+    hint = f" (nearest: {folder.parent / near})" if near else ""
+    return f"{folder}: no prepared part here{hint}; `meshwright data prepare --part I/N --out DIR` makes one"

@@ -1,0 +1,41 @@
+"""The first steps of a preparation: read the documents of files, and filter them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from meshwright.data.cleaning import Cleaner
+from meshwright.data.corpus import Document, FromFile
+from meshwright.data.input_stream import Contents
+from meshwright.data.inputs import InputFile, NotRead
+from meshwright.data.left_out import LeftOut
+from meshwright.data.removed import Removed
+
+Read = Callable[[InputFile], Iterable[FromFile]]
+"""Reads the documents of a file in order."""
+
+
+class Reading:
+    """A pass over the documents of files; `left_out`, `removed` and `digests` are complete once it is done."""
+
+    def __init__(
+        self, files: Sequence[InputFile], not_read: Iterable[NotRead], read: Read, cleaner: Cleaner | None = None
+    ) -> None:
+        self.files, self._read, self._cleaner = files, read, cleaner
+        self.left_out, self.removed = LeftOut(), Removed()
+        self.digests: dict[str, str] = {}
+        """Digest of the bytes of each file, by name."""
+        for item in not_read:
+            self.left_out.add(item)
+
+    def documents(self) -> Iterator[Document]:
+        """The documents that no filter removes, in order."""
+        for file in self.files:
+            for item in self._read(file):
+                if isinstance(item, Document):
+                    if self._cleaner is None or not self._cleaner.removes(item, self.removed):
+                        yield item
+                elif isinstance(item, Contents):
+                    self.digests[item.file.name] = item.digest
+                else:
+                    self.left_out.add(item)

@@ -1,0 +1,64 @@
+"""A process that does units of a preparation, one after another.
+
+    python -m meshwright.data.unit_worker FOLDER
+
+Reads the number of a unit from each line of standard input, and answers with a line of JSON on standard output: `{"unit": number}`, with
+`"full": true` if the process has used its memory and ends; or `{"unit", "error": its kind, "message"}`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from meshwright.data.fast_encoder import WORD_MEMORY, EncodersDiffer, resident
+from meshwright.data.jobs import Job
+from meshwright.spec.errors import MeshwrightError
+
+PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux's prctl."""
+
+
+def main(folder: Path) -> None:
+    """Serve units until standard input ends, or memory has grown by `WORD_MEMORY` since the job was loaded."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends its workers
+    with suppress(OSError, AttributeError):  # elsewhere than on Linux the end of standard input ends a worker
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a filter prints goes to standard error
+    job: Job | None = None
+    most = 0
+    for line in sys.stdin:
+        number = int(line)
+        try:
+            if job is None:
+                job = Job.read(folder)
+                _ = job.encoder
+                most = resident() + WORD_MEMORY
+            job.run(number)
+        except (MeshwrightError, EncodersDiffer) as error:
+            _answer(answers, {"unit": number, "error": type(error).__name__, "message": str(error)})
+            continue
+        except OSError as error:
+            message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            _answer(answers, {"unit": number, "error": "OSError", "errno": error.errno, "message": message})
+            continue
+        full = resident() > most
+        _answer(answers, {"unit": number, **({"full": True} if full else {})})
+        if full:
+            return
+
+
+def _answer(answers: TextIO, value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,144 @@
+"""Divides the input files of a preparation into units of work, each of which any process can do.
+
+A unit is some files, or a part of a large one. The corpus does not depend on the division: units are joined in the order of their text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from meshwright.data.inputs import FileRange, InputFile
+from meshwright.durable.writes import digest_file
+
+UNIT_BYTES = 32 << 20
+"""Text of a unit, about: a lost worker loses so much work at most, and some seconds of it."""
+COMPRESSION = 4
+"""Bytes of text for each byte of a compressed file, about."""
+READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive files, or a part of one file, in the order of the corpus."""
+
+    files: tuple[InputFile, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files, as they are on the disk."""
+        return sum(file.size if file.range is None else file.range.size for file in self.files)
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """The unit as values of JSON."""
+        return [
+            {
+                **{field.name: getattr(file, field.name) for field in fields(file) if field.init},
+                "path": str(file.path),
+                "range": None if file.range is None else asdict(file.range),
+            }
+            for file in self.files
+        ]
+
+    @classmethod
+    def from_plain(cls, files: Iterable[dict[str, Any]]) -> Unit:
+        """The unit in values of JSON."""
+        return cls(tuple(_file(dict(file)) for file in files))
+
+
+def text_bytes(file: InputFile) -> int:
+    """The text of a file in bytes, about."""
+    packed = file.format.compression is not None or file.format.layout == "parquet"
+    return file.size * COMPRESSION if packed else file.size
+
+
+def divide(files: Sequence[InputFile], unit_bytes: int) -> tuple[list[Unit], dict[str, str]]:
+    """Units with some `unit_bytes` of text each, and the digest of each file of lines that was divided, by name.
+
+    Only uncompressed files of lines, and parquet between its row groups, are divided.
+    """
+    units: list[Unit] = []
+    digests: dict[str, str] = {}
+    small: list[InputFile] = []
+    for file in files:
+        parts = _parts(file, unit_bytes, digests)
+        if len(parts) == 1 and text_bytes(file) < unit_bytes:
+            small.append(file)
+            if sum(map(text_bytes, small)) >= unit_bytes:
+                units.append(Unit(tuple(small)))
+                small = []
+            continue
+        if small:
+            units.append(Unit(tuple(small)))
+            small = []
+        units += [Unit((replace(file, range=part),)) for part in parts]
+    if small:
+        units.append(Unit(tuple(small)))
+    return units, digests
+
+
+def _parts(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> list[FileRange | None]:
+    """The parts in which a file is read; None is the whole of it. A file that cannot be read stays whole, and its reader says why."""
+    if file.format.refused or text_bytes(file) < 2 * unit_bytes:
+        return [None]
+    try:
+        if file.format.layout == "lines" and file.format.compression is None:
+            return [*_line_ranges(file, unit_bytes, digests)]
+        if file.format.layout == "parquet":
+            return [*_row_groups(file, unit_bytes, digests)]
+    except OSError:
+        pass
+    return [None]
+
+
+def _line_ranges(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> list[FileRange]:
+    """Parts that begin and end at lines, from one pass over the file, which also has its digest."""
+    state = xxhash.xxh3_128()
+    starts, offset, lines = [(0, 0)], 0, 0
+    with file.path.open("rb") as stream:
+        while piece := stream.read(READ_BYTES):
+            state.update(piece)
+            while (near := starts[-1][0] + unit_bytes - offset) < len(piece):
+                end = piece.find(b"\n", max(near, 0)) + 1
+                if not end:
+                    break
+                starts.append((offset + end, lines + piece.count(b"\n", 0, end)))
+            lines += piece.count(b"\n")
+            offset += len(piece)
+    digests[file.name] = state.hexdigest()
+    if starts[-1][0] == offset and len(starts) > 1:
+        starts.pop()
+    stops = [start for start, _ in starts[1:]] + [offset]
+    return [FileRange(start, stop, before, stop - start) for (start, before), stop in zip(starts, stops, strict=True)]
+
+
+def _row_groups(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> list[FileRange | None]:
+    """Runs of row groups with some `unit_bytes` of data."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file.path).metadata
+    except pyarrow.ArrowException:
+        return [None]
+    digests[file.name] = digest_file(file.path)
+    parts: list[FileRange | None] = []
+    groups = [table.row_group(number) for number in range(table.num_row_groups)]
+    total = sum(group.total_byte_size for group in groups) or 1
+    start, rows, before, size = 0, 0, 0, 0
+    for number, group in enumerate(groups):
+        rows += group.num_rows
+        size += group.total_byte_size
+        if size >= unit_bytes or number == len(groups) - 1:
+            parts.append(FileRange(start, number + 1, before, file.size * size // total))
+            start, before, size = number + 1, rows, 0
+    return parts or [None]
+
+
+def _file(plain: dict[str, Any]) -> InputFile:
+    path, part = Path(plain.pop("path")), plain.pop("range")
+    return InputFile(path, **plain, range=None if part is None else FileRange(**part))
