@@ -189,6 +189,7 @@ def _expand(document: Document, folder: Path, detect: Detect) -> None:
     _expand_plan(document, folder)
     if isinstance(document.get(("data", "mix")), str):
         document.put(("data", "mix"), {data["data"]["mix"]: 1.0}, document.value_position(("data", "mix")))
+    _expand_streams(document)
     project = document.get(("observe", "wandb"))
     if isinstance(project, str) and project != "none":
         document.put(("observe", "wandb"), {"project": project}, document.value_position(("observe", "wandb")))
@@ -230,6 +231,23 @@ def _expand_plan(document: Document, folder: Path) -> None:
     else:
         close = nearest_file(plan_value, ["auto", *_yaml_files(folder)])
         document.reject(("plan",), "auto, an existing plan file, or a section of pins", nearest=close)
+
+
+def _expand_streams(document: Document) -> None:
+    """Moves the sources of `data.mix` that are sections to `data.streams`; their weights stay."""
+    mix = document.get(("data", "mix"))
+    if not isinstance(mix, dict):
+        return
+    for name in [name for name, value in mix.items() if isinstance(value, dict)]:
+        stream = dict(mix[name])
+        document.data["data"]["mix"] = {**document.data["data"]["mix"], name: stream.pop("weight", 1.0)}
+        streams = document.data["data"].get("streams")
+        document.data["data"]["streams"] = {**(streams if isinstance(streams, dict) else {}), name: stream}
+        mixed, moved = ("data", "mix", name), ("data", "streams", name)
+        for positions in (document.keys, document.values):
+            below = [path for path in positions if path[: len(mixed)] == mixed]
+            positions |= {(*moved, *path[len(mixed) :]): positions[path] for path in below}
+            positions[mixed] = positions.get((*mixed, "weight"), positions[mixed])
 
 
 def _expand_home(document: Document) -> None:

@@ -21,7 +21,9 @@ from meshwright.config.yaml_positions import read_yaml
 from meshwright.data.inputs import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data, same_text
+from meshwright.data.streams.open import lanes_for
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.data.step_samples import lengths_of_step
 from meshwright.durable.writes import remove_partials, write_durable
 from meshwright.families.folder import export_obstacle
@@ -94,6 +96,8 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
     if lacks_stdlib(run):
         note(f"preparing Python's standard library as training text in {stdlib_folder()}")
         ensure_stdlib(stdlib_folder(), shown=True)
+    if run.data.streamed and run.data.lanes is None:
+        run = replace(run, data=replace(run.data, lanes=lanes_for(run.train.global_batch)))
     source = open_run_data(run)
     for name, each in source.sources.items():
         if each.packing is not None and each.packing.truncated:
@@ -174,8 +178,9 @@ def data_line(run: RunSpec, source: DataSource) -> str:
 
 
 def data_lines(run: RunSpec, source: DataSource) -> tuple[str, ...]:
-    """`data_line`, and what a start says about fine-tuning on chats."""
-    return data_line(run, source), *fine_tuning_lines(run, source)
+    """`data_line`, what is streamed, and what a start says about fine-tuning on chats."""
+    streamed = (f"streamed: {name}: {run.data.streams[name].files}: {each.describe_size()}" for name, each in source.streams.items())
+    return data_line(run, source), *streamed, *fine_tuning_lines(run, source)
 
 
 def open_run_data(run: RunSpec) -> DataSource:
@@ -258,6 +263,10 @@ def _vocabulary_of_data(run: RunSpec) -> int | None:
     Other errors of the data are reported by `resolve_data`."""
     sizes = []
     for name in run.data.mix:
+        if name in run.data.streamed:
+            with suppress(BadInput):
+                sizes += [] if run.data.tokenizer is None else [load_tokenizer(Path(run.data.tokenizer)).record.vocab_size]
+            continue
         try:
             folder, foreign = locate(stdlib_folder() if name == STDLIB and needs_stdlib(run) else Path(name))
             sizes += [] if foreign else [Manifest.read(folder).tokenizer.vocab_size]
@@ -469,6 +478,8 @@ def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: boo
 
 def _check_source(run: RunSpec, name: str) -> bool:
     """Open one source of a mixture, so that its errors are reported under its name; the built-in corpus may be missing."""
+    if name in run.data.streamed:  # its tokenizer may be that of another source, so all are opened together
+        return True
     if not (name == STDLIB and lacks_stdlib(run)):
         _check_exists(name)
         open_run_data(replace(run, data=replace(run.data, mix={name: 1.0}, validation=None)))

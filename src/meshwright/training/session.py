@@ -18,6 +18,7 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.config.recorded_loads import read_loads
 from meshwright.data.loader import DataSource, StepReader, Windows, has_validation, open_data
 from meshwright.data.sample_steps import SampleSteps
+from meshwright.data.streams.source import merge_cursors
 from meshwright.data.verification import ShardVerifier
 from meshwright.durable.writes import write_durable
 from meshwright.events.messages import Channel
@@ -52,7 +53,7 @@ from meshwright.training.expert_moves import ExpertMoves
 from meshwright.training.numerics import NumericalPolicy
 from meshwright.training.preferences import PreferenceRun
 from meshwright.training.resume import Tier, resume
-from meshwright.training.run_state import load_adapters, load_base, load_initial, run_state
+from meshwright.training.run_state import CURSORS, load_adapters, load_base, load_initial, run_state
 
 if TYPE_CHECKING:
     from meshwright.rl.rollouts import Rollouts
@@ -102,6 +103,8 @@ class Session:
     """Reads the steps of a run with reinforcement learning."""
     preferences: PreferenceRun | None = None
     """The objective of a run with preferences."""
+    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By step, the positions of the lanes of data that are read without preparation, of all ranks."""
     base: str | None = None
     """Digest of the frozen weights of a run with adapters."""
     progress: ProgressSender = field(default_factory=lambda: ProgressSender(ProgressPage.create(), Channel(None)))
@@ -172,7 +175,16 @@ class Session:
         others |= {} if self.base is None else {BASE: self.base}
         next_sample = self.samples_of[step][1] if step in self.samples_of else self.next_sample
         others |= {} if self.rollouts is None else self.rollouts.state(next_sample)
+        others |= {} if step not in self.cursors else {CURSORS: self.cursors[step]}
         return run_state(step, self.run.train, tokens, next_sample, self.data.record(), others)
+
+    def gather_cursors(self, step: int) -> None:
+        """Learn the positions of all lanes of streamed data after `step`, the current one, from the ranks that read them. Collective."""
+        if not self.data.streams:
+            return
+        own = {name: known.tolist() for name, known in self.data.cursors(self.next_sample).items()}
+        known = Ranks(self.world.control).run_on_all("collecting positions in the data", lambda: own)
+        self.cursors = {step: {name: merge_cursors([each[name] for each in known]).tolist() for name in own}}
 
     def state(self) -> dict[str, StateParts]:
         """This rank's tensors of the run's state by logical name; waits for the last update of offloaded state."""
