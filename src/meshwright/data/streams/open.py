@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from meshwright.spec.job import DataSpec, StreamSpec
 FOLDER = "streams"
 """Folder of the user's cache."""
 FEWEST_LANES = 256
+INDEXES_AT_ONCE = 8
 
 
 def lanes_for(global_batch: int) -> int:
@@ -56,10 +58,10 @@ def open_streams(
     end = None if tokenizer.text.document_end is None else tokenizer.text.document_end.text
     settings = Settings(str(file.absolute()), end, str(cache.absolute()), int(spec.cache_gib * GiB), PATIENCE)
     loaders = _lazy(lambda: Loaders(settings, spec.loaders))
-    sources = {}
-    for name, stream in spec.streamed.items():
+
+    def open_one(name: str, stream: StreamSpec) -> StreamSource:
         with attach_key(f"data.mix.{name}"):
-            sources[name] = StreamSource(
+            return StreamSource(
                 name,
                 stream,
                 read_index(settings, stream),
@@ -70,7 +72,10 @@ def open_streams(
                 cache=Cache(cache, settings.cache_bytes),
                 loaders=loaders,
             )
-    return sources
+
+    named = spec.streamed
+    with ThreadPoolExecutor(INDEXES_AT_ONCE, "index") as pool:
+        return dict(zip(named, pool.map(open_one, named.keys(), named.values()), strict=True))
 
 
 def read_index(settings: Settings, stream: StreamSpec) -> SourceIndex:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,15 @@ class Worker:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._cache = Cache(Path(settings.cache), settings.cache_bytes)
-        self._tokenizer = load_tokenizer(Path(settings.tokenizer), settings.end)
-        self._fast = _fast_encoder(self._tokenizer)
         self._stores: dict[str, Store] = {}
+
+    @cached_property
+    def _tokenizer(self) -> LoadedTokenizer:
+        return load_tokenizer(Path(self._settings.tokenizer), self._settings.end)
+
+    @cached_property
+    def _fast(self) -> FastEncoder | None:
+        return _fast_encoder(self._tokenizer)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request of `loaders`. Raises MeshwrightError."""
