@@ -138,7 +138,16 @@ def open_data(
         digests |= {name: stream.index.digest for name, stream in streams.items()}
         by_path, order = Mixture(weights, windows, seed), Mixture(weights, windows, seed, identities=digests)
     return DataSource(
-        sources, weights, order, by_path, seq_len, document_mask, vocab_size, verifier, streams=streams, stream_texts=texts
+        sources,
+        weights,
+        order,
+        by_path,
+        seq_len,
+        document_mask,
+        vocab_size,
+        verifier,
+        streams=streams,
+        stream_texts=texts,
     )
 
 
@@ -614,7 +623,9 @@ class DataSource:
         ((number, _),) = self._draws([index])
         if (stream := self.streams.get(self.order.names[number])) is not None:
             places = stream.describe(index)
-            documents = [{"file": each.file, "id": each.place, "start": each.start, "end": each.stop} for each in places]
+            documents = [
+                {"file": each.file, "id": each.place, "start": each.start, "end": each.stop} for each in places
+            ]
             return {"global_index": index, "source": stream.name, "documents": documents, "tokens": self.seq_len}
         source, window = self._locate_samples([index])[0]
         documents, (length,) = source.describe(window), self.lengths([index]).tolist()

@@ -21,10 +21,10 @@ from meshwright.config.yaml_positions import read_yaml
 from meshwright.data.inputs import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data, same_text
-from meshwright.data.streams.open import lanes_for
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
-from meshwright.data.tokenizer import load_tokenizer
 from meshwright.data.step_samples import lengths_of_step
+from meshwright.data.streams.open import lanes_for
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.durable.writes import remove_partials, write_durable
 from meshwright.families.folder import export_obstacle
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
@@ -179,7 +179,10 @@ def data_line(run: RunSpec, source: DataSource) -> str:
 
 def data_lines(run: RunSpec, source: DataSource) -> tuple[str, ...]:
     """`data_line`, what is streamed, and what a start says about fine-tuning on chats."""
-    streamed = (f"streamed: {name}: {run.data.streams[name].files}: {each.describe_size()}" for name, each in source.streams.items())
+    streamed = (
+        f"streamed: {name}: {run.data.streams[name].files}: {each.describe_size()}"
+        for name, each in source.streams.items()
+    )
     return data_line(run, source), *streamed, *fine_tuning_lines(run, source)
 
 
@@ -265,7 +268,9 @@ def _vocabulary_of_data(run: RunSpec) -> int | None:
     for name in run.data.mix:
         if name in run.data.streamed:
             with suppress(BadInput):
-                sizes += [] if run.data.tokenizer is None else [load_tokenizer(Path(run.data.tokenizer)).record.vocab_size]
+                sizes += (
+                    [] if run.data.tokenizer is None else [load_tokenizer(Path(run.data.tokenizer)).record.vocab_size]
+                )
             continue
         try:
             folder, foreign = locate(stdlib_folder() if name == STDLIB and needs_stdlib(run) else Path(name))

@@ -1,7 +1,7 @@
 """The order of documents that are read without preparation: lanes over shuffled groups of documents, for any number of ranks.
 
-A source is a list of groups, such as the row groups of parquet files, and each group is cut into parts. An epoch visits every part once: the
-groups in an order of their own, the parts of a group one after another. Of this endless sequence lane s of S takes the parts s, s + S,
+A source is a list of groups, such as the row groups of parquet files, and each group is cut into parts. An epoch visits every part once:
+the groups in an order of their own, the parts of a group one after another. Of this endless sequence lane s of S takes the parts s, s + S,
 s + 2S, …; K parts at a time are its window, whose documents are shuffled. Global sample i of the run is read from lane i mod S.
 
 The first window of lane s has 1 + s mod K parts, so that not all lanes begin a window at the same time.

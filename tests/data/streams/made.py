@@ -20,13 +20,17 @@ from tests.data.conftest import story
 SEQ_LEN, BATCH, LANES = 48, 12, 24
 
 
-def write_parquet(folder: Path, files: int = 3, documents: int = 240, *, group: int = 20, text: str = "content") -> Path:
+def write_parquet(
+    folder: Path, files: int = 3, documents: int = 240, *, group: int = 20, text: str = "content"
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     each = documents // files
     for number in range(files):
         texts = [story(index) for index in range(number * each, (number + 1) * each)]
         table = pyarrow.table({text: texts, "id": list(range(each))})
-        pyarrow.parquet.write_table(table, folder / f"part-{number}.parquet", row_group_size=group)
+        pyarrow.parquet.write_table(
+            table, folder / f"part-{number}.parquet", row_group_size=group, write_page_checksum=True
+        )
     return folder
 
 

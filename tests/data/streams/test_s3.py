@@ -54,7 +54,9 @@ def put(server: Server, key: str, content: bytes) -> None:
 
 
 def streamed(tokenizer: Path, cache: Path) -> DataSpec:
-    return spec_of({"web": ("s3://runs/web/*.parquet", "content"), "code": ("s3://runs/code.jsonl", "text")}, tokenizer, cache)
+    return spec_of(
+        {"web": ("s3://runs/web/*.parquet", "content"), "code": ("s3://runs/code.jsonl", "text")}, tokenizer, cache
+    )
 
 
 def test_a_slow_store_with_faults_gives_the_same_samples(
@@ -91,7 +93,9 @@ def test_a_store_that_stays_away_is_named_without_secrets(
     monkeypatch.setattr(opening, "PATIENCE", 3.0)
     caplog.set_level(logging.DEBUG)
     proxy.faulty, proxy.kinds = 1.0, ("503",)
-    with pytest.raises(CommunicationFailure, match=r"s3://runs/web/part-0.parquet: cannot be read: .*tried for 3 s") as failure:
+    with pytest.raises(
+        CommunicationFailure, match=r"s3://runs/web/part-0.parquet: cannot be read: .*tried for 3 s"
+    ) as failure:
         open_data(streamed(tokenizer_file, tmp_path / "cache"), seq_len=SEQ_LEN, seed=1)
     captured = capfd.readouterr()
     assert SECRET not in f"{failure.value}{captured.out}{captured.err}{caplog.text}"
@@ -100,7 +104,9 @@ def test_a_store_that_stays_away_is_named_without_secrets(
 def test_an_object_that_is_replaced_ends_the_run(
     proxy: AnswerProxy, server: Server, tokenizer_file: Path, tmp_path: Path
 ) -> None:
-    data = open_data(spec_of({"code": ("s3://runs/code.jsonl", "text")}, tokenizer_file, tmp_path / "cache"), seq_len=SEQ_LEN, seed=1)
+    data = open_data(
+        spec_of({"code": ("s3://runs/code.jsonl", "text")}, tokenizer_file, tmp_path / "cache"), seq_len=SEQ_LEN, seed=1
+    )
     put(server, "code.jsonl", json_lines(4000, 8000))
     with pytest.raises(BadInput, match="s3://runs/code.jsonl: changed since the run has listed it"):
         data.samples([0])

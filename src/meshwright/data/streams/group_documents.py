@@ -42,9 +42,7 @@ def group_documents(store: Store, file: StoredFile, number: int, text: str) -> I
     store.check(file)
 
 
-def _rows(
-    store: Store, file: StoredFile, shown: InputFile, group: int, text: str
-) -> Iterator[Document | BadDocument]:
+def _rows(store: Store, file: StoredFile, shown: InputFile, group: int, text: str) -> Iterator[Document | BadDocument]:
     import pyarrow
     import pyarrow.parquet
 

@@ -3,8 +3,8 @@
     <name>.tokens    token ids, then for each document its number of tokens and its place in the group, a description in JSON, the
                      length of the description (8 bytes, little endian), and the mark
 
-The name is a digest of the file's name, size and tag, the number of the group, the key of the text and the tokenizer, so that a file is right
-for every run of the same text and tokenizer. Its description has a digest of what stands before it.
+The name is a digest of the file's name, size and tag, the number of the group, the key of the text and the tokenizer, so that a file is
+right for every run of the same text and tokenizer. Its description has a digest of what stands before it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from meshwright.data.manifest import TokenizerRecord
 from meshwright.data.streams.stores import StoredFile
 from meshwright.durable.writes import PARTIAL, digest, rename
 from meshwright.spec.errors import OutOfResources
+from meshwright.spec.fields import from_checked_plain
 
 MARK, FORMAT = b"mwgroup1", 1
 SUFFIX = ".tokens"
@@ -149,8 +150,7 @@ def _description(descriptor: int) -> tuple[GroupRecord, int]:
     before = size - len(end) - length
     if end[8:] != MARK or before < 0:
         raise ValueError("no group")
-    plain = json.loads(os.pread(descriptor, length, before))
-    return GroupRecord(**{**plain, "first_bad": tuple(plain["first_bad"])}), before
+    return from_checked_plain(GroupRecord, json.loads(os.pread(descriptor, length, before))), before
 
 
 class GroupFile:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,7 @@ class SourceIndex:
         }
         buffer = io.BytesIO()
         header_bytes = np.frombuffer(json.dumps(header).encode("utf-8", "surrogateescape"), dtype=np.uint8)
-        np.savez(
-            buffer, header=header_bytes, files=self.group_file, numbers=self.group_number, sizes=self.group_bytes
-        )
+        np.savez(buffer, header=header_bytes, files=self.group_file, numbers=self.group_number, sizes=self.group_bytes)
         return buffer.getvalue()
 
     @classmethod
@@ -195,13 +194,15 @@ def _check_column(schema: Any, text: str, where: str) -> None:
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)):
         texts = [name for name in schema.names if "string" in str(schema.field(name).type)]
-        raise BadInput(f"{where}: column {text!r} has {kind}, expected text; columns of text: {', '.join(texts) or 'none'}")
+        raise BadInput(
+            f"{where}: column {text!r} has {kind}, expected text; columns of text: {', '.join(texts) or 'none'}"
+        )
 
 
 def _chosen(files: str, listed: Sequence[StoredFile]) -> list[StoredFile]:
-    """The files to read: those of a pattern, and of a folder those with an ending that is read, of the split `train` where names tell it."""
+    """The files to read: those of a pattern; of a folder those with an ending that is read, of the split `train` if names tell one."""
     _, pattern = split_pattern(files)
-    if pattern or len(listed) == 1 and listed[0].name == files:
+    if pattern or (len(listed) == 1 and listed[0].name == files):
         if not listed:
             raise BadInput(f"{files}: matches no file")
         return list(listed)
@@ -217,20 +218,8 @@ def _chosen(files: str, listed: Sequence[StoredFile]) -> list[StoredFile]:
 
 def _split_of(name: str) -> str:
     """The split that a word of a file's name or folders tells, as in folders of Hugging Face data sets; empty without."""
-    words = [word for word in _words_of(name.lower())]
+    words = re.findall("[a-z]+", name.lower())
     return next((word for word in words if word in (TRAIN_SPLIT, *OTHER_SPLITS)), "")
-
-
-def _words_of(name: str) -> Iterator[str]:
-    word = ""
-    for letter in name:
-        if letter.isalpha():
-            word += letter
-        elif word:
-            yield word
-            word = ""
-    if word:
-        yield word
 
 
 def _is_read(name: str) -> bool:
@@ -262,6 +251,3 @@ def index_path(cache: Path, files: str, text: str) -> Path:
     name = files if is_url(files) else str(Path(files).absolute())
     return cache / f"index-{digest(json.dumps([name, text]).encode('utf-8', 'surrogateescape'))}.npz"
 
-
-def as_plain(file: StoredFile) -> dict[str, Any]:
-    return asdict(file)

@@ -42,7 +42,7 @@ log = logging.getLogger("meshwright")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a loader process works with: tokenizer and its end of a document, cache and its bound, seconds for which a request is repeated."""
+    """What a loader process works with: tokenizer and its end of a document, cache and its bound, seconds of trying a request."""
 
     tokenizer: str
     end: str | None
@@ -98,7 +98,9 @@ class Worker:
             try:
                 record = self._write(path, file, number, text, self._fast)
             except EncodersDiffer as difference:
-                log.warning("%s; tokenizers encodes group %d of %s, several times slower", difference, number, file.name)
+                log.warning(
+                    "%s; tokenizers encodes group %d of %s, several times slower", difference, number, file.name
+                )
                 record = self._write(path, file, number, text, None)
         self._cache.make_room(path.stat().st_size)
         return record
@@ -116,7 +118,9 @@ class Worker:
         documents = _usable(group_documents(self._store(files), first, int(index.group_number[0]), text), bad)
         encoded = [
             (len(document.tokens), document.text_bytes)
-            for document in encode_documents(islice(documents, SAMPLED_DOCUMENTS), self._tokenizer, "int32", 1, self._fast)
+            for document in encode_documents(
+                islice(documents, SAMPLED_DOCUMENTS), self._tokenizer, "int32", 1, self._fast
+            )
         ]
         if not encoded:
             raise BadInput(bad[0] if bad else f"{first.name}: its first group has no documents")
@@ -163,7 +167,10 @@ def main() -> None:
             answer = {"error": "a loader process has no memory", "code": OutOfResources.exit_code}
         except Exception as error:
             log.exception("a loader process failed")
-            answer = {"error": f"a loader process failed: {type(error).__name__}: {error}", "code": MeshwrightError.exit_code}
+            answer = {
+                "error": f"a loader process failed: {type(error).__name__}: {error}",
+                "code": MeshwrightError.exit_code,
+            }
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

@@ -1,7 +1,7 @@
 """A source that is read without preparation: its samples by global index, from lanes (`policies.lanes`).
 
-A lane is an endless stream of tokens: the documents of its windows one after another, each with its end token, cut into samples of `seq_len`
-inputs, which share a token with the next as those of prepared text do. Whoever reads a sample reads its lane in order, so the position of
+A lane is an endless stream of tokens: the documents of its windows one after another, each with its end token, cut into samples of
+`seq_len` inputs, which share a token with the next as those of prepared text do. Whoever reads a sample reads its lane in order, so the position of
 each lane is state: `cursors` gives it for a checkpoint, `restore` takes it. Any rank can go on with any lane.
 """
 
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.data.packing import WindowTokens
 from meshwright.data.manifest import TokenizerRecord
+from meshwright.data.packing import WindowTokens
 from meshwright.data.streams.group_file import Cache, GroupFile, group_name
 from meshwright.data.streams.index import SourceIndex
 from meshwright.data.streams.loaders import NOW, SOON, Loaders
@@ -197,7 +197,9 @@ class StreamSource:
             earlier = [known for known in positions if known.sample <= sample]
             cursor = earlier[-1] if earlier else Cursor(*map(int, self._base[lane]))
         if sample < cursor.sample:
-            raise BadInput(f"data.mix: {self.name}: sample {sample:,} lies before the position of its lane, {cursor.sample:,}")
+            raise BadInput(
+                f"data.mix: {self.name}: sample {sample:,} lies before the position of its lane, {cursor.sample:,}"
+            )
         window, token = cursor.window, cursor.token
         for _ in range(self.drawn(lane, cursor.sample, sample)):
             *_, last = self._ranges(lane, Cursor(0, window, token), self.seq_len)
@@ -234,7 +236,9 @@ class StreamSource:
             if tokens:
                 number, start, empty = number + 1, 0, empty + 1
             if empty > EMPTY_WINDOWS:
-                raise BadInput(f"data.mix: {self.name}: no usable documents in {EMPTY_WINDOWS:,} windows one after another")
+                raise BadInput(
+                    f"data.mix: {self.name}: no usable documents in {EMPTY_WINDOWS:,} windows one after another"
+                )
 
     def _remember(self, lane: int, cursor: Cursor) -> None:
         with self._lock:
@@ -273,7 +277,12 @@ class StreamSource:
                     self._request(part.group, SOON)
 
     def _request(self, group: int, priority: int) -> Future[dict[str, Any]]:
-        message = {"op": "group", "file": asdict(self._file(group)), "group": self._number(group), "text": self.spec.text}
+        message = {
+            "op": "group",
+            "file": asdict(self._file(group)),
+            "group": self._number(group),
+            "text": self.spec.text,
+        }
         return self._loaders().request(message, priority)
 
     def _file(self, group: int) -> StoredFile:
@@ -303,7 +312,9 @@ class StreamSource:
         """Report the unusable documents of a group, once."""
         if answer["bad"] and group not in self._reported and len(self._reported) < NAMED_GROUPS:
             self._reported.add(group)
-            log.warning("data.mix: %s: %d bad documents left out: %s", self.name, answer["bad"], "; ".join(answer["first_bad"]))
+            log.warning(
+                "data.mix: %s: %d bad documents left out: %s", self.name, answer["bad"], "; ".join(answer["first_bad"])
+            )
 
 
 def _documents(window: _Window, first: int, last: int) -> Iterator[tuple[int, int, int]]:

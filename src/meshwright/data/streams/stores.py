@@ -80,7 +80,9 @@ class LocalFiles:
             hint = f" (nearest: {Path(folder).parent / near})" if near else ""
             raise BadInput(f"{files}: no such file or folder{hint}")
         match = matcher(pattern).fullmatch
-        return sorted((_local_file(path) for name, path in _below(Path(folder)) if match(name)), key=lambda file: file.name)
+        return sorted(
+            (_local_file(path) for name, path in _below(Path(folder)) if match(name)), key=lambda file: file.name
+        )
 
     def read(self, file: StoredFile, start: int, stop: int) -> bytes:
         try:
@@ -91,7 +93,9 @@ class LocalFiles:
                 while len(content) < stop - start:
                     piece = os.pread(opened.fileno(), stop - start - len(content), start + len(content))
                     if not piece:
-                        raise Damaged(f"{file.name}: ends at byte {start + len(content):,}, expected {file.size:,} bytes")
+                        raise Damaged(
+                            f"{file.name}: ends at byte {start + len(content):,}, expected {file.size:,} bytes"
+                        )
                     content += piece
                 return bytes(content)
         except FileNotFoundError:
@@ -165,7 +169,8 @@ class ObjectStore:
         found = self._try(files, lambda: self._calls.list(self._store, prefix or None).collect())
         match, cut = matcher(pattern).fullmatch, len(prefix) + 1 if prefix else 0
         return sorted(
-            (self._file(meta) for meta in found if meta["size"] and match(meta["path"][cut:])), key=lambda file: file.name
+            (self._file(meta) for meta in found if meta["size"] and match(meta["path"][cut:])),
+            key=lambda file: file.name,
         )
 
     def read(self, file: StoredFile, start: int, stop: int) -> bytes:
