@@ -148,8 +148,9 @@ def test_damaged_files_end_the_run(tokenizer_file: Path, tmp_path: Path) -> None
     assert "the file ends inside its gzip data" in refusal(tokenizer_file, tmp_path, str(tmp_path / "cut.jsonl.gz"))
     folder = write_parquet(tmp_path / "web", files=1)
     file = folder / "part-0.parquet"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 3] ^= 1
+    content, described = bytearray(file.read_bytes()), pyarrow.parquet.read_metadata(file)
+    for group in range(described.num_row_groups):
+        content[described.row_group(group).column(0).dictionary_page_offset + 200] ^= 1
     file.write_bytes(content)
     message = refusal(tokenizer_file, tmp_path, str(folder), "content")
     assert "part-0.parquet: row group" in message and "cannot be read as parquet" in message
