@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from meshwright.data.corpus import Document, checked_document
 from meshwright.data.file_formats import DamagedData, DecompressedFile, format_of
@@ -16,6 +17,7 @@ from meshwright.data.streams.index import CHUNK_BYTES, no_text
 from meshwright.data.streams.stores import Store, StoredFile
 from meshwright.spec.errors import Damaged
 
+KEPT_FOOTERS = 16
 MOST_READ = 1 << 20
 """Bytes of a read of decompressed lines, and of one beyond the end of a group."""
 
@@ -49,7 +51,8 @@ def _rows(store: Store, file: StoredFile, shown: InputFile, group: int, text: st
     number = 0
     try:
         with ObjectFile(store, file) as content:
-            table = pyarrow.parquet.ParquetFile(content, page_checksum_verification=True)
+            metadata = _metadata(store, file)
+            table = pyarrow.parquet.ParquetFile(content, metadata=metadata, page_checksum_verification=True)
             batches = table.iter_batches(batch_size=ROWS_AT_ONCE, row_groups=[group], columns=[text])
             for batch in batches:
                 for value in batch.column(0).to_pylist():
@@ -59,6 +62,15 @@ def _rows(store: Store, file: StoredFile, shown: InputFile, group: int, text: st
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise Damaged(f"{file.name}: row group {group}: cannot be read as parquet: {reason}") from error
+
+
+@lru_cache(maxsize=KEPT_FOOTERS)
+def _metadata(store: Store, file: StoredFile) -> Any:
+    """The footer of a parquet file."""
+    import pyarrow.parquet
+
+    with ObjectFile(store, file) as content:
+        return pyarrow.parquet.read_metadata(content)
 
 
 def _lines(stream: io.BufferedIOBase, shown: InputFile, start: int, text: str) -> Iterator[Document | BadDocument]:

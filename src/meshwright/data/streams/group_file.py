@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -33,6 +34,8 @@ SUFFIX = ".tokens"
 LOCKS = 64
 """Lock files of a cache; groups share them by name."""
 READ_BYTES = 1 << 22
+VERIFIED = 4096
+"""Verified groups that a process remembers."""
 NAMED = 3
 """Unusable documents of a group that are named."""
 LOW_WATER = 0.9
@@ -140,6 +143,30 @@ def read_record(path: Path) -> GroupRecord | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return record if not before and state.hexdigest() == record.digest else None
+
+
+class VerifiedGroups:
+    """The groups that this process has verified: each file once, as lanes ask for parts of a group one after another."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Path, tuple[int, int, GroupRecord]] = OrderedDict()
+
+    def read(self, path: Path) -> GroupRecord | None:
+        """`read_record`, of a file that was verified before without reading it."""
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return None
+        known = self._known.get(path)
+        if known is not None and known[:2] == (status.st_ino, status.st_size):
+            self._known.move_to_end(path)
+            return known[2]
+        record = read_record(path)
+        if record is not None:
+            self._known[path] = (status.st_ino, status.st_size, record)
+            while len(self._known) > VERIFIED:
+                self._known.popitem(last=False)
+        return record
 
 
 def _description(descriptor: int) -> tuple[GroupRecord, int]:

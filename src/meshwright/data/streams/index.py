@@ -250,4 +250,3 @@ def index_path(cache: Path, files: str, text: str) -> Path:
     """The kept index of a source."""
     name = files if is_url(files) else str(Path(files).absolute())
     return cache / f"index-{digest(json.dumps([name, text]).encode('utf-8', 'surrogateescape'))}.npz"
-

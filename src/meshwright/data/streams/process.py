@@ -26,7 +26,7 @@ from meshwright.data.encode import encode_documents, token_dtype
 from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
 from meshwright.data.records import BadDocument
 from meshwright.data.streams.group_documents import group_documents
-from meshwright.data.streams.group_file import Cache, GroupRecord, group_name, read_record, write_group
+from meshwright.data.streams.group_file import Cache, GroupRecord, VerifiedGroups, group_name, write_group
 from meshwright.data.streams.index import SourceIndex, build_index, index_path
 from meshwright.data.streams.stores import Store, StoredFile, open_store
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer
@@ -57,6 +57,7 @@ class Worker:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._cache = Cache(Path(settings.cache), settings.cache_bytes)
+        self._verified = VerifiedGroups()
         self._stores: dict[str, Store] = {}
 
     @cached_property
@@ -90,10 +91,10 @@ class Worker:
         """Have the tokens of a group in the cache; it is made unless it is there."""
         name = group_name(file, number, text, self._tokenizer.record)
         path = self._cache.path(name)
-        if (record := read_record(path)) is not None:
+        if (record := self._verified.read(path)) is not None:
             return record
         with self._cache.making(name):
-            if (record := read_record(path)) is not None:
+            if (record := self._verified.read(path)) is not None:
                 return record
             try:
                 record = self._write(path, file, number, text, self._fast)

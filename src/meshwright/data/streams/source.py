@@ -1,8 +1,8 @@
 """A source that is read without preparation: its samples by global index, from lanes (`policies.lanes`).
 
 A lane is an endless stream of tokens: the documents of its windows one after another, each with its end token, cut into samples of
-`seq_len` inputs, which share a token with the next as those of prepared text do. Whoever reads a sample reads its lane in order, so the position of
-each lane is state: `cursors` gives it for a checkpoint, `restore` takes it. Any rank can go on with any lane.
+`seq_len` inputs, which share a token with the next as those of prepared text do. Whoever reads a sample reads its lane in order, so the
+position of each lane is state: `cursors` gives it for a checkpoint, `restore` takes it. Any rank can go on with any lane.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ PART_BYTES = 4 << 20
 """Most bytes of text of a part of a group."""
 OPEN_GROUPS = 128
 """Groups of a source that a process has open."""
-AHEAD_SAMPLES, AHEAD_SHARE = 4, 8
-"""The next window of a lane is made when so many samples, or one in so many tokens of the window, are left."""
+AHEAD_BYTES, AHEAD_SAMPLES = 2 << 20, 2
+"""Text of a lane, in bytes and in samples, that is tokenised before it is read; half a window if that is more."""
+AHEAD_WINDOWS = 32
+"""Most windows of a lane that are asked for beyond the one that is read."""
 FIRST_AHEAD = 4
 """Steps before its first sample in which a lane's first window is asked for."""
 REOPENED = 3
@@ -102,6 +104,9 @@ class StreamSource:
         self.tokenizer, self._cache = tokenizer, cache
         self.parts = parts_of(index.group_bytes, lanes, PART_BYTES)
         self._order = LaneOrder(self.parts, lanes, seed, index.digest)
+        self._window_tokens = max(index.tokens * WINDOW_PARTS // int(self.parts.sum(dtype=np.int64)), 1)
+        """Tokens of a window, estimated."""
+        self._ahead_tokens = max(round(AHEAD_BYTES * index.tokens_per_byte), AHEAD_SAMPLES * seq_len)
         self._loaders = loaders
         self._groups: OrderedDict[int, GroupFile] = OrderedDict()
         self._windows: dict[int, tuple[int, _Window]] = {}
@@ -230,15 +235,20 @@ class StreamSource:
             if last > start:
                 yield window, start, last
                 tokens, empty = tokens - (last - start), 0
-            ahead = max(AHEAD_SAMPLES * self.seq_len, window.tokens // AHEAD_SHARE)
-            if window.tokens - last < ahead:
-                self._ask(lane, number + 1)
+            self._look_ahead(lane, number, window, last)
             if tokens:
                 number, start, empty = number + 1, 0, empty + 1
             if empty > EMPTY_WINDOWS:
                 raise BadInput(
                     f"data.mix: {self.name}: no usable documents in {EMPTY_WINDOWS:,} windows one after another"
                 )
+
+    def _look_ahead(self, lane: int, number: int, window: _Window, token: int) -> None:
+        """Ask for the windows behind this one that are needed soon; `token` is the next one of the window."""
+        ahead = max(self._ahead_tokens, window.tokens // 2) - (window.tokens - token)
+        if ahead > 0:
+            for more in range(1, min(-(-ahead // self._window_tokens), AHEAD_WINDOWS) + 1):
+                self._ask(lane, number + more)
 
     def _remember(self, lane: int, cursor: Cursor) -> None:
         with self._lock:
