@@ -240,6 +240,8 @@ def _expand_streams(document: Document) -> None:
         return
     for name in [name for name, value in mix.items() if isinstance(value, dict)]:
         stream = dict(mix[name])
+        if isinstance(stream.get("files"), str):
+            stream["files"] = os.path.expanduser(stream["files"])
         document.data["data"]["mix"] = {**document.data["data"]["mix"], name: stream.pop("weight", 1.0)}
         streams = document.data["data"].get("streams")
         document.data["data"]["streams"] = {**(streams if isinstance(streams, dict) else {}), name: stream}
@@ -251,14 +253,15 @@ def _expand_streams(document: Document) -> None:
 
 
 def _expand_home(document: Document) -> None:
-    mix, validation = document.get(("data", "mix")), document.get(("data", "validation"))
+    mix = document.get(("data", "mix"))
     if isinstance(mix, dict) and any(name.startswith("~") for name in mix):
         positions = {name: document.value_position(("data", "mix", name)) for name in mix}
         document.put(("data", "mix"), {}, document.value_position(("data", "mix")))
         for name, weight in mix.items():
             document.put(("data", "mix", os.path.expanduser(name)), weight, positions[name])
-    if isinstance(validation, str):
-        document.data["data"]["validation"] = os.path.expanduser(validation)
+    for key in ("validation", "tokenizer", "cache"):
+        if isinstance(path := document.get(("data", key)), str):
+            document.data["data"][key] = os.path.expanduser(path)
     init = document.get(("model", "init"))
     if isinstance(init, str):
         source, colon, folder = init.partition(":")

@@ -332,7 +332,7 @@ class DataSource:
         """The prepared sources."""
         self.streams = dict(streams or {})
         """The sources that are read without preparation, of the tokenizer `stream_texts`."""
-        self._stream_texts = stream_texts
+        self.stream_texts = stream_texts
         self._step_samples = 1
         self.weights = weights
         self.seq_len, self.document_mask = seq_len, document_mask
@@ -392,7 +392,7 @@ class DataSource:
     def _tokenizers(self) -> list[TokenizerRecord]:
         """The tokenizers of the sources, as far as they are known."""
         known = [source.directory.manifest.tokenizer for source in self._ordered if source.directory.manifest]
-        return known + ([] if self._stream_texts is None else [self._stream_texts.loaded.record])
+        return known + ([] if self.stream_texts is None else [self.stream_texts.loaded.record])
 
     @property
     def eos(self) -> int | None:
@@ -404,7 +404,7 @@ class DataSource:
         """The `tokenizer.json` of the data, one with the template of its chats beside it if there are any; None if no source has one."""
         source = self._describing()
         if source is None:
-            return None if self._stream_texts is None else self._stream_texts.file
+            return None if self.stream_texts is None else self.stream_texts.file
         return source.directory.tokenizer_file
 
     @property
@@ -417,7 +417,7 @@ class DataSource:
         """The format of the texts; the answers of chats in any source have their ends. None if no source has a tokenizer."""
         source = self._describing()
         if source is None:
-            return None if self._stream_texts is None else self._stream_texts.loaded.text
+            return None if self.stream_texts is None else self.stream_texts.loaded.text
         text = source.directory.text_format
         if text is None:
             return None
@@ -787,6 +787,14 @@ class StreamTexts:
     loaded: LoadedTokenizer
     file: Path
 
+    def difference(self, source: Source) -> str | None:
+        """The difference between these texts and those of a prepared source in words; None without one, and if its tokenizer is unknown."""
+        theirs = source.directory.text_format
+        if theirs is None:
+            return None
+        where = (str(self.file), str(source.directory.path))
+        return self.loaded.text.difference(theirs, *where, tokenizer_only=source.stream.masked)
+
 
 def _open_streams(
     spec: DataSpec, sources: Sequence[Source], seq_len: int, seed: int
@@ -842,11 +850,7 @@ def _check_tokenizers(sources: Sequence[Source], texts: StreamTexts | None, voca
         if vocab_size is not None and texts.loaded.record.vocab_size > vocab_size:
             raise BadInput(f"{has}, expected at most model.vocab_size {vocab_size}", key="data.tokenizer")
         for source in sources:
-            theirs = source.directory.text_format
-            if theirs is None:
-                continue
-            where = (str(texts.file), str(source.directory.path))
-            if difference := texts.loaded.text.difference(theirs, *where, tokenizer_only=source.stream.masked):
+            if difference := texts.difference(source):
                 raise BadInput(f"data.tokenizer: {difference}; leave data.tokenizer out", key="data.tokenizer")
     tokenizers = [(source, source.directory.manifest.tokenizer) for source in sources if source.directory.manifest]
     for source, tokenizer in tokenizers:

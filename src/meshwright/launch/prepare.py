@@ -71,6 +71,7 @@ MEASURED_SAMPLES = 1024
 """Samples whose mean length is taken for all."""
 MOST_SOURCES = 6
 """Sources that are shown."""
+SAME_TOKENIZER = "prepare it with the tokenizer.json and --eos of the training data"
 Note = Callable[[str], None]
 T = TypeVar("T")
 
@@ -226,8 +227,9 @@ def check_validation(run: RunSpec, note: Note) -> None:
     for held_out in source.sources.values():
         for trained in training.sources.values():
             if difference := trained.directory.format_difference(held_out.directory):
-                hint = "prepare it with the tokenizer.json and --eos of the training data"
-                raise BadInput(f"data.validation: {difference}; {hint}")
+                raise BadInput(f"data.validation: {difference}; {SAME_TOKENIZER}")
+        if training.stream_texts is not None and (difference := training.stream_texts.difference(held_out)):
+            raise BadInput(f"data.validation: {difference}; {SAME_TOKENIZER}")
 
 
 def needs_stdlib(run: RunSpec) -> bool:

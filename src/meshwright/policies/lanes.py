@@ -18,7 +18,7 @@ from meshwright.policies.sample_order import permute
 
 WINDOW_PARTS = 4
 """Parts of a window. More shuffle better and need more room (docs/how-to/stream.md has the figures)."""
-KEPT_EPOCHS = 3
+KEPT_EPOCHS = 2
 """Orders of epochs that are kept; lanes are seldom more than one epoch apart."""
 
 

@@ -28,7 +28,6 @@ from meshwright.spec.job import DataSpec
 from tests.data.conftest import story
 from tests.data.streams.made import SEQ_LEN, json_lines, spec_of, write_parquet
 
-
 SAMPLES = 500
 
 

@@ -10,6 +10,10 @@ _WILD = re.compile(r"[*?\[]")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/@?]*)(/[^?]*)?")
 
 
+SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
+"""Stores that can be listed."""
+
+
 def is_url(files: str) -> bool:
     return "://" in files
 
@@ -23,7 +27,9 @@ def check_url(files: str) -> str:
             f"{shown}: expected a URL such as s3://bucket/web/*.parquet, without user, `@`, `?` and query; "
             "credentials are read from the environment"
         )
-    return match[1].lower()
+    if (scheme := match[1].lower()) not in SCHEMES:
+        raise BadInput(f"{files}: expected a path, or the URL of a store that can be listed: {', '.join(SCHEMES)}")
+    return scheme
 
 
 def split_pattern(files: str) -> tuple[str, str]:

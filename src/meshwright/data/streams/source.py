@@ -145,6 +145,7 @@ class StreamSource:
             "content": self.index.digest,
             "tokenizer": self.tokenizer.digest,
             "order": self.index.digest,
+            "text": self.spec.text,
             "lanes": str(self.lanes),
         }
 

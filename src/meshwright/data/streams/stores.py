@@ -139,7 +139,7 @@ class ObjectStore:
     """The objects of one bucket or host. Credentials come from the environment, where the store's own tools look for them."""
 
     def __init__(self, url: str, patience: float = PATIENCE) -> None:
-        scheme = check_url(url)
+        check_url(url)
         try:
             import obstore
             from obstore.store import from_url
@@ -151,7 +151,7 @@ class ObjectStore:
         client: dict[str, Any] = {
             "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
             "read_timeout": timedelta(seconds=READ_SECONDS),
-            "allow_http": scheme == "http" or endpoint.startswith("http://"),
+            "allow_http": endpoint.startswith("http://"),
         }
         try:
             self._store = from_url(self._root, client_options=client, retry_config={"max_retries": 2})
