@@ -373,13 +373,22 @@ class DataSource:
         """The position of each lane of each stream before global sample `sample`, as far as this rank knows."""
         return {name: stream.cursors(sample) for name, stream in self.streams.items()}
 
-    def restore_cursors(self, cursors: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Go on from the `cursors` of a checkpoint with this `record`; a stream that has changed since begins again from its start."""
+    def restore_cursors(self, cursors: Mapping[str, Any], record: Mapping[str, Any], *, accept: bool = False) -> None:
+        """Go on from the `cursors` of a checkpoint with this `record`.
+
+        Raises BadInput for a stream that has changed since; with `accept` it begins again from its start.
+        """
         for name, stream in self.streams.items():
             if name not in cursors:
                 continue
             known = np.array(cursors[name], dtype=np.int64)
             if record.get(name) != stream.record():
+                if not accept or len(known) != stream.lanes:
+                    raise BadInput(
+                        f"data.mix: {name}: changed since the checkpoint that the run goes on from; put the earlier files back, or set "
+                        "data.changed=accept to go on with these from their beginning",
+                        key="data.mix",
+                    )
                 known[:, 1:] = 0
             stream.restore(known)
 
@@ -641,7 +650,8 @@ class DataSource:
     def target_counts(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """How often each token id is a target of the samples with these global indices, int64."""
         counts = np.zeros(0, dtype=np.int64)
-        for targets in self.samples(indices).targets:
+        for index in np.asarray(indices).tolist():
+            targets = self.samples([index]).targets[0]
             more = np.bincount(targets[targets >= 0], minlength=len(counts))
             more[: len(counts)] += counts
             counts = more

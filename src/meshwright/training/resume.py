@@ -101,7 +101,8 @@ def _continue_from(session: Session, state: dict[str, Any]) -> None:
         session.decisions.restore(state)
     session.optimizer.set_steps(session.numerics.updates(session.step))
     session.data.restore_order(state.get("data"))
-    session.data.restore_cursors(state.get(CURSORS, {}), state.get("data") or {})
+    accept = session.run.data.changed == "accept"
+    session.data.restore_cursors(state.get(CURSORS, {}), state.get("data") or {}, accept=accept)
     session.loaded = state
     if session.rollouts is not None:
         session.rollouts.restore(state)

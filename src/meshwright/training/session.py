@@ -58,6 +58,8 @@ from meshwright.training.run_state import CURSORS, load_adapters, load_base, loa
 if TYPE_CHECKING:
     from meshwright.rl.rollouts import Rollouts
 
+KEPT_CURSORS = 4
+"""Latest saves whose positions in the data a session knows; a save is described after it has begun."""
 KEPT_RANGES = 64
 """Latest steps whose samples a session knows; a step's figures are read one step late."""
 
@@ -184,7 +186,9 @@ class Session:
             return
         own = {name: known.tolist() for name, known in self.data.cursors(self.next_sample).items()}
         known = Ranks(self.world.control).run_on_all("collecting positions in the data", lambda: own)
-        self.cursors = {step: {name: merge_cursors([each[name] for each in known]).tolist() for name in own}}
+        self.cursors[step] = {name: merge_cursors([each[name] for each in known]).tolist() for name in own}
+        for earlier in sorted(self.cursors)[:-KEPT_CURSORS]:
+            del self.cursors[earlier]
 
     def state(self) -> dict[str, StateParts]:
         """This rank's tensors of the run's state by logical name; waits for the last update of offloaded state."""
@@ -223,6 +227,7 @@ def open_session(
         use_exact_forward(engine.model, run, DTYPES[plan.precision.compute], world.ranks)
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
+    _check_same_streams(data, Ranks(world.control))
     clock.end("data")
     optimizer = open_optimizer(engine, run.model, run.train, mesh)
     clock.end("optimizer")
@@ -367,6 +372,23 @@ def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldO
         return data, None
     validation = opened(seq_len=train.seq_len, split="validation")
     return data, HeldOut.of(validation, run.data.validation_tokens, train.global_batch_tokens)
+
+
+def _check_same_streams(data: DataSource, ranks: Ranks) -> None:
+    """Raise BadInput where ranks see other files in a source that is read without preparation. Collective if there is one."""
+    if not data.streams:
+        return
+    seen = ranks.run_on_all(
+        "comparing the data", lambda: {name: each.index.digest for name, each in data.streams.items()}
+    )
+    for name in data.streams:
+        other = next((rank for rank, each in enumerate(seen) if each[name] != seen[0][name]), None)
+        if other is not None:
+            raise BadInput(
+                f"data.mix: {name}: rank {other} lists other files, sizes or tags than rank 0; all hosts need the same files, local ones "
+                "with the same times",
+                key="data.mix",
+            )
 
 
 def _write_environment(folder: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.spec.errors import BadInput
 from meshwright.spec.job import DataSpec
 from tests.data.streams.made import (
     BATCH,
@@ -65,14 +66,16 @@ def test_lanes_may_change_ranks(mixed: DataSpec) -> None:
 
 
 def test_a_changed_source_begins_again(mixed: DataSpec, tmp_path: Path) -> None:
-    """With `data.changed: accept`; without, the start is refused."""
+    """With `data.changed: accept`; without, the run is refused."""
     ranks = open_ranks(mixed, 1)
     list(whole_steps(ranks, 0, 4))
     cursors, record = cursors_of(ranks, 4 * BATCH), ranks[0][0].record()
     write_parquet(tmp_path / "web", documents=120)
     ((data, _),) = open_ranks(mixed, 1)
     assert data.record()["web"] != record["web"] and data.record()["code"] == record["code"]
-    data.restore_cursors(cursors, record)
+    with pytest.raises(BadInput, match="data.mix: web: changed since the checkpoint"):
+        data.restore_cursors(cursors, record)
+    data.restore_cursors(cursors, record, accept=True)
     now = data.cursors(4 * BATCH)
     assert not now["web"][:, 1:].any() and (now["web"][:, 0] == np.array(cursors["web"])[:, 0]).all()
     assert now["code"].tolist() == cursors["code"]

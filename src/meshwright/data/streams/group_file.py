@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +39,8 @@ VERIFIED = 4096
 """Verified groups that a process remembers."""
 NAMED = 3
 """Unusable documents of a group that are named."""
+ABANDONED_SECONDS = 3600.0
+"""Seconds without a write after which a partial file is of no process."""
 LOW_WATER = 0.9
 """Share of its bound to which a full cache is emptied."""
 
@@ -80,6 +83,10 @@ class Cache:
         if self._written < self.most_bytes // 50:
             return
         self._written = 0
+        for path in self.folder.glob(f"*/*{PARTIAL}"):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:  # of a process that was killed
+                    path.unlink()
         files = []
         for path in self.folder.glob(f"*/*{SUFFIX}"):
             with suppress(FileNotFoundError):

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from meshwright.data.streams.process import Settings
-from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, MeshwrightError
+from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, MeshwrightError, OutOfResources
 
 PROGRAM = "meshwright.data.streams.process"
 ATTEMPTS = 3
@@ -85,8 +85,11 @@ class Loaders:
                 task.taken = True
             answer: dict[str, Any] | MeshwrightError = MeshwrightError("no loader process")
             for _ in range(ATTEMPTS):
-                process = process or self._start()
-                answer = _asked(process, task.message)
+                try:
+                    process = process or self._start()
+                    answer = _asked(process, task.message)
+                except OSError as error:  # no memory, no process left
+                    answer = OutOfResources(f"a loader process cannot be started: {error.strerror or error}")
                 if isinstance(answer, dict):
                     break
                 log.warning("%s", answer)

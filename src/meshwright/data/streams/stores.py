@@ -160,11 +160,11 @@ class ObjectStore:
 
     def list(self, files: str) -> list[StoredFile]:
         folder, pattern = split_pattern(files)
-        if not pattern:
+        if not pattern and self._key(files):
             single = self._try(files, lambda: self._calls.head(self._store, self._key(files)), missing=True)
             if single is not None:
                 return [self._file(single)]
-            pattern = "**"
+        pattern = pattern or "**"
         prefix = self._key(folder)
         found = self._try(files, lambda: self._calls.list(self._store, prefix or None).collect())
         match, cut = matcher(pattern).fullmatch, len(prefix) + 1 if prefix else 0
