@@ -96,6 +96,7 @@ def rank(folder: Path, number: int, ranks: int, rate: float, seconds: float, war
         "text_mb": round(len(waits) * BATCH * SEQ_LEN * bytes_per_token / 1e6, 1),
         "wait_share": round(sum(late) / (len(late) * step_seconds), 5),
         "longest_wait": round(max(late), 4),
+        "waits_over_10_ms": sum(wait > 0.01 for wait in late),
         "wait_before": round(sum(early), 2),
         **data.epochs(len(waits) * BATCH * ranks),
     }

@@ -569,6 +569,7 @@ data:
     web: {{files: "~/web/*.parquet", {text}: content, weight: 0.7}}
     code: {{files: code}}
     corpora/mail: 2
+  validation: {{files: held-out/*.parquet, text: content}}
 train: {{steps: 4, global_batch: 4, seq_len: 8}}
 """
 
@@ -581,6 +582,7 @@ def test_sections_in_the_mix_are_streams(here: Path, monkeypatch: pytest.MonkeyP
         "web": ("/home/someone/web/*.parquet", "content"),
         "code": ("code", "text"),
     }
+    assert run.data.validation == "validation" and run.data.streams["validation"].files == "held-out/*.parquet"
     assert load_resolved(write("resolved.yaml", resolved_yaml(run))) == run
     assert differences(run, load_run(Path("run.yaml"), ["data.streams.web.files=elsewhere"])) == []
     replaced = load_run(Path("run.yaml"), ["data.mix=corpora/mail"])

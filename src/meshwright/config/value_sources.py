@@ -233,23 +233,36 @@ def _expand_plan(document: Document, folder: Path) -> None:
         document.reject(("plan",), "auto, an existing plan file, or a section of pins", nearest=close)
 
 
+VALIDATION = "validation"
+"""Name in `data.streams` of the files of `data.validation`."""
+
+
 def _expand_streams(document: Document) -> None:
     """Moves the sources of `data.mix` that are sections to `data.streams`; their weights stay."""
-    mix = document.get(("data", "mix"))
+    mix, validation = document.get(("data", "mix")), document.get(("data", "validation"))
+    if isinstance(validation, dict):
+        _move_stream(document, ("data", "validation"), VALIDATION, validation)
+        document.data["data"]["validation"] = VALIDATION
     if not isinstance(mix, dict):
         return
     for name in [name for name, value in mix.items() if isinstance(value, dict)]:
         stream = dict(mix[name])
-        if isinstance(stream.get("files"), str):
-            stream["files"] = os.path.expanduser(stream["files"])
         document.data["data"]["mix"] = {**document.data["data"]["mix"], name: stream.pop("weight", 1.0)}
-        streams = document.data["data"].get("streams")
-        document.data["data"]["streams"] = {**(streams if isinstance(streams, dict) else {}), name: stream}
-        mixed, moved = ("data", "mix", name), ("data", "streams", name)
+        mixed = ("data", "mix", name)
+        _move_stream(document, mixed, name, stream)
         for positions in (document.keys, document.values):
-            below = [path for path in positions if path[: len(mixed)] == mixed]
-            positions |= {(*moved, *path[len(mixed) :]): positions[path] for path in below}
             positions[mixed] = positions.get((*mixed, "weight"), positions[mixed])
+
+
+def _move_stream(document: Document, path: KeyPath, name: str, stream: dict[str, Any]) -> None:
+    """Puts the section of a source, which is at `path`, below `data.streams`, with its positions."""
+    if isinstance(stream.get("files"), str):
+        stream = {**stream, "files": os.path.expanduser(stream["files"])}
+    streams = document.data["data"].get("streams")
+    document.data["data"]["streams"] = {**(streams if isinstance(streams, dict) else {}), name: stream}
+    for positions in (document.keys, document.values):
+        below = [each for each in positions if each[: len(path)] == path]
+        positions |= {("data", "streams", name, *each[len(path) :]): positions[each] for each in below}
 
 
 def _expand_home(document: Document) -> None:

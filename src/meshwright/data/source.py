@@ -43,7 +43,7 @@ from meshwright.data.verification import ShardVerifier
 from meshwright.policies.sample_order import InTurn, Mixture
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.folder_files import parse_json
-from meshwright.spec.job import DataSpec, Packing
+from meshwright.spec.job import DataSpec, Packing, StreamSpec
 from meshwright.spec.preference import PreferenceSpec
 
 Split = Literal["train", "validation"]
@@ -821,6 +821,8 @@ def _train_paths(spec: DataSpec, stdlib: Path | None) -> dict[str, Path]:
 
 def _validation_paths(spec: DataSpec, stdlib: Path | None, seq_len: int) -> dict[str, Path]:
     """Directories of validation data; those to train on are not prepared for a `data.validation` that is not among them."""
+    if spec.validation in spec.streams:
+        return {spec.validation: _validation_of_files(spec, spec.streams[spec.validation], stdlib)}
     if spec.validation is not None:
         path = _path_of(spec.validation, stdlib)
         held_out = held_out_beside(path) if path.name != TRAIN else None
@@ -830,6 +832,19 @@ def _validation_paths(spec: DataSpec, stdlib: Path | None, seq_len: int) -> dict
     manifests = {name: Manifest.read(folder) for name, folder in beside.items()}
     fewest = _fewest_tokens(spec, seq_len)
     return {name: beside[name] for name, held_out in manifests.items() if held_out.masked or held_out.tokens > fewest}
+
+
+def _validation_of_files(spec: DataSpec, stream: StreamSpec, stdlib: Path | None) -> Path:
+    """The prepared directory of validation text that files have."""
+    from meshwright.data.streams.held_out import validation_directory  # prepares data, which most runs do without
+
+    if spec.validation in spec.mix:
+        raise BadInput(
+            f"data.validation: {spec.validation} is trained on, as a source of data.mix", key="data.validation"
+        )
+    directories = (open_directory(path, spec.damaged) for path in _train_paths(spec, stdlib).values())
+    prepared = next((each for each in directories if each.manifest), None)
+    return validation_directory(spec, stream, *stream_tokenizer(spec, prepared))
 
 
 def _fewest_tokens(spec: DataSpec, seq_len: int) -> int:

@@ -472,7 +472,7 @@ def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: boo
         key = f"data.mix.{name}" if len(run.data.mix) > 1 else "data.mix"
         all_exist &= attempt(key, expected, lambda name=name: _check_source(run, name), ("data",)) or False
     validation = run.data.validation
-    if validation:
+    if validation and validation not in run.data.streams:
         all_exist &= attempt("data.validation", expected, lambda: _check_exists(validation), ("data",)) or False
     if not all_exist or (lacks_stdlib(run) and not build_stdlib):
         return run

@@ -50,7 +50,8 @@ class DataSpec:
     loaders: Positive = 2
     """Processes of each rank that read and tokenise `streams`."""
     validation: str | None = None
-    """Prepared data directory for validation; none takes `held_out` beside each source that has one."""
+    """Prepared data directory for validation, or `{files, text}` as in `mix`: text of files, of which enough is prepared in `cache`.
+    none takes `held_out` beside each source that has one."""
     validation_tokens: Positive | None = None
     """Tokens that a validation reads, the same for any batch, layout and number of ranks: as many of each source, spread evenly over its
     held-out documents. none: all, at most 1,048,576."""

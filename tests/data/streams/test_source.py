@@ -8,7 +8,9 @@ import json
 import logging
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -17,22 +19,22 @@ import pytest
 
 from meshwright.data.corpus import Document
 from meshwright.data.prepare import prepare
-from meshwright.data.source import open_data
+from meshwright.data.source import DataSource, Source, has_validation, open_data
 from meshwright.data.streams import group_documents as reading
 from meshwright.data.streams import index as indexing
 from meshwright.data.streams.group_documents import group_documents
 from meshwright.data.streams.stores import LocalFiles
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.spec.errors import BadInput, Damaged
-from meshwright.spec.job import DataSpec
+from meshwright.spec.job import DataSpec, StreamSpec
 from tests.data.conftest import story
 from tests.data.streams.made import SEQ_LEN, json_lines, spec_of, write_parquet
 
 SAMPLES = 500
 
 
-def one_lane(spec: DataSpec, **keys: object) -> DataSpec:
-    return DataSpec(**{**spec.__dict__, "lanes": 1, **keys})
+def one_lane(spec: DataSpec, **keys: Any) -> DataSpec:
+    return replace(spec, lanes=1, **keys)
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -95,14 +97,14 @@ def test_the_documents_of_a_sample_are_known(tokenizer_file: Path, tmp_path: Pat
         assert at == SEQ_LEN
 
 
-def prepared_windows(folder: Path, texts: list[str], tokenizer: Path, *, mask: bool = False):
+def prepared_windows(folder: Path, texts: list[str], tokenizer: Path, *, mask: bool = False) -> DataSource:
     folder.mkdir()
     (folder / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     prepare((str(folder / "in.jsonl"),), str(tokenizer), folder / "data", shown=False)
     return open_data(DataSpec(mix={str(folder / "data"): 1.0}, document_mask=mask), seq_len=SEQ_LEN, seed=1)
 
 
-def refusal(tokenizer: Path | None, tmp_path: Path, files: str, text: str = "text", **keys: object) -> str:
+def refusal(tokenizer: Path | None, tmp_path: Path, files: str, text: str = "text", **keys: Any) -> str:
     with pytest.raises((BadInput, Damaged)) as error:
         data = open_data(
             spec_of({"web": (files, text)}, tokenizer, tmp_path / "cache", **keys), seq_len=SEQ_LEN, seed=1
@@ -215,7 +217,7 @@ def test_a_loader_process_that_is_killed_is_replaced(tokenizer_file: Path, tmp_p
     folder = write_parquet(tmp_path / "web")
     spec = spec_of({"web": (str(folder), "content")}, tokenizer_file, tmp_path / "cache")
     right = open_data(spec, seq_len=SEQ_LEN, seed=1).samples(range(24)).tokens
-    data = open_data(DataSpec(**{**spec.__dict__, "cache": str(tmp_path / "other")}), seq_len=SEQ_LEN, seed=1)
+    data = open_data(replace(spec, cache=str(tmp_path / "other")), seq_len=SEQ_LEN, seed=1)
     before = children()
     data.samples([0])
     (loader,) = children() - before
@@ -240,3 +242,27 @@ def test_a_damaged_file_of_the_cache_is_made_again(tokenizer_file: Path, tmp_pat
         content[7] ^= 4
         file.write_bytes(content)
     assert np.array_equal(open_data(spec, seq_len=SEQ_LEN, seed=1).samples(range(24)).tokens, right)
+
+
+def documents_of(source: Source) -> list[list[int]]:
+    starts, lengths = source.stream.document_ranges()
+    pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+    return sorted(source.stream.read(start, start + length).tolist() for start, length in pairs)
+
+
+def test_validation_text_of_files_is_prepared_once(tokenizer_file: Path, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "web")
+    (tmp_path / "val.jsonl").write_bytes(json_lines(900, 960))
+    spec = spec_of({"web": (str(tmp_path / "web"), "content")}, tokenizer_file, tmp_path / "cache")
+    held_out = StreamSpec(files=str(tmp_path / "val.jsonl"))
+    spec = replace(spec, validation="validation", streams={**spec.streams, "validation": held_out})
+    data = open_data(spec, seq_len=SEQ_LEN, seed=1, split="validation")
+    (source,) = data.sources.values()
+    right = prepared_windows(tmp_path / "right", [story(number) for number in range(900, 960)], tokenizer_file)
+    (expected,) = right.sources.values()
+    assert documents_of(source) == documents_of(expected)  # validation has an order of its own
+    made = [path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("validation-*/data/*.bin")]
+    assert has_validation(spec, SEQ_LEN)
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("validation-*/data/*.bin")] == made != []
+    with pytest.raises(BadInput, match="data.validation: web is trained on"):
+        open_data(replace(spec, validation="web"), seq_len=SEQ_LEN, seed=1, split="validation")

@@ -54,9 +54,7 @@ def open_streams(
     spec: DataSpec, tokenizer: LoadedTokenizer, file: Path, *, seq_len: int, seed: int
 ) -> dict[str, StreamSource]:
     """The sources of `spec.streams` that `spec.mix` names. Raises BadInput, Damaged and CommunicationFailure."""
-    cache = Path(spec.cache) if spec.cache is not None else user_cache() / FOLDER
-    end = None if tokenizer.text.document_end is None else tokenizer.text.document_end.text
-    settings = Settings(str(file.absolute()), end, str(cache.absolute()), int(spec.cache_gib * GiB), PATIENCE)
+    settings = settings_of(spec, tokenizer, file)
     loaders = _lazy(lambda: Loaders(settings, spec.loaders))
 
     def open_one(name: str, stream: StreamSpec) -> StreamSource:
@@ -69,13 +67,20 @@ def open_streams(
                 lanes=spec.lanes or FEWEST_LANES,
                 seed=seed,
                 tokenizer=tokenizer.record,
-                cache=Cache(cache, settings.cache_bytes),
+                cache=Cache(Path(settings.cache), settings.cache_bytes),
                 loaders=loaders,
             )
 
     named = spec.streamed
     with ThreadPoolExecutor(INDEXES_AT_ONCE, "index") as pool:
         return dict(zip(named, pool.map(open_one, named.keys(), named.values()), strict=True))
+
+
+def settings_of(spec: DataSpec, tokenizer: LoadedTokenizer, file: Path) -> Settings:
+    """What the loader processes of a run work with."""
+    cache = Path(spec.cache) if spec.cache is not None else user_cache() / FOLDER
+    end = None if tokenizer.text.document_end is None else tokenizer.text.document_end.text
+    return Settings(str(file.absolute()), end, str(cache.absolute()), int(spec.cache_gib * GiB), PATIENCE)
 
 
 def read_index(settings: Settings, stream: StreamSpec) -> SourceIndex:

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -31,6 +31,7 @@ from meshwright.data.streams.index import SourceIndex, build_index, index_path
 from meshwright.data.streams.stores import Store, StoredFile, open_store
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer
 from meshwright.durable.lock import locked
+from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 
 PARENT_SECONDS = 2.0
@@ -72,6 +73,10 @@ class Worker:
         """The answer to a request of `loaders`. Raises MeshwrightError."""
         if request["op"] == "index":
             return {"path": str(self.index(request["files"], request["text"]))}
+        if request["op"] == "texts":
+            groups = [(StoredFile(**file), number) for file, number in request["groups"]]
+            self.write_texts(Path(request["path"]), groups, request["text"])
+            return {}
         file = StoredFile(**request["file"])
         record = self.group(file, request["group"], request["text"])
         return {"bad": record.bad, "first_bad": record.first_bad}
@@ -105,6 +110,16 @@ class Worker:
                 record = self._write(path, file, number, text, None)
         self._cache.make_room(path.stat().st_size)
         return record
+
+    def write_texts(self, path: Path, groups: Sequence[tuple[StoredFile, int]], text: str) -> None:
+        """Write the usable documents of these groups as lines of JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        documents = (
+            document
+            for file, number in groups
+            for document in _usable(group_documents(self._store(file.name), file, number, text), [])
+        )
+        write_durable(path, (json.dumps({"id": document.key, "text": document.text}) + "\n" for document in documents))
 
     def _write(self, path: Path, file: StoredFile, number: int, text: str, fast: FastEncoder | None) -> GroupRecord:
         bad: list[str] = []

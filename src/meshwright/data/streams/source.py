@@ -31,6 +31,8 @@ PART_BYTES = 4 << 20
 """Most bytes of text of a part of a group."""
 OPEN_GROUPS = 128
 """Groups of a source that a process has open."""
+REMEMBERED_GROUPS = 4096
+"""Groups of which a process knows that they were made."""
 AHEAD_BYTES, AHEAD_SAMPLES = 2 << 20, 2
 """Text of a lane, in bytes and in samples, that is tokenised before it is read; half a window if that is more."""
 AHEAD_WINDOWS = 32
@@ -109,6 +111,8 @@ class StreamSource:
         self._ahead_tokens = max(round(AHEAD_BYTES * index.tokens_per_byte), AHEAD_SAMPLES * seq_len)
         self._loaders = loaders
         self._groups: OrderedDict[int, GroupFile] = OrderedDict()
+        self._made: OrderedDict[int, Future[dict[str, Any]]] = OrderedDict()
+        """The latest groups that were asked for: one that was made need not wait for a process that is at work."""
         self._windows: dict[int, tuple[int, _Window]] = {}
         """Number and documents of the window in which each lane is."""
         self._asked: set[tuple[int, int]] = set()
@@ -287,14 +291,22 @@ class StreamSource:
                 if part.group not in self._groups:
                     self._request(part.group, SOON)
 
-    def _request(self, group: int, priority: int) -> Future[dict[str, Any]]:
+    def _request(self, group: int, priority: int, *, again: bool = False) -> Future[dict[str, Any]]:
+        """Have a group made; with `again` also if it was made before."""
+        known = self._made.get(group)
+        if known is not None and known.done() and known.exception() is None and not again:
+            return known
         message = {
             "op": "group",
             "file": asdict(self._file(group)),
             "group": self._number(group),
             "text": self.spec.text,
         }
-        return self._loaders().request(message, priority)
+        asked = self._made[group] = self._loaders().request(message, priority)
+        self._made.move_to_end(group)
+        while len(self._made) > REMEMBERED_GROUPS:
+            self._made.popitem(last=False)
+        return asked
 
     def _file(self, group: int) -> StoredFile:
         return self.index.files[int(self.index.group_file[group])]
@@ -312,7 +324,7 @@ class StreamSource:
             try:
                 opened = self._groups[group] = GroupFile(self._cache.path(name))
             except FileNotFoundError:
-                self._request(group, NOW).result()
+                self._request(group, NOW, again=True).result()
                 continue
             while len(self._groups) > OPEN_GROUPS:
                 self._groups.popitem(last=False)
