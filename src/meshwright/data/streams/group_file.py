@@ -3,8 +3,8 @@
     <name>.tokens    token ids, then for each document its number of tokens and its place in the group, a description in JSON, the
                      length of the description (8 bytes, little endian), and the mark
 
-The name is a digest of the file's name, size and tag, the number of the group, the key of the text and the tokenizer, so that a file is
-right for every run of the same text and tokenizer. Its description has a digest of what stands before it.
+The name is a digest of the file's name, size and tag, the number of the group, the key of the text, the tokenizer and what begins and ends
+a text, so that a file is right for every run of the same text and tokenizer. Its description has a digest of what stands before it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 import xxhash
 
 from meshwright.data.encode import EncodedDocument
-from meshwright.data.manifest import TokenizerRecord
 from meshwright.data.streams.stores import StoredFile
+from meshwright.data.tokenizer import LoadedTokenizer
 from meshwright.durable.writes import PARTIAL, digest, rename
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.fields import from_checked_plain
@@ -102,9 +102,19 @@ class Cache:
             total -= size
 
 
-def group_name(file: StoredFile, number: int, text: str, tokenizer: TokenizerRecord) -> str:
-    """The name of group `number` of a file, of the text under the key `text`."""
-    named = [FORMAT, file.name, file.size, file.tag, number, text, tokenizer.digest, tokenizer.eos]
+def texts_digest(tokenizer: LoadedTokenizer) -> str:
+    """Digest of what tokens of a text follow from: the tokenizer, and the tokens that begin and end a text."""
+    named = [
+        tokenizer.record.digest,
+        tokenizer.record.eos,
+        list(tokenizer.text.begin_ids) if tokenizer.text.begin else [],
+    ]
+    return digest(json.dumps(named).encode())
+
+
+def group_name(file: StoredFile, number: int, text: str, texts: str) -> str:
+    """The name of group `number` of a file, of the text under the key `text`; `texts` is the digest of `texts_digest`."""
+    named = [FORMAT, file.name, file.size, file.tag, number, text, texts]
     return digest(json.dumps(named).encode("utf-8", "surrogateescape"))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data.prepare import prepare
+from meshwright.data.streams.group_file import texts_digest
 from meshwright.data.streams.index import SourceIndex
 from meshwright.data.streams.loaders import Loaders
 from meshwright.data.streams.open import read_index, settings_of
@@ -33,7 +34,7 @@ def validation_directory(spec: DataSpec, stream: StreamSpec, tokenizer: LoadedTo
     tokens = max(MOST_TOKENS, 2 * (spec.validation_tokens or 0))
     with attach_key(KEY):
         index = read_index(settings, stream)
-        named = json.dumps([index.digest, stream.text, tokenizer.record.digest, tokenizer.record.eos, tokens])
+        named = json.dumps([index.digest, stream.text, texts_digest(tokenizer), tokens])
         folder = Path(settings.cache) / f"validation-{digest(named.encode('utf-8', 'surrogateescape'))}"
         if not (folder / TEXTS).is_file():
             chosen = _chosen(index, tokens)

@@ -66,7 +66,7 @@ def open_streams(
                 seq_len=seq_len,
                 lanes=spec.lanes or FEWEST_LANES,
                 seed=seed,
-                tokenizer=tokenizer.record,
+                tokenizer=tokenizer,
                 cache=Cache(Path(settings.cache), settings.cache_bytes),
                 loaders=loaders,
             )

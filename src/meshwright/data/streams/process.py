@@ -26,7 +26,7 @@ from meshwright.data.encode import encode_documents, token_dtype
 from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
 from meshwright.data.records import BadDocument
 from meshwright.data.streams.group_documents import group_documents
-from meshwright.data.streams.group_file import Cache, GroupRecord, VerifiedGroups, group_name, write_group
+from meshwright.data.streams.group_file import Cache, GroupRecord, VerifiedGroups, group_name, texts_digest, write_group
 from meshwright.data.streams.index import SourceIndex, build_index, index_path
 from meshwright.data.streams.stores import Store, StoredFile, open_store
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer
@@ -94,7 +94,7 @@ class Worker:
 
     def group(self, file: StoredFile, number: int, text: str) -> GroupRecord:
         """Have the tokens of a group in the cache; it is made unless it is there."""
-        name = group_name(file, number, text, self._tokenizer.record)
+        name = group_name(file, number, text, texts_digest(self._tokenizer))
         path = self._cache.path(name)
         if (record := self._verified.read(path)) is not None:
             return record

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.data.manifest import TokenizerRecord
 from meshwright.data.packing import WindowTokens
-from meshwright.data.streams.group_file import Cache, GroupFile, group_name
+from meshwright.data.streams.group_file import Cache, GroupFile, group_name, texts_digest
 from meshwright.data.streams.index import SourceIndex
 from meshwright.data.streams.loaders import NOW, SOON, Loaders
 from meshwright.data.streams.stores import StoredFile
+from meshwright.data.tokenizer import LoadedTokenizer
 from meshwright.policies.lanes import WINDOW_PARTS, LaneOrder, Part, parts_of
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import StreamSpec
@@ -98,12 +98,12 @@ class StreamSource:
         seq_len: int,
         lanes: int,
         seed: int,
-        tokenizer: TokenizerRecord,
+        tokenizer: LoadedTokenizer,
         cache: Cache,
         loaders: Callable[[], Loaders],
     ) -> None:
         self.name, self.spec, self.index, self.seq_len, self.lanes = name, spec, index, seq_len, lanes
-        self.tokenizer, self._cache = tokenizer, cache
+        self.tokenizer, self._texts, self._cache = tokenizer.record, texts_digest(tokenizer), cache
         self.parts = parts_of(index.group_bytes, lanes, PART_BYTES)
         self._order = LaneOrder(self.parts, lanes, seed, index.digest)
         self._window_tokens = max(index.tokens * WINDOW_PARTS // int(self.parts.sum(dtype=np.int64)), 1)
@@ -150,6 +150,7 @@ class StreamSource:
             "tokenizer": self.tokenizer.digest,
             "order": self.index.digest,
             "text": self.spec.text,
+            "texts": self._texts,
             "lanes": str(self.lanes),
         }
 
@@ -319,7 +320,7 @@ class StreamSource:
         if group in self._groups:
             self._groups.move_to_end(group)
             return self._groups[group]
-        name = group_name(self._file(group), self._number(group), self.spec.text, self.tokenizer)
+        name = group_name(self._file(group), self._number(group), self.spec.text, self._texts)
         for _ in range(REOPENED):
             try:
                 opened = self._groups[group] = GroupFile(self._cache.path(name))
